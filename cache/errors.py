@@ -1,0 +1,71 @@
+"""Every error that Potstill raises on purpose, drawn as a tree.
+
+    PotstillError                 detail: what and where; remedy: what to do about it
+    ├── CacheError
+    │   ├── CacheNotFound         no cache lies there
+    │   ├── CacheIncomplete       capture has not finished: no manifest, or shards missing
+    │   ├── CacheMismatch         sealed for other inputs, or written by a newer version
+    │   └── CacheCorrupt          bytes differ from what was sealed
+    ├── StorageError              disk full, folder not writable
+    └── (kd.errors)               configuration, models, data, training
+
+The base lives here because imports point one way, ``cache <- kd <- services``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PotstillError(Exception):
+    """An error a user can act on: ``detail`` says what happened and where, ``remedy`` what to do."""
+
+    type: ClassVar[str] = "internal"
+
+    def __init__(self, detail: str, remedy: str = "") -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.detail} {self.remedy}".strip()
+
+    def to_json(self) -> dict[str, str]:
+        """The form in which an error travels from a child process to the API."""
+        return {"type": self.type, "detail": self.detail, "remedy": self.remedy}
+
+
+class CacheError(PotstillError):
+    """Something about a cache on disk."""
+
+    type = "cache_error"
+
+
+class CacheNotFound(CacheError):
+    """No cache lies at the given place."""
+
+    type = "cache_missing"
+
+
+class CacheIncomplete(CacheError):
+    """The cache has no manifest, or shards that its manifest names are absent."""
+
+    type = "cache_incomplete"
+
+
+class CacheMismatch(CacheError):
+    """The cache is whole but is not the one asked for, or a newer version wrote it."""
+
+    type = "cache_mismatch"
+
+
+class CacheCorrupt(CacheError):
+    """Bytes on disk differ from what was sealed."""
+
+    type = "cache_corrupt"
+
+
+class StorageError(PotstillError):
+    """The disk is full or the folder is not writable."""
+
+    type = "storage_error"

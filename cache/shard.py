@@ -1,0 +1,221 @@
+"""One shard: a folder of plain Zarr arrays, and the seal that says what must be in it.
+
+S   sequences        L   tokens of a sequence
+P   positions with a record        H   head entries        M   tail entries
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from cache.codec import ENTROPY_STEP, GOLD_STEP
+from cache.disk import file_sha256, files_below
+from cache.errors import CacheCorrupt
+from cache.manifest import ShardEntry, parse, signed_json, verified_json
+from cache.records import Records, Sequences, offsets_of
+
+#: Arrays with one row a sequence, and the column of ``offsets`` that cuts each of the others.
+PER_SEQUENCE = ("tokens", "document_start", "target_mask")
+CUT_BY = {
+    "head_count": 0,
+    "tail_count": 0,
+    "gold_logprob": 0,
+    "entropy": 0,
+    "head_ids": 1,
+    "head_logprobs": 1,
+    "tail_ids": 2,
+}
+#: Raw bytes of a chunk at most (one row at least): what has to be decoded to read one sequence.
+CHUNK_BYTES = 1 << 20
+
+#: How to read the fixed-point arrays without this program: value in nats = scale * stored.
+_SCALES = {"gold_logprob": -GOLD_STEP, "entropy": ENTROPY_STEP}
+#: Fixed, so that a shard's bytes do not depend on how the user set up Zarr. By default Zarr leaves out chunks that
+#: hold only fill values, and then nobody could tell them from lost ones.
+_WRITE_SETTINGS = {
+    "json_indent": None,
+    "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
+    "array.write_empty_chunks": True,
+}
+_REMEDY = "Run the job again: damaged shards are captured anew."
+
+
+@dataclass(frozen=True)
+class SealedFile:
+    """What one file of a shard must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What one shard must be: counts, and every file by name relative to the shard's folder."""
+
+    sequences: int
+    positions: int
+    head_entries: int
+    tail_entries: int
+    files: dict[str, SealedFile]
+
+    def to_bytes(self) -> bytes:
+        """The seal's file, with a digest of itself; ``from_bytes`` is its inverse."""
+        return signed_json(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Seal:
+        """Parse strictly; raises ``CacheCorrupt`` unless every byte is as it was written."""
+        seal: Seal = parse(cls, verified_json(data, where), where)
+        return seal
+
+    @classmethod
+    def of(cls, folder: Path, sequences: Sequences, records: Records) -> Seal:
+        """The seal of the shard just written to ``folder``."""
+        files = {name: SealedFile(size, file_sha256(folder / name)) for name, size in files_below(folder).items()}
+        return cls(len(sequences), len(records), len(records.head_ids), len(records.tail_ids), files)
+
+    def entry(self) -> ShardEntry:
+        """The shard's line in the manifest."""
+        data = self.to_bytes()
+        size = len(data) + sum(file.bytes for file in self.files.values())
+        counts = (self.sequences, self.positions, self.head_entries, self.tail_entries)
+        return ShardEntry(*counts, bytes=size, digest=hashlib.sha256(data).hexdigest())
+
+    def problems(self, folder: Path) -> list[str]:
+        """One line for each file of ``folder`` that is missing, extra or differs; reads every byte."""
+        found = files_below(folder)
+        lines = [f"{name}: not part of the cache" for name in found if name not in self.files]
+        for name, file in self.files.items():
+            if name not in found:
+                lines.append(f"{name}: missing")
+            elif found[name] != file.bytes:
+                lines.append(f"{name}: expected {file.bytes} bytes, got {found[name]}")
+            elif file_sha256(folder / name) != file.sha256:
+                lines.append(f"{name}: content differs from its sha256")
+        return lines
+
+    def require_files(self, folder: Path) -> None:
+        """Raise ``CacheCorrupt`` unless every file is there in its size; reads no content."""
+        found = files_below(folder)
+        for name, file in self.files.items():
+            if found.get(name) != file.bytes:
+                got = f"got {found[name]}" if name in found else "the file is missing"
+                raise CacheCorrupt(f"{folder / name}: expected {file.bytes} bytes, but {got}.", _REMEDY)
+
+
+def shard_arrays(sequences: Sequences, encoded: dict[str, NDArray[Any]], ids: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+    """The arrays of a shard: ``encoded`` records, their sequences, and the offsets that let one be read alone."""
+    positions = offsets_of(sequences.target_mask.sum(axis=1))
+    heads, tails = (offsets_of(encoded[name])[positions] for name in ("head_count", "tail_count"))
+    return {
+        "tokens": sequences.tokens.astype(ids),
+        "document_start": sequences.document_start,
+        "target_mask": sequences.target_mask,
+        "offsets": np.stack([positions, heads, tails], axis=1).astype(np.uint32),
+        **encoded,
+    }
+
+
+def write_arrays(folder: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Write a new Zarr group at ``folder``; the same arrays give the same bytes."""
+    with zarr.config.set(_WRITE_SETTINGS):
+        group = zarr.create_group(store=folder, zarr_format=3)
+        for name, values in arrays.items():
+            _write_array(group, name, values)
+
+
+def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
+    array = group.create_array(
+        name,
+        shape=values.shape,
+        dtype=values.dtype,
+        chunks=_chunk_shape(values),
+        filters=None,
+        compressors=[BloscCodec(cname="zstd", clevel=1, shuffle="shuffle"), Crc32cCodec()],
+        chunk_key_encoding={"name": "default", "separator": "."},
+        fill_value=0,
+        attributes={"scale": _SCALES[name]} if name in _SCALES else {},
+    )
+    if values.size:
+        array[...] = values
+
+
+def _chunk_shape(values: NDArray[Any]) -> tuple[int, ...]:
+    row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
+    rows = max(1, min(len(values), CHUNK_BYTES // max(row_bytes, 1)))
+    return (rows, *values.shape[1:])
+
+
+class Shard:
+    """One sealed shard, open for reading: chunks are decoded when first needed and then kept.
+
+    Metadata is checked by sha256 on opening and chunks by crc32c on decoding. Zarr reads a missing chunk as zeros, so
+    a chunk's file is looked for before it is decoded. Any failure is a ``CacheCorrupt`` naming the array.
+    """
+
+    def __init__(self, folder: Path, seal: Seal) -> None:
+        self.folder = folder
+        self.seal = seal
+        self.nbytes = 0
+        self._arrays: dict[str, Any] = {}
+        self._chunks: dict[tuple[str, int], NDArray[Any]] = {}
+        self.offsets = self.rows("offsets", 0, seal.sequences + 1).astype(np.int64)
+
+    def sequence(self, row: int) -> dict[str, NDArray[Any]]:
+        """The stored arrays of sequence ``row`` of this shard, without ``offsets``; views, not copies."""
+        first, last = self.offsets[row].tolist(), self.offsets[row + 1].tolist()
+        parts = {name: self.rows(name, row, row + 1) for name in PER_SEQUENCE}
+        return parts | {name: self.rows(name, first[column], last[column]) for name, column in CUT_BY.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``start`` to ``stop`` of array ``name`` as stored; a copy only where they lie in several chunks."""
+        size = self._array(name).chunks[0]
+        if start == stop:
+            return np.empty((0, *self._array(name).shape[1:]), self._array(name).dtype)
+        first = start // size
+        parts = [self._chunk(name, number) for number in range(first, (stop - 1) // size + 1)]
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return joined[start - first * size : stop - first * size]
+
+    def _array(self, name: str) -> Any:
+        if name not in self._arrays:
+            self._arrays[name] = self._open(name)
+        return self._arrays[name]
+
+    def _open(self, name: str) -> Any:
+        path = f"{name}/zarr.json"
+        try:
+            if file_sha256(self.folder / path) != self.seal.files[path].sha256:
+                raise ValueError("the metadata differs from its sha256")
+            return zarr.open_array(store=self.folder / name, mode="r", zarr_format=3)
+        except (FileNotFoundError, KeyError, ValueError) as error:
+            raise self._corrupt(name, error) from error
+
+    def _chunk(self, name: str, number: int) -> NDArray[Any]:
+        if (name, number) not in self._chunks:
+            chunk = self._decode(name, number)
+            self._chunks[name, number] = chunk
+            self.nbytes += chunk.nbytes
+        return self._chunks[name, number]
+
+    def _decode(self, name: str, number: int) -> NDArray[Any]:
+        array = self._array(name)
+        key = ".".join(["c", str(number), *["0"] * (array.ndim - 1)])
+        try:
+            (self.folder / name / key).stat()
+            chunk = np.asarray(array[number * array.chunks[0] : (number + 1) * array.chunks[0]])
+        except (FileNotFoundError, ValueError, RuntimeError, TypeError, LookupError) as error:
+            raise self._corrupt(f"{name}, chunk {key}", error) from error
+        chunk.flags.writeable = False
+        return chunk
+
+    def _corrupt(self, what: str, error: Exception) -> CacheCorrupt:
+        return CacheCorrupt(f"{self.folder}: array {what} cannot be read: {error}.", _REMEDY)
