@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh clone: `make demo` and `make test`.
+#
+# PYTHON       the interpreter that makes .venv: 3.11, 3.12 or 3.13
+# TORCH_INDEX  where to look for torch besides the default index. On Linux the default is a CUDA build of gigabytes;
+#              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
+# DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
+# TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
+# SLOW=1       `make test` runs the tests marked slow too
+
+PYTHON      ?= python3
+TORCH_INDEX ?=
+DEMO_FLAGS  ?=
+TEST_FLAGS  ?=
+SLOW        ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+CODE  := cache kd services tests $(wildcard bench examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format docs up clean
+
+help: ## List the targets
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+
+install: $(STAMP) ## Create .venv and install the pinned versions; instant when done before
+
+# torch first and alone, so that nothing else decides which build of it is taken.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 14) or sys.exit( \
+	    f"Potstill needs Python 3.11 to 3.13, but $(PYTHON) is {v.major}.{v.minor}: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(PIP) install -c constraints.txt -e '.[dev,gguf]'
+	@touch $@
+
+demo: $(STAMP) ## Distil a small teacher on this machine, through the whole service
+	$(BIN)/kd demo $(DEMO_FLAGS)
+
+test: $(STAMP) ## Run the tests
+	$(BIN)/pytest $(if $(SLOW),,-m "not slow") $(TEST_FLAGS)
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+format: $(STAMP) ## Format the code and fix what can be fixed
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+docs: $(STAMP) ## Write docs/configuration.md from the descriptions in kd/config.py
+	$(BIN)/python -m kd.reference > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
+
+up: $(STAMP) ## Run the service in this terminal until Ctrl-C: server, API, workers
+	$(BIN)/kd up
+
+clean: ## Remove .venv and what the tools left behind; caches and runs stay
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
