@@ -1,0 +1,73 @@
+"""What can go wrong in a run, beyond the cache's own errors.
+
+PotstillError (cache.errors)
+├── ConfigError           the job's configuration is wrong; ``problems`` names each field
+├── ModelError            missing, gated, or of a shape that cannot be distilled
+├── DataError             missing, empty, too short, or not in the declared format
+├── TokenizerMismatch     student and cache do not share a tokenizer
+├── TrainingError         the loss became NaN, or a checkpoint cannot be resumed
+└── Interrupted           the run was asked to stop, and has saved what it needs to go on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache.errors import PotstillError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One wrong field: a JSON pointer to it, what is wrong, and what to do."""
+
+    pointer: str
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        where = self.pointer.strip("/").replace("/", ".") or "job"
+        return f"{where}: {self.detail} {self.remedy}".strip()
+
+    def to_json(self) -> dict[str, str]:
+        """As it stands in the ``errors`` list of a problem document."""
+        return {"pointer": self.pointer, "detail": self.detail, "remedy": self.remedy}
+
+
+class ConfigError(PotstillError):
+    """The configuration is refused; every problem is listed, not only the first."""
+
+    type = "invalid_config"
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = problems
+
+
+class ModelError(PotstillError):
+    """A model cannot be found, read, or used as teacher or student."""
+
+    type = "model_error"
+
+
+class DataError(PotstillError):
+    """The text cannot be read, is empty, or is too short."""
+
+    type = "data_error"
+
+
+class TokenizerMismatch(PotstillError):
+    """The student's tokenizer is not the one the cache was captured with."""
+
+    type = "tokenizer_mismatch"
+
+
+class TrainingError(PotstillError):
+    """Training cannot go on."""
+
+    type = "training_error"
+
+
+class Interrupted(PotstillError):
+    """The run was asked to stop; what it did so far is on disk and a new attempt goes on from there."""
+
+    type = "interrupted"

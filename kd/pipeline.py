@@ -1,0 +1,134 @@
+"""The whole run, one stage after the other:
+
+    text -> tokens -> teacher logits -> cache records -> batches -> loss -> student -> report
+
+    stage        takes                    gives                            lives in
+    read, pack   text                     tokens (S, L)                    kd/data.py
+    capture      tokens, teacher          records in a sealed cache        kd/teacher.py, kd/sampling.py, cache/
+    batch        cache                    Batch                            kd/batches.py
+    train        batches                  student                          kd/train.py, kd/losses.py
+    report       student, held-out text   report.json, report.md           kd/evaluate.py, kd/report.py
+
+Knows nothing of HTTP, Redis or Celery. Each stage is idempotent: called again with the same folders it uses the
+sealed cache and goes on from the newest checkpoint, so a job that runs twice finishes once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from cache.store import open_cache
+from kd import models
+from kd.batches import PlainText, Source
+from kd.config import JobConfig
+from kd.data import load_corpus
+from kd.errors import ConfigError
+from kd.files import read_json, whole_folder, write_json
+from kd.precision import Precision, pick_device
+from kd.progress import SILENT, Monitor
+from kd.report import make_report, write_report
+from kd.student import save_dtype, save_student, write_provenance
+from kd.teacher import CachedRecords, Plan, capture, make_plan
+from kd.train import required, train
+from kd.validate import check_inputs
+
+ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl")
+
+
+def distill(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
+    """Run every stage of the job; returns what they found."""
+    result: dict[str, Any] = {}
+    for stage in config.stages:
+        result |= run_stage(stage, config, home, run_dir, monitor)
+    return result
+
+
+def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
+    """Run one stage, ``precompute`` or ``train``; ``home`` holds the caches, ``run_dir`` is the job's own."""
+    if problems := check_inputs(config, Path(), home):
+        raise ConfigError(problems)
+    models.hide_progress_bars()
+    write_json(run_dir / "config.json", config.model_dump(mode="json"))
+    monitor.emit("stage", stage=stage, phase="loading data")
+    run = precompute if stage == "precompute" else train_student
+    return run(config, home, run_dir, monitor)
+
+
+def precompute(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Make sure that a sealed cache for this job exists, capturing it if it does not."""
+    summary = capture(plan(config, monitor), home / "caches", monitor)
+    write_json(run_dir / "cache.json", {**summary, "inputs": cache_inputs(config)})
+    monitor.emit("cache", **summary)
+    return {"cache": summary}
+
+
+def train_student(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Train the student from the sealed cache (or on plain text), save it and report."""
+    tokenizer, source = open_source(config, home, run_dir, monitor)
+    options, vocabulary = required(config.train), models.vocabulary_size(tokenizer)
+    torch.manual_seed(options.seed)
+    student = models.build_student(config.student, tokenizer, config.data.sequence_length)
+    monitor.emit("stage", stage="train", phase="training")
+    progress = train(config, source, student, vocabulary, run_dir, monitor)
+
+    monitor.emit("stage", stage="train", phase="saving")
+    nn.Module.to(student, save_dtype(options, Precision.choose(options.precision, pick_device())))
+    with whole_folder(run_dir / "student") as folder:
+        save_student(student, tokenizer, folder)
+        report = make_report(config, source, models.load(folder, torch.float32), progress, vocabulary)
+        write_provenance(folder, config, report)
+    write_report(run_dir, report)
+    artifacts = {name: str(run_dir / name) for name in ARTIFACTS}
+    for name, path in artifacts.items():
+        monitor.emit("artifact", name=name, path=path)
+    return {"artifacts": artifacts, "report": report}
+
+
+# ---------------------------------------------------------------------- where the stages get their inputs
+
+
+def plan(config: JobConfig, monitor: Monitor = SILENT) -> Plan:
+    """Read the text with the teacher's tokenizer: what the cache must contain is known before any teacher runs."""
+    assert config.teacher is not None, "JobConfig refuses a job that needs a cache and has no teacher"
+    folder = models.resolve(config.teacher.model, config.teacher.revision)
+    tokenizer = models.load_tokenizer(folder, config.teacher.gguf_file, models.allowed_remote_code(config.teacher))
+    return make_plan(config, tokenizer, load_corpus(config.data, tokenizer, monitor), folder)
+
+
+def open_source(
+    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+) -> tuple[PreTrainedTokenizerBase, Source]:
+    """What to train on, and the student's tokenizer, which must be the cache's."""
+    tokenizer = student_tokenizer(config)
+    if not config.needs_cache:
+        return tokenizer, PlainText(load_corpus(config.data, tokenizer, monitor))
+    known = read_json(run_dir / "cache.json")
+    if known is not None and known["inputs"] == cache_inputs(config):
+        store = open_cache(home / "caches" / known["fingerprint"])
+    else:
+        identity = plan(config, monitor).identity
+        store = open_cache(home / "caches" / identity.fingerprint, identity)
+    models.require_same_tokenizer(tokenizer, store.manifest.provenance.probes)
+    return tokenizer, CachedRecords(store)
+
+
+def student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the student's own folder, or the one a fresh student is given."""
+    student, teacher = config.student, config.teacher
+    assert student is not None, "JobConfig refuses a training job without a student"
+    own = student.model or (student.init.tokenizer if student.init else None)
+    if own is not None:
+        return models.load_tokenizer(models.resolve(own, student.revision))
+    assert teacher is not None, "JobConfig refuses a fresh student without a tokenizer"
+    folder = models.resolve(teacher.model, teacher.revision)
+    return models.load_tokenizer(folder, teacher.gguf_file, models.allowed_remote_code(teacher))
+
+
+def cache_inputs(config: JobConfig) -> dict[str, Any]:
+    """The part of a configuration that decides which cache it needs."""
+    return config.model_dump(mode="json", include={"teacher", "data", "cache"})

@@ -1,0 +1,106 @@
+"""How a run tells the world what it does, and how the world tells it to stop.
+
+A run emits ``Event``s: small JSON-able facts. Who listens (a progress bar, a child's pipe to its
+supervisor, nobody) is not the run's business.
+
+    type         data
+    stage        {stage, phase}                                     what is being done now
+    progress     {done, total, unit, fraction, eta_seconds, tokens_per_second}
+    metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, learning_rate, grad_norm}
+    evaluation   {step, validation_perplexity, validation_kl, validation_agreement}
+    cache        {fingerprint, bytes_per_token, tokens, reused}
+    checkpoint   {step, path}
+    artifact     {name, path}
+    warning      {message}
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kd.errors import Interrupted
+
+
+@dataclass(frozen=True)
+class Event:
+    """One fact about a run; ``data`` holds JSON values only, and numbers in it are finite or None."""
+
+    type: str
+    data: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """The line form in which an event crosses a process boundary."""
+        return {"type": self.type, "data": finite(self.data)}
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every NaN and infinity replaced by None: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _ignore(event: Event) -> None:
+    """Nobody listens."""
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Where a run's events go, and whether it should stop at the next safe point."""
+
+    listen: Callable[[Event], None] = _ignore
+    should_stop: Callable[[], bool] = _never
+
+    def emit(self, type: str, **data: Any) -> None:
+        """Send one event."""
+        self.listen(Event(type, data))
+
+    def check(self, what: str) -> None:
+        """Raise ``Interrupted`` if a stop was asked for. Call it only where everything is saved."""
+        if self.should_stop():
+            raise Interrupted(f"Stopped on request {what}.", "Run the same job again to go on from here.")
+
+
+SILENT = Monitor()
+
+
+@dataclass
+class Meter:
+    """Turns counts into rates: done of total, seconds left, tokens per second of this process."""
+
+    total: int
+    unit: str
+    done: int = 0
+    tokens: int = 0
+    _began: float = field(default_factory=time.monotonic)
+    _first: int = 0
+
+    def __post_init__(self) -> None:
+        self._first = self.done
+
+    def advance(self, done: int, tokens: int) -> dict[str, Any]:
+        """Count ``done`` more units and ``tokens`` more tokens; returns a progress event's data."""
+        self.done += done
+        self.tokens += tokens
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        pace = (self.done - self._first) / seconds
+        return {
+            "done": self.done,
+            "total": self.total,
+            "unit": self.unit,
+            "fraction": round(self.done / self.total, 6) if self.total else 1.0,
+            "eta_seconds": round((self.total - self.done) / pace, 1) if pace > 0 else None,
+            "tokens_per_second": round(self.tokens / seconds, 1),
+        }

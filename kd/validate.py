@@ -1,0 +1,141 @@
+"""What can be known to be wrong with a job before any model is loaded. Imports no torch: the API asks it at POST."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from kd.config import JobConfig
+from kd.data import SUFFIXES, find_files, suffix_of
+from kd.errors import Problem
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+FREE_BYTES = 64 * 2**20
+_PLAIN_TEXT = 2**16
+
+
+def check_inputs(config: JobConfig, root: Path, home: Path) -> list[Problem]:
+    """Every problem that the file system shows: relative paths are taken from ``root``, output goes below ``home``."""
+    return [*_models(config, root), *_texts(config, root), *_allowed("", _storage(home))]
+
+
+# ---------------------------------------------------------------------- models
+
+
+def _models(config: JobConfig, root: Path) -> Iterator[Problem]:
+    teacher, student = config.teacher, config.student
+    if teacher is not None and config.needs_cache:
+        yield from _allowed("/teacher/model", _model("/teacher/model", teacher.model, root, teacher.gguf_file))
+        if teacher.trust_remote_code and os.environ.get("KD_TRUST_REMOTE_CODE") != "1":
+            yield Problem(
+                "/teacher/trust_remote_code", "the operator does not allow it.", "Set KD_TRUST_REMOTE_CODE=1."
+            )
+    if student is not None and student.model is not None:
+        yield from _allowed("/student/model", _model("/student/model", student.model, root))
+    tokenizer = student.init.tokenizer if student is not None and student.init is not None else None
+    if tokenizer is not None:
+        yield from _allowed("/student/init/tokenizer", _tokenizer(tokenizer, root))
+
+
+def _allowed(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:
+    """``problems``, or that looking for them is not allowed."""
+    try:
+        yield from problems
+    except PermissionError as error:
+        yield Problem(pointer, f"{error.filename} may not be looked at.", "Check the mode and owner of its folders.")
+
+
+def _tokenizer(name: str, root: Path) -> Iterator[Problem]:
+    if not (root / name).is_dir() and not HUB_ID.match(name):
+        yield Problem("/student/init/tokenizer", f"no folder {name!r}.", _from(root))
+
+
+def _model(pointer: str, model: str, root: Path, gguf_file: str | None = None) -> Iterator[Problem]:
+    folder = root / model
+    if folder.is_file():
+        yield Problem(pointer, f"{model!r} is a file.", "Give its folder; a GGUF file is named by teacher.gguf_file.")
+    elif not folder.is_dir():
+        if not HUB_ID.match(model):
+            yield Problem(pointer, f"no folder {model!r}, and it is not of the form of a hub id.", _from(root))
+        elif os.environ.get("HF_HUB_OFFLINE") == "1" and not _in_hub_cache(model):
+            yield Problem(
+                pointer, f"{model!r} is no local folder, and the hub is offline without a copy of it.", _from(root)
+            )
+    elif gguf_file is not None:
+        if not (folder / gguf_file).is_file():
+            yield Problem("/teacher/gguf_file", f"{folder / gguf_file} does not exist.", _listing(folder, "*.gguf"))
+    elif not (folder / "config.json").is_file():
+        yield Problem(pointer, f"{model!r} holds no config.json.", "Give the folder of a Hugging Face model.")
+    elif not any(folder.glob("*.safetensors")):
+        yield Problem(
+            pointer,
+            f"{model!r} holds no *.safetensors weights.",
+            "Convert it, or name a GGUF file (teacher.gguf_file).",
+        )
+
+
+def _in_hub_cache(model: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model, "config.json"), str)
+
+
+def _from(root: Path) -> str:
+    return f"Relative paths are taken from {root.resolve()}."
+
+
+def _listing(folder: Path, pattern: str) -> str:
+    names = sorted(path.name for path in folder.glob(pattern))
+    return f"There are: {', '.join(names)}." if names else f"There is no {pattern} in it."
+
+
+# ---------------------------------------------------------------------- text
+
+
+def _texts(config: JobConfig, root: Path) -> Iterator[Problem]:
+    for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        for number, source in enumerate(sources):
+            if isinstance(source, str):
+                pointer = f"/data/{field}/{number}"
+                yield from _allowed(pointer, _source(pointer, source, root, config.data.format))
+
+
+def _source(pointer: str, source: str, root: Path, format: str) -> Iterator[Problem]:
+    files = find_files(source, root)
+    if not files:
+        yield Problem(pointer, f"no file matches {source!r}.", _from(root))
+        return
+    if not any(map(_has_text, files)):
+        yield Problem(pointer, f"{source!r} holds no text.", "Give a file with text in it.")
+    strange = [file.name for file in files if suffix_of(file) not in SUFFIXES]
+    if format == "auto" and strange:
+        yield Problem(
+            pointer,
+            f"cannot tell the format of {strange[0]!r} from its suffix.",
+            f"Use {', '.join(SUFFIXES)}, or set data.format.",
+        )
+    for file in files:
+        if not os.access(file, os.R_OK):
+            yield Problem(pointer, f"{file.name!r} cannot be read.", "Check its mode and owner.")
+
+
+def _has_text(path: Path) -> bool:
+    """Whether ``path`` holds anything but white space; large files are believed."""
+    size = path.stat().st_size
+    return size > _PLAIN_TEXT or (size > 0 and (not os.access(path, os.R_OK) or bool(path.read_bytes().strip())))
+
+
+# ---------------------------------------------------------------------- disk
+
+
+def _storage(home: Path) -> Iterator[Problem]:
+    existing = next(folder for folder in (home, *home.resolve().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem("", f"the data folder {home} cannot be written.", "Check its owner and mode, or set KD_HOME.")
+    elif (free := shutil.disk_usage(existing).free) < FREE_BYTES:
+        yield Problem(
+            "", f"the disk of {home} has {free / 2**20:.0f} MiB left.", "Free space, or set KD_HOME to another disk."
+        )

@@ -1,0 +1,463 @@
+"""The job's configuration: every mistake is found, named and located; YAML, JSON and --set say the same thing."""
+
+import copy
+import json
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from kd.config import (
+    SCHEDULER_KWARGS,
+    DatasetSpec,
+    JobConfig,
+    Scheduler,
+    StudentInit,
+    TeacherConfig,
+    apply_overrides,
+    load_config,
+    parse_config,
+)
+from kd.errors import ConfigError, Problem
+
+ROOT = Path(__file__).resolve().parent.parent
+
+JOB: dict[str, Any] = {
+    "kind": "distill",
+    "name": "tiny",
+    "teacher": {"model": "somewhere/teacher", "batch_size": 4},
+    "student": {"init": {"layers": 2, "hidden_size": 64}},
+    "data": {"train": ["a.txt", {"path": "org/set", "split": "train[:1%]"}], "sequence_length": 128},
+    "cache": {"threshold": 0.05},
+    "loss": {"alpha": 0.2},
+    "train": {"max_steps": 10, "learning_rate": 1e-3, "lr_scheduler_kwargs": {"num_cycles": 2}},
+}
+
+
+def changed(path: str, value: Any, job: dict[str, Any] = JOB) -> dict[str, Any]:
+    """The job with ``a.b.0.c`` set to ``value``."""
+    job = copy.deepcopy(job)
+    *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    inner: Any = job
+    for key in parents:
+        inner = inner.setdefault(key, {}) if isinstance(key, str) else inner[key]
+    inner[last] = value
+    return job
+
+
+def problems(job: Any) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(job)
+    assert caught.value.detail
+    return caught.value.problems
+
+
+def sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Every section class inside an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple):
+        for part in typing.get_args(annotation):
+            yield from sections(part)
+
+
+def all_sections(root: type[BaseModel] = JobConfig) -> set[type[BaseModel]]:
+    below = {found for field in root.model_fields.values() for found in sections(field.annotation)}
+    return {root}.union(*(all_sections(section) for section in below))
+
+
+# ---------------------------------------------------------------------- unknown keys
+
+LEVELS = {
+    "": JobConfig,
+    "teacher": TeacherConfig,
+    "student": JobConfig.model_fields["student"].annotation,
+    "student.init": StudentInit,
+    "data": JobConfig.model_fields["data"].annotation,
+    "data.train.1": DatasetSpec,
+    "cache": JobConfig.model_fields["cache"].annotation,
+    "loss": JobConfig.model_fields["loss"].annotation,
+    "train": JobConfig.model_fields["train"].annotation,
+}
+
+
+def test_levels_name_every_section_of_the_tree():
+    named = {found for annotation in LEVELS.values() for found in sections(annotation)}
+    assert named == all_sections()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_unknown_key_at_every_level_is_refused_with_what_was_meant(level):
+    (section,) = sections(LEVELS[level])
+    for known in section.model_fields:
+        for typo in (f"{known}z", known.capitalize(), known[:-1] + "q" if len(known) > 4 else f"_{known}"):
+            found = problems(changed(f"{level}.{typo}".lstrip("."), 1))
+            pointer = f"/{level}/{typo}".replace(".", "/").replace("//", "/")
+            assert [each.pointer for each in found] == [pointer]
+            assert found[0].detail == f"unknown key {typo!r}."
+            assert found[0].remedy.startswith("Did you mean ")
+            assert found[0].remedy.removeprefix("Did you mean ").rstrip("?") in section.model_fields
+    exact = next(iter(section.model_fields))
+    assert problems(changed(f"{level}.{exact}z".lstrip("."), 1))[0].remedy == f"Did you mean {exact}?"
+
+
+def test_a_key_like_no_other_is_refused_with_the_known_ones():
+    (found,) = problems(changed("loss.qqqqqq", 1))
+    assert found.remedy == "Known keys: alpha, temperature."
+
+
+def test_every_problem_is_reported_at_once():
+    job = changed("train.batch_size", 0, changed("loss.alpha", 2, changed("techer", {})))
+    assert {each.pointer for each in problems(job)} == {"/train/batch_size", "/loss/alpha", "/techer"}
+
+
+def test_a_problem_reads_as_a_sentence_with_its_place():
+    (found,) = problems(changed("train.batch_size", 0))
+    assert str(found) == "train.batch_size: Input should be greater than or equal to 1, but got 0."
+
+
+def test_a_mistake_in_a_dataset_spec_is_not_blamed_on_the_other_form_of_a_source():
+    assert [(each.pointer, each.detail) for each in problems(changed("data.train.1", {"paht": "x"}))] == [
+        ("/data/train/1/path", "is required but missing."),
+        ("/data/train/1/paht", "unknown key 'paht'."),
+    ]
+    assert [each.pointer for each in problems(changed("data.train.1", 3))] == ["/data/train/1"]
+
+
+# ---------------------------------------------------------------------- bounds
+
+BOUNDS = [
+    # path, refused, accepted
+    ("kind", ["distil", None, 1], []),
+    ("name", ["", "Upper", "a b", "-a", "a" * 64, "ä"], ["a", "a" * 63, "0.1_x-y"]),
+    ("teacher.model", [""], ["x"]),
+    ("teacher.dtype", ["int8", "fp32"], ["auto", "bfloat16"]),
+    ("teacher.batch_size", [0, 4097, 1.5, "many"], [1, 4096]),
+    ("student.init.layers", [0, 257], [1, 256]),
+    ("student.init.hidden_size", [7, 9, 32769], [8, 10]),
+    ("student.init.intermediate_size", [7, 131073], [8]),
+    ("student.init.num_attention_heads", [0, 3, 64], [1, 2, 32]),
+    ("student.init.num_key_value_heads", [0, 3], [1, 2]),
+    ("student.init.attention_dropout", [-0.1, 1.0], [0.0, 0.99]),
+    ("data.train", [[], 3, None], ["a.txt", {"path": "x"}, ["a", "b"]]),
+    ("data.validation_fraction", [-0.01, 0.51, float("nan")], [0, 0.5]),
+    ("data.format", ["csv"], ["auto", "messages"]),
+    ("data.text_column", [""], ["body"]),
+    ("data.sequence_length", [7, 1_048_577], [8, 1_048_576]),
+    ("data.max_train_samples", [0], [1]),
+    ("data.max_eval_samples", [0], [1]),
+    ("cache.profile", ["topk"], ["threshold"]),
+    ("cache.threshold", [0.0039, 0.51, float("inf")], [0.004, 0.5]),
+    ("cache.seed", [-1, 2**32], [0, 2**32 - 1]),
+    ("cache.shard_sequences", [0, 65537], [1, 65536]),
+    ("loss.alpha", [-0.1, 1.1, float("nan")], [0, 1]),
+    ("loss.temperature", [0, 2.0, 101], [1]),
+    ("train.max_steps", [0, 100_000_001, None], [1]),
+    ("train.epochs", [1], []),
+    ("train.batch_size", [0, 65537], [1]),
+    ("train.gradient_accumulation_steps", [0], [1]),
+    ("train.learning_rate", [0, -1, 11, float("inf")], [1e-9, 10]),
+    ("train.lr_scheduler_type", ["cosin", "reduce_lr_on_plateau", "linear"], ["cosine_with_restarts"]),
+    (
+        "train.lr_scheduler_kwargs",
+        [{"num_cycles": "b"}, {"num_cycles": float("inf")}, {"a": 1}, 3],
+        [{}, {"num_cycles": 1}],
+    ),
+    ("train.warmup_steps", [-1], [0]),
+    ("train.weight_decay", [-1, 11], [0]),
+    ("train.adam_beta1", [-0.1, 1.0], [0]),
+    ("train.adam_beta2", [-0.1, 1.0], [0]),
+    ("train.adam_epsilon", [0, 2], [1]),
+    ("train.max_grad_norm", [-1], [0]),
+    ("train.precision", ["int8", "bfloat16"], ["bf16"]),
+    ("train.logging_steps", [0], [1]),
+    ("train.eval_steps", [0], [1]),
+    ("train.save_steps", [0], [1]),
+    ("train.save_total_limit", [0], [1]),
+    ("train.early_stopping_patience", [0], [1, None]),
+    ("train.save_dtype", ["fp32"], ["float32"]),
+    ("train.seed", [-1, 2**32], [0]),
+]
+
+
+@pytest.mark.parametrize("path, refused, accepted", BOUNDS, ids=[path for path, *_ in BOUNDS])
+def test_values_outside_their_bounds_are_refused_at_their_place(path, refused, accepted):
+    pointer = "/" + path.replace(".", "/")
+    for value in refused:
+        found = problems(changed(path, value))
+        for each in found:  # at the field, inside it, or at its section with the field named
+            assert each.pointer.startswith(pointer) or path.rpartition(".")[2].removesuffix("_type") in each.detail
+    for value in accepted:
+        parse_config(changed(path, value))
+
+
+def test_every_bounded_field_is_in_the_table():
+    def bounded(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+        for name, field in section.model_fields.items():
+            if field.metadata and not list(sections(field.annotation)):
+                yield prefix + name
+            for inner in sections(field.annotation):
+                if inner is not DatasetSpec:
+                    yield from bounded(inner, f"{prefix}{name}.")
+
+    assert set(bounded(JobConfig)) - {"student.model"} <= {path for path, *_ in BOUNDS}
+
+
+def test_every_field_says_what_it_is():
+    for section in all_sections():
+        for name, field in section.model_fields.items():
+            assert field.description and field.description.endswith("."), f"{section.__name__}.{name}"
+
+
+# ---------------------------------------------------------------------- parts that need each other
+
+
+def without(*paths: str, **changes: Any) -> dict[str, Any]:
+    job = copy.deepcopy(JOB) | changes
+    for path in paths:
+        *parents, last = path.split(".")
+        inner = job
+        for key in parents:
+            inner = inner[key]
+        del inner[last]
+    return job
+
+
+def test_each_kind_needs_its_parts():
+    assert "teacher is required" in problems(without("teacher"))[0].detail
+    assert "student is required" in problems(without("student"))[0].detail
+    assert "train is required" in problems(without("train"))[0].detail
+    assert "teacher is required" in problems(without("teacher", kind="precompute"))[0].detail
+    assert "loss.alpha below 1" in problems(without("teacher", kind="train"))[0].detail
+    assert problems(without("data"))[0] == Problem("/data", "is required but missing.")
+    plain = without("teacher", kind="train", loss={"alpha": 1})
+    assert "student.init.tokenizer is required" in problems(plain)[0].detail
+
+
+@pytest.mark.parametrize(
+    "job, stages, needs_cache",
+    [
+        (JOB, ("precompute", "train"), True),
+        (without("student", "train", kind="precompute"), ("precompute",), True),
+        (JOB | {"kind": "train"}, ("train",), True),
+        (JOB | {"kind": "train", "loss": {"alpha": 1}}, ("train",), False),
+        (JOB | {"loss": {"alpha": 1}}, ("precompute", "train"), True),
+    ],
+)
+def test_the_kind_decides_the_stages(job, stages, needs_cache):
+    config = parse_config(job)
+    assert (config.stages, config.needs_cache) == (stages, needs_cache)
+
+
+def test_plain_text_needs_no_teacher():
+    config = parse_config(without("teacher", kind="train", loss={"alpha": 1}, student={"model": "x"}))
+    assert config.teacher is None and not config.needs_cache
+    hot = without("teacher", kind="train", loss={"alpha": 1, "temperature": 2}, student={"model": "x"})
+    assert parse_config(hot).loss.temperature == 2
+
+
+def test_choices_that_exclude_each_other():
+    assert "exactly one of student.model" in problems(changed("student.model", "x"))[0].detail
+    assert "exactly one of student.model" in problems(JOB | {"student": {}})[0].detail
+    assert "exactly one of train.max_steps" in problems(changed("train.epochs", 1.5))[0].detail
+    assert "exactly one of train.max_steps" in problems(JOB | {"train": {}})[0].detail
+    both = changed("data.validation_fraction", 0.1, changed("data.validation", "b.txt"))
+    assert "not both" in problems(both)[0].detail
+    assert "temperature" in problems(changed("loss.temperature", 2))[0].detail
+
+
+def test_what_is_held_out():
+    fraction = {"data.validation": ("v.txt", 0.0), "data.validation_fraction": (0.25, 0.25), "name": ("x", 0.02)}
+    for path, (value, expected) in fraction.items():
+        assert parse_config(changed(path, value)).data.held_out_fraction == expected
+
+
+# ---------------------------------------------------------------------- one tree from every spelling
+
+
+def set_lines(value: Any, path: str = "") -> Iterator[str]:
+    """The tree as ``a.b=value`` overrides."""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from set_lines(inner, f"{path}{key}.")
+        else:
+            yield f"{path}{key}={json.dumps(inner)}"
+
+
+def test_yaml_json_and_overrides_give_the_same_tree(tmp_path):
+    expected = parse_config(JOB)
+    for name, text in {"job.yaml": yaml.safe_dump(JOB), "job.json": json.dumps(JOB), "empty.yaml": ""}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert load_config(tmp_path / "job.yaml") == expected
+    assert load_config(tmp_path / "job.json") == expected
+    assert load_config(tmp_path / "empty.yaml", set_lines(JOB)) == expected
+    assert parse_config(json.loads(expected.model_dump_json())) == expected
+    assert parse_config(expected.model_dump(mode="json")) == expected
+
+
+def test_overrides_reach_every_depth_and_the_last_one_wins(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB), encoding="utf-8")
+    lines = ["train.max_steps=7", "train.max_steps=8", "train.learning_rate=2e-4", "student.init.hidden_size=128"]
+    lines += ["data.train=[x.txt, {path: y}]", "teacher.revision=main", "cache={seed: 3}", "data.packing=false"]
+    config = load_config(path, lines)
+    assert (config.train.max_steps, config.train.learning_rate) == (8, 2e-4)
+    assert (config.student.init.hidden_size, config.student.init.layers) == (128, 2)
+    assert config.data.train == ("x.txt", DatasetSpec(path="y"))
+    assert (config.teacher.revision, config.cache.seed, config.cache.threshold) == ("main", 3, 0.04)
+    assert config.data.packing is False and config.data.sequence_length == 128
+    assert load_config(path) == parse_config(JOB)
+
+
+def test_a_value_may_hold_an_equals_sign_and_null_takes_a_choice_back():
+    config = parse_config(apply_overrides(JOB, ["teacher.model=a=b", "train.max_steps=null", "train.epochs=2"]))
+    assert config.teacher.model == "a=b" and (config.train.max_steps, config.train.epochs) == (None, 2)
+
+
+def test_overrides_leave_the_original_alone():
+    job = copy.deepcopy(JOB)
+    apply_overrides(job, ["train.max_steps=99", "student.init.layers=9"])
+    assert job == JOB
+
+
+@pytest.mark.parametrize("line", ["train.max_steps", "=3", "a..b=1", ".a=1", "", "train.max_steps=[1", "a={b: "])
+def test_an_override_that_cannot_be_read_is_refused(line):
+    with pytest.raises(ConfigError, match="override"):
+        apply_overrides(JOB, [line])
+
+
+def test_an_unknown_key_in_an_override_is_refused_like_any_other():
+    (found,) = problems(apply_overrides(JOB, ["train.max_step=3"]))
+    assert (found.pointer, found.remedy) == ("/train/max_step", "Did you mean max_steps?")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no job file at .*gone\.yaml"):
+        load_config(tmp_path / "gone.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    for name, content, what in [
+        ("latin.yaml", b"name: caf\xe9", "cannot be read"),
+        ("torn.yaml", b"a: [1, 2", "is not valid YAML"),
+        ("tag.yaml", b"a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("list.yaml", b"- a", "must be a mapping, but got list"),
+        ("nothing.yaml", b"", "must be a mapping, but got NoneType"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=what):
+            load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
+def test_the_examples_are_valid(path):
+    assert load_config(path).name
+
+
+# ---------------------------------------------------------------------- frozen
+
+
+def test_nothing_can_be_assigned():
+    config = parse_config(JOB)
+    for section, name in [(config, "name"), (config.train, "max_steps"), (config.student.init, "layers")]:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, name, getattr(section, name))
+    assert isinstance(config.data.train, tuple)
+
+
+# ---------------------------------------------------------------------- what other libraries must accept
+
+
+def test_schedulers_are_those_of_transformers_that_need_no_metric():
+    """Two of them step on a metric, ``step(metrics)``, and so are no function of the step alone."""
+    from transformers.trainer_utils import SchedulerType
+
+    metric_driven = {"reduce_lr_on_plateau", "greedy"}
+    assert set(typing.get_args(Scheduler)) == {each.value for each in SchedulerType} - metric_driven
+
+
+def test_a_schedules_arguments_are_those_of_transformers_that_are_numbers():
+    import inspect
+
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    for name, (optional, needed) in SCHEDULER_KWARGS.items():
+        signature = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
+        numbers = {key for key, each in signature.items() if not isinstance(each.default, str)}
+        assert optional | needed == numbers - ours, name
+        assert {key for key in numbers - ours if signature[key].default is inspect.Parameter.empty} <= needed
+
+
+@pytest.mark.parametrize(
+    "name, arguments, complaint",
+    [
+        ("cosine_with_min_lr", {}, "must hold min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0}, "must hold min_lr or min_lr_rate"),
+        ("warmup_stable_decay", {}, "must hold num_decay_steps"),
+        ("constant", {"num_cycles": 1}, "cannot hold num_cycles, only nothing"),
+        ("cosine", {"num_cycle": 1}, "cannot hold num_cycle, only num_cycles"),
+    ],
+)
+def test_a_schedule_without_its_arguments_is_refused_before_anything_runs(name, arguments, complaint):
+    schedule = {"max_steps": 1, "lr_scheduler_type": name, "lr_scheduler_kwargs": arguments}
+    (found,) = problems(JOB | {"train": schedule})
+    assert found.pointer == "/train" and complaint in found.detail
+
+
+SCHEDULE_KWARGS: dict[str, dict[str, float]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+}
+
+
+@pytest.mark.parametrize("name", typing.get_args(Scheduler))
+def test_every_scheduler_can_be_made_and_stepped(name):
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    arguments = SCHEDULE_KWARGS.get(name, {})
+    parse_config(JOB | {"train": {"max_steps": 10, "lr_scheduler_type": name, "lr_scheduler_kwargs": arguments}})
+    scheduler = get_scheduler(name, optimizer, 2, 10, arguments)
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert 0.25 <= max(rates) <= 0.5
+    assert name == "constant" or rates[0] < rates[2]  # warm-up
+
+
+def test_default_shapes_of_a_fresh_llama_are_buildable():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for hidden in range(8, 513, 2):
+        init = StudentInit(layers=1, hidden_size=hidden)
+        assert hidden % init.heads == 0 and (hidden // init.heads) % 2 == 0
+        assert init.mlp_width % 32 == 0 and 0 <= init.mlp_width - hidden * 8 / 3 < 32
+        if hidden > 48 and hidden % 64:
+            continue  # building takes the time: all small ones, and every 64th
+        shape = LlamaConfig(
+            vocab_size=16,
+            hidden_size=hidden,
+            intermediate_size=init.mlp_width,
+            num_hidden_layers=1,
+            num_attention_heads=init.heads,
+            num_key_value_heads=init.heads,
+        )
+        with torch.no_grad():
+            logits = LlamaForCausalLM(shape)(input_ids=torch.arange(8)[None]).logits
+        assert logits.shape == (1, 8, 16) and logits.isfinite().all()
+
+
+@pytest.mark.parametrize("hidden", [9, 33, 511])
+def test_a_width_that_no_head_divides_is_refused_not_crashed_on(hidden):
+    (found,) = problems(changed("student.init.hidden_size", hidden))
+    assert found.pointer == "/student/init" and "even" in found.detail

@@ -1,0 +1,381 @@
+"""Text to packed sequences: every format reads the same, nothing is lost, nothing crosses a boundary."""
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kd.config import DataConfig, DatasetSpec
+from kd.data import Corpus, encode, find_files, load_corpus, pack, position_ids, read_documents
+from kd.errors import DataError
+
+TEXTS = ["It was a dark night.", "“Straße” — naïve?\n\nYes.\u2028So.", "Third document, the last.\n"]
+ROWS = [{"text": text, "number": number} for number, text in enumerate(TEXTS)]
+
+
+def config(**changes) -> DataConfig:
+    return DataConfig(**{"train": "unused", "sequence_length": 8} | changes)
+
+
+def documents(source: str | Path | DatasetSpec, **changes) -> list:
+    source = str(source) if isinstance(source, Path) else source
+    return list(read_documents((source,), "train", config(**changes)))
+
+
+def write(folder: Path, name: str, rows=ROWS) -> Path:
+    """``rows`` in the format that ``name`` says."""
+    path = folder / name
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
+    if name.endswith(".parquet"):
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(json.dumps(rows) if name.endswith(".json") else lines, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def hub_caches(tmp_path, monkeypatch):
+    """What ``datasets`` copies goes away with the test."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets cache")
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
+def test_rows_read_the_same_from_every_format(tmp_path, name):
+    assert documents(write(tmp_path, name)) == TEXTS
+
+
+def test_a_text_file_is_one_document_to_the_last_byte(tmp_path):
+    for text in TEXTS:
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+        (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbf" + text.encode())  # a byte order mark is no text
+        (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+        for name in ("a.txt", "a.md", "a.txt.gz"):
+            assert documents(tmp_path / name) == [text]
+
+
+def test_json_lines_under_the_name_json_and_blank_lines_between(tmp_path):
+    (tmp_path / "a.json").write_text('{"text": "one"}\n\n{"text": "two"}', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "one"}\r\n\r\n{"text": "two"}\r\n', encoding="utf-8")
+    assert documents(tmp_path / "a.json") == documents(tmp_path / "b.jsonl") == ["one", "two"]
+
+
+def test_the_configured_format_beats_the_suffix(tmp_path):
+    write(tmp_path, "a.jsonl").rename(tmp_path / "a.data")
+    write(tmp_path, "b.parquet").rename(tmp_path / "b.data")
+    assert documents(tmp_path / "a.data", format="jsonl") == TEXTS
+    assert documents(tmp_path / "b.data", format="parquet") == TEXTS
+    assert documents(tmp_path / "a.data", format="text") == [(tmp_path / "a.data").read_text(encoding="utf-8")]
+
+
+def test_another_column_can_hold_the_text(tmp_path):
+    rows = [{"body": text, "text": "wrong"} for text in TEXTS]
+    for name in ("a.jsonl", "a.parquet"):
+        assert documents(write(tmp_path, name, rows), text_column="body") == TEXTS
+
+
+def test_folders_and_globs_are_read_in_sorted_order(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    names = ["b.txt", "a.txt", "deep/c.md", "deep/er/d.txt"]
+    for name in [*names, "skipped.bin"]:
+        (tmp_path / name).write_text(f"text of {name}", encoding="utf-8")
+    assert [path.relative_to(tmp_path).as_posix() for path in find_files(str(tmp_path))] == sorted(names)
+    assert documents(tmp_path) == [f"text of {name}" for name in sorted(names)]
+    assert documents(f"{tmp_path}/*.txt") == ["text of a.txt", "text of b.txt"]
+    assert documents(f"{tmp_path}/**/*.txt") == ["text of a.txt", "text of b.txt", "text of deep/er/d.txt"]
+    assert find_files("a.txt", tmp_path) == [tmp_path / "a.txt"]
+
+
+def test_several_sources_follow_each_other(tmp_path):
+    sources = [str(write(tmp_path, name)) for name in ("b.parquet", "a.jsonl")]
+    assert list(read_documents(sources, "train", config())) == TEXTS * 2
+
+
+def test_a_local_dataset_folder_is_read_through_datasets(tmp_path, hub_caches):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder, "train.jsonl")
+    write(folder, "test.jsonl", ROWS[:1])
+    assert documents(DatasetSpec(path=str(folder))) == TEXTS
+    assert documents(DatasetSpec(path=str(folder), split="train[1:]")) == TEXTS[1:]
+    assert documents(DatasetSpec(path=str(folder), split="test")) == TEXTS[:1]
+    with pytest.raises(DataError, match="split 'dev'"):
+        documents(DatasetSpec(path=str(folder), split="dev"))
+
+
+CHATS = [[{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Anne Elliot."}]] * 2
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_messages_are_rendered_by_the_chat_template(tmp_path, tokenizer, monkeypatch, name):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    path = write(tmp_path, name, [{"messages": chat} for chat in CHATS])
+    corpus = load_corpus(config(train=str(path), format="messages", validation_fraction=0), tokenizer)
+    rendered = "[user] Who?<|endoftext|>[assistant] Anne Elliot.<|endoftext|>"
+    ids = tokenizer(rendered)["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 2
+    flat = corpus.train.tokens.reshape(-1).tolist()
+    assert flat[: 2 * len(ids)] == ids * 2
+    assert corpus.train.document_start.reshape(-1)[len(ids)]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def refusal(path: Path | str, **changes) -> str:
+    with pytest.raises(DataError) as caught:
+        documents(path, **changes)
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert "nowhere.txt" in refusal(tmp_path / "nowhere.txt")
+    assert "*.nothing" in refusal(f"{tmp_path}/*.nothing")
+    assert refusal(tmp_path)  # a folder without text
+
+
+def test_an_unknown_suffix_asks_for_the_format(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b", encoding="utf-8")
+    assert "'.csv'" in refusal(tmp_path / "a.csv") and "data.format" in refusal(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_wrong_column_names_the_columns_there_are(tmp_path, name):
+    message = refusal(write(tmp_path, name), text_column="body")
+    assert name in message and "row 1 has no 'body'; its columns: number, text." in message
+    assert "row 1 has no 'messages'" in refusal(tmp_path / name, format="messages")
+
+
+def test_a_row_without_a_value_is_named(tmp_path):
+    assert "row 2 has no 'text'" in refusal(write(tmp_path, "a.jsonl", [*ROWS[:1], {"text": None}]))
+
+
+@pytest.mark.parametrize("value", [5, ["a"], {"a": 1}, True])
+def test_a_value_that_is_not_text_is_named(tmp_path, value):
+    message = refusal(write(tmp_path, "a.jsonl", [*ROWS[:2], {"text": value}]))
+    assert f"row 3: 'text' must be a str, but is a {type(value).__name__}" in message
+
+
+@pytest.mark.parametrize("line", ['{"text": "torn', "[1, 2]", "null", '"only a string"', '{"text": "caf\udce9"}'])
+def test_a_broken_line_gives_its_row(tmp_path, line):
+    path = write(tmp_path, "a.jsonl")
+    path.write_bytes(path.read_bytes() + line.encode(errors="surrogateescape") + b"\n" + b'{"text": "ok"}\n')
+    assert "a.jsonl: row" in refusal(path)
+    assert ("row 4" in refusal(path)) == ("\udce9" not in line)  # undecodable bytes are met when a buffer is read
+
+
+def test_a_broken_array_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "a"}, {"text"', encoding="utf-8")
+    assert "JSONDecodeError" in refusal(tmp_path / "a.json")
+
+
+def test_a_broken_parquet_file_is_refused(tmp_path):
+    whole = write(tmp_path, "a.parquet").read_bytes()
+    for damaged in (b"PAR1 nonsense PAR1", whole[: len(whole) // 2], b""):
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        assert "a.parquet: row 1 cannot be read" in refusal(tmp_path / "a.parquet")
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
+    assert "not UTF-8" in refusal(tmp_path / "a.txt")
+
+
+def test_a_gz_file_that_is_not_gzip_or_torn_is_refused(tmp_path):
+    (tmp_path / "a.txt.gz").write_text("plain", encoding="utf-8")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    for name in ("a.txt.gz", "b.txt.gz", "c.jsonl.gz"):
+        assert name in refusal(tmp_path / name)
+
+
+def test_a_dataset_that_is_not_there_is_refused(tmp_path, hub_caches):
+    assert "cannot be loaded" in refusal(DatasetSpec(path=str(tmp_path / "none")))
+
+
+def test_a_chat_without_a_template_and_text_without_a_utf8_form_are_refused(tokenizer):
+    with pytest.raises(DataError, match=r"document 1 cannot be tokenized.*chat template"):
+        list(encode(CHATS, tokenizer, config(format="messages")))
+    with pytest.raises(DataError, match="document 2 cannot be tokenized"):
+        list(encode(["fine", "half a pair \ud800"], tokenizer, config()))
+
+
+def load(tmp_path: Path, text: str, tokenizer, **changes) -> Corpus:
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    return load_corpus(config(train=str(path), **changes), tokenizer)
+
+
+@pytest.mark.parametrize("text", ["", " \n\t\n", "x"])
+def test_text_with_nothing_to_predict_is_refused(tmp_path, tokenizer, text):
+    with pytest.raises(DataError, match=r"data.train holds (no text|\d+ tokens)"):
+        load(tmp_path, text, tokenizer)
+
+
+def test_text_shorter_than_one_sequence_is_refused_where_it_is_packed(tmp_path, tokenizer):
+    count = len(tokenizer(TEXTS[0])["input_ids"]) + 1
+    with pytest.raises(DataError, match=rf"data.train holds {count} tokens, fewer than one sequence of 64.*lower"):
+        load(tmp_path, TEXTS[0], tokenizer, sequence_length=64)
+    alone = load(tmp_path, TEXTS[0], tokenizer, sequence_length=64, packing=False, validation_fraction=0)
+    assert alone.train.tokens.shape == (1, 64) and alone.train.positions == count - 1
+
+
+def test_a_missing_validation_file_is_named_as_such(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"data\.validation: no file matches"):
+        load(tmp_path, TEXTS[0] * 9, tokenizer, validation=str(tmp_path / "v.txt"))
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def test_every_document_ends_with_one_end_of_sequence_token(tokenizer):
+    end = tokenizer.eos_token_id
+    found = list(encode([*TEXTS, "", "  ", "done<|endoftext|>"], tokenizer, config()))
+    assert len(found) == 4
+    for ids, text in zip(found, [*TEXTS, "done"], strict=True):
+        assert ids.dtype == np.uint32 and ids[-1] == end and (ids[:-1] != end).all()
+        assert tokenizer.decode(ids[:-1].tolist()) == text
+
+
+# ---------------------------------------------------------------------- packing
+
+some_documents = st.lists(st.lists(st.integers(1, 2**31), min_size=2, max_size=30), min_size=1, max_size=12)
+
+
+def packed(lists: list[list[int]], length: int, packing: bool):
+    arrays = [np.asarray(ids, np.uint32) for ids in lists]
+    return pack(arrays, config(sequence_length=length, packing=packing), pad_id=0)
+
+
+def pieces(sequences) -> list[list[int]]:
+    """Every document or piece of one, padding included, in order."""
+    bounds = [*np.flatnonzero(sequences.document_start.reshape(-1)).tolist(), sequences.tokens.size]
+    flat = sequences.tokens.reshape(-1).tolist()
+    return [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def cut(ids: list[int], offset: int, length: int) -> list[list[int]]:
+    """``ids`` laid from place ``offset`` on and cut wherever a sequence ends: written to be obvious, not quick."""
+    found: list[list[int]] = []
+    for place, token in enumerate(ids, offset):
+        if place == offset or place % length == 0:
+            found.append([])
+        found[-1].append(token)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(lists=some_documents, length=st.integers(8, 20))
+def test_packing_loses_nothing_and_cuts_only_at_boundaries(lists, length):
+    total = sum(map(len, lists))
+    if total < length:
+        with pytest.raises(DataError, match="fewer than one sequence"):
+            packed(lists, length, True)
+        return
+    sequences = packed(lists, length, True)
+    expected, offset = [], 0
+    for ids in lists:
+        expected += cut(ids, offset, length)
+        offset += len(ids)
+    padding = -total % length
+    assert pieces(sequences) == expected + [[0] * padding] * bool(padding)
+    assert sequences.tokens.shape == (-(-total // length), length)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lists=some_documents, length=st.integers(8, 20))
+def test_without_packing_each_document_begins_a_sequence(lists, length):
+    sequences = packed(lists, length, False)
+    expected = []
+    for ids in lists:
+        expected += cut(ids, 0, length)
+        expected += [[0] * (-len(ids) % length)] * bool(-len(ids) % length)
+    assert pieces(sequences) == expected
+    assert len(sequences) == sum(-(-len(ids) // length) for ids in lists)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lists=some_documents, length=st.integers(8, 20), packing=st.booleans())
+def test_a_target_stands_exactly_where_the_next_token_is_in_the_same_piece_of_text(lists, length, packing):
+    if packing and sum(map(len, lists)) < length:
+        return
+    sequences = packed(lists, length, packing)
+    for row in range(len(sequences)):
+        for t in range(length):
+            inside = t + 1 < length and not sequences.document_start[row, t + 1]
+            is_text = sequences.tokens[row, t] != 0  # ids begin at 1: 0 is padding only
+            assert sequences.target_mask[row, t] == (inside and is_text)
+    gold = sequences.gold_ids()
+    assert (gold != 0).all()
+    texts = [piece for piece in pieces(sequences) if piece[0] != 0]
+    assert gold.tolist() == [token for piece in texts for token in piece[1:]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lists=some_documents, length=st.integers(8, 20), packing=st.booleans())
+def test_positions_count_from_the_start_of_each_piece(lists, length, packing):
+    if packing and sum(map(len, lists)) < length:
+        return
+    sequences = packed(lists, length, packing)
+    positions = position_ids(sequences.document_start).reshape(-1).tolist()
+    assert positions == [place for piece in pieces(sequences) for place in range(len(piece))]
+
+
+# ---------------------------------------------------------------------- hold-out
+
+
+def test_held_out_sequences_are_the_last_and_none_is_in_both(tiny_text, tokenizer):
+    def load_with(**changes):
+        return load_corpus(config(train=str(tiny_text), sequence_length=32, **changes), tokenizer)
+
+    whole = load_with(validation_fraction=0)
+    assert len(whole.validation) == 0
+    for fraction, expected in [(0.1, round(0.1 * len(whole.train))), (None, max(1, round(0.02 * len(whole.train))))]:
+        split = load_with(validation_fraction=fraction)
+        assert len(split.validation) == expected
+        joined = np.concatenate([split.train.tokens, split.validation.tokens])
+        assert np.array_equal(joined, whole.train.tokens)
+        assert split.sha256() != whole.sha256()
+    first = load_with(max_train_samples=5, max_eval_samples=1)
+    assert np.array_equal(first.train.tokens, whole.train.tokens[:5]) and len(first.validation) == 1
+
+
+def test_validation_files_are_packed_like_training_files(tmp_path, tiny_text, tokenizer):
+    both = config(train=str(tiny_text), validation=str(tiny_text), sequence_length=32)
+    corpus = load_corpus(both, tokenizer)
+    assert np.array_equal(corpus.train.tokens, corpus.validation.tokens)
+
+
+def test_too_few_sequences_to_hold_one_out_is_refused(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"1 sequence\(s\), too few to hold 1 out.*validation_fraction"):
+        load(tmp_path, "It was a dark", tokenizer, packing=False)
+
+
+def test_the_hash_sees_every_token_boundary_and_split(tokenizer, tiny_text):
+    corpus = load_corpus(config(train=str(tiny_text), sequence_length=32), tokenizer)
+    tokens, starts, targets = (getattr(corpus.train, name).copy() for name in corpus.train.__dataclass_fields__)
+    tokens[0, 0] ^= 1
+    starts[0, 5] = True
+    targets[0, 4] = starts[0, 5] = False
+    variants = [
+        Corpus(type(corpus.train)(tokens, corpus.train.document_start, corpus.train.target_mask), corpus.validation),
+        Corpus(type(corpus.train)(corpus.train.tokens, corpus.train.document_start, targets), corpus.validation),
+        Corpus(corpus.validation, corpus.train),
+    ]
+    hashes = {each.sha256() for each in [corpus, *variants]}
+    assert len(hashes) == 4
+    again = load_corpus(config(train=str(tiny_text), sequence_length=32), tokenizer)
+    assert again.sha256() == corpus.sha256()

@@ -1,0 +1,207 @@
+"""The capture: the same bytes for any batch size and however often it is killed, and records true to the teacher."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from cache.disk import file_sha256, files_below
+from cache.records import Records
+from cache.store import open_cache, verify
+from kd import models
+from kd.config import JobConfig, parse_config
+from kd.data import pack
+from kd.errors import Interrupted
+from kd.models import Head
+from kd.pipeline import plan, precompute
+from kd.progress import SILENT, Event, Monitor
+from kd.teacher import Teacher
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def job(tiny_teacher: Path, tiny_text: Path) -> JobConfig:
+    return parse_config(
+        {
+            "kind": "precompute",
+            "teacher": {"model": str(tiny_teacher), "batch_size": 3},
+            "data": {"train": str(tiny_text), "sequence_length": 64, "max_train_samples": 40, "max_eval_samples": 5},
+            "cache": {"shard_sequences": 7, "threshold": 0.01},
+        }
+    )
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {name: file_sha256(folder / name) for name in files_below(folder)}
+
+
+def captured(job: JobConfig, home: Path, monitor: Monitor = SILENT) -> Path:
+    summary = precompute(job, home, home / "run", monitor)["cache"]
+    return home / "caches" / str(summary["fingerprint"])
+
+
+# ---------------------------------------------------------------------- same bytes
+
+
+class Lookup(nn.Module):
+    """A teacher whose hidden state is a table look-up: exactly the same numbers for every batch size."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.device = torch.device("cpu")
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=self.table(input_ids))
+
+
+def test_records_do_not_depend_on_the_batch_size(job: JobConfig) -> None:
+    torch.manual_seed(0)
+    model, head = Lookup(300, 8), Head(torch.randn(300, 8), None, 1.0, None, 300)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 300, size).astype(np.uint32) for size in rng.integers(2, 90, 20)]
+    sequences = pack(documents, job.data)
+
+    def read(batch_size: int) -> Records:
+        teacher = Teacher(model, head, batch_size, 0.04, seed=3)  # type: ignore[arg-type]
+        return Records.concatenate(records for _, records in teacher.read(sequences, first=11))
+
+    whole = read(1)
+    assert len(whole) == sequences.positions
+    for batch_size in (2, 5, 100):
+        other = read(batch_size)
+        for name in vars(whole):
+            assert np.array_equal(getattr(whole, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("stop", [1, 3, 9, 14])
+def test_interrupted_capture_resumes_to_the_same_bytes(job: JobConfig, tmp_path: Path, stop: int) -> None:
+    whole = captured(job, tmp_path / "whole")
+    seen: list[Event] = []
+    monitor = Monitor(seen.append, lambda: sum(event.type == "progress" for event in seen) >= stop)
+    with pytest.raises(Interrupted, match=r"shard . of 6"):
+        captured(job, tmp_path / "cut", monitor)
+    phases: list[Event] = []
+    resumed = captured(job, tmp_path / "cut", Monitor(phases.append))
+    assert content(resumed) == content(whole)
+    assert verify(resumed) == []
+    done = [event.data["done"] for event in phases if event.type == "progress"]
+    assert done[0] == stop // 3 * 7 + 3, "sealed shards are not captured again; one is three micro-batches"
+
+
+def test_killed_capture_resumes_to_the_same_bytes(job: JobConfig, tmp_path: Path) -> None:
+    """kill -9 at random moments of a real process, again and again, until it gets through."""
+    whole = captured(job, tmp_path / "whole")
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    script = (
+        "import sys; from pathlib import Path; from kd.config import load_config; from kd.pipeline import precompute; "
+        "from kd.progress import Monitor; import time; home = Path(sys.argv[2]); "
+        "listen = lambda event: (event.type == 'progress' and (print(flush=True), time.sleep(0.05))); "
+        "precompute(load_config(Path(sys.argv[1])), home, home / 'run', Monitor(listen))"
+    )
+    home, dice, kills = tmp_path / "cut", random.Random(0), 0
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path.cwd())}
+    for _ in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(path), str(home)], stdout=subprocess.PIPE, env=environment
+        )
+        assert process.stdout is not None
+        for _ in range(dice.randint(1, 6)):  # so many micro-batches, and then some
+            process.stdout.readline()
+        time.sleep(dice.random() * 0.1)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.communicate()
+        if process.returncode == 0:
+            break
+    assert kills >= 3
+    assert content(captured(job, home)) == content(whole)
+
+
+def test_sealed_cache_is_found_without_loading_the_teacher(job: JobConfig, tmp_path: Path) -> None:
+    first = captured(job, tmp_path)
+    events: list[Event] = []
+    again = precompute(job, tmp_path, tmp_path / "other run", Monitor(events.append))["cache"]
+    assert again["reused"] is True and first.name == again["fingerprint"]
+    assert "loading the teacher" not in [event.data.get("phase") for event in events]
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("cache", "threshold", 0.02),
+        ("cache", "seed", 1),
+        ("cache", "shard_sequences", 8),
+        ("data", "sequence_length", 32),
+        ("data", "max_train_samples", 39),
+        ("teacher", "dtype", "bfloat16"),
+    ],
+)
+def test_what_changes_the_bytes_changes_the_fingerprint(job: JobConfig, section: str, field: str, value: Any) -> None:
+    other = parse_config(job.model_dump(mode="json") | {section: getattr(job, section).model_dump() | {field: value}})
+    assert plan(other).identity.fingerprint != plan(job).identity.fingerprint
+
+
+def test_what_does_not_change_the_bytes_does_not(job: JobConfig) -> None:
+    raw = job.model_dump(mode="json")
+    raw["name"], raw["teacher"]["batch_size"] = "other", 8
+    assert plan(parse_config(raw)).identity.fingerprint == plan(job).identity.fingerprint
+
+
+# ---------------------------------------------------------------------- true to the teacher
+
+
+def test_records_are_true_to_the_live_teacher(job: JobConfig, tmp_path: Path, tiny_teacher: Path) -> None:
+    store = open_cache(captured(job, tmp_path))
+    sequences, records = store.read(range(len(store)))
+    model = models.load(tiny_teacher, torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(sequences.tokens.astype(np.int64))).logits[:, :, :2048]
+    logp = torch.log_softmax(logits.double(), -1)[torch.from_numpy(sequences.target_mask)].numpy()
+    p = np.exp(logp)
+    assert len(logp) == len(records) == store.manifest.positions
+    assert max(records.head_ids.max(initial=0), records.tail_ids.max()) < 2048, "padding is never sampled"
+    np.testing.assert_array_equal(records.head_count, (p > 0.01).sum(1))
+    step = -np.log(0.01) / 254
+    assert np.abs(records.head_logprobs - logp[records.head_rows(), records.head_ids]).max(initial=0) <= step
+    np.testing.assert_allclose(records.gold_logprob, logp[np.arange(len(p)), sequences.gold_ids()], atol=2**-11)
+    np.testing.assert_allclose(records.entropy, -(p * logp).sum(1), atol=2**-12)
+    # Over all positions the sampled mass of a token is its mass, within sampling error.
+    mass = np.zeros(2048)
+    np.add.at(mass, records.head_ids, records.head_weights())
+    np.add.at(mass, records.tail_ids, records.tail_weights())
+    sigma = np.sqrt(np.maximum((0.012 * p).sum(0), 1e-12))
+    assert np.abs((mass - p.sum(0)) / sigma).max() < 6
+
+
+def test_damaged_shard_of_an_unfinished_capture_is_captured_again(job: JobConfig, tmp_path: Path) -> None:
+    whole = captured(job, tmp_path / "whole")
+    seen: list[Event] = []
+    with pytest.raises(Interrupted):
+        captured(job, tmp_path / "cut", Monitor(seen.append, lambda: len(seen) > 12))
+    folder = tmp_path / "cut" / "caches" / whole.name
+    victim = next(path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 200)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 4
+    victim.write_bytes(data)
+    assert content(captured(job, tmp_path / "cut")) == content(whole)

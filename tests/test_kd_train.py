@@ -1,0 +1,361 @@
+"""The training loop: resume equals never having stopped, accumulation one large batch, and stops lose nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cache.errors import StorageError
+from kd import checkpoint
+from kd.batches import PlainText
+from kd.checkpoint import Progress
+from kd.config import JobConfig, parse_config
+from kd.data import Corpus, pack
+from kd.errors import Interrupted, ModelError, TrainingError
+from kd.metrics import read_metrics
+from kd.precision import Precision
+from kd.progress import Event, Monitor
+from kd.train import make_optimizer, make_scheduler, total_steps, train
+
+VOCABULARY = 50
+
+
+def make_job(**train_options: Any) -> JobConfig:
+    options = {"max_steps": 8, "batch_size": 4, "eval_steps": 4, "save_steps": 3, "logging_steps": 1, "warmup_steps": 2}
+    return parse_config(
+        {
+            "kind": "train",
+            "student": {"init": {"layers": 2, "hidden_size": 16, "tokenizer": "."}},
+            "data": {"train": "unused.txt", "sequence_length": 16},
+            "loss": {"alpha": 1.0},
+            "train": options | train_options,
+        }
+    )
+
+
+def make_source(seed: int = 0) -> PlainText:
+    """Documents of very unequal length over a skewed vocabulary, so that tokens per micro-batch differ."""
+    rng = np.random.default_rng(seed)
+    config = make_job().data
+
+    def documents(count: int) -> list[np.ndarray]:
+        return [(rng.zipf(1.5, rng.integers(2, 30)) % VOCABULARY).astype(np.uint32) for _ in range(count)]
+
+    return PlainText(Corpus(pack(documents(40), config), pack(documents(8), config)))
+
+
+def make_student(dropout: float = 0.2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY + 6,  # padded
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_dropout=dropout,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(shape)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def run(job: JobConfig, folder: Path, monitor: Monitor | None = None, dropout: float = 0.2) -> tuple[Any, Progress]:
+    student = make_student(dropout)
+    return student, train(job, make_source(), student, VOCABULARY, folder, monitor or Monitor())
+
+
+def stop_after(step: int) -> Monitor:
+    """A monitor whose stop is asked for while ``step`` runs."""
+    seen: list[int] = []
+
+    def listen(event: Event) -> None:
+        if event.type == "progress":
+            seen.append(event.data["done"])
+
+    return Monitor(listen, lambda: bool(seen) and seen[-1] >= step)
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, stop: int) -> None:
+    job = make_job()
+    whole, _ = run(job, tmp_path / "whole")
+    with pytest.raises(Interrupted, match=f"step {stop} of 8"):
+        run(job, tmp_path / "cut", stop_after(stop))
+    resumed, progress = run(job, tmp_path / "cut")
+    assert_same(weights(resumed), weights(whole))
+    assert progress.step == 8
+    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("cut", "whole")]
+    assert lines[0] == lines[1], "no line lost, doubled or different"
+
+
+def test_killed_between_checkpoints_resumes_from_the_last_one(tmp_path: Path) -> None:
+    """As after kill -9: nothing was saved at the end, and a half-written checkpoint lies about."""
+    job = make_job()
+    whole, _ = run(job, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def listen(event: Event) -> None:
+        if event.type == "progress" and event.data["done"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(job, tmp_path / "cut", Monitor(listen))
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "cut" / "checkpoints")] == ["step-00000003"]
+    shutil.copytree(tmp_path / "cut/checkpoints/step-00000003", tmp_path / "cut/checkpoints/.tmp-step-00000006")
+    resumed, _ = run(job, tmp_path / "cut")
+    assert_same(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"])
+def test_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, name: str) -> None:
+    job = make_job()
+    whole, _ = run(job, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        run(job, tmp_path / "cut", stop_after(6))
+    path = tmp_path / "cut" / "checkpoints" / "step-00000006" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    warnings: list[str] = []
+    monitor = Monitor(lambda event: warnings.append(event.data["message"]) if event.type == "warning" else None)
+    resumed, _ = run(job, tmp_path / "cut", monitor)
+    assert len(warnings) == 1 and "step-00000006" in warnings[0]
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(make_job(), tmp_path, stop_after(3))
+    with pytest.raises(TrainingError, match="another job"):
+        run(make_job(learning_rate=1e-2), tmp_path)
+
+
+def test_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    job = make_job()
+    first, _ = run(job, tmp_path)
+    events: list[str] = []
+    second, _ = run(job, tmp_path, Monitor(lambda event: events.append(event.type)))
+    assert_same(weights(second), weights(first))
+    assert "progress" not in events
+
+
+def test_save_total_limit(tmp_path: Path) -> None:
+    run(make_job(max_steps=10, save_steps=2, save_total_limit=3), tmp_path)
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-00000006", "step-00000008", "step-00000010"]
+
+
+def test_accumulation_is_a_mean_over_tokens(tmp_path: Path) -> None:
+    """Four micro-batches of 2 with unequal token counts take the same steps as one batch of 8."""
+    one, _ = run(make_job(batch_size=8, max_steps=4), tmp_path / "one", dropout=0.0)
+    four, _ = run(make_job(batch_size=2, gradient_accumulation_steps=4, max_steps=4), tmp_path / "four", dropout=0.0)
+    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "four")]
+    for left, right in zip(*lines, strict=True):
+        for key in {"loss", "grad_norm", "validation_loss"} & left.keys():
+            assert left[key] == pytest.approx(right[key], rel=1e-5)
+    for name, tensor in weights(one).items():
+        assert torch.allclose(tensor, weights(four)[name], atol=2e-5), name
+
+
+def test_gradient_checkpointing_changes_memory_not_numbers(tmp_path: Path) -> None:
+    plain, _ = run(make_job(), tmp_path / "plain", dropout=0.0)
+    saving, _ = run(make_job(gradient_checkpointing=True), tmp_path / "saving", dropout=0.0)
+    for name, tensor in weights(plain).items():
+        assert torch.allclose(tensor, weights(saving)[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_float32(tmp_path: Path, precision: str) -> None:
+    run(make_job(), tmp_path / "wide", dropout=0.0)
+    half, _ = run(make_job(precision=precision), tmp_path / "half", dropout=0.0)
+    assert all(parameter.dtype == torch.float32 for parameter in half.parameters()), "master weights stay float32"
+    losses = [
+        [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["type"] == "metrics"]
+        for name in ("wide", "half")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert losses[1] != losses[0]
+
+
+def test_half_precision_resumes_bit_for_bit_with_its_loss_scale(tmp_path: Path) -> None:
+    job = make_job(precision="fp16")
+    whole, _ = run(job, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        run(job, tmp_path / "cut", stop_after(4))
+    resumed, _ = run(job, tmp_path / "cut")
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_nan_at_the_start_is_found_before_any_step(tmp_path: Path) -> None:
+    student = make_student()
+    student.model.layers[0].register_forward_hook(lambda layer, inputs, output: output * float("nan"))
+    before = weights(student)
+    with pytest.raises(ModelError, match="NaN or infinite"):
+        train(make_job(), make_source(), student, VOCABULARY, tmp_path, Monitor())
+    assert_same(weights(student), before)
+
+
+def test_nan_in_the_middle_names_the_step_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    student = make_student()
+
+    def poison(event: Event) -> None:
+        if event.type == "checkpoint" and event.data["step"] == 3:
+            with torch.no_grad():
+                student.model.norm.weight[0] = float("nan")
+
+    with pytest.raises(TrainingError, match=r"step 4 the loss is nan") as caught:
+        train(make_job(), make_source(), student, VOCABULARY, tmp_path, Monitor(poison))
+    assert "learning_rate" in caught.value.remedy
+    resumed, _ = run(make_job(), tmp_path)
+    whole, _ = run(make_job(), tmp_path / "whole")
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_early_stopping_ends_with_the_best_weights(tmp_path: Path) -> None:
+    job = make_job(max_steps=200, learning_rate=0.05, eval_steps=2, save_steps=1000, early_stopping_patience=2)
+    student, progress = run(job, tmp_path)
+    evaluations = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["type"] == "evaluation"][1:]
+    best = min(evaluations, key=lambda line: line["validation_loss"])
+    assert progress.step < 200 and progress.step == best["step"] + 4
+    kept = make_student()
+    checkpoint.load_model(tmp_path / "checkpoints" / f"step-{best['step']:08d}", kept)
+    assert_same(weights(student), weights(kept))
+    again, progress_again = run(job, tmp_path)
+    assert progress_again.step == progress.step
+    assert_same(weights(again), weights(kept))
+
+
+def test_weight_decay_spares_norms_and_biases() -> None:
+    student = make_student()
+    options = make_job(weight_decay=0.3).train
+    assert options is not None
+    groups = make_optimizer(student, options, torch.device("cpu")).param_groups
+    decayed = {id(parameter) for parameter in groups[0]["params"]}
+    assert (groups[0]["weight_decay"], groups[1]["weight_decay"]) == (0.3, 0.0)
+    for name, parameter in student.named_parameters():
+        assert (id(parameter) in decayed) == ("norm" not in name), name
+    assert len(groups[0]["params"]) + len(groups[1]["params"]) == len(list(student.parameters()))
+
+
+def test_optimizer_is_adamw(tmp_path: Path) -> None:
+    """One step of the loop equals torch's AdamW on the same gradient, decay and clipping included."""
+    job = make_job(max_steps=1, warmup_steps=0, max_grad_norm=0.5, weight_decay=0.1)
+    student, _ = run(job, tmp_path, dropout=0.0)
+    reference = make_student(0.0)
+    from kd.batches import make_batch, step_indices
+    from kd.losses import distillation_loss
+    from kd.models import head_of, hidden_states
+
+    source = make_source()
+    batch = make_batch(*source.read(step_indices(source.train_count, 4, 42, 0)))
+    hidden = hidden_states(reference, batch.tokens_BT, batch.positions_BT).flatten(0, 1)[batch.rows_N]
+    head = head_of(reference, VOCABULARY)
+    (distillation_loss(hidden, head, batch.targets, 1.0).total / len(batch.targets)).backward()
+    nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in reference.parameters()]
+    torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95)).step()
+    for name, tensor in weights(reference).items():
+        assert torch.allclose(weights(student)[name], tensor, atol=1e-7), name
+
+
+SCHEDULES: dict[str, dict[str, float]] = {
+    "linear": {},
+    "cosine": {},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {"timescale": 100},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_runs_and_resumes(tmp_path: Path, name: str) -> None:
+    job = make_job(lr_scheduler_type=name, lr_scheduler_kwargs=SCHEDULES[name])
+    whole, _ = run(job, tmp_path / "whole")
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "loss" in line]
+    assert job.train is not None
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=job.train.learning_rate)
+    reference = transformers.get_scheduler(name, optimizer, 2, 8, SCHEDULES[name])
+    for rate in rates:
+        assert rate == pytest.approx(reference.get_last_lr()[0])
+        optimizer.step()
+        reference.step()
+    with pytest.raises(Interrupted):
+        run(job, tmp_path / "cut", stop_after(5))
+    resumed, _ = run(job, tmp_path / "cut")
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_schedule_that_lacks_an_argument_says_so() -> None:
+    job = make_job()
+    assert job.train is not None
+    options = job.train.model_copy(update={"lr_scheduler_type": "warmup_stable_decay"})  # JobConfig refuses it
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(TrainingError, match="warmup_stable_decay cannot be made") as caught:
+        make_scheduler(optimizer, options, 10)
+    assert "lr_scheduler_kwargs" in caught.value.remedy
+
+
+def test_total_steps_of_epochs() -> None:
+    job = make_job(max_steps=None, epochs=2.5, batch_size=4, gradient_accumulation_steps=2)
+    assert job.train is not None
+    assert total_steps(job.train, 33) == 11  # ceil(2.5 * 33 / 8)
+
+
+def test_precision_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    assert Precision.choose("auto", torch.device("cpu")).dtype == torch.float32
+    for capability, dtype in (((7, 0), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert Precision.choose("auto", gpu).dtype == dtype
+    assert Precision.choose("fp16", gpu).scales_loss and not Precision.choose("bf16", gpu).scales_loss
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 120 KiB; mounting one needs root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_while_saving_leaves_the_last_checkpoint(tmp_path: Path, small_disk: Path) -> None:
+    folder = small_disk
+    job = make_job(save_steps=1, save_total_limit=1000)
+    with pytest.raises(StorageError, match=r"[Nn]o space left"):
+        run(job, folder)
+    saved = checkpoint.list_checkpoints(folder / "checkpoints")
+    assert saved, "some fitted"
+    assert not list((folder / "checkpoints").glob(".tmp-*")), "nothing half-written"
+    shutil.copytree(folder, tmp_path / "larger")
+    resumed, _ = run(job, tmp_path / "larger")
+    whole, _ = run(job, tmp_path / "whole")
+    assert_same(weights(resumed), weights(whole))
