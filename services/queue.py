@@ -1,0 +1,69 @@
+"""Celery as a channel of hints: a message says "job X has a stage to run", and may be lost or come twice.
+
+It is acknowledged before it runs, and nothing waits for its result: a long acknowledgement is what makes
+Redis hand out a job of over an hour again, and a result backend is what leaves a worker alive and deaf.
+The record in Redis (``jobs.lua``) is what holds; the reconciler sends lost hints again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+TASK = "kd.run_stage"
+PREFIX = "kd:celery:"  #: also written in jobs.lua
+
+CONFIGURATION = {
+    "task_serializer": "json",
+    "accept_content": ["json"],
+    "result_backend": None,
+    "task_ignore_result": True,
+    "task_store_errors_even_if_ignored": False,
+    "task_acks_late": False,
+    "task_reject_on_worker_lost": False,
+    "task_publish_retry": False,
+    "task_send_sent_event": False,
+    "worker_pool": "threads",
+    "worker_concurrency": 1,
+    "worker_prefetch_multiplier": 1,
+    "worker_disable_prefetch": True,
+    "worker_enable_remote_control": False,
+    "worker_send_task_events": False,
+    "worker_hijack_root_logger": False,
+    "worker_soft_shutdown_timeout": 0,
+    # True, the coming default, kills a running job and drops its message when Redis restarts.
+    "worker_cancel_long_running_tasks_on_connection_loss": False,
+    "broker_connection_retry_on_startup": True,
+    "broker_connection_max_retries": None,
+}
+
+log = logging.getLogger("potstill.queue")
+
+
+def celery_app(redis_url: str, socket_timeout: float = 10.0) -> Celery:
+    """The Celery application of API and worker; the API wants a shorter ``socket_timeout`` (seconds)."""
+    app = Celery("potstill", broker=redis_url, set_as_current=False)
+    app.conf.update(CONFIGURATION)
+    app.conf.broker_transport_options = {
+        "ack_emulation": False,
+        "socket_timeout": socket_timeout,
+        "socket_connect_timeout": min(5.0, socket_timeout),
+        "socket_keepalive": True,
+        "health_check_interval": 10,
+        "visibility_timeout": 30 * 86400,
+        "global_keyprefix": PREFIX,
+    }
+    return app
+
+
+def publish(app: Celery, job_id: str, stage: str) -> bool:
+    """Tell one worker of ``stage`` that the job waits; False where that failed, which the reconciler mends."""
+    try:
+        app.send_task(TASK, args=[job_id, stage], queue=stage)
+    except (OperationalError, RedisError, OSError) as error:
+        log.warning("no hint sent for %s (%s): the reconciler will send it", job_id, error)
+        return False
+    return True
