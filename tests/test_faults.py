@@ -1,0 +1,104 @@
+"""The plug is pulled at random moments of a real distillation through the real service: nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cache.disk import file_sha256, files_below
+from kd.config import JobConfig, parse_config
+from services.queue import publish
+from services.schemas import TERMINAL, Job
+from tests.harness import Parts, wait_until
+
+FAULTS = 10
+PATIENCE = 120.0
+
+
+@pytest.fixture
+def job(tiny_teacher: Path, tiny_text: Path) -> JobConfig:
+    return parse_config(
+        {
+            "name": "faults",
+            "teacher": {"model": str(tiny_teacher), "batch_size": 2},
+            "student": {"init": {"layers": 1, "hidden_size": 32}},
+            "data": {"train": str(tiny_text), "sequence_length": 32, "max_eval_samples": 8},
+            "cache": {"shard_sequences": 8},
+            "train": {"max_steps": 150, "batch_size": 4, "save_steps": 10, "eval_steps": 50, "logging_steps": 25},
+        }
+    )
+
+
+def submit(parts: Parts, config: JobConfig) -> str:
+    shutil.rmtree(parts.settings.caches, ignore_errors=True)  # every job captures anew
+    job_id = parts.jobs.create(config).id
+    publish(parts.queue, job_id, config.stages[0])
+    return job_id
+
+
+def outcome(parts: Parts, job: Job) -> dict[str, str]:
+    """Hashes of what the job made: the student's weights and every file of the cache."""
+    assert job.status == "succeeded", job.error
+    assert job.cache is not None and job.cache.fingerprint is not None
+    student = parts.settings.run_dir(job.id) / "student" / "model.safetensors"
+    folder = parts.settings.caches / job.cache.fingerprint
+    return {"student": file_sha256(student)} | {name: file_sha256(folder / name) for name in files_below(folder)}
+
+
+class Saboteur:
+    """Kills one part at a time with SIGKILL, and sees to it that it is started again."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.worker = parts, parts.start_worker()
+        self.done: list[str] = []
+
+    def strike(self, victim: str) -> None:
+        getattr(self, f"_{victim}")()
+        self.done.append(victim)
+
+    def _child(self) -> None:
+        found = subprocess.run(["pgrep", "-P", str(self.worker.pid), "-f", "services.child"], capture_output=True)
+        for pid in found.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    def _worker(self) -> None:
+        self.worker.kill()
+        self.worker.wait()
+        self.worker = self.parts.start_worker()
+
+    def _valkey(self) -> None:
+        os.kill(self.parts.server.pid, signal.SIGKILL)
+        time.sleep(0.5)
+        self.parts.server.ensure()
+
+
+@pytest.mark.timeout(900)
+def test_killed_at_random_moments_it_ends_in_the_same_student(new_parts: Callable[..., Parts], job: JobConfig) -> None:
+    parts = new_parts(child_module="services.child", max_attempts=100)
+    parts.start_api()  # its reconciler takes back what a killed worker held
+    saboteur = Saboteur(parts)
+    began = time.monotonic()
+    undisturbed = outcome(parts, parts.wait_for(submit(parts, job), *TERMINAL, seconds=PATIENCE))
+    duration = time.monotonic() - began
+
+    dice = random.Random(20)
+    while len(saboteur.done) < FAULTS:
+        job_id = submit(parts, job)
+        for _ in range(4):
+            time.sleep(dice.uniform(0, duration))
+            if parts.job(job_id).status in TERMINAL:
+                break
+            saboteur.strike(dice.choice(["child", "worker", "valkey"]))
+        ended = wait_until(lambda job_id=job_id: (found := parts.job(job_id)).status in TERMINAL and found, PATIENCE)
+        assert outcome(parts, ended) == undisturbed, saboteur.done
+        endings = [status for status in parts.statuses(job_id) if status in TERMINAL]
+        assert endings == ["succeeded"], "exactly one ending"
+    assert {"child", "worker", "valkey"} <= set(saboteur.done)
