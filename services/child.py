@@ -24,8 +24,9 @@ from typing import Any
 
 from cache.disk import storage_errors
 from cache.errors import PotstillError
-from kd.config import JobConfig, parse_config
+from kd.config import JobConfig
 from kd.errors import Interrupted
+from kd.jobfile import parse_config
 from kd.progress import Event, Monitor, finite
 from services.lifeline import die_with_parent, die_with_stdin
 

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kd.config import problems_of
 from kd.errors import ConfigError, Problem
+from kd.jobfile import problems_of
 from services.schemas import FieldProblem, ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from kd.config import JobConfig, parse_config
+from kd.config import JobConfig
+from kd.jobfile import parse_config
 from services.embedded import EmbeddedServer, find_binary, free_port
 from services.jobs import JobStore, connect
 from services.queue import celery_app, publish

@@ -140,7 +140,7 @@ API = """
 import json, sys
 from pathlib import Path
 from fastapi.testclient import TestClient
-from kd.config import load_config
+from kd.jobfile import load_config
 from services.api import create_app
 from services.settings import Settings
 

@@ -12,18 +12,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kd.config import (
-    SCHEDULER_KWARGS,
-    DatasetSpec,
-    JobConfig,
-    Scheduler,
-    StudentInit,
-    TeacherConfig,
-    apply_overrides,
-    load_config,
-    parse_config,
-)
+from kd.config import SCHEDULER_KWARGS, DatasetSpec, JobConfig, Scheduler, StudentInit, TeacherConfig
 from kd.errors import ConfigError, Problem
+from kd.jobfile import apply_overrides, load_config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 

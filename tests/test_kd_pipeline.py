@@ -14,8 +14,8 @@ import pytest
 
 from cache.errors import CacheCorrupt, CacheNotFound, StorageError
 from cache.store import verify
-from kd.config import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch
+from kd.jobfile import parse_config
 from kd.pipeline import distill, run_stage
 from kd.progress import Event, Monitor
 

@@ -22,9 +22,10 @@ from cache.disk import file_sha256, files_below
 from cache.records import Records
 from cache.store import open_cache, verify
 from kd import models
-from kd.config import JobConfig, parse_config
+from kd.config import JobConfig
 from kd.data import pack
 from kd.errors import Interrupted
+from kd.jobfile import parse_config
 from kd.models import Head
 from kd.pipeline import plan, precompute
 from kd.progress import SILENT, Event, Monitor
@@ -113,7 +114,7 @@ def test_killed_capture_resumes_to_the_same_bytes(job: JobConfig, tmp_path: Path
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(job.model_dump(mode="json")))
     script = (
-        "import sys; from pathlib import Path; from kd.config import load_config; from kd.pipeline import precompute; "
+        "import sys; from pathlib import Path; from kd.jobfile import load_config; from kd.pipeline import precompute; "
         "from kd.progress import Monitor; import time; home = Path(sys.argv[2]); "
         "listen = lambda event: (event.type == 'progress' and (print(flush=True), time.sleep(0.05))); "
         "precompute(load_config(Path(sys.argv[1])), home, home / 'run', Monitor(listen))"

@@ -19,9 +19,10 @@ from cache.errors import StorageError
 from kd import checkpoint
 from kd.batches import PlainText
 from kd.checkpoint import Progress
-from kd.config import JobConfig, parse_config
+from kd.config import JobConfig
 from kd.data import Corpus, pack
 from kd.errors import Interrupted, ModelError, TrainingError
+from kd.jobfile import parse_config
 from kd.metrics import read_metrics
 from kd.precision import Precision
 from kd.progress import Event, Monitor

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kd.config import parse_config
 from kd.errors import Problem
+from kd.jobfile import parse_config
 from kd.validate import FREE_BYTES, check_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -251,7 +251,7 @@ def test_a_disk_without_space_is_refused():
 CHILD = """
 import json, sys
 from pathlib import Path
-from kd.config import parse_config
+from kd.jobfile import parse_config
 from kd.validate import check_inputs
 job, root = json.loads(sys.argv[1]), Path(sys.argv[2])
 problems = [problem.to_json() for problem in check_inputs(parse_config(job), root, root / "home")]

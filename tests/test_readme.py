@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kd.config import JobConfig, load_config, parse_config
+from kd.config import JobConfig
+from kd.jobfile import load_config, parse_config
 from kd.reference import render
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -45,7 +45,7 @@ def make_settings(**changes: Any) -> Settings:
 
 def load(job_file: Path, overrides: list[str] | None) -> JobConfig:
     """The job in the file."""
-    from kd.config import load_config
+    from kd.jobfile import load_config
 
     return load_config(job_file, overrides or ())
 

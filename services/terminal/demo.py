@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.errors import PotstillError
-from kd.config import JobConfig, load_config
+from kd.config import JobConfig
+from kd.jobfile import load_config
 from services.settings import Settings
 from services.terminal.client import Client
 from services.terminal.console import complain
