@@ -42,8 +42,14 @@ def hide_progress_bars() -> None:
 # ---------------------------------------------------------------------- finding
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
-    """The local folder of ``model``: itself if it is one, else the hub's snapshot, downloaded where need be."""
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+def resolve(model: str, revision: str | None = None, weights: str | None = "*.safetensors") -> Path:
+    """The local folder of ``model``: itself if it is one, else the hub's snapshot, downloaded where need be.
+
+    Of the weights only the files that match ``weights`` are taken: a repository may hold twenty quantisations.
+    """
     if Path(model).is_dir():
         return Path(model)
     if not HUB_ID.match(model):
@@ -54,9 +60,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import GatedRepoError
 
     try:
-        return Path(
-            snapshot_download(model, revision=revision, ignore_patterns=["*.pth", "*.onnx", "*.msgpack", "*.h5"])
-        )
+        wanted = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["original/*"]))
     except GatedRepoError as error:
         raise ModelError(
             f"model {model!r} is gated: {error}", "Ask for access on its page, then run: hf auth login."
@@ -89,7 +94,7 @@ def _weight_files(folder: Path) -> list[str]:
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no config.json.", "Give the folder of a Hugging Face model.")
-    return ["config.json", *weights]
+    return ["config.json", *sorted(path.name for path in folder.glob("*.py")), *weights]
 
 
 # ---------------------------------------------------------------------- tokenizers

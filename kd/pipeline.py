@@ -95,8 +95,9 @@ def train_student(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
 def plan(config: JobConfig, monitor: Monitor = SILENT) -> Plan:
     """Read the text with the teacher's tokenizer: what the cache must contain is known before any teacher runs."""
     assert config.teacher is not None, "JobConfig refuses a job that needs a cache and has no teacher"
-    folder = models.resolve(config.teacher.model, config.teacher.revision)
-    tokenizer = models.load_tokenizer(folder, config.teacher.gguf_file, models.allowed_remote_code(config.teacher))
+    gguf_file = config.teacher.gguf_file
+    folder = models.resolve(config.teacher.model, config.teacher.revision, gguf_file or "*.safetensors")
+    tokenizer = models.load_tokenizer(folder, gguf_file, models.allowed_remote_code(config.teacher))
     return make_plan(config, tokenizer, load_corpus(config.data, tokenizer, monitor), folder)
 
 
@@ -123,9 +124,9 @@ def student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
     assert student is not None, "JobConfig refuses a training job without a student"
     own = student.model or (student.init.tokenizer if student.init else None)
     if own is not None:
-        return models.load_tokenizer(models.resolve(own, student.revision))
+        return models.load_tokenizer(models.resolve(own, student.revision, "*.safetensors" if student.model else None))
     assert teacher is not None, "JobConfig refuses a fresh student without a tokenizer"
-    folder = models.resolve(teacher.model, teacher.revision)
+    folder = models.resolve(teacher.model, teacher.revision, teacher.gguf_file)
     return models.load_tokenizer(folder, teacher.gguf_file, models.allowed_remote_code(teacher))
 
 
