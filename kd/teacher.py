@@ -40,9 +40,11 @@ from kd.precision import pick_device
 from kd.progress import Meter, Monitor
 from kd.sampling import draws, sample_records
 
-# Logits held at once. On a CPU they should stay in its cache; a GPU wants enough rows to fill it. The chunks are cut
-# within a sequence, so that a record does not depend on what else is in the micro-batch.
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+# Logits held at once, and how many of them are sampled at once. The head's matrix product wants many rows; sampling
+# passes over them several times, which on a CPU should happen in its cache. Both are cut within a sequence, so that a
+# record does not depend on what else is in the micro-batch.
+LOGIT_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
+SAMPLE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 @dataclass(frozen=True)
@@ -163,16 +165,19 @@ class Teacher:
         gold_N = torch.from_numpy(tokens_T[positions_N + 1].astype(np.int64))
         uniform_N, order_V, gold_N = uniform_N.to(device), order_V.to(device), gold_N.to(device)
         hidden_ND = hidden_TD[torch.from_numpy(positions_N).to(device)]
-        size = max(CHUNK_ELEMENTS[device.type] // vocabulary, 1)
-        return Records.concatenate(
-            sample_records(self.head.logits(hidden_ND[rows]), gold_N[rows], uniform_N[rows], order_V, self.threshold)
-            for rows in _runs(len(positions_N), size)
-        )
+        parts = []
+        for outer in _runs(0, len(positions_N), LOGIT_ELEMENTS[device.type] // vocabulary):
+            logits_NV = self.head.logits(hidden_ND[outer])
+            for rows in _runs(outer.start, outer.stop, SAMPLE_ELEMENTS[device.type] // vocabulary):
+                inner = slice(rows.start - outer.start, rows.stop - outer.start)
+                parts.append(sample_records(logits_NV[inner], gold_N[rows], uniform_N[rows], order_V, self.threshold))
+        return Records.concatenate(parts)
 
 
-def _runs(count: int, size: int) -> list[slice]:
-    """``range(count)`` cut into slices of ``size``; one empty slice where there is nothing."""
-    return [slice(start, start + size) for start in range(0, max(count, 1), size)]
+def _runs(start: int, stop: int, size: int) -> list[slice]:
+    """``range(start, stop)`` cut into slices of ``size``; one empty slice where there is nothing."""
+    size = max(size, 1)
+    return [slice(first, min(first + size, stop)) for first in range(start, max(stop, start + 1), size)]
 
 
 def _sequences(plan: Plan, index: int) -> Sequences:
