@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from cache.disk import file_sha256, files_below
-from kd.config import JobConfig, parse_config
+from kd.config import JobConfig
+from kd.jobfile import parse_config
 from services.queue import publish
 from services.schemas import TERMINAL, Job
 from tests.harness import Parts, wait_until
@@ -80,6 +81,7 @@ class Saboteur:
         self.parts.server.ensure()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_random_moments_it_ends_in_the_same_student(new_parts: Callable[..., Parts], job: JobConfig) -> None:
     parts = new_parts(child_module="services.child", max_attempts=100)

@@ -26,6 +26,7 @@ def run_here(config: JobConfig, settings: Settings, run_dir: Path, console: Cons
         raise ConfigError(found)
     os.chdir(settings.root)  # what a job's relative paths resolve against
     os.environ.update(settings.environment())
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars would write over ours
     stop = _stop_on_signal(console)
     from kd.pipeline import distill
 
