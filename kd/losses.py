@@ -91,7 +91,7 @@ class _FusedHead(torch.autograd.Function):
             ce += _ce_sum(s_NV, lse_N, part)
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
-            g_NV = _logit_gradient(s_NV, lse_N, part, alpha)
+            g_NV = _logit_gradient(s_NV.clone() if head.softcap else s_NV, lse_N, part, alpha)
             g_NV = _through_transform(g_NV, s_NV, head)
             if d_bias is not None:
                 d_bias[: head.vocabulary] += g_NV.sum(0)
@@ -163,8 +163,8 @@ def _ce_sum(s_NV: Tensor, lse_N: Tensor, targets: Targets) -> Tensor:
 
 
 def _logit_gradient(s_NV: Tensor, lse_N: Tensor, targets: Targets, alpha: float) -> Tensor:
-    """softmax(s) - [(1 - alpha) w + alpha e_gold], written over ``s_NV`` only where no transform needs it again."""
-    g_NV = torch.exp(s_NV - lse_N[:, None])
+    """softmax(s) - [(1 - alpha) w + alpha e_gold], written over ``s_NV``."""
+    g_NV = s_NV.sub_(lse_N[:, None]).exp_()
     flat = g_NV.view(-1)
     if targets.record is not None and alpha < 1.0:
         # No entry stands twice in a record, so the scatter has no collisions and is deterministic.
