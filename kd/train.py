@@ -98,8 +98,10 @@ def train(
             )
         learning_rate = scheduler.get_last_lr()[0]
         scaler.step(optimizer)
+        scale = scaler.get_scale()
         scaler.update()
-        scheduler.step()
+        if scaler.get_scale() >= scale:  # it falls where the gradients overflowed and the step was skipped
+            scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.tokens += count

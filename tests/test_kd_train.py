@@ -360,3 +360,17 @@ def test_full_disk_while_saving_leaves_the_last_checkpoint(tmp_path: Path, small
     resumed, _ = run(job, tmp_path / "larger")
     whole, _ = run(job, tmp_path / "whole")
     assert_same(weights(resumed), weights(whole))
+
+
+def test_a_step_that_overflows_in_half_precision_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss scale starts far too high: steps are skipped until it fits, and the schedule waits for them."""
+    real = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=2.0**40, growth_interval=99))
+    job = make_job(precision="fp16", max_steps=40, logging_steps=1, eval_steps=40, save_steps=40)
+    student, _ = run(job, tmp_path, dropout=0.0)
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["type"] == "metrics"]
+    assert rates[0] == rates[1] == 0.0, "warm-up has not begun"
+    assert len(set(rates)) > 4, "and then it goes on"
+    assert all(torch.isfinite(tensor).all() for tensor in weights(student).values())
