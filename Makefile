@@ -5,12 +5,14 @@
 #              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
+# BENCH_FLAGS  passed to bench/speed.py, for example BENCH_FLAGS="--student 30x576 --out table.md"
 # SLOW=1       `make test` runs the tests marked slow too
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
 DEMO_FLAGS  ?=
 TEST_FLAGS  ?=
+BENCH_FLAGS ?=
 SLOW        ?=
 
 BIN   := .venv/bin
@@ -20,7 +22,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs up clean
+.PHONY: help install demo test lint format docs bench up clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -54,6 +56,9 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 docs: $(STAMP) ## Write docs/configuration.md from the descriptions in kd/config.py
 	$(BIN)/python -m kd.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+
+bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios in one run
+	$(BIN)/python bench/speed.py $(BENCH_FLAGS)
 
 up: $(STAMP) ## Run the service in this terminal until Ctrl-C: server, API, workers
 	$(BIN)/kd up

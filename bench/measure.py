@@ -1,0 +1,172 @@
+"""Time and memory of variants of one task, compared in one run, and the table that shows them.
+
+Other work on the machine comes and goes, so a time alone says little. Here the variants take turns, round after round;
+the ratio of two is taken within each round, and the median of the rounds is what counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run (median), and how many times as fast as the first variant (median, least and most)."""
+
+    seconds: float
+    speed: float
+    slowest: float
+    fastest: float
+
+
+def interleave(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
+    """Time every variant once a round, in an order that rotates, after one run of each that does not count."""
+    names = list(variants)
+    for run in variants.values():
+        run()
+    rows = []
+    for turn in range(rounds):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        taken = {name: seconds(variants[name]) for name in order}
+        rows.append(taken)
+    timings = {}
+    for name in names:
+        ratios = [row[names[0]] / row[name] for row in rows]
+        middle = statistics.median(row[name] for row in rows)
+        timings[name] = Timing(middle, statistics.median(ratios), min(ratios), max(ratios))
+    return timings
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Wall time of ``run``, from an idle device to an idle device."""
+    synchronize()
+    began = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def extra_memory(run: Callable[[], Any]) -> float | None:
+    """MiB that a run needs at its peak beyond what is there before it; None where that cannot be told.
+
+    The first run, which is not measured, leaves what stays: the optimiser's state, the libraries' workspaces. On a CPU
+    this is right only in a process that measures nothing else.
+    """
+    run()
+    synchronize()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    return _extra_resident(run)
+
+
+def _extra_resident(run: Callable[[], Any]) -> float | None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, not to the next allocation
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _resident("VmRSS")
+    run()
+    peak = _resident("VmHWM")
+    return None if before is None or peak is None else (peak - before) / MIB
+
+
+def _resident(field: str) -> int | None:
+    """Bytes of ``field`` in Linux's account of this process; None on other systems."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+@contextlib.contextmanager
+def fresh_processes(preload: list[str]) -> Iterator[ProcessPoolExecutor]:
+    """Runs each call in a new process, which begins with the modules of ``preload`` and nothing computed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *preload])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield pool
+
+
+# ---------------------------------------------------------------------- the floor
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine does when nothing is in the way: products in FLOP/s, copies in bytes/s read and written."""
+
+    products: float
+    copies: float
+
+    def floor(self, flops: float, moved: float) -> float:
+        """Seconds that ``flops`` and ``moved`` bytes take at the least."""
+        return flops / self.products + moved / self.copies
+
+
+def measure_machine(dtype: torch.dtype, size: int) -> Machine:
+    """The best of twenty square products of ``size`` in ``dtype``, and of twenty copies of 16 ``size``² bytes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    square = torch.randn(size, size, device=device, dtype=dtype)
+    flat = torch.empty(4 * size * size, device=device)
+    product, copy = torch.empty_like(square), torch.ones_like(flat)
+    product_s, copy_s = (
+        min(seconds(run) for _ in range(20))
+        for run in (lambda: torch.mm(square, square, out=product), lambda: copy.copy_(flat))
+    )
+    return Machine(2 * size**3 / product_s, 2 * flat.nbytes / copy_s)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one task, per run of ``tokens`` tokens; ``memory`` in MiB, ``floor`` in seconds."""
+
+    task: str
+    variant: str
+    tokens: int
+    timing: Timing
+    memory: float | None
+    floor: float
+
+
+def render(rows: list[Row]) -> str:
+    """The rows as a markdown table."""
+    lines = [
+        "| task | variant | tokens/s | ms | floor, ms | speed (least-most) | extra memory, MiB |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        timing, memory = row.timing, "-" if row.memory is None else f"{row.memory:,.0f}"
+        ratio = f"{timing.speed:,.2f} ({timing.slowest:,.2f}-{timing.fastest:,.2f})"
+        cells = [row.task, row.variant, f"{row.tokens / timing.seconds:,.0f}", f"{timing.seconds * 1e3:,.1f}"]
+        lines.append(f"| {' | '.join([*cells, f'{row.floor * 1e3:,.1f}', ratio, memory])} |")
+    return "\n".join(lines)

@@ -1,0 +1,395 @@
+"""How much distillation costs beyond what there is to do without it: one table, of ratios measured in one run.
+
+    python bench/speed.py [--quick] [--teacher 16x2048] [--student 16x1024] [--batch 8] [--rounds 7] [--out FILE]
+
+task        the first variant, speed 1        what is compared with it
+capture     the teacher's bare forward        reading its records; reading and sealing them on disk
+step        cross-entropy on all logits       the fused head: on hard labels alone, on the teacher's records
+head        cross-entropy on all logits       the same without the model around it; torch's own chunked loss
+loader      the student's step on records     reading a cache in random order and making batches of it
+
+Runs on the first GPU if there is one, else on the CPU. Models are random Llamas named by layers x width, made here;
+nothing is downloaded. Needs torch, transformers, numpy, zarr and what kd/config.py reads YAML with (pydantic, pyyaml).
+
+The floor of a task is what its arithmetic and the bytes that must move take at the rates of this machine, measured
+first (one large matrix product, one large copy). N positions, T tokens a sequence, L layers, D width, V vocabulary,
+P parameters outside the embedding and the head, E record entries:
+
+    capture     N (2 P + 2 L T D + 2 D V) FLOP: body, causal attention, head. Nothing for the records: logits that are
+                made must be read, but a chunk of them fits a CPU's cache.
+    step        three times that (forward, and two products for each of its in the backward pass),
+                and 28 bytes of each parameter for AdamW in float32: four numbers read, three written.
+    head        3 * 2 N D V FLOP: the logits, and the gradients of both their factors.
+    loader      the record as stored, read, and the batch as it is made of it, written: 24 N + 12 E bytes.
+
+Materialised logits move at least 4 N V (forward) + 8 N V (backward) bytes more in float32, which the fused head does
+not; that is room below the first variant, not part of the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import Machine, Row, extra_memory, fresh_processes, interleave, measure_machine, render
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cache.records import Records, Sequences
+from cache.store import Cache, capture, open_cache
+from cache.testing import make_cache, make_identity, make_records
+from kd.batches import make_batch, step_indices
+from kd.config import TrainConfig
+from kd.losses import Targets, distillation_loss
+from kd.models import Head, head_of, hide_progress_bars
+from kd.precision import Precision, pick_device, target_hidden_states
+from kd.teacher import CachedRecords, Teacher
+from kd.train import make_optimizer
+
+PRELOAD = ["transformers.models.llama.modeling_llama", "kd.teacher", "kd.train"]
+THRESHOLD, ALPHA = 0.04, 0.1
+RECORDS = f"fused, records, alpha {ALPHA}"
+DEVICE = pick_device()
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What to measure: models as (layers, width), the head alone as (positions, width, vocabulary)."""
+
+    teacher: tuple[int, int] = (6, 512)
+    student: tuple[int, int] = (4, 256)
+    head: tuple[int, int, int] = (1024, 576, 49_152)
+    vocabulary: int = 49_152
+    length: int = 256
+    batch: int = 4
+    dtype: str = "float32"
+    rounds: int = 7
+    product: int = 2048
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What the teacher, and the student's matrix products, run in."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch."""
+        return self.batch * self.length
+
+
+SIZES = {
+    "cpu": Sizes(),
+    "cuda": Sizes((16, 2048), (16, 1024), (8192, 2048, 151_936), 128_256, 1024, 8, "bfloat16", 20, 8192),
+}
+QUICK = Sizes((2, 64), (2, 64), (64, 32, 1000), 1000, 32, 2, rounds=2, product=256)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do a task, with the arithmetic and the bytes that no way can do without."""
+
+    run: Run
+    flops: float
+    moved: float = 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """Ways to do ``tokens`` tokens of one task, the one to compare with first; ``note`` tells what is not a ratio."""
+
+    variants: dict[str, Variant]
+    tokens: int
+    note: Callable[[], str] | None = None
+
+
+# ---------------------------------------------------------------------- the tasks
+
+
+def capture_task(sizes: Sizes, folder: Path) -> Task:
+    model = llama(sizes, sizes.teacher).to(sizes.torch_dtype).eval().requires_grad_(False)
+    sequences = one_document_each(sizes)
+    teacher = Teacher(model, head_of(model, sizes.vocabulary), sizes.batch, THRESHOLD, seed=0)
+    batch, seeds = make_batch(sequences, None).to(DEVICE), count()
+
+    @torch.no_grad()
+    def bare() -> None:
+        model(input_ids=batch.tokens_BT, use_cache=False)
+
+    def read() -> Records:
+        return Records.concatenate(records for _, records in teacher.read(sequences, 0))
+
+    def seal() -> None:
+        identity = make_identity(sizes.vocabulary, sizes.length, sizes.batch, 0, sizes.batch, THRESHOLD, next(seeds))
+        with capture(folder, identity) as writer:
+            writer.write_shard(0, sequences, read())
+
+    flops = forward_flops(sizes, model)
+    variants = {"teacher's bare forward": bare, "records read": read, "records read and sealed": seal}
+    return Task({name: Variant(run, flops) for name, run in variants.items()}, sizes.tokens, partial(about, read))
+
+
+def about(read: Callable[[], Records]) -> str:
+    records = read()
+    heads, tails = len(records.head_ids) / len(records), len(records.tail_ids) / len(records)
+    return f"its records hold {heads:.1f} head and {tails:.1f} tail entries a token"
+
+
+def step_task(sizes: Sizes, folder: Path) -> Task:
+    student = llama(sizes, sizes.student, tie_word_embeddings=True)
+    head, precision = head_of(student, sizes.vocabulary), Precision(DEVICE.type, sizes.torch_dtype)
+    optimizer = make_optimizer(student, TrainConfig(max_steps=1, learning_rate=1e-5), DEVICE)
+    sequences = one_document_each(sizes)
+    batch = make_batch(sequences, make_records(0, sequences.positions, sizes.vocabulary, THRESHOLD)).to(DEVICE)
+    labels_BT = F.pad(batch.tokens_BT[:, 1:], (0, 1), value=-100)
+
+    def plain() -> Tensor:
+        with precision.autocast():
+            logits = student(input_ids=batch.tokens_BT, use_cache=False).logits
+            return F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten())
+
+    def fused(targets: Targets, alpha: float) -> Tensor:
+        hidden_ND = target_hidden_states(student, batch, precision)
+        return distillation_loss(hidden_ND, head, targets, alpha).total / len(targets)
+
+    def step(loss: Callable[[], Tensor]) -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    losses = {
+        "cross-entropy, all logits": plain,
+        "fused, hard labels alone": partial(fused, Targets(batch.targets.gold_N), 1.0),
+        RECORDS: partial(fused, batch.targets, ALPHA),
+    }
+    flops, moved = 3 * forward_flops(sizes, student), 28.0 * sum(each.numel() for each in student.parameters())
+    return Task({name: Variant(partial(step, loss), flops, moved) for name, loss in losses.items()}, sizes.tokens)
+
+
+def head_task(sizes: Sizes, folder: Path) -> Task:
+    positions, width, vocabulary = sizes.head
+    torch.manual_seed(0)
+    hidden_ND = torch.randn(positions, width, device=DEVICE).to(sizes.torch_dtype).requires_grad_()
+    weight_VD = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).to(sizes.torch_dtype).requires_grad_()
+    sequence = one_document(np.random.default_rng(0).integers(0, vocabulary, (1, positions + 1)))
+    targets = make_batch(sequence, make_records(0, positions, vocabulary, THRESHOLD)).to(DEVICE).targets
+    head = Head(weight_VD, None, 1.0, None, vocabulary)
+
+    def step(loss: Callable[[], Tensor]) -> None:
+        loss().backward()
+        hidden_ND.grad = weight_VD.grad = None
+
+    def plain() -> Tensor:
+        return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), targets.gold_N)
+
+    def chunked() -> Tensor:
+        options = torch.nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(hidden_ND, weight_VD, targets.gold_N, options=options)
+
+    def fused(targets: Targets, alpha: float) -> Tensor:
+        return distillation_loss(hidden_ND, head, targets, alpha).total / len(targets)
+
+    losses = {
+        "cross-entropy, all logits": plain,
+        "torch's linear_cross_entropy": chunked,
+        "fused, hard labels alone": partial(fused, Targets(targets.gold_N), 1.0),
+        RECORDS: partial(fused, targets, ALPHA),
+    }
+    if not hasattr(F, "linear_cross_entropy"):  # it came with torch 2.13
+        del losses["torch's linear_cross_entropy"]
+    flops = 6.0 * positions * width * vocabulary
+    return Task({name: Variant(partial(step, loss), flops) for name, loss in losses.items()}, positions)
+
+
+def loader_task(sizes: Sizes, folder: Path) -> Task:
+    sequences, steps = 32 * sizes.batch, count()
+    identity = make_identity(sizes.vocabulary, sizes.length, sequences, 1, 8 * sizes.batch, THRESHOLD)
+    store = open_cache(make_cache(folder, identity))
+    source, manifest = CachedRecords(store), store.manifest
+
+    def load() -> None:
+        make_batch(*source.read(step_indices(sequences, sizes.batch, 0, next(steps))))
+
+    share = sizes.batch / (sequences + 1)
+    moved = share * (store.bytes_per_token * manifest.positions + 24 * manifest.positions + 12 * manifest.entries)
+    variants = {
+        "the student's step on records": step_task(sizes, folder).variants[RECORDS],
+        "cache to batches": Variant(load, 0.0, moved),
+    }
+    return Task(variants, sizes.tokens, partial(per_core, load, store, share))
+
+
+def per_core(load: Run, store: Cache, share: float) -> str:
+    """What one core's time is worth, of a load that reads ``share`` of the cache."""
+    rounds, began = 16, time.process_time()
+    for _ in range(rounds):
+        load()
+    each = rounds * share / (time.process_time() - began)
+    tokens, entries = store.manifest.positions, store.manifest.entries
+    return (
+        f"{entries / tokens:.1f} entries and {store.bytes_per_token:.1f} bytes a token; in a second one core reads "
+        f"{each * tokens:,.0f} tokens, {each * entries:,.0f} entries"
+    )
+
+
+TASKS = {"capture": capture_task, "step": step_task, "head": head_task, "loader": loader_task}
+
+
+# ---------------------------------------------------------------------- what they are made of
+
+
+def llama(sizes: Sizes, shape: tuple[int, int], **options: Any) -> LlamaForCausalLM:
+    """A random Llama whose logits have a spread of 4 nats where the head is its own: an entropy as of real text."""
+    layers, width = shape
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=width,
+        intermediate_size=-(-width * 8 // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=max(width // 64, 1),
+        max_position_embeddings=max(sizes.length, 64),
+        **options,
+    )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(config)
+        if not config.tie_word_embeddings:
+            torch.nn.init.normal_(model.lm_head.weight, std=4.0 / width**0.5)
+    return model
+
+
+def one_document(tokens_BT: np.ndarray) -> Sequences:
+    """Sequences that are one document each."""
+    start_BT, target_BT = np.zeros(tokens_BT.shape, bool), np.ones(tokens_BT.shape, bool)
+    start_BT[:, 0], target_BT[:, -1] = True, False
+    return Sequences(tokens_BT.astype(np.uint32), start_BT, target_BT)
+
+
+def one_document_each(sizes: Sizes) -> Sequences:
+    return one_document(np.random.default_rng(0).integers(0, sizes.vocabulary, (sizes.batch, sizes.length)))
+
+
+def forward_flops(sizes: Sizes, model: LlamaForCausalLM) -> float:
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+    body = sum(parameter.numel() for name, parameter in model.named_parameters() if ".layers." in name)
+    return sizes.tokens * (2.0 * body + 2.0 * layers * sizes.length * width + 2.0 * width * sizes.vocabulary)
+
+
+# ---------------------------------------------------------------------- running them
+
+
+def bench(sizes: Sizes) -> str:
+    """Measure every task; the table as text, with the machine above it."""
+    hide_progress_bars()
+    torch.set_float32_matmul_precision("high")  # as training sets it
+    machine = measure_machine(sizes.torch_dtype, sizes.product)
+    rows, notes = [], []
+    with fresh_processes(PRELOAD) as pool:
+        for name in TASKS:
+            print(f"measuring: {name}", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                task = TASKS[name](sizes, Path(folder))
+                memory = memories(name, sizes, task, pool)
+                rows += measured(name, task, memory, machine, sizes.rounds)
+                notes += [f"- {name}: {task.note()}."] if task.note else []
+    return "\n".join([*heading(machine, sizes), "", render(rows), "", *notes])
+
+
+def measured(name: str, task: Task, memory: dict[str, float | None], machine: Machine, rounds: int) -> list[Row]:
+    timings = interleave({each: variant.run for each, variant in task.variants.items()}, rounds)
+    return [
+        Row(name, each, task.tokens, timings[each], memory[each], machine.floor(variant.flops, variant.moved))
+        for each, variant in task.variants.items()
+    ]
+
+
+def memories(name: str, sizes: Sizes, task: Task, pool: Executor) -> dict[str, float | None]:
+    """The extra memory of each variant. A GPU keeps account of it; on a CPU each needs a process of its own."""
+    if DEVICE.type == "cuda":
+        return {each: extra_memory(variant.run) for each, variant in task.variants.items()}
+    return {each: pool.submit(memory_alone, name, sizes, each).result() for each in task.variants}
+
+
+def memory_alone(name: str, sizes: Sizes, variant: str) -> float | None:
+    hide_progress_bars()
+    with tempfile.TemporaryDirectory() as folder:
+        return extra_memory(TASKS[name](sizes, Path(folder)).variants[variant].run)
+
+
+def heading(machine: Machine, sizes: Sizes) -> list[str]:
+    """The machine's line and the sizes'."""
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else cpu_name()
+    positions, width, vocabulary = sizes.head
+    about_machine = (
+        f"Machine: {device}, torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores; "
+        f"{sizes.dtype} products {machine.products / 1e12:.3g} TFLOP/s, copies {machine.copies / 1e9:.3g} GB/s."
+    )
+    about_sizes = (
+        f"Sizes: teacher {named(sizes.teacher)}, student {named(sizes.student)}, vocabulary {sizes.vocabulary:,}, "
+        f"{sizes.batch} sequences of {sizes.length} tokens; head alone N = {positions:,}, D = {width:,}, "
+        f"V = {vocabulary:,}; threshold {THRESHOLD}; {sizes.rounds} rounds."
+    )
+    return [about_machine, "", about_sizes]
+
+
+def named(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def cpu_name() -> str:
+    """The processor as Linux names it, or else its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def shape(text: str) -> tuple[int, int]:
+    layers, width = map(int, text.split("x"))
+    return layers, width
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Print what distillation costs, as ratios measured in one run.")
+    parser.add_argument(
+        "--teacher", type=shape, metavar="LAYERSxWIDTH", help="a random Llama's; width a multiple of 64"
+    )
+    parser.add_argument("--student", type=shape, metavar="LAYERSxWIDTH")
+    parser.add_argument("--vocabulary", type=int, help="of both models")
+    parser.add_argument("--length", type=int, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, help="sequences")
+    parser.add_argument("--rounds", type=int, help="each variant is timed once a round")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, and nothing else")
+    parser.add_argument("--out", type=Path, help="write the same text to this file too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = vars(parse_arguments())
+    out, quick = given.pop("out"), given.pop("quick")
+    sizes = replace(QUICK if quick else SIZES[DEVICE.type], **{name: each for name, each in given.items() if each})
+    text = bench(sizes)
+    print(text)
+    if out:
+        out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
