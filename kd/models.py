@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from transformers import (
 from cache.manifest import Probe
 from kd.config import StudentConfig, StudentInit, TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
-from kd.validate import HUB_ID
+from kd.validate import HUB_ID, remote_code_allowed
 
 
 def hide_progress_bars() -> None:
@@ -186,7 +185,7 @@ def teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> 
 
 def allowed_remote_code(config: TeacherConfig) -> bool:
     """Whether to run a model's own Python: the job must ask and the operator must agree."""
-    if config.trust_remote_code and os.environ.get("KD_TRUST_REMOTE_CODE") != "1":
+    if config.trust_remote_code and not remote_code_allowed():
         raise ModelError(
             "teacher.trust_remote_code is set, but the operator does not allow it.",
             "Start with KD_TRUST_REMOTE_CODE=1.",

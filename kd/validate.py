@@ -22,6 +22,11 @@ def check_inputs(config: JobConfig, root: Path, home: Path) -> list[Problem]:
     return [*_models(config, root), *_texts(config, root), *_allowed("", _storage(home))]
 
 
+def remote_code_allowed() -> bool:
+    """Whether the operator lets jobs run Python that comes with a model (KD_TRUST_REMOTE_CODE)."""
+    return os.environ.get("KD_TRUST_REMOTE_CODE", "").lower() in {"1", "true", "yes", "on"}
+
+
 # ---------------------------------------------------------------------- models
 
 
@@ -29,7 +34,7 @@ def _models(config: JobConfig, root: Path) -> Iterator[Problem]:
     teacher, student = config.teacher, config.student
     if teacher is not None and config.needs_cache:
         yield from _allowed("/teacher/model", _model("/teacher/model", teacher.model, root, teacher.gguf_file))
-        if teacher.trust_remote_code and os.environ.get("KD_TRUST_REMOTE_CODE") != "1":
+        if teacher.trust_remote_code and not remote_code_allowed():
             yield Problem(
                 "/teacher/trust_remote_code", "the operator does not allow it.", "Set KD_TRUST_REMOTE_CODE=1."
             )

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,9 +65,9 @@ class Saboteur:
         self.done.append(victim)
 
     def _child(self) -> None:
-        found = subprocess.run(["pgrep", "-P", str(self.worker.pid), "-f", "services.child"], capture_output=True)
-        for pid in found.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        for children in Path(f"/proc/{self.worker.pid}/task").glob("*/children"):
+            for pid in children.read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
 
     def _worker(self) -> None:
         self.worker.kill()

@@ -134,7 +134,7 @@ def test_remote_code_is_allowed_by_the_operator_alone(root, monkeypatch):
     asked = {"teacher": {"model": "model", "trust_remote_code": True}}
     monkeypatch.setenv("KD_TRUST_REMOTE_CODE", "0")
     assert [each.pointer for each in check(root, **asked)] == ["/teacher/trust_remote_code"]
-    monkeypatch.setenv("KD_TRUST_REMOTE_CODE", "1")
+    monkeypatch.setenv("KD_TRUST_REMOTE_CODE", "true")
     assert check(root, **asked) == []
 
 

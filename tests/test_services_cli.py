@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from redis.exceptions import RedisError
 
 from cache.testing import make_cache
 from services.jobs import connect
+from services.terminal import demo
 from services.terminal.follow import Display
 from tests.harness import ROOT, Parts, body, is_alive, wait_until
 
@@ -412,3 +414,16 @@ def test_a_terminal_gets_bars_and_a_pipe_gets_lines() -> None:
             display.show("progress", {"done": 4, "total": 4, "unit": "steps", "tokens_per_second": 1000.0})
             display.show("unheard_of", {})
         assert words in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("with_teacher", "without", "teacher", "share"),
+    [(math.e**2, math.e**3, math.e, "50%"), (math.e**3, math.e**3, math.e, "0%"), (20.0, 30.0, None, None)],
+)
+def test_the_demo_says_how_far_distillation_goes(
+    with_teacher: float, without: float, teacher: float | None, share: str | None
+) -> None:
+    found = demo._share_of_distance(
+        {"student_perplexity": with_teacher, "teacher_perplexity": teacher}, {"student_perplexity": without}
+    )
+    assert (None if found is None else f"{found:.0%}") == share

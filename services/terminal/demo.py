@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ ROWS = {
     "validation_kl": "KL(teacher || student), nats per token",
     "validation_agreement": "agreement on the best next token",
     "bytes_per_token": "cache, bytes per token",
-    "seconds": "seconds of training",
+    "train_tokens_per_second": "training, tokens per second",
 }
 
 
@@ -83,6 +84,18 @@ def _compare(jobs: list[dict[str, Any]], out: Console) -> None:
         if any(value is not None for value in values):
             table.add_row(label, *("" if value is None else f"{value:,.3f}" for value in values))
     out.print(table)
+    if (share := _share_of_distance(*reports)) is not None:
+        out.print(f"distillation covers {share:.0%} of the distance from the student without a teacher to the teacher")
+
+
+def _share_of_distance(distilled: dict[str, Any], plain: dict[str, Any]) -> float | None:
+    """How far towards the teacher, in nats of held-out cross-entropy, distillation takes the student."""
+    found = (plain.get("student_perplexity"), distilled.get("student_perplexity"), distilled.get("teacher_perplexity"))
+    nats = [math.log(perplexity) for perplexity in found if perplexity is not None]
+    if len(nats) < len(found) or nats[0] <= nats[2]:
+        return None
+    without, with_teacher, teacher = nats
+    return (without - with_teacher) / (without - teacher)
 
 
 def _report(job: dict[str, Any]) -> dict[str, Any]:
