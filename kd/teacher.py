@@ -7,7 +7,8 @@ Shapes: B sequences of a micro-batch, T tokens, N positions of one sequence that
 
 from __future__ import annotations
 
-import functools
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ from kd.models import Head
 from kd.precision import pick_device
 from kd.progress import Meter, Monitor
 from kd.sampling import draws, sample_records
+
+WAITING_SECONDS = 30.0
 
 # Logits held at once, and how many of them are sampled at once. The head's matrix product wants many rows; sampling
 # passes over them several times, which on a CPU should happen in its cache. Both are cut within a sequence, so that a
@@ -74,20 +77,25 @@ def capture(plan: Plan, root: Path, monitor: Monitor) -> dict[str, Any]:
     if (found := find_sealed(folder, plan.identity)) is not None:
         return summarise(found, reused=True)
 
-    @functools.cache
-    def announce() -> None:
-        monitor.emit("stage", stage="precompute", phase="waiting for another job's capture of the same cache")
-
-    def waiting() -> None:
-        announce()
-        monitor.check("while another job captures the same cache")
-
-    with open_for_capture(root, plan.identity, waiting) as writer:
+    with open_for_capture(root, plan.identity, _Waiting(monitor)) as writer:
         if (found := find_sealed(folder, plan.identity)) is not None:
             return summarise(found, reused=True)
         fill(writer, plan, monitor)
         writer.finish(_provenance(plan))
     return summarise(open_cache(folder, plan.identity), reused=False)
+
+
+class _Waiting:
+    """Called while another job captures the same cache: says so now and then, for silence is taken for a hang."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor, self._said = monitor, -math.inf
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._said > WAITING_SECONDS:
+            self._said = time.monotonic()
+            self._monitor.emit("stage", stage="precompute", phase="waiting for another job's capture of the same cache")
+        self._monitor.check("while another job captures the same cache")
 
 
 def find_sealed(folder: Path, identity: CacheIdentity) -> Cache | None:

@@ -38,7 +38,7 @@ class Settings(BaseSettings):
         60.0, ge=0, le=86400, description="Time for a stopped run to write its checkpoint before it is killed."
     )
     silence_seconds: float = Field(
-        600.0, gt=0, le=604800, description="A run that reports nothing for so long is killed and retried."
+        1800.0, gt=0, le=604800, description="A run that reports nothing for so long is killed and retried."
     )
     trust_remote_code: bool = Field(False, description="Whether a job may run Python code that comes with a model.")
     child_module: str = Field(

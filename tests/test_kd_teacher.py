@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,19 @@ def test_sealed_cache_is_found_without_loading_the_teacher(job: JobConfig, tmp_p
     again = precompute(job, tmp_path, tmp_path / "other run", Monitor(events.append))["cache"]
     assert again["reused"] is True and first.name == again["fingerprint"]
     assert "loading the teacher" not in [event.data.get("phase") for event in events]
+
+
+def test_two_jobs_that_want_the_same_cache_capture_it_once(job: JobConfig, tmp_path: Path) -> None:
+    events: list[Event] = []
+
+    def run(name: str) -> bool:
+        return bool(precompute(job, tmp_path, tmp_path / name, Monitor(events.append))["cache"]["reused"])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(run, ("one", "two"))) == [False, True]
+    phases = [event.data["phase"] for event in events if event.type == "stage"]
+    assert phases.count("capturing") == 1
+    assert sum(phase.startswith("waiting for another job") for phase in phases) == 1
 
 
 @pytest.mark.parametrize(
