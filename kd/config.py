@@ -1,7 +1,7 @@
 """A job, as one frozen tree: the body of POST /jobs, the YAML of ``kd run``, the fixtures of the tests.
 
-Imports no torch: the API process and ``kd --help`` read it. A field's description is the API's
-documentation and the README's table. Paths are resolved against the folder that the run starts in.
+Imports no torch: the API process reads it. A field's description is the API's documentation and
+its line in docs/configuration.md. Paths are resolved against the folder that the run starts in.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ A run emits ``Event``s: small JSON-able facts. Who listens (a progress bar, a ch
 supervisor, nobody) is not the run's business.
 
     type         data
-    stage        {stage, phase}                                     what is being done now
+    stage        {phase, and stage where it is known}               what is being done now
     progress     {done, total, unit, fraction, eta_seconds, tokens_per_second}
     metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, learning_rate, grad_norm}
-    evaluation   {step, validation_perplexity, validation_kl, validation_agreement}
-    cache        {fingerprint, bytes_per_token, tokens, reused}
+    evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement}
+    cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused}
     checkpoint   {step, path}
     artifact     {name, path}
     warning      {message}
