@@ -19,6 +19,7 @@ from cache.errors import StorageError
 
 TEMPORARY = ".tmp-"
 _POLL_SECONDS = 0.2
+_ATTEMPTS = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -75,12 +76,25 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 def remove(path: Path) -> None:
     """Delete the file or folder at ``path``, durably; nothing happens where there is none."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        _remove_folder(path)
     elif os.path.lexists(path):
         path.unlink()
     else:
         return
     sync(path.parent)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Delete a folder in which threads of a writer that has failed may still be adding and taking away files."""
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if left == 0 or error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
+            time.sleep(_POLL_SECONDS / 10)
+        if not folder.exists():
+            return
 
 
 def sync(path: Path) -> None:

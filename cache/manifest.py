@@ -8,26 +8,32 @@ CacheIdentity          everything the bytes of the records depend on; its finger
 Manifest
 ├── identity           CacheIdentity
 ├── provenance         Provenance          names for people, and what checks a student's tokenizer
-└── shards             one ShardEntry each, in order
+├── shards             one ShardEntry each, in order
+├── head               FolderEntry         the teacher's LM head, in a hidden cache
+└── fidelity           one FidelityRow a temperature: how close the records are to the live teacher
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cache.codec import SMALLEST_THRESHOLD, Codec
 from cache.errors import CacheCorrupt, CacheMismatch
+from cache.profiles import PROFILES
 
 FORMAT = "potstill-cache"
 #: Version of the folder's layout: a reader refuses what is newer.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Version of sampling and rounding: part of the identity, because it changes the bytes.
-CODEC_VERSION = 1
-PROFILES = ("threshold",)
+CODEC_VERSION = 2
+#: Bits that a number of these profiles may have.
+_BITS = {"dense": (16, 32), "hidden": (8, 16)}
 
 
 @dataclass(frozen=True)
@@ -64,25 +70,43 @@ class DataIdentity:
 
 @dataclass(frozen=True)
 class CodecIdentity:
-    """What is kept: profile, threshold as a probability, seed of all sampling, and sequences a shard.
+    """What is kept, and with which random numbers; fields that a profile does not use are 0 or empty.
 
-    Raises ``ValueError`` for a profile that does not exist or a threshold outside [1/255, 1).
+    ``threshold`` is a probability; ``temperatures`` the range (T min, T max) of profile tempered; ``always_keep`` the
+    ids kept at every position; ``draws`` the independent tail samples of each; ``k`` and ``bits`` the size of topk and
+    the precision of dense and hidden. Raises ``ValueError`` for a profile that does not exist or a number out of range.
     """
 
     profile: str
-    threshold: float
-    seed: int
-    shard_sequences: int
+    threshold: float = 0.0
+    temperatures: tuple[float, ...] = ()
+    always_keep: tuple[int, ...] = ()
+    draws: int = 1
+    k: int = 0
+    bits: int = 0
+    seed: int = 0
+    shard_sequences: int = 256
     version: int = CODEC_VERSION
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
             raise ValueError(f"codec.profile must be one of {', '.join(PROFILES)}, but got {self.profile!r}.")
-        if not SMALLEST_THRESHOLD <= self.threshold < 1:
+        if PROFILES[self.profile].sampled and not SMALLEST_THRESHOLD <= self.threshold < 1:
             raise ValueError(f"codec.threshold must lie in [1/255, 1), but got {self.threshold:g}.")
-        if self.shard_sequences < 1 or not 0 <= self.seed < 2**64:
-            got = f"{self.shard_sequences} and {self.seed}"
-            raise ValueError(f"codec.shard_sequences must be at least 1 and codec.seed in [0, 2^64), but got {got}.")
+        if self.profile == "tempered" and not (
+            len(self.temperatures) == 2 and 0 < self.temperatures[0] < self.temperatures[1]
+        ):
+            raise ValueError(f"codec.temperatures must be a range above 0, but got {self.temperatures}.")
+        if self.profile == "topk" and self.k < 1:
+            raise ValueError(f"codec.k must be at least 1, but got {self.k}.")
+        if self.profile in _BITS and self.bits not in _BITS[self.profile]:
+            raise ValueError(f"codec.bits of {self.profile} must be one of {_BITS[self.profile]}, but got {self.bits}.")
+        if len(set(self.always_keep)) != len(self.always_keep) or min(self.always_keep, default=0) < 0:
+            raise ValueError(f"codec.always_keep must name tokens, each once, but got {self.always_keep}.")
+        if self.shard_sequences < 1 or not 0 <= self.seed < 2**64 or not 1 <= self.draws <= 64:
+            got = f"{self.shard_sequences}, {self.seed} and {self.draws}"
+            rule = "codec.shard_sequences must be at least 1, codec.seed in [0, 2^64) and codec.draws in [1, 64]"
+            raise ValueError(f"{rule}, but got {got}.")
 
 
 @dataclass(frozen=True)
@@ -111,7 +135,18 @@ class CacheIdentity:
 
     def record_codec(self) -> Codec:
         """The codec that writes and reads this cache's records."""
-        return Codec(self.codec.threshold, self.codec.seed, self.tokenizer.vocabulary_size)
+        codec = self.codec
+        return Codec(
+            profile=codec.profile,
+            vocabulary_size=self.tokenizer.vocabulary_size,
+            seed=codec.seed,
+            threshold=codec.threshold,
+            temperatures=codec.temperatures,
+            always_keep=codec.always_keep,
+            draws=codec.draws,
+            k=codec.k,
+            bits=codec.bits,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The identity as plain JSON values; ``from_json`` is its inverse."""
@@ -161,12 +196,46 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
+class FolderEntry:
+    """The folder of the teacher's LM head in the manifest: bytes on disk with its seal, and the seal's digest."""
+
+    bytes: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class FidelityRow:
+    """How close the records are to the live teacher at one temperature, on ``positions`` sampled positions.
+
+    ``kept_mass`` mean probability of the tokens whose value is stored, ``kept_error`` the mean sum of what they differ
+    in; ``kl`` mean KL(live || decoded) in nats, what is not stored as one bucket, None where a sample stands for it;
+    ``bias_z`` the largest z of the mean of redrawn samples, ``stored_z`` of the stored ones, None where nothing is
+    drawn; ``gold_error`` mean |p decoded / p live - 1| of the next token; ``top1_agreement`` share of positions with
+    the same most probable token, or one that ties with it within what is stored, None where no record knows it;
+    ``entropy_error`` mean decoded minus live entropy in nats.
+    """
+
+    temperature: float
+    positions: int
+    kept_mass: float
+    kept_error: float
+    kl: float | None
+    bias_z: float | None
+    stored_z: float | None
+    gold_error: float
+    top1_agreement: float | None
+    entropy_error: float
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A complete cache. Written last, so its presence means that every shard is there."""
 
     identity: CacheIdentity
     provenance: Provenance
     shards: tuple[ShardEntry, ...]
+    head: FolderEntry = FolderEntry()
+    fidelity: tuple[FidelityRow, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -186,16 +255,16 @@ class Manifest:
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
         """Parse strictly; ``where`` names the file in errors.
 
-        Raises ``CacheMismatch`` for a newer version, ``CacheCorrupt`` for anything else that was not written so.
+        Raises ``CacheMismatch`` for another version, ``CacheCorrupt`` for anything else that was not written so.
         """
         document = _json_object(data, where)
         if document.get("format") == FORMAT:
-            _refuse_newer("format", document.get("version"), FORMAT_VERSION, where)
+            _refuse_other("format", document.get("version"), FORMAT_VERSION, where)
         content = verified_json(data, where)
         _require(content.pop("format", None) == FORMAT, where, f"format must be {FORMAT!r}")
         _require(content.pop("version", None) == FORMAT_VERSION, where, f"version must be {FORMAT_VERSION}")
         manifest: Manifest = parse(cls, content, where)
-        _refuse_newer("codec", manifest.identity.codec.version, CODEC_VERSION, where)
+        _refuse_other("codec", manifest.identity.codec.version, CODEC_VERSION, where)
         expected = [len(manifest.identity.shard_range(index)) for index in range(manifest.identity.shard_count)]
         _require([shard.sequences for shard in manifest.shards] == expected, where, "shards must hold every sequence")
         return manifest
@@ -234,10 +303,13 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
     return dict(document)
 
 
-def _refuse_newer(what: str, version: object, newest: int, where: str) -> None:
-    if isinstance(version, int) and version > newest:
-        detail = f"{where}: {what} version {version} is newer than {newest}, the newest this program reads."
+def _refuse_other(what: str, version: object, ours: int, where: str) -> None:
+    if isinstance(version, int) and version > ours:
+        detail = f"{where}: {what} version {version} is newer than {ours}, the newest this program reads."
         raise CacheMismatch(detail, "Upgrade Potstill, or capture the cache again with this version.")
+    if isinstance(version, int) and 1 <= version < ours:
+        detail = f"{where}: {what} version {version} is older than {ours}, the oldest this program reads."
+        raise CacheMismatch(detail, "Capture the cache again with this version, and delete the old one.")
 
 
 def _require(holds: bool, where: str, rule: str) -> None:
@@ -259,15 +331,22 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         _require(isinstance(value, dict), where, "it must be an object")
         return {key: parse(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if origin is UnionType:  # only ``kind | None``
+        return None if value is None else parse(arguments[0], value, where)
     _require(type(value) is kind, where, f"it must be of type {kind.__name__}, but got {value!r}")
     return value
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
     names = {item.name for item in fields(kind)}
     _require(isinstance(value, dict), where, "it must be an object")
     _require(set(value) == names, where, f"fields must be {sorted(names)}, but got {sorted(value)}")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     parsed = {name: parse(hints[name], value[name], f"{where}.{name}") for name in names}
     try:
         return kind(**parsed)

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 #: Purposes keep draws apart that share a seed, a sequence and a position. Numbers on record never change.
 PURPOSE_TAIL = 0  # start of the systematic sample of a position's tail
-PURPOSE_TAIL_ORDER = 1  # order in which a sequence's tails are laid out before sampling
+PURPOSE_TAIL_ORDER = 1  # order in which the blocks of a sequence's tails are laid out before sampling
 PURPOSE_ROUNDING = 2  # stochastic rounding of head log-probabilities
+PURPOSE_KNOWN_ROUNDING = 3  # of the log-probabilities of gold and forced tokens
+PURPOSE_ENTROPY_ROUNDING = 4  # of entropies
+PURPOSE_TAIL_ROUNDING = 5  # of tail log-probabilities
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

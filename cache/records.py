@@ -66,97 +66,70 @@ class Sequences:
         return Sequences(*_concatenated(parts, Sequences))
 
 
+#: What a row of a column belongs to. Rows of heads and tails lie record after record, ``head_count`` and ``tail_count``
+#: of them; which columns a profile has, and in which types, is the codec's to say.
+AXES = {
+    "known": "position",
+    "entropy": "position",
+    "head_count": "position",
+    "head_ids": "head",
+    "head_logprobs": "head",
+    "tail_count": "position",
+    "tail_ids": "tail",
+    "tail_logprobs": "tail",
+    "partition": "position",
+    "top_ids": "position",
+    "top_logprobs": "position",
+    "residual": "position",
+    "logprobs": "position",
+    "hidden": "position",
+    "hidden_scale": "position",
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Records:
-    """What the teacher knows about P positions: an exact head and a sampled tail for each, as CSR arrays.
+    """What the teacher knows about P positions: columns of small integers, as stored and as batches carry them.
 
-    ``head_count`` (P,) uint8, ``head_ids`` (H,) uint32 in descending probability within a record, ``head_logprobs``
-    (H,) float32 in nats; ``tail_count`` (P,) uint8, ``tail_ids`` (M,) uint32 ascending within a record;
-    ``gold_logprob`` (P,) float32 and ``entropy`` (P,) float32 in nats.
-    Raises ``ValueError`` where the counts do not add up, tails are unsorted or a number is not finite.
+    ``cache.codec`` says what they mean. Raises ``ValueError`` where a column is unknown or of another length.
     """
 
-    head_count: NDArray[np.uint8]
-    head_ids: NDArray[np.uint32]
-    head_logprobs: NDArray[np.float32]
-    tail_count: NDArray[np.uint8]
-    tail_ids: NDArray[np.uint32]
-    gold_logprob: NDArray[np.float32]
-    entropy: NDArray[np.float32]
+    columns: dict[str, NDArray[Any]]
 
     def __post_init__(self) -> None:
-        _require_dtypes(self, head_count=np.uint8, head_ids=np.uint32, head_logprobs=np.float32)
-        _require_dtypes(self, tail_count=np.uint8, tail_ids=np.uint32, gold_logprob=np.float32, entropy=np.float32)
-        self._require_lengths()
-        for name in ("head_logprobs", "entropy"):
-            if not np.isfinite(getattr(self, name)).all():
-                raise ValueError(f"{name} must be finite.")
-        if np.isnan(self.gold_logprob).any():
-            raise ValueError("gold_logprob must not be NaN.")
-        if not _ascending_within(self.tail_ids, self.tail_count):
-            raise ValueError("tail_ids must be in ascending order within a record.")
-
-    def _require_lengths(self) -> None:
-        expected = {"tail_count": len(self), "gold_logprob": len(self), "entropy": len(self)}
-        expected |= {"head_ids": int(self.head_count.sum(dtype=np.int64)), "head_logprobs": len(self.head_ids)}
-        expected |= {"tail_ids": int(self.tail_count.sum(dtype=np.int64))}
-        for name, length in expected.items():
-            if getattr(self, name).shape != (length,):
-                raise ValueError(f"{name} must have shape ({length},), but got {getattr(self, name).shape}.")
+        if strange := set(self.columns) - set(AXES):
+            raise ValueError(f"Records cannot hold {', '.join(sorted(strange))}.")
+        lengths = {axis: self.length(axis) for axis in ("position", "head", "tail")}
+        for name, column in self.columns.items():
+            if len(column) != lengths[AXES[name]]:
+                raise ValueError(f"{name} must have {lengths[AXES[name]]} rows, but got {len(column)}.")
 
     def __len__(self) -> int:
-        return len(self.head_count)
+        return len(self.columns["entropy"])
 
-    @property
-    def head_offsets(self) -> NDArray[np.int64]:
-        """Where each record's head begins, and the end of the last, (P + 1,)."""
-        return offsets_of(self.head_count)
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.columns[name]
 
-    @property
-    def tail_offsets(self) -> NDArray[np.int64]:
-        """Where each record's tail begins, and the end of the last, (P + 1,)."""
-        return offsets_of(self.tail_count)
-
-    def head_rows(self) -> NDArray[np.int64]:
-        """The record of each head entry, (H,)."""
-        return np.repeat(np.arange(len(self)), self.head_count)
-
-    def tail_rows(self) -> NDArray[np.int64]:
-        """The record of each tail entry, (M,)."""
-        return np.repeat(np.arange(len(self)), self.tail_count)
-
-    def head_weights(self) -> NDArray[np.float32]:
-        """The probability of each head entry, (H,)."""
-        return np.exp(self.head_logprobs)
-
-    def tail_weights(self) -> NDArray[np.float32]:
-        """The weight of each tail entry, (M,): (1 - sum head) / m, so that a record's weights sum to 1.
-
-        Slightly negative where rounding lifted the head above 1: clipping would bias it.
-        """
-        head_mass = np.bincount(self.head_rows(), np.exp(self.head_logprobs.astype(np.float64)), minlength=len(self))
-        weight = (1.0 - head_mass) / np.maximum(self.tail_count, 1)
-        return np.repeat(weight, self.tail_count).astype(np.float32)
+    def length(self, axis: str) -> int:
+        """Rows of ``axis``: positions, head entries or tail entries."""
+        if axis == "position":
+            return len(self)
+        return int(self.columns[f"{axis}_count"].sum(dtype=np.int64)) if f"{axis}_count" in self.columns else 0
 
     def slice(self, start: int, stop: int) -> Records:
         """Records ``start`` to ``stop`` as views; nothing is copied."""
-        head = slice(*(int(self.head_count[:end].sum(dtype=np.int64)) for end in (start, stop)))
-        tail = slice(*(int(self.tail_count[:end].sum(dtype=np.int64)) for end in (start, stop)))
-        rows = slice(start, stop)
-        return Records(
-            head_count=self.head_count[rows],
-            head_ids=self.head_ids[head],
-            head_logprobs=self.head_logprobs[head],
-            tail_count=self.tail_count[rows],
-            tail_ids=self.tail_ids[tail],
-            gold_logprob=self.gold_logprob[rows],
-            entropy=self.entropy[rows],
-        )
+        cuts = {"position": slice(start, stop)}
+        for axis in ("head", "tail"):
+            if (count := self.columns.get(f"{axis}_count")) is not None:
+                first = int(count[:start].sum(dtype=np.int64))
+                cuts[axis] = slice(first, first + int(count[start:stop].sum(dtype=np.int64)))
+        return Records({name: column[cuts[AXES[name]]] for name, column in self.columns.items()})
 
     @staticmethod
     def concatenate(parts: Iterable[Records]) -> Records:
-        """All records of ``parts`` (at least one), in order."""
-        return Records(*_concatenated(parts, Records))
+        """All records of ``parts`` (at least one, of one profile), in order."""
+        kept = [part.columns for part in parts]
+        return Records({name: np.concatenate([columns[name] for columns in kept]) for name in kept[0]})
 
 
 def offsets_of(counts: NDArray[Any]) -> NDArray[np.int64]:
@@ -175,11 +148,3 @@ def _require_dtypes(record: object, **dtypes: type[np.generic]) -> None:
         if not isinstance(array, np.ndarray) or array.dtype != dtype:
             got = getattr(array, "dtype", type(array).__name__)
             raise ValueError(f"{name} must be an array of {np.dtype(dtype)}, but got {got}.")
-
-
-def _ascending_within(values: NDArray[Any], counts: NDArray[Any]) -> bool:
-    """Whether ``values`` never fall, other than where the next record begins."""
-    falls = values[1:] < values[:-1]
-    begins = offsets_of(counts)[1:-1]
-    falls[begins[(begins > 0) & (begins < len(values))] - 1] = False
-    return not falls.any()

@@ -1,48 +1,52 @@
 """One shard: a folder of plain Zarr arrays, and the seal that says what must be in it.
 
 S   sequences        L   tokens of a sequence
-P   positions with a record        H   head entries        M   tail entries
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from cache.codec import ENTROPY_STEP, GOLD_STEP
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, Codec, id_dtype
 from cache.disk import file_sha256, files_below
 from cache.errors import CacheCorrupt
+from cache.layout import TOKEN_CLASSES, Arrays, from_arrays, to_arrays, token_order
 from cache.manifest import ShardEntry, parse, signed_json, verified_json
+from cache.profiles import PROFILES
 from cache.records import Records, Sequences, offsets_of
 
-#: Arrays with one row a sequence, and the column of ``offsets`` that cuts each of the others.
+#: Arrays with one row a sequence.
 PER_SEQUENCE = ("tokens", "document_start", "target_mask")
-CUT_BY = {
-    "head_count": 0,
-    "tail_count": 0,
-    "gold_logprob": 0,
-    "entropy": 0,
-    "head_ids": 1,
-    "head_logprobs": 1,
-    "tail_ids": 2,
-}
 #: Raw bytes of a chunk at most (one row at least): what has to be decoded to read one sequence.
 CHUNK_BYTES = 1 << 20
 
 #: How to read the fixed-point arrays without this program: value in nats = scale * stored.
-_SCALES = {"gold_logprob": -GOLD_STEP, "entropy": ENTROPY_STEP}
+_SCALES = {
+    "known": -KNOWN_STEP,
+    "entropy": ENTROPY_STEP,
+    "top_logprobs": -TOP_STEP,
+    "residual": -TOP_STEP,
+    "partition": PARTITION_STEP,
+}
+#: What blosc does to the bytes before zstd. Single bytes have nothing to gain; in tokens both bytes of a word tell of
+#: each other; fixed-point numbers have a few smooth high bits above noise (measured: docs/benchmarks).
+_SHUFFLES: dict[str, Literal["noshuffle", "shuffle", "bitshuffle"]] = {"tokens": "noshuffle", "known": "bitshuffle"}
+_OWN_PIPELINE = "zarr.core.codec_pipeline.BatchedCodecPipeline"
 #: Fixed, so that a shard's bytes do not depend on how the user set up Zarr. By default Zarr leaves out chunks that
 #: hold only fill values, and then nobody could tell them from lost ones.
 _WRITE_SETTINGS = {
     "json_indent": None,
-    "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
+    "codec_pipeline.path": _OWN_PIPELINE,
     "array.write_empty_chunks": True,
 }
 _REMEDY = "Run the job again: damaged shards are captured anew."
@@ -80,14 +84,29 @@ class Seal:
     def of(cls, folder: Path, sequences: Sequences, records: Records) -> Seal:
         """The seal of the shard just written to ``folder``."""
         files = {name: SealedFile(size, file_sha256(folder / name)) for name, size in files_below(folder).items()}
-        return cls(len(sequences), len(records), len(records.head_ids), len(records.tail_ids), files)
+        heads = records["top_ids"].size if "top_ids" in records.columns else records.length("head")
+        return cls(len(sequences), len(records), heads, records.length("tail"), files)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Seal:
+        """The seal of a folder that holds no records: the teacher's LM head."""
+        files = {name: SealedFile(size, file_sha256(folder / name)) for name, size in files_below(folder).items()}
+        return cls(0, 0, 0, 0, files)
 
     def entry(self) -> ShardEntry:
         """The shard's line in the manifest."""
-        data = self.to_bytes()
-        size = len(data) + sum(file.bytes for file in self.files.values())
         counts = (self.sequences, self.positions, self.head_entries, self.tail_entries)
-        return ShardEntry(*counts, bytes=size, digest=hashlib.sha256(data).hexdigest())
+        return ShardEntry(*counts, bytes=self.bytes, digest=self.digest)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files, and of the seal itself."""
+        return len(self.to_bytes()) + sum(file.bytes for file in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the seal's file."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def problems(self, folder: Path) -> list[str]:
         """One line for each file of ``folder`` that is missing, extra or differs; reads every byte."""
@@ -111,20 +130,18 @@ class Seal:
                 raise CacheCorrupt(f"{folder / name}: expected {file.bytes} bytes, but {got}.", _REMEDY)
 
 
-def shard_arrays(sequences: Sequences, encoded: dict[str, NDArray[Any]], ids: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-    """The arrays of a shard: ``encoded`` records, their sequences, and the offsets that let one be read alone."""
+def shard_arrays(sequences: Sequences, records: Records, codec: Codec) -> Arrays:
+    """The arrays of a shard: records, their sequences, and the offsets that let one be read alone."""
     positions = offsets_of(sequences.target_mask.sum(axis=1))
-    heads, tails = (offsets_of(encoded[name])[positions] for name in ("head_count", "tail_count"))
     return {
-        "tokens": sequences.tokens.astype(ids),
+        "tokens": sequences.tokens.astype(id_dtype(codec.vocabulary_size)),
         "document_start": sequences.document_start,
         "target_mask": sequences.target_mask,
-        "offsets": np.stack([positions, heads, tails], axis=1).astype(np.uint32),
-        **encoded,
+        **to_arrays(records, positions, codec),
     }
 
 
-def write_arrays(folder: Path, arrays: dict[str, NDArray[Any]]) -> None:
+def write_arrays(folder: Path, arrays: Arrays) -> None:
     """Write a new Zarr group at ``folder``; the same arrays give the same bytes."""
     with zarr.config.set(_WRITE_SETTINGS):
         group = zarr.create_group(store=folder, zarr_format=3)
@@ -139,7 +156,7 @@ def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
         dtype=values.dtype,
         chunks=_chunk_shape(values),
         filters=None,
-        compressors=[BloscCodec(cname="zstd", clevel=1, shuffle="shuffle"), Crc32cCodec()],
+        compressors=[BloscCodec(cname="zstd", clevel=5, shuffle=_shuffle(name, values)), Crc32cCodec()],
         chunk_key_encoding={"name": "default", "separator": "."},
         fill_value=0,
         attributes={"scale": _SCALES[name]} if name in _SCALES else {},
@@ -148,14 +165,27 @@ def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
         array[...] = values
 
 
+@functools.cache
+def _read_settings() -> dict[str, str]:
+    """The pipeline that decodes chunks: zarrs where it is installed, which is faster, else zarr's own."""
+    if importlib.util.find_spec("zarrs") is None:
+        return {"codec_pipeline.path": _OWN_PIPELINE}
+    importlib.import_module("zarrs")  # registers the pipeline
+    return {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
+
+
+def _shuffle(name: str, values: NDArray[Any]) -> Literal["noshuffle", "shuffle", "bitshuffle"]:
+    return _SHUFFLES.get(name, "noshuffle" if values.itemsize == 1 else "shuffle")
+
+
 def _chunk_shape(values: NDArray[Any]) -> tuple[int, ...]:
     row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
     rows = max(1, min(len(values), CHUNK_BYTES // max(row_bytes, 1)))
     return (rows, *values.shape[1:])
 
 
-class Shard:
-    """One sealed shard, open for reading: chunks are decoded when first needed and then kept.
+class Folder:
+    """A sealed folder of arrays, open for reading: chunks are decoded when first needed and then kept.
 
     Metadata is checked by sha256 on opening and chunks by crc32c on decoding. Zarr reads a missing chunk as zeros, so
     a chunk's file is looked for before it is decoded. Any failure is a ``CacheCorrupt`` naming the array.
@@ -167,13 +197,14 @@ class Shard:
         self.nbytes = 0
         self._arrays: dict[str, Any] = {}
         self._chunks: dict[tuple[str, int], NDArray[Any]] = {}
-        self.offsets = self.rows("offsets", 0, seal.sequences + 1).astype(np.int64)
 
-    def sequence(self, row: int) -> dict[str, NDArray[Any]]:
-        """The stored arrays of sequence ``row`` of this shard, without ``offsets``; views, not copies."""
-        first, last = self.offsets[row].tolist(), self.offsets[row + 1].tolist()
-        parts = {name: self.rows(name, row, row + 1) for name in PER_SEQUENCE}
-        return parts | {name: self.rows(name, first[column], last[column]) for name, column in CUT_BY.items()}
+    def whole(self, name: str) -> NDArray[Any]:
+        """All rows of array ``name``."""
+        return self.rows(name, 0, self._array(name).shape[0])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of array ``name``."""
+        return tuple(self._array(name).shape)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows ``start`` to ``stop`` of array ``name`` as stored; a copy only where they lie in several chunks."""
@@ -195,7 +226,8 @@ class Shard:
         try:
             if file_sha256(self.folder / path) != self.seal.files[path].sha256:
                 raise ValueError("the metadata differs from its sha256")
-            return zarr.open_array(store=self.folder / name, mode="r", zarr_format=3)
+            with zarr.config.set(_read_settings()):
+                return zarr.open_array(store=self.folder / name, mode="r", zarr_format=3)
         except (FileNotFoundError, KeyError, ValueError) as error:
             raise self._corrupt(name, error) from error
 
@@ -219,3 +251,23 @@ class Shard:
 
     def _corrupt(self, what: str, error: Exception) -> CacheCorrupt:
         return CacheCorrupt(f"{self.folder}: array {what} cannot be read: {error}.", _REMEDY)
+
+
+class Shard(Folder):
+    """One sealed shard, open for reading."""
+
+    def __init__(self, folder: Path, seal: Seal, codec: Codec) -> None:
+        super().__init__(folder, seal)
+        self.codec = codec
+        self.offsets = self.whole("offsets").astype(np.int64)
+        sampled = PROFILES[codec.profile].sampled
+        self._order = token_order(self.whole(TOKEN_CLASSES), codec) if sampled else np.empty(0)
+
+    def sequence(self, row: int, draw: int = 0) -> Arrays:
+        """Tokens, boundaries, mask and record columns of sequence ``row`` of this shard, with the tails of ``draw``."""
+        first, last = self.offsets[row].tolist(), self.offsets[row + 1].tolist()
+        parts = {name: self.rows(name, row, row + 1) for name in PER_SEQUENCE}
+        columns = from_arrays(
+            lambda name, column: self.rows(name, first[column], last[column]), self._order, self.codec, draw
+        )
+        return parts | columns

@@ -11,11 +11,12 @@ sequences, records = store.read([7, 0, 3])          in any order
 
 from __future__ import annotations
 
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
@@ -24,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import id_dtype
 from cache.disk import (
     TEMPORARY,
     files_below,
@@ -36,12 +36,23 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
-from cache.manifest import CacheIdentity, Manifest, Provenance, ShardEntry, canonical_json, differences
+from cache.layout import Arrays
+from cache.manifest import (
+    CacheIdentity,
+    FidelityRow,
+    FolderEntry,
+    Manifest,
+    Provenance,
+    ShardEntry,
+    canonical_json,
+    differences,
+)
 from cache.records import Records, Sequences
-from cache.shard import Seal, Shard, shard_arrays, write_arrays
+from cache.shard import PER_SEQUENCE, Folder, Seal, Shard, shard_arrays, write_arrays
 
 MANIFEST = "manifest.json"
 GROUP = "shards/zarr.json"
+HEAD = "head"
 #: The metadata of the Zarr group that holds the shards.
 _GROUP_METADATA = canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
 _REMEDY = "Run the job again: damaged shards are captured anew."
@@ -67,6 +78,7 @@ class CacheWriter:
     def __init__(self, folder: Path, identity: CacheIdentity) -> None:
         self.folder = folder
         self.identity = identity
+        self.codec = identity.record_codec()
         with storage_errors(folder):
             self._prepare()
 
@@ -80,23 +92,48 @@ class CacheWriter:
         Raises ``ValueError`` where the data does not fit the identity, ``StorageError`` where the disk refuses.
         """
         self._require_fit(index, sequences, records)
-        rows, position_P = np.nonzero(sequences.target_mask)
-        sequence_P = rows + self.identity.shard_range(index).start
-        encoded = self.identity.record_codec().encode(records, sequence_P, position_P)
-        arrays = shard_arrays(sequences, encoded, id_dtype(self.identity.tokenizer.vocabulary_size))
-        temporary = self.folder / f"{TEMPORARY}{index:06d}"
+        arrays = shard_arrays(sequences, records, self.codec)
+        self._publish(_shard_name(index), arrays, lambda folder: Seal.of(folder, sequences, records))
+
+    def write_head(self, arrays: Arrays) -> None:
+        """Write and seal the teacher's LM head, which a hidden cache keeps once; one that lies sealed is left alone."""
+        seal = self._seal(HEAD)
+        if seal is None or seal.problems(self.folder / HEAD):
+            self._publish(HEAD, arrays, Seal.of_folder)
+
+    def _publish(self, name: str, arrays: Arrays, sealed: Callable[[Path], Seal]) -> None:
+        """Write a folder of arrays whole or not at all, then its seal; until then the cache is incomplete."""
+        temporary = self.folder / f"{TEMPORARY}{name.replace('/', '-')}"
         with storage_errors(self.folder):
             try:
-                self._unseal(index)
+                remove(self.folder / MANIFEST)
+                remove(_seal_file(self.folder, name))
                 write_arrays(temporary, arrays)
-                seal = Seal.of(temporary, sequences, records)
-                publish_folder(temporary, _shard_folder(self.folder, index))
+                seal = sealed(temporary)
+                publish_folder(temporary, self.folder / name)
             finally:
                 remove(temporary)
-            write_file(_seal_file(self.folder, index), seal.to_bytes())
+            write_file(_seal_file(self.folder, name), seal.to_bytes())
 
-    def finish(self, provenance: Provenance) -> Manifest:
-        """Write the manifest, last; raises ``CacheIncomplete`` if a shard has not been sealed."""
+    def sealed_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of array ``name`` in the first sealed shard; None where no shard is sealed."""
+        for index in range(self.identity.shard_count):
+            if (seal := self._shard_seal(index)) is not None:
+                return Folder(self.folder / _shard_name(index), seal).shape(name)
+        return None
+
+    def finish(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...] = ()) -> Manifest:
+        """Write the manifest, last; raises ``CacheIncomplete`` if a shard, or a needed head, has not been sealed."""
+        manifest = self._manifest(provenance, fidelity)
+        with storage_errors(self.folder):
+            write_file(self.folder / MANIFEST, manifest.to_bytes())
+        return manifest
+
+    def readable(self) -> Cache:
+        """What is sealed, to be looked at before ``finish``; raises ``CacheIncomplete`` as that does."""
+        return Cache(self.folder, self._manifest(Provenance(), ()), 1 << 29)
+
+    def _manifest(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...]) -> Manifest:
         entries = [self._entry(index) for index in range(self.identity.shard_count)]
         missing = [index for index, entry in enumerate(entries) if entry is None]
         if missing:
@@ -104,10 +141,11 @@ class CacheWriter:
                 f"{self.folder}: {len(missing)} of {len(entries)} shards are not sealed, the first is {missing[0]}."
             )
             raise CacheIncomplete(detail, "Run the job again: it goes on from the sealed shards.")
-        manifest = Manifest(self.identity, provenance, tuple(entry for entry in entries if entry))
-        with storage_errors(self.folder):
-            write_file(self.folder / MANIFEST, manifest.to_bytes())
-        return manifest
+        seal = self._seal(HEAD)
+        if seal is None and self.identity.codec.profile == "hidden":
+            raise CacheIncomplete(f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again.")
+        head = FolderEntry() if seal is None else FolderEntry(seal.bytes, seal.digest)
+        return Manifest(self.identity, provenance, tuple(entry for entry in entries if entry), head, fidelity)
 
     def _prepare(self) -> None:
         for name in ("shards", "seals"):
@@ -123,26 +161,24 @@ class CacheWriter:
             for leftover in folder.glob(f"{TEMPORARY}*"):
                 remove(leftover)
 
-    def _unseal(self, index: int) -> None:
-        """From here on the cache is incomplete, and the shard is not trusted, until written again."""
-        remove(self.folder / MANIFEST)
-        remove(_seal_file(self.folder, index))
-
     def _sound(self, index: int) -> bool:
-        seal = self._seal(index)
-        return seal is not None and not seal.problems(_shard_folder(self.folder, index))
+        seal = self._shard_seal(index)
+        return seal is not None and not seal.problems(self.folder / _shard_name(index))
 
     def _entry(self, index: int) -> ShardEntry | None:
-        seal = self._seal(index)
+        seal = self._shard_seal(index)
         return seal.entry() if seal is not None else None
 
-    def _seal(self, index: int) -> Seal | None:
-        path = _seal_file(self.folder, index)
+    def _shard_seal(self, index: int) -> Seal | None:
+        seal = self._seal(_shard_name(index))
+        return seal if seal is not None and seal.sequences == len(self.identity.shard_range(index)) else None
+
+    def _seal(self, name: str) -> Seal | None:
+        path = _seal_file(self.folder, name)
         try:
-            seal = Seal.from_bytes(path.read_bytes(), str(path))
+            return Seal.from_bytes(path.read_bytes(), str(path))
         except (FileNotFoundError, CacheCorrupt):
             return None
-        return seal if seal.sequences == len(self.identity.shard_range(index)) else None
 
     def _require_fit(self, index: int, sequences: Sequences, records: Records) -> None:
         if not 0 <= index < self.identity.shard_count:
@@ -153,7 +189,8 @@ class CacheWriter:
         if len(records) != sequences.positions:
             got = f"{len(records)} records for {sequences.positions} positions of target_mask"
             raise ValueError(f"Shard {index} must hold one record for each target, but got {got}.")
-        self.identity.record_codec().require_ids("tokens", sequences.tokens)
+        self.codec.require_ids("tokens", sequences.tokens)
+        self.codec.require(records)
 
 
 class Cache:
@@ -166,7 +203,7 @@ class Cache:
         self.folder = folder
         self.manifest = manifest
         self._memory_bytes = memory_bytes
-        self._codec = manifest.identity.record_codec()
+        self.codec = manifest.identity.record_codec()
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._lock = Lock()
 
@@ -193,27 +230,40 @@ class Cache:
         """All bytes on disk for each position with a record."""
         return bytes_on_disk(self.folder, self.manifest) / max(self.manifest.positions, 1)
 
-    def read(self, indices: Iterable[int]) -> tuple[Sequences, Records]:
+    def read(self, indices: Iterable[int], draws: int | NDArray[Any] = 0) -> tuple[Sequences, Records]:
         """The sequences numbered ``indices`` (at least one) and their records, in that order.
 
+        ``draws`` says which of a cache's independent tail samples, of each sequence or of all, modulo their number.
         Raises ``IndexError`` for a number outside the cache, ``CacheCorrupt`` where bytes differ from what was sealed.
         """
+        numbers = np.fromiter(indices, np.int64)
+        chosen = np.broadcast_to(np.asarray(draws) % self.codec.draws, numbers.shape)
         with self._lock, storage_errors(self.folder):
-            parts = [self._stored(int(number)) for number in indices]
+            parts = [self._stored(*pair) for pair in zip(numbers.tolist(), chosen.tolist(), strict=True)]
         stored = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        sequences = Sequences(stored["tokens"].astype(np.uint32), stored["document_start"], stored["target_mask"])
-        return sequences, self._codec.decode(stored)
+        tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
+        return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
-    def _stored(self, number: int) -> dict[str, NDArray[Any]]:
+    def teacher_head(self) -> dict[str, NDArray[Any]]:
+        """The teacher's LM head of a hidden cache: ``weight`` (V, D), ``bias`` (V,) or (0,), ``transform`` (2,).
+
+        ``weight`` is float32 or the bits of bfloat16 in uint16; ``transform`` is scale and soft cap (0 = none).
+        """
+        with self._lock, storage_errors(self.folder):
+            seal = _read_seal(self.folder, HEAD, self.manifest.head.digest)
+            folder = Folder(self.folder / HEAD, seal)
+            return {name: folder.whole(name) for name in ("weight", "bias", "transform")}
+
+    def _stored(self, number: int, draw: int) -> Arrays:
         if not 0 <= number < len(self):
             raise IndexError(f"A sequence number must lie in [0, {len(self)}), but got {number}.")
         index, row = divmod(number, self.identity.codec.shard_sequences)
-        return self._shard(index).sequence(row)
+        return self._shard(index).sequence(row, draw)
 
     def _shard(self, index: int) -> Shard:
         if index not in self._shards:
-            seal = _read_seal(self.folder, index, self.manifest.shards[index])
-            self._shards[index] = Shard(_shard_folder(self.folder, index), seal)
+            seal = _read_seal(self.folder, _shard_name(index), self.manifest.shards[index].digest)
+            self._shards[index] = Shard(self.folder / _shard_name(index), seal, self.codec)
         self._shards.move_to_end(index)
         while len(self._shards) > 1 and sum(shard.nbytes for shard in self._shards.values()) > self._memory_bytes:
             self._shards.popitem(last=False)
@@ -223,7 +273,7 @@ class Cache:
 def open_cache(folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = 1 << 29) -> Cache:
     """Open a complete cache for reading; every file is looked for, content is checked when it is read.
 
-    Raises ``CacheNotFound``, ``CacheIncomplete`` without manifest or shard, ``CacheMismatch`` for a newer version or
+    Raises ``CacheNotFound``, ``CacheIncomplete`` without manifest or shard, ``CacheMismatch`` for another version or
     an identity other than ``expected``, ``CacheCorrupt`` where a file is missing or not of its size.
     """
     manifest = read_manifest(folder)
@@ -231,8 +281,8 @@ def open_cache(folder: Path, expected: CacheIdentity | None = None, memory_bytes
         detail = f"{folder} was captured for other inputs: {'; '.join(differences(expected, manifest.identity))}."
         raise CacheMismatch(detail, "Capture a cache for this job, or give the job the inputs of this cache.")
     with storage_errors(folder):
-        for index, entry in enumerate(manifest.shards):
-            _read_seal(folder, index, entry).require_files(_shard_folder(folder, index))
+        for name, digest in _sealed_folders(manifest):
+            _read_seal(folder, name, digest).require_files(folder / name)
     return Cache(folder, manifest, memory_bytes)
 
 
@@ -246,7 +296,25 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         detail = f"{folder} has no {MANIFEST}: its capture has not finished."
         raise CacheIncomplete(detail, "Run the job again: it goes on from the sealed shards.") from error
-    return Manifest.from_bytes(data, str(folder / MANIFEST))
+    manifest = Manifest.from_bytes(data, str(folder / MANIFEST))
+    if _FINGERPRINT.fullmatch(folder.name) and folder.name != manifest.identity.fingerprint:
+        detail = f"{folder} holds the cache {manifest.identity.fingerprint}: it was renamed, or its identity edited."
+        raise CacheMismatch(detail, "Give the folder its own name, or capture the cache again.")
+    return manifest
+
+
+def replace_fidelity(folder: Path, fidelity: tuple[FidelityRow, ...]) -> Manifest:
+    """Put other fidelity rows into the manifest of a complete cache; raises as ``open_cache`` does.
+
+    The file's time stays: it is when the cache was captured.
+    """
+    path = folder / MANIFEST
+    with locked(folder.parent / f"{folder.name}.lock"), storage_errors(folder):
+        manifest = replace(read_manifest(folder), fidelity=fidelity)
+        times = path.stat()
+        write_file(path, manifest.to_bytes())
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return manifest
 
 
 def verify(folder: Path) -> list[str]:
@@ -260,15 +328,15 @@ def verify(folder: Path) -> list[str]:
         return [f"{MANIFEST}: {error.detail}"]
     with storage_errors(folder):
         lines = _group_problems(folder)
-        for index, entry in enumerate(manifest.shards):
-            lines += _shard_problems(folder, index, entry)
-        return lines + _strangers(folder, len(manifest.shards))
+        for name, digest in _sealed_folders(manifest):
+            lines += _folder_problems(folder, name, digest)
+        return lines + _strangers(folder, manifest)
 
 
 def bytes_on_disk(folder: Path, manifest: Manifest) -> int:
     """All bytes of a complete cache, without walking its folder."""
-    shards = sum(shard.bytes for shard in manifest.shards)
-    return shards + len(_GROUP_METADATA) + (folder / MANIFEST).stat().st_size
+    sealed = sum(shard.bytes for shard in manifest.shards) + manifest.head.bytes
+    return sealed + len(_GROUP_METADATA) + (folder / MANIFEST).stat().st_size
 
 
 @dataclass(frozen=True)
@@ -338,33 +406,39 @@ def _complete_summary(folder: Path, manifest: Manifest) -> CacheSummary:
     )
 
 
-def _shard_folder(folder: Path, index: int) -> Path:
-    return folder / "shards" / f"{index:06d}"
+def _shard_name(index: int) -> str:
+    return f"shards/{index:06d}"
 
 
-def _seal_file(folder: Path, index: int) -> Path:
-    return folder / "seals" / f"{index:06d}.json"
+def _seal_file(folder: Path, name: str) -> Path:
+    return folder / "seals" / f"{name.rpartition('/')[2]}.json"
 
 
-def _read_seal(folder: Path, index: int, entry: ShardEntry) -> Seal:
-    """The seal of a shard, if it is the one that the manifest names."""
-    path = _seal_file(folder, index)
-    if not _shard_folder(folder, index).is_dir():
-        raise CacheIncomplete(f"{_shard_folder(folder, index)} is missing, but the manifest names it.", _REMEDY)
+def _sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
+    """The folders of a complete cache, each with the digest of its seal."""
+    shards = [(_shard_name(index), shard.digest) for index, shard in enumerate(manifest.shards)]
+    return shards + ([(HEAD, manifest.head.digest)] if manifest.head.digest else [])
+
+
+def _read_seal(folder: Path, name: str, digest: str) -> Seal:
+    """The seal of a folder of arrays, if it is the one that the manifest names."""
+    path = _seal_file(folder, name)
+    if not (folder / name).is_dir():
+        raise CacheIncomplete(f"{folder / name} is missing, but the manifest names it.", _REMEDY)
     if not path.is_file():
         raise CacheCorrupt(f"{path} is missing, but the manifest names it.", _REMEDY)
     seal = Seal.from_bytes(path.read_bytes(), str(path))
-    if seal.entry() != entry:
+    if seal.digest != digest:
         raise CacheCorrupt(f"{path} is not the seal that the manifest names.", _REMEDY)
     return seal
 
 
-def _shard_problems(folder: Path, index: int, entry: ShardEntry) -> list[str]:
+def _folder_problems(folder: Path, name: str, digest: str) -> list[str]:
     try:
-        seal = _read_seal(folder, index, entry)
+        seal = _read_seal(folder, name, digest)
     except (CacheCorrupt, CacheIncomplete) as error:
         return [error.detail]
-    return [f"shards/{index:06d}/{line}" for line in seal.problems(_shard_folder(folder, index))]
+    return [f"{name}/{line}" for line in seal.problems(folder / name)]
 
 
 def _group_problems(folder: Path) -> list[str]:
@@ -374,14 +448,10 @@ def _group_problems(folder: Path) -> list[str]:
     return [] if group.read_bytes() == _GROUP_METADATA else [f"{GROUP}: content differs from what was written"]
 
 
-def _strangers(folder: Path, shard_count: int) -> list[str]:
-    """Files outside the shards that no cache has."""
-    known = {MANIFEST, GROUP} | {f"seals/{index:06d}.json" for index in range(shard_count)}
-    within = {f"{index:06d}" for index in range(shard_count)}
-    names = (name for name in files_below(folder) if name not in known)
-    return [f"{name}: not part of the cache" for name in names if not _in_shard(name, within)]
-
-
-def _in_shard(name: str, shards: set[str]) -> bool:
-    parts = name.split("/")
-    return len(parts) > 2 and parts[0] == "shards" and parts[1] in shards
+def _strangers(folder: Path, manifest: Manifest) -> list[str]:
+    """Files outside the sealed folders that no cache has."""
+    names = [name for name, _ in _sealed_folders(manifest)]
+    known = {MANIFEST, GROUP} | {_seal_file(Path(), name).as_posix() for name in names}
+    inside = tuple(f"{name}/" for name in names)
+    found = (name for name in files_below(folder) if name not in known and not name.startswith(inside))
+    return [f"{name}: not part of the cache" for name in found]

@@ -1,0 +1,112 @@
+"""Ids in few bits: every set of ids comes back, whatever the gaps, and the code is the one on record."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.idcode import Packed, classes_of, order_of, pack, sort_within, unpack
+from cache.records import offsets_of
+
+SIZES = [2, 16, 300, 65_536, 65_537, 262_144]
+
+
+def make_sets(seed: int, vocabulary_size: int, positions: int, largest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending distinct ranks of each record, end to end, and how many: dense, sparse and empty sets side by side."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, min(largest, vocabulary_size) + 1, positions)
+    spans = np.maximum(counts, (vocabulary_size * rng.random(positions) ** 4).astype(int))
+    sets = [np.sort(rng.choice(span, count, replace=False)) for span, count in zip(spans, counts, strict=True)]
+    return np.concatenate([np.empty(0, int), *sets]), counts
+
+
+def read(packed: Packed, counts: np.ndarray, entries: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Sequence after sequence, as a shard is read."""
+    parts = [
+        unpack(
+            packed.symbols[entries[s] : entries[s + 1]],
+            packed.bits[packed.starts[s] : packed.starts[s + 1]],
+            counts[positions[s] : positions[s + 1]],
+        )
+        for s in range(len(entries) - 1)
+    ]
+    return np.concatenate([np.empty(0, int), *parts])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 10**9),
+    vocabulary_size=st.sampled_from(SIZES),
+    positions=st.integers(0, 20),
+    largest=st.sampled_from([0, 1, 3, 40, 255]),
+    cuts=st.lists(st.integers(0, 20), max_size=3),
+)
+def test_every_set_of_ranks_comes_back_from_every_sequence_alone(seed, vocabulary_size, positions, largest, cuts):
+    ranks, counts = make_sets(seed, vocabulary_size, positions, largest)
+    ends = np.array([0, *sorted(min(cut, positions) for cut in cuts), positions])
+    entries = offsets_of(counts)[ends]
+    packed = pack(ranks, counts, entries)
+    assert read(packed, counts, entries, ends).tolist() == ranks.tolist()
+    assert packed.symbols.dtype == packed.bits.dtype == np.uint8
+    assert packed.starts[-1] == len(packed.bits)
+
+
+@pytest.mark.parametrize("vocabulary_size", SIZES)
+def test_every_gap_has_a_code(vocabulary_size):
+    """One id a record: its rank is its gap. All of a small vocabulary; of a large one every power of two and beside."""
+    powers = [1 << bit for bit in range(18)]
+    around = {near for power in powers for near in (power - 1, power, power + 1)} | {vocabulary_size - 1}
+    ranks = np.array(sorted(set(range(min(vocabulary_size, 5000))) | {r for r in around if r < vocabulary_size}))
+    counts = np.ones(len(ranks), int)
+    ends = np.array([0, len(ranks)])
+    packed = pack(ranks, counts, ends)
+    assert read(packed, counts, ends, ends).tolist() == ranks.tolist()
+    small = ranks < 16
+    assert packed.symbols[small].tolist() == ranks[small].tolist()
+
+
+def test_the_code_by_hand():
+    """Gaps 3, 0 | 20, 1000: 20 = (8 + 2) 2 + 0 and 980 = (8 + 7) 2^6 + 20; bits lie lowest first, 0 then 010100."""
+    packed = pack(np.array([3, 20, 1000]), np.array([1, 2]), np.array([0, 3]))
+    assert packed.symbols.tolist() == [3, 8 * 2 + 2, 8 * 7 + 7]
+    assert packed.bits.tolist() == [20 << 1]
+    assert packed.starts.tolist() == [0, 1]
+
+
+def test_frequent_tokens_come_first_and_equals_by_id():
+    ids = [np.array([9, 9, 9, 9, 2, 5, 5]), np.array([5, 5, 7])]
+    classes = classes_of(ids, 11)
+    assert classes.tolist() == [0, 0, 1, 0, 0, 3, 0, 1, 0, 3, 0]
+    assert order_of(classes).tolist() == [5, 9, 2, 7, 0, 1, 3, 4, 6, 8, 10]
+    assert classes_of([], 3).tolist() == [0, 0, 0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10**6), vocabulary_size=st.sampled_from([3, 300, 262_144]))
+def test_an_order_holds_every_token_once_and_sorts_every_record(seed, vocabulary_size):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 4, 50)
+    ids = rng.integers(0, vocabulary_size, counts.sum())
+    order = order_of(classes_of([ids], vocabulary_size))
+    assert np.array_equal(np.sort(order), np.arange(vocabulary_size))
+    rank = np.empty(vocabulary_size, int)
+    rank[order] = np.arange(vocabulary_size)
+    places = sort_within(rank, ids, counts)
+    rows = np.repeat(np.arange(50), counts)
+    assert (rows[places] == rows).all()
+    assert (np.diff(rank[ids][places])[np.diff(rows) == 0] >= 0).all()
+
+
+def test_a_frequent_order_takes_fewer_bits():
+    """What the token table is for: the same sets cost less than in the order of ids."""
+    rng = np.random.default_rng(0)
+    p = 1 / np.arange(1, 50_001)
+    names = rng.permutation(50_000)
+    sets = [names[np.unique(rng.choice(50_000, 8, p=p / p.sum()))] for _ in range(2000)]
+    counts, ids = np.array([len(each) for each in sets]), np.concatenate(sets)
+    sizes = []
+    for rank in (np.arange(50_000), np.argsort(order_of(classes_of([ids], 50_000)))):
+        packed = pack(rank[ids[sort_within(rank, ids, counts)]], counts, np.array([0, len(ids)]))
+        freq = np.bincount(packed.symbols) / len(ids)
+        sizes.append(-(freq[freq > 0] * np.log2(freq[freq > 0])).sum() + 8 * len(packed.bits) / len(ids))
+    assert sizes[1] < 0.85 * sizes[0]
