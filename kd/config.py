@@ -19,6 +19,14 @@ from pydantic import (
     model_validator,
 )
 
+from cache.profiles import PROFILES, unserved
+
+#: Bits of the numbers that profiles dense and hidden keep.
+DTYPE_BITS = {
+    "dense": {"auto": 16, "float16": 16, "float32": 32},
+    "hidden": {"auto": 16, "int16": 16, "int8": 8},
+}
+
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -57,7 +65,19 @@ class Section(BaseModel):
 class TeacherConfig(Section):
     """The model that is read once."""
 
-    model: str = Field(min_length=1, description="Local folder or hub id of the teacher (a causal language model).")
+    backend: Literal["local", "http"] = Field(
+        "local",
+        description=(
+            "local = the model runs here; http = an OpenAI-compatible server that returns prompt_logprobs (vLLM) is "
+            "asked, for cache.profile topk."
+        ),
+    )
+    model: str = Field(
+        min_length=1,
+        description=(
+            "Local folder or hub id of the teacher (a causal language model); with backend http its name on the server."
+        ),
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     gguf_file: str | None = Field(
         None, description="Name of a GGUF file inside the model's folder, to load it from there."
@@ -78,6 +98,39 @@ class TeacherConfig(Section):
             "Run Python code that comes with the model. The operator must allow it too (KD_TRUST_REMOTE_CODE=1)."
         ),
     )
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$",
+        description="Backend http: address of the server, up to what comes before /v1/completions.",
+    )
+    tokenizer: str | None = Field(
+        None, min_length=1, description="Backend http: local folder or hub id of the tokenizer that the model has."
+    )
+    api_key_env: str | None = Field(
+        None,
+        pattern=r"^KD_TEACHER_KEY(_[A-Z0-9_]+)?$",
+        description=(
+            "Backend http: name of the environment variable of the worker that holds the server's API key; "
+            "KD_TEACHER_KEY, or a name that begins with KD_TEACHER_KEY_, so that a job can name no other secret."
+        ),
+    )
+    timeout: float = Field(120.0, gt=0, le=3600, description="Backend http: seconds to wait for one answer.")
+    retries: int = Field(
+        6, ge=0, le=100, description="Backend http: further attempts where the server is away, busy or fails."
+    )
+    concurrency: int = Field(8, ge=1, le=256, description="Backend http: requests in flight at once.")
+
+    @model_validator(mode="after")
+    def _backend_has_its_fields(self) -> Self:
+        if self.backend == "http":
+            if missing := [name for name in ("url", "tokenizer") if getattr(self, name) is None]:
+                raise ValueError(f"teacher.backend http needs {' and '.join(f'teacher.{name}' for name in missing)}")
+            strange = {"gguf_file", "dtype"}
+        else:
+            strange = {"url", "tokenizer", "api_key_env"}
+        if unused := sorted(name for name in strange if getattr(self, name) not in (None, "auto")):
+            raise ValueError(f"teacher.backend {self.backend} has no use for {', '.join(unused)}")
+        return self
 
 
 class StudentInit(Section):
@@ -177,7 +230,7 @@ class DataConfig(Section):
     """The text."""
 
     train: Sources = Field(
-        min_length=1,
+        (),
         description="Files, folders or globs (txt, jsonl, parquet; .gz too), or {path: ...} dataset specs.",
     )
     validation: Sources = Field(
@@ -199,6 +252,12 @@ class DataConfig(Section):
         ),
     )
     text_column: str = Field("text", min_length=1, description="Column (jsonl, parquet, datasets) that holds the text.")
+    assistant_only_loss: bool = Field(
+        True,
+        description=(
+            "Of chats (format messages) only the assistant's tokens are learned and get records; false = every token."
+        ),
+    )
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per sequence.")
     packing: bool = Field(
         True,
@@ -224,24 +283,117 @@ class DataConfig(Section):
         return 0.02 if self.validation_fraction is None else self.validation_fraction
 
 
+class TemperatureRange(Section):
+    """Temperatures that a cache must be right at."""
+
+    min: float = Field(0.5, ge=0.05, le=100.0, description="Lowest temperature.")
+    max: float = Field(2.0, ge=0.05, le=100.0, description="Highest temperature.")
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> Self:
+        if not self.min < self.max:
+            raise ValueError(f"cache.temperatures.min {self.min:g} must be below max {self.max:g}")
+        return self
+
+
 class CacheConfig(Section):
     """What is kept of the teacher."""
 
-    profile: Literal["threshold"] = Field(
-        "threshold", description="threshold = heavy tokens exact, the tail sampled without bias; serves temperature 1."
+    profile: Literal["threshold", "tempered", "topk", "dense", "hidden"] = Field(
+        "threshold",
+        description=(
+            "threshold = heavy tokens exact, the tail sampled without bias, right at temperature 1; tempered = the "
+            "same, right at any temperature of a range; topk = the k most probable tokens and the mass of the rest; "
+            "dense = all log-probabilities; hidden = the teacher's last hidden state, exact at any temperature."
+        ),
     )
     threshold: float = Field(
         0.04,
         ge=0.004,
         le=0.5,
         description=(
-            "Tokens with more than this probability are kept exactly; at most 1/threshold + 1 entries per token."
+            "Profiles threshold and tempered: tokens with more than this probability are kept exactly; at most "
+            "1/threshold + 1 entries per token."
+        ),
+    )
+    temperatures: TemperatureRange | None = Field(
+        None, description="Profile tempered: temperatures to be right at; default 0.5 to 2."
+    )
+    always_keep: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (),
+        max_length=64,
+        description=(
+            "Profiles threshold and tempered: token ids whose probability is kept exactly at every position, for "
+            "example end of sequence and tool calls; the next token's always is."
+        ),
+    )
+    draws: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description=(
+            "Profiles threshold and tempered: tail samples of every position; epoch e reads sample e modulo draws, so "
+            "that a student of several epochs does not learn one sample by heart."
+        ),
+    )
+    k: int | None = Field(None, ge=1, le=4096, description="Profile topk: entries kept; default 64.")
+    dtype: Literal["auto", "float16", "float32", "int8", "int16"] = Field(
+        "auto",
+        description=(
+            "Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or int16, auto = "
+            "int16; int8 is half the size, and off by some hundredths of a nat where a teacher has outlier channels)."
         ),
     )
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the sampling.")
     shard_sequences: int = Field(
         256, ge=1, le=65536, description="Sequences per shard, the unit of commit and of resume."
     )
+    fingerprint: str | None = Field(
+        None,
+        pattern=r"^[0-9a-f]{32}$",
+        description="Kind train: the sealed cache to train from, say an imported one; its text stands for data.",
+    )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the profile samples the tail."""
+        return PROFILES[self.profile].sampled
+
+    @property
+    def range(self) -> tuple[float, ...]:
+        """Lowest and highest temperature of profile tempered; empty for others."""
+        if self.profile != "tempered":
+            return ()
+        span = self.temperatures or TemperatureRange()
+        return (span.min, span.max)
+
+    @property
+    def entries(self) -> int:
+        """k of profile topk; 0 for others."""
+        return (self.k or 64) if self.profile == "topk" else 0
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number of profiles dense and hidden; 0 for others."""
+        return DTYPE_BITS[self.profile][self.dtype] if self.profile in DTYPE_BITS else 0
+
+    @model_validator(mode="after")
+    def _profile_has_its_options(self) -> Self:
+        sampled = {"threshold", "always_keep", "draws"}
+        own = {"threshold": sampled, "tempered": sampled | {"temperatures"}, "topk": {"k"}}.get(self.profile, {"dtype"})
+        options = {"threshold", "temperatures", "always_keep", "draws", "k", "dtype"}
+        if strange := sorted(self.model_fields_set & options - own):
+            given = [name for name in strange if getattr(self, name) != type(self).model_fields[name].default]
+            if given:
+                raise ValueError(
+                    f"cache.profile {self.profile} has no use for {', '.join(given)}; it takes {', '.join(sorted(own))}"
+                )
+        if self.profile in DTYPE_BITS and self.dtype not in DTYPE_BITS[self.profile]:
+            known = ", ".join(DTYPE_BITS[self.profile])
+            raise ValueError(f"cache.dtype of profile {self.profile} must be one of {known}, but got {self.dtype}")
+        if len(set(self.always_keep)) != len(self.always_keep):
+            raise ValueError("cache.always_keep names a token twice")
+        return self
 
 
 class LossConfig(Section):
@@ -251,7 +403,10 @@ class LossConfig(Section):
         0.1, ge=0.0, le=1.0, description="Weight of the hard labels; 1 = plain cross-entropy, needs no cache."
     )
     temperature: float = Field(
-        1.0, gt=0.0, le=100.0, description="Temperature of teacher and student; profile threshold serves 1 only."
+        1.0,
+        gt=0.0,
+        le=100.0,
+        description="Temperature of teacher and student; other than 1 it needs profile tempered, hidden or dense.",
     )
 
 
@@ -346,7 +501,7 @@ class JobConfig(Section):
     )
     teacher: TeacherConfig | None = Field(None, description="The teacher; required unless kind is train with alpha 1.")
     student: StudentConfig | None = Field(None, description="The student; required unless kind is precompute.")
-    data: DataConfig = Field(description="The text.")
+    data: DataConfig = Field(default_factory=DataConfig, description="The text.")
     cache: CacheConfig = Field(default_factory=CacheConfig, description="What is kept of the teacher.")
     loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
     train: TrainConfig | None = Field(None, description="The training loop; required unless kind is precompute.")
@@ -363,7 +518,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
-        if self.teacher is None and self.needs_cache:
+        if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
             raise ValueError(
                 f"teacher is required for kind {self.kind}"
                 + (" with loss.alpha below 1" if self.kind == "train" else "")
@@ -387,10 +542,32 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _profile_serves_loss(self) -> Self:
-        if self.needs_cache and self.loss.temperature != 1.0:
+        span = self.cache.range
+        why = unserved(self.cache.profile, (span[0], span[1]) if span else None, temperature=self.loss.temperature)
+        if self.needs_cache and self.cache.fingerprint is None and why is not None:
+            raise ValueError(f"loss.temperature {self.loss.temperature:g} cannot be served: {why}")
+        return self
+
+    @model_validator(mode="after")
+    def _remote_teacher_gives_its_best(self) -> Self:
+        if (
+            self.teacher is not None
+            and self.teacher.backend == "http"
+            and self.needs_cache
+            and self.cache.profile != "topk"
+        ):
             raise ValueError(
-                f"loss.temperature {self.loss.temperature:g} cannot be served by cache.profile threshold, whose "
-                "records are exact at temperature 1 only: "
-                "set loss.temperature to 1 (a profile for other temperatures, tempered, is not in this version)"
+                "teacher.backend http gives the most probable tokens only: set cache.profile to topk, not "
+                f"{self.cache.profile}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _text_or_a_sealed_cache(self) -> Self:
+        if self.cache.fingerprint is not None and self.kind != "train":
+            raise ValueError(
+                f"cache.fingerprint names a sealed cache, which kind {self.kind} would capture: use kind train"
+            )
+        if not self.data.train and self.cache.fingerprint is None:
+            raise ValueError("data.train is required: files, folders, globs or dataset specs")
         return self

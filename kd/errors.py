@@ -5,6 +5,7 @@ PotstillError (cache.errors)
 ├── ModelError            missing, gated, or of a shape that cannot be distilled
 ├── DataError             missing, empty, too short, or not in the declared format
 ├── TokenizerMismatch     student and cache do not share a tokenizer
+├── FidelityError         a cache's records are not what the live teacher says
 ├── TrainingError         the loss became NaN, or a checkpoint cannot be resumed
 └── Interrupted           the run was asked to stop, and has saved what it needs to go on
 """
@@ -59,6 +60,12 @@ class TokenizerMismatch(PotstillError):
     """The student's tokenizer is not the one the cache was captured with."""
 
     type = "tokenizer_mismatch"
+
+
+class FidelityError(PotstillError):
+    """The records of a cache differ from the live teacher by more than their profile allows."""
+
+    type = "fidelity_error"
 
 
 class TrainingError(PotstillError):

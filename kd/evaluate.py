@@ -12,16 +12,24 @@ from kd.batches import Source, validation_batches
 from kd.losses import Score, score
 from kd.models import Head
 from kd.precision import Precision, target_hidden_states
+from kd.targets import TargetDecoder
 
 
 @torch.no_grad()
 def evaluate(
-    student: nn.Module, head: Head, source: Source, batch_size: int, precision: Precision, device: torch.device
+    student: nn.Module,
+    head: Head,
+    source: Source,
+    decoder: TargetDecoder,
+    batch_size: int,
+    precision: Precision,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Means over the held-out targets; empty where nothing is held out.
 
-    ``validation_kl`` is unbiased but noisy: the records are samples. ``validation_agreement`` counts the positions
-    where the teacher's best token has more than the threshold; elsewhere the record does not know it.
+    ``validation_kl`` is at the decoder's temperature; from a sampled record it is unbiased but noisy.
+    ``validation_agreement`` counts the positions where the record knows the teacher's best token: all of them, but
+    with sampled records only those where it has more than the threshold.
     """
     student.eval()
     scores = []
@@ -29,8 +37,8 @@ def evaluate(
     for batch in validation_batches(source, batch_size):
         batch = batch.to(device)
         hidden_ND = target_hidden_states(student, batch, precision)
-        scores.append(score(hidden_ND, head, batch.targets, batch.best_N))
-        tokens += len(batch.targets)
+        scores.append(score(hidden_ND, head, decoder.targets(batch.gold_N, batch.teacher)))
+        tokens += len(batch)
     return _means(scores, tokens)
 
 

@@ -91,7 +91,7 @@ def _problem(error: Mapping[str, Any]) -> Problem:
     pointer = "/" + "/".join(str(part) for part in path) if path else ""
     if error["type"] == "extra_forbidden" and model is not None:
         known = list(model.model_fields)
-        close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(str(location[-1]).lower(), known, n=1, cutoff=0.5)
         remedy = f"Did you mean {close[0]}?" if close else f"Known keys: {', '.join(known)}."
         return Problem(pointer, f"unknown key {location[-1]!r}.", remedy)
     if error["type"] == "missing":

@@ -22,12 +22,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from cache.store import open_cache
+from cache.profiles import unserved
+from cache.store import Cache, open_cache
 from kd import models
 from kd.batches import PlainText, Source
-from kd.config import JobConfig
+from kd.config import JobConfig, TeacherConfig
 from kd.data import load_corpus
-from kd.errors import ConfigError
+from kd.errors import ConfigError, Problem
 from kd.files import read_json, whole_folder, write_json
 from kd.precision import Precision, pick_device
 from kd.progress import SILENT, Monitor
@@ -70,6 +71,7 @@ def precompute(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
 def train_student(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Train the student from the sealed cache (or on plain text), save it and report."""
     tokenizer, source = open_source(config, home, run_dir, monitor)
+    config = cut_as(source, config)
     options, vocabulary = required(config.train), models.vocabulary_size(tokenizer)
     torch.manual_seed(options.seed)
     student = models.build_student(config.student, tokenizer, config.data.sequence_length)
@@ -95,10 +97,16 @@ def train_student(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
 def plan(config: JobConfig, monitor: Monitor = SILENT) -> Plan:
     """Read the text with the teacher's tokenizer: what the cache must contain is known before any teacher runs."""
     assert config.teacher is not None, "JobConfig refuses a job that needs a cache and has no teacher"
-    gguf_file = config.teacher.gguf_file
-    folder = models.resolve(config.teacher.model, config.teacher.revision, gguf_file or "*.safetensors")
-    tokenizer = models.load_tokenizer(folder, gguf_file, models.allowed_remote_code(config.teacher))
+    folder = teacher_folder(config.teacher, config.teacher.gguf_file or "*.safetensors")
+    tokenizer = models.load_tokenizer(folder, config.teacher.gguf_file, models.allowed_remote_code(config.teacher))
     return make_plan(config, tokenizer, load_corpus(config.data, tokenizer, monitor), folder)
+
+
+def teacher_folder(teacher: TeacherConfig, weights: str | None) -> Path:
+    """The teacher's folder, with the weights that match; of a remote teacher, its tokenizer's."""
+    if teacher.tokenizer is not None:
+        return models.resolve(teacher.tokenizer, teacher.revision, None)
+    return models.resolve(teacher.model, teacher.revision, weights)
 
 
 def open_source(
@@ -109,13 +117,33 @@ def open_source(
     if not config.needs_cache:
         return tokenizer, PlainText(load_corpus(config.data, tokenizer, monitor))
     known = read_json(run_dir / "cache.json")
-    if known is not None and known["inputs"] == cache_inputs(config):
+    if config.cache.fingerprint is not None:
+        store = open_cache(home / "caches" / config.cache.fingerprint)
+    elif known is not None and known["inputs"] == cache_inputs(config):
         store = open_cache(home / "caches" / known["fingerprint"])
     else:
         identity = plan(config, monitor).identity
         store = open_cache(home / "caches" / identity.fingerprint, identity)
     models.require_same_tokenizer(tokenizer, store.manifest.provenance.probes)
+    require_served(config, store)
     return tokenizer, CachedRecords(store)
+
+
+def require_served(config: JobConfig, store: Cache) -> None:
+    """Raise ``ConfigError`` if the records cannot serve the loss: a job that names a sealed cache learns it here."""
+    codec = store.identity.codec
+    span = (codec.temperatures[0], codec.temperatures[1]) if codec.temperatures else None
+    if why := unserved(codec.profile, span, temperature=config.loss.temperature):
+        raise ConfigError([Problem("/loss/temperature", why + ".", f"See `kd cache info {store.folder.name}`.")])
+
+
+def cut_as(source: Source, config: JobConfig) -> JobConfig:
+    """``config`` with the sequence length and packing of a sealed cache that it names in place of text."""
+    if config.cache.fingerprint is None or not isinstance(source, CachedRecords):
+        return config
+    identity = source.store.identity.data
+    cut = {"sequence_length": identity.sequence_length, "packing": identity.packing}
+    return config.model_copy(update={"data": config.data.model_copy(update=cut)})
 
 
 def student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
@@ -126,7 +154,7 @@ def student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
     if own is not None:
         return models.load_tokenizer(models.resolve(own, student.revision, "*.safetensors" if student.model else None))
     assert teacher is not None, "JobConfig refuses a fresh student without a tokenizer"
-    folder = models.resolve(teacher.model, teacher.revision, teacher.gguf_file)
+    folder = teacher_folder(teacher, teacher.gguf_file)
     return models.load_tokenizer(folder, teacher.gguf_file, models.allowed_remote_code(teacher))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,17 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for a forward pass."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device, self.dtype)
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """Matrix products in all of float32: the ten bits of TF32 would cost a teacher's logits hundredths of a nat."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def target_hidden_states(forward: nn.Module, batch: Batch, precision: Precision) -> Tensor:

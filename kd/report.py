@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from kd.batches import Source
 from kd.checkpoint import Progress
 from kd.config import JobConfig
@@ -19,6 +20,7 @@ from kd.files import write_json, write_text
 from kd.models import head_of
 from kd.precision import Precision, pick_device
 from kd.progress import finite
+from kd.targets import TargetDecoder
 from kd.teacher import CachedRecords, summarise
 from kd.train import best_step, required
 
@@ -33,13 +35,14 @@ def make_report(
     nn.Module.to(saved, device)
     precision = Precision.choose("fp32", device)
     options = required(config.train)
-    after = evaluate(saved, head_of(saved, vocabulary), source, options.batch_size, precision, device)
+    decoder = TargetDecoder.of(source, config.loss.temperature, device)
+    after = evaluate(saved, head_of(saved, vocabulary), source, decoder, options.batch_size, precision, device)
     before = progress.first_evaluation or {}
     return finite(
         {
             "name": config.name,
             "kind": config.kind,
-            "teacher": config.teacher.model if config.teacher and config.needs_cache else None,
+            "teacher": _teacher_name(config, source),
             "alpha": config.loss.alpha,
             "temperature": config.loss.temperature,
             **_teacher_facts(source),
@@ -58,6 +61,13 @@ def make_report(
     )
 
 
+def _teacher_name(config: JobConfig, source: Source) -> str | None:
+    """As the job names it, or as the cache does that the job names."""
+    if not isinstance(source, CachedRecords):
+        return None
+    return config.teacher.model if config.teacher is not None else source.store.manifest.provenance.teacher_name
+
+
 def _teacher_facts(source: Source) -> Report:
     """The teacher's own perplexity and entropy on the held-out text, from its records, and the cache they lie in."""
     if not isinstance(source, CachedRecords):
@@ -67,9 +77,12 @@ def _teacher_facts(source: Source) -> Report:
     facts["cache_tokens"] = facts.pop("tokens")
     if source.validation_count:
         _, records = source.read(np.arange(source.train_count, source.train_count + source.validation_count))
-        if len(records):
-            facts["teacher_perplexity"] = math.exp(-float(records.gold_logprob.mean(dtype=np.float64)))
-            facts["teacher_entropy"] = float(records.entropy.mean(dtype=np.float64))
+        gold, entropy = records["known"][:, 0], records["entropy"]
+        gold, entropy = gold[gold != UNKNOWN], entropy[entropy != UNKNOWN_ENTROPY]  # an import may not have said
+        if len(gold):
+            facts["teacher_perplexity"] = math.exp(float(gold.mean(dtype=np.float64)) * KNOWN_STEP)
+        if len(entropy):
+            facts["teacher_entropy"] = float(entropy.mean(dtype=np.float64)) * ENTROPY_STEP
     return facts
 
 

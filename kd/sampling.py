@@ -1,106 +1,241 @@
-"""Logits -> records: the head exact, the tail by systematic sampling with probability proportional to size.
+"""Logits -> samples: the head exact, the tail by systematic sampling with probability proportional to size.
 
-For a position with teacher distribution p over V tokens, and threshold tau:
+For a position with teacher distribution p over V tokens, threshold tau, and a size g for every token (p itself, or for
+profile tempered the mean of p_T over the proposal's temperatures):
 
-    head    every token with p > tau, with its log-probability
-    tail    R = 1 - sum head; m = max(1, floor(R / tau)) tokens by systematic PPS, each of weight R / m
+    known   the gold token and the always_keep ids, with their log-probabilities
+    head    every other token with g > tau, with its log-probability
+    tail    R = sum of what is left of g; m = max(1, floor(R / tau)) tokens by systematic sampling, token i with
+            probability m g_i / R
 
-Inclusion probabilities min(1, p / tau') give the least variance of any unbiased estimate of that size (Cohen, Duffield,
+Inclusion probabilities min(1, g / tau') give the least variance of any unbiased estimate of that size (Cohen, Duffield,
 Kaplan, Lund, Thorup, "Stream sampling for variance-optimal estimation of subset sums", SODA 2009, arXiv 0803.0473).
-Systematic: lay the tail's probabilities end to end in a random order, and take the tokens under the m points
-(u + k) R / m. No token stands under two points, because p <= tau <= R / m (or m = 1).
+Systematic: lay the tail end to end in a random order and take the tokens under the m points (u + k) R / m. No token
+stands under two points, because g <= tau <= R / m (or m = 1). The order is random between blocks of 64 tokens and fixed
+within them; inclusion probabilities, and so means and the variance of each weight, are the same for any order.
 
-Shapes: N positions of one sequence, V vocabulary, H and M head and tail entries of all N.
+Shapes: N positions of one sequence, V vocabulary, J blocks of V, K forced ids, E draws, H and M head and tail entries.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cache.codec import Codec, Sample
 from cache.random import PURPOSE_TAIL, permutation, uniforms
-from cache.records import Records
 from kd.errors import ModelError
 
-_BLOCK = 64
-_LOWEST = -1e4  # in place of -inf: its probability is 0 all the same, and 0 * -inf is NaN
+BLOCK = 64
+#: Logits that are worked on at once: on a CPU several passes over them should find them in its cache.
+PASS_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+#: What a probability of 0 has for a logarithm: 0 * -inf is NaN.
+LOWEST = -1e4
 
 
-def sample_records(logits_NV: Tensor, gold_N: Tensor, uniform_N: Tensor, order_V: Tensor, threshold: float) -> Records:
-    """Records of N positions from their logits, the next tokens, one uniform number each, and the tail's order.
+@dataclass(frozen=True)
+class Chance:
+    """The randomness of N positions of one sequence: ``uniform_NE`` in [0, 1), and the order of the blocks (J,)."""
 
-    Row n depends on row n alone, so the result does not depend on how positions were batched.
-    """
-    s_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    logp_NV = torch.log_softmax(s_NV, dim=-1).clamp_(min=_LOWEST)
-    p_NV = logp_NV.exp()
-    entropy_N = -(p_NV * logp_NV).sum(-1)
-    if not torch.isfinite(entropy_N).all():
-        raise ModelError("The teacher's logits are NaN or infinite.", "Run it in float32 or bfloat16 (teacher.dtype).")
-    rows_H, ids_H = (p_NV > threshold).nonzero(as_tuple=True)
-    head_count, head_ids, head_logprobs = _head(logp_NV, rows_H, ids_H)
-    p_NV[rows_H, ids_H] = 0.0  # what is left is the tail
-    tail_count, tail_ids = _tail(p_NV, uniform_N, order_V, threshold)
-    return Records(
-        head_count=head_count,
-        head_ids=head_ids,
-        head_logprobs=head_logprobs,
-        tail_count=tail_count,
-        tail_ids=tail_ids,
-        gold_logprob=_numpy(logp_NV.gather(1, gold_N[:, None])[:, 0], np.float32),
-        entropy=_numpy(entropy_N, np.float32),
-    )
+    uniform_NE: Tensor
+    order_J: Tensor
+
+    @classmethod
+    def of(cls, codec: Codec, sequence: int, positions_N: np.ndarray, device: torch.device) -> Chance:
+        """A pure function of (seed, sequence, position).
+
+        The E draws of a position share its order and start at equal distances: together they are one systematic sample
+        of E times the size, so their mean varies less than that of independent draws.
+        """
+        first = uniforms(codec.seed, PURPOSE_TAIL, sequence, positions_N)
+        uniform = (first[:, None] + np.arange(codec.draws) / codec.draws) % 1.0
+        order = permutation(codec.seed, sequence, -(-codec.vocabulary_size // BLOCK))
+        return cls(torch.from_numpy(uniform).to(device), torch.from_numpy(order).to(device))
+
+    def rows(self, rows: slice) -> Chance:
+        """The randomness of some of the positions."""
+        return Chance(self.uniform_NE[rows], self.order_J)
 
 
-def draws(seed: int, sequence: int, positions_N: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """The randomness of one sequence's records: a uniform number for each position, and the tail's order."""
-    return uniforms(seed, PURPOSE_TAIL, sequence, positions_N), permutation(seed, sequence, vocabulary)
+@dataclass(frozen=True)
+class Sizes:
+    """What one pass over the logits leaves: LSE and entropy (N,), sizes in blocks, and each block's largest (N, J)."""
+
+    lse_N: Tensor
+    entropy_N: Tensor
+    size_NJB: Tensor
+    largest_NJ: Tensor
 
 
-def _head(logp_NV: Tensor, rows_H: Tensor, ids_H: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts (N,), ids (H,) and log-probabilities (H,), most probable first within a record."""
-    logprobs = _numpy(logp_NV[rows_H, ids_H], np.float32)
-    rows, ids = _numpy(rows_H, np.int64), _numpy(ids_H, np.uint32)
-    order = np.lexsort((ids, -logprobs, rows))
-    return np.bincount(rows, minlength=len(logp_NV)).astype(np.uint8), ids[order], logprobs[order]
+class Sampler:
+    """Takes samples of logits for profile threshold, or for profile tempered with its log-partition at some nodes."""
+
+    def __init__(self, codec: Codec, nodes: int = 0) -> None:
+        self.codec = codec
+        self.nodes = nodes
+        self._sizes: Sizes | None = None
+
+    def sample(self, logits_NV: Tensor, gold_N: Tensor, chance: Chance) -> Sample:
+        """What is kept of N positions. Row n depends on row n alone: it does not matter how positions were batched.
+
+        Raises ``ModelError`` where logits are NaN or infinite; -inf is a token that cannot come.
+        """
+        s_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        sizes, known_NK, (rows_H, ids_H) = self.split(s_NV, gold_N)
+        tail_count, tail_ids = _tail(sizes.size_NJB, chance, self.codec.threshold)
+        found = Sample(
+            known_logprobs=(s_NV.gather(1, known_NK) - sizes.lse_N[:, None]).cpu().numpy(),
+            entropy=sizes.entropy_N.clone().cpu().numpy(),  # the next call writes over it
+            head_count=torch.bincount(rows_H, minlength=len(gold_N)).cpu().numpy(),
+            head_ids=ids_H.cpu().numpy(),
+            head_logprobs=(s_NV[rows_H, ids_H] - sizes.lse_N[rows_H]).cpu().numpy(),
+            tail_count=tail_count,
+            tail_ids=tail_ids,
+        )
+        return found if self.codec.profile == "threshold" else self._tempered(found, s_NV, sizes)
+
+    def split(self, s_NV: Tensor, gold_N: Tensor) -> tuple[Sizes, Tensor, tuple[Tensor, Tensor]]:
+        """Known ids (N, 1 + K), rows and ids (H,) of heads, and the sizes, which are 0 but in the tail."""
+        known_NK = torch.cat([gold_N[:, None], gold_N.new_tensor([self.codec.always_keep]).expand(len(gold_N), -1)], 1)
+        sizes = self._read(s_NV)
+        sizes.size_NJB.flatten(1).scatter_(1, known_NK, 0.0)
+        head = _above(sizes, self.codec.threshold)
+        sizes.size_NJB.flatten(1)[head] = 0.0
+        return sizes, known_NK, head
+
+    def _read(self, s_NV: Tensor) -> Sizes:
+        """One pass over the logits, a few rows at a time: all but its first step find them in the processor's cache."""
+        positions, vocabulary = s_NV.shape
+        step = _rows_a_pass(s_NV)
+        sizes = self._room(s_NV)
+        room_2nV = s_NV.new_empty(2, min(step, positions), vocabulary)
+        for start in range(0, positions, step):
+            rows = slice(start, min(start + step, positions))
+            s_nV, p_nV = room_2nV[:, : rows.stop - rows.start].unbind()
+            torch.clamp(s_NV[rows], min=LOWEST, out=s_nV)
+            torch.softmax(s_nV, -1, out=p_nV)
+            sizes.lse_N[rows] = s_nV.amax(-1) - p_nV.amax(-1).log()
+            sizes.entropy_N[rows] = sizes.lse_N[rows] - by_row(torch.linalg.vecdot, p_nV, s_nV)
+            if self.codec.profile == "tempered":
+                proposals = [torch.softmax(s_nV * beta, -1) for beta in self.codec.proposal_betas]
+                torch.mean(torch.stack(proposals), 0, out=p_nV)
+            sizes.size_NJB[rows].flatten(1)[:, :vocabulary] = p_nV
+            torch.amax(sizes.size_NJB[rows], -1, out=sizes.largest_NJ[rows])
+        if not (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all():
+            remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
+            raise ModelError(f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy)
+        return sizes
+
+    def _room(self, s_NV: Tensor) -> Sizes:
+        """Where to put what is found, kept from call to call: fresh memory costs more than a pass over it."""
+        positions, vocabulary = s_NV.shape
+        blocks = -(-vocabulary // BLOCK)
+        kept = self._sizes
+        if kept is None or kept.size_NJB.dtype != s_NV.dtype or kept.largest_NJ.shape[0] < positions:
+            size_NJB = s_NV.new_zeros(positions, blocks, BLOCK)  # the last block's padding stays 0
+            lse_N, entropy_N = s_NV.new_empty(2, positions).unbind()
+            self._sizes = kept = Sizes(lse_N, entropy_N, size_NJB, s_NV.new_empty(positions, blocks))
+        return Sizes(*(getattr(kept, field.name)[:positions] for field in fields(Sizes)))
+
+    def _tempered(self, found: Sample, s_NV: Tensor, sizes: Sizes) -> Sample:
+        """``found`` with what other temperatures need: the tail's log-probabilities, and its log-partition."""
+        betas = self.codec.nodes(self.nodes)
+        rows_M = torch.from_numpy(np.repeat(np.arange(len(s_NV)), found.tail_count)).to(s_NV.device)[:, None]
+        tail_ME = s_NV[rows_M, torch.from_numpy(found.tail_ids).to(s_NV.device)] - sizes.lse_N[rows_M]
+        parts = []
+        for start in range(0, max(len(s_NV), 1), _rows_a_pass(s_NV)):
+            rows = slice(start, start + _rows_a_pass(s_NV))
+            parts.append(partition(tail_logprobs(s_NV[rows], sizes, rows), betas))
+        return replace(found, tail_logprobs=tail_ME.cpu().numpy(), partition=torch.cat(parts).cpu().numpy())
 
 
-def _tail(tail_NV: Tensor, uniform_N: Tensor, order_V: Tensor, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Counts (N,) and ids (M,), ascending within a record, drawn from the probabilities left in ``tail_NV``."""
-    vocabulary = tail_NV.shape[1]
-    blocks_NKB = _blocks(tail_NV.index_select(1, order_V))
-    running_NK = blocks_NKB.sum(-1).cumsum(1, dtype=torch.float64)
-    rest_N = running_NK[:, -1]
-    count_N = torch.clamp(torch.floor(rest_N / threshold), min=1)
-    slot_M = torch.arange(int(count_N.max()), device=tail_NV.device)
-    points_NM = (uniform_N[:, None] + slot_M) * (rest_N / count_N)[:, None]
-    place_NM = _places(points_NM, running_NK, blocks_NKB)
-    ids_NM = torch.where(slot_M < count_N[:, None], order_V[place_NM.clamp(max=vocabulary - 1)], vocabulary)
-    ids_NM = ids_NM.sort(dim=1).values
-    return _numpy(count_N, np.uint8), _numpy(ids_NM[ids_NM < vocabulary], np.uint32)
+def tail_logprobs(s_nV: Tensor, sizes: Sizes, rows: slice) -> Tensor:
+    """Log-probabilities (n, V) of some rows' tails; ``LOWEST`` for known and head tokens, whose sizes are 0."""
+    in_tail_nV = sizes.size_NJB[rows].flatten(1)[:, : s_nV.shape[1]] > 0
+    return (s_nV - sizes.lse_N[rows, None]).clamp_(min=LOWEST).masked_fill_(~in_tail_nV, LOWEST)
 
 
-def _blocks(ordered_NV: Tensor) -> Tensor:
-    """The ordered tail as (N, K, 64), padded with zeros."""
-    return torch.nn.functional.pad(ordered_NV, (0, -ordered_NV.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+def _rows_a_pass(s_NV: Tensor) -> int:
+    return max(PASS_ELEMENTS[s_NV.device.type] // s_NV.shape[1], 1)
 
 
-def _places(points_NM: Tensor, running_NK: Tensor, blocks_NKB: Tensor) -> Tensor:
-    """Where in the order each point falls, (N, M): the block first, then the place inside it.
+def joined(parts: list[Sample]) -> Sample:
+    """All positions of ``parts`` (at least one), in order."""
+    names = [name for name, value in vars(parts[0]).items() if value is not None]
+    return Sample(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def _above(sizes: Sizes, threshold: float) -> tuple[Tensor, Tensor]:
+    """Rows and ids (H,) of sizes above the threshold, in ascending order; blocks without one are not looked at."""
+    rows_b, blocks_b = (sizes.largest_NJ > threshold).nonzero(as_tuple=True)
+    which_H, place_H = (sizes.size_NJB[rows_b, blocks_b] > threshold).nonzero(as_tuple=True)
+    return rows_b[which_H], blocks_b[which_H] * BLOCK + place_H
+
+
+def _tail(size_NJB: Tensor, chance: Chance, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Counts (N,) and ids (M, E), ascending within a record and draw, from the sizes that are left."""
+    running_NJ = size_NJB.sum(-1)[:, chance.order_J].cumsum(1, dtype=torch.float64)
+    rest_N = running_NJ[:, -1]
+    # Where all of the vocabulary is known or head, nothing is left to draw from.
+    count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
+    ids = [
+        _draw(size_NJB, running_NJ, count_N, uniform_N, chance.order_J)
+        for uniform_N in chance.uniform_NE.unbind(1)
+    ]  # fmt: skip
+    return count_N.cpu().numpy(), np.stack(ids, axis=1)
+
+
+def _draw(size_NJB: Tensor, running_NJ: Tensor, count_N: Tensor, uniform_N: Tensor, order_J: Tensor) -> np.ndarray:
+    """The ids (M,) under the points of one draw: the block of each point first, then the place inside it.
 
     Two levels, because a running sum over all of V must be in float64 (in float32 its error would rival the small
     probabilities at its end), which over V would cost as much as all the rest. A point that rounding puts past the
-    end of its block takes the block's last token that has a probability.
+    end of its block takes the block's last token that has a size.
     """
-    block_NM = torch.searchsorted(running_NK, points_NM, right=True).clamp(max=running_NK.shape[1] - 1)
-    before_NK = torch.nn.functional.pad(running_NK, (1, -1))
-    inside_NMB = blocks_NKB.gather(1, block_NM[..., None].expand(-1, -1, _BLOCK)).double().cumsum(-1)
-    offset_NM = points_NM - before_NK.gather(1, block_NM)
-    last_NM = (inside_NMB < inside_NMB[..., -1:]).sum(-1)
-    within_NM = torch.searchsorted(inside_NMB, offset_NM[..., None], right=True)[..., 0]
-    return block_NM * _BLOCK + torch.minimum(within_NM, last_NM)
+    blocks, vocabulary = running_NJ.shape[1], running_NJ.shape[1] * BLOCK
+    slot_m = torch.arange(int(count_N.max()) if len(count_N) else 0, device=count_N.device)
+    points_Nm = (uniform_N[:, None] + slot_m) * (running_NJ[:, -1] / count_N.clamp(min=1))[:, None]
+    block_Nm = torch.searchsorted(running_NJ, points_Nm, right=True).clamp_(max=blocks - 1)
+    before_Nm = torch.nn.functional.pad(running_NJ, (1, -1)).gather(1, block_Nm)
+    drawn_Nm = slot_m < count_N[:, None]
+    rows_M = drawn_Nm.nonzero()[:, 0]
+    block_M = order_J[block_Nm[drawn_Nm]]
+    inside_MB = size_NJB[rows_M, block_M].double().cumsum(-1)
+    offset_M1 = (points_Nm - before_Nm)[drawn_Nm][:, None]
+    last_M = (inside_MB < inside_MB[:, -1:]).sum(-1)
+    place_M = torch.minimum(torch.searchsorted(inside_MB, offset_M1, right=True)[:, 0], last_M)
+    keys = np.sort((rows_M * vocabulary + block_M * BLOCK + place_M).cpu().numpy())
+    return keys % vocabulary
 
 
-def _numpy(tensor: Tensor, dtype: type[np.generic]) -> np.ndarray:
-    return tensor.cpu().numpy().astype(dtype)
+def by_row(reduce: Callable[..., Tensor], *rows_NV: Tensor) -> Tensor:
+    """``reduce`` of each row, (N,), to the same bits for any number of rows and threads.
+
+    A row alone would be shared among the threads, and summed in another order than rows side by side.
+    """
+    if len(rows_NV[0]) != 1:
+        return reduce(*rows_NV)
+    return reduce(*(row_1V.repeat(2, 1) for row_1V in rows_NV))[:1]
+
+
+def log_sum(values_NV: Tensor) -> Tensor:
+    """log sum exp of each row."""
+    return torch.logsumexp(values_NV, -1)
+
+
+def partition(tail_NV: Tensor, betas: tuple[float, ...]) -> Tensor:
+    """B(b) = log sum exp(b l) over the tail and its derivative E_b[l], (N, G, 2), at the given b = 1 / T.
+
+    ``tail_NV`` holds log-probabilities, and ``LOWEST`` where a token is not in the tail.
+    """
+    values = []
+    for beta in betas:
+        scaled_NV = tail_NV * beta
+        lse_N = by_row(log_sum, scaled_NV)
+        mean_N = by_row(torch.linalg.vecdot, scaled_NV.sub_(lse_N[:, None]).exp_(), tail_NV)
+        values.append(torch.stack([lse_N, mean_N], -1))
+    return torch.stack(values, 1)

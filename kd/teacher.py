@@ -10,20 +10,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cache.codec import Codec
 from cache.errors import CacheError
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
     DataIdentity,
+    FidelityRow,
     Manifest,
     Provenance,
     TeacherIdentity,
@@ -36,18 +40,16 @@ from kd import models
 from kd.batches import make_batch
 from kd.config import JobConfig, TeacherConfig
 from kd.data import Corpus
-from kd.models import Head
+from kd.errors import ConfigError, Problem
+from kd.estimate import hidden_width, require_space
+from kd.fidelity import Live, measure, require_fidelity
+from kd.nodes import NodesFound, choose_nodes
 from kd.precision import pick_device
 from kd.progress import Meter, Monitor
-from kd.sampling import draws, sample_records
+from kd.recording import Recorder
+from kd.remote import RemoteTeacher, remote_sha256
 
 WAITING_SECONDS = 30.0
-
-# Logits held at once, and how many of them are sampled at once. The head's matrix product wants many rows; sampling
-# passes over them several times, which on a CPU should happen in its cache. Both are cut within a sequence, so that a
-# record does not depend on what else is in the micro-batch.
-LOGIT_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
-SAMPLE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,10 @@ def capture(plan: Plan, root: Path, monitor: Monitor) -> dict[str, Any]:
     with open_for_capture(root, plan.identity, _Waiting(monitor)) as writer:
         if (found := find_sealed(folder, plan.identity)) is not None:
             return summarise(found, reused=True)
-        fill(writer, plan, monitor)
-        writer.finish(_provenance(plan))
+        positions = plan.corpus.train.positions + plan.corpus.validation.positions
+        require_space(folder, plan.identity, positions, hidden_width(plan.folder))
+        teacher = fill(writer, plan, monitor)
+        writer.finish(_provenance(plan), check_fidelity(writer.readable(), plan, teacher, monitor))
     return summarise(open_cache(folder, plan.identity), reused=False)
 
 
@@ -107,39 +111,91 @@ def find_sealed(folder: Path, identity: CacheIdentity) -> Cache | None:
     return None if verify(folder) else found
 
 
-def fill(writer: CacheWriter, plan: Plan, monitor: Monitor) -> None:
-    """Capture every shard that is not sealed yet."""
+def check_fidelity(store: Cache, plan: Plan, teacher: Reader | None, monitor: Monitor) -> tuple[FidelityRow, ...]:
+    """Compare a few records with the teacher before the manifest completes them; a remote one cannot be asked.
+
+    Raises ``FidelityError`` where they differ: the shards stay, the cache is not sealed.
+    """
+    if plan.teacher.backend != "local":
+        return ()
+    monitor.emit("stage", stage="precompute", phase="checking fidelity")
+    if isinstance(teacher, Teacher):
+        live = Live(teacher.model, teacher.recorder.head)
+    else:
+        live = Live.load(plan.identity, plan.teacher, plan.folder)
+    began = time.monotonic()
+    rows = measure(store, live)
+    require_fidelity(store, rows)
+    monitor.emit("stage", stage="precompute", phase=f"fidelity checked in {time.monotonic() - began:.1f} s")
+    return rows
+
+
+def fill(writer: CacheWriter, plan: Plan, monitor: Monitor) -> Reader | None:
+    """Capture every shard that is not sealed yet; returns who read them, None where nothing was missing."""
     missing = writer.missing_shards()
     sizes = [len(plan.identity.shard_range(index)) for index in range(plan.identity.shard_count)]
     meter = Meter(sum(sizes), "sequences", done=sum(sizes) - sum(sizes[index] for index in missing))
     if not missing:
-        return
+        return None
     monitor.emit("stage", stage="precompute", phase="loading the teacher")
+    with open_reader(plan, writer, monitor) as teacher:
+        monitor.emit("stage", stage="precompute", phase="capturing")
+        for index in missing:
+            sequences = shard_sequences(plan, index)
+            parts, left = [], len(sequences)
+            for count, records in teacher.read(sequences, plan.identity.shard_range(index).start):
+                parts.append(records)
+                left -= count
+                monitor.emit("progress", **meter.advance(count, len(records)))
+                if left:
+                    monitor.check(f"in shard {index + 1} of {len(sizes)}")
+            writer.write_shard(index, sequences, Records.concatenate(parts))
+            if index != missing[-1]:
+                monitor.check(f"after shard {index + 1} of {len(sizes)}")
+        return teacher
+
+
+class Reader(Protocol):
+    """Whatever reads sequences and knows what the teacher says of them."""
+
+    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
+        """Yield (sequences read, their records) per micro-batch; ``first`` is the number of the first sequence."""
+        ...
+
+
+@contextmanager
+def open_reader(plan: Plan, writer: CacheWriter, monitor: Monitor) -> Iterator[Reader]:
+    """The teacher of ``plan``, ready to read: here, or on its server."""
+    if plan.teacher.backend == "local":
+        yield load_teacher(plan, writer, monitor)
+        return
+    with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as teacher:
+        length = plan.config.data.sequence_length
+        teacher.require_same_tokenizer(models.probe(plan.tokenizer, models.PROBES), length)
+        yield teacher
+
+
+def load_teacher(plan: Plan, writer: CacheWriter, monitor: Monitor) -> Teacher:
+    """The teacher of ``plan``; a hidden cache is given its head here, a tempered one the number of its nodes."""
     teacher = Teacher.load(plan)
-    monitor.emit("stage", stage="precompute", phase="capturing")
-    for index in missing:
-        sequences = _sequences(plan, index)
-        parts, left = [], len(sequences)
-        for count, records in teacher.read(sequences, plan.identity.shard_range(index).start):
-            parts.append(records)
-            left -= count
-            monitor.emit("progress", **meter.advance(count, len(records)))
-            if left:
-                monitor.check(f"in shard {index + 1} of {len(sizes)}")
-        writer.write_shard(index, sequences, Records.concatenate(parts))
-        if index != missing[-1]:
-            monitor.check(f"after shard {index + 1} of {len(sizes)}")
+    if plan.identity.codec.profile == "hidden":
+        writer.write_head(teacher.recorder.head_arrays())
+    if plan.identity.codec.profile != "tempered":
+        return teacher
+    if (sealed := writer.sealed_shape("partition")) is not None:  # one cache has one number of nodes
+        return replace(teacher, recorder=replace(teacher.recorder, nodes=sealed[1]))
+    found = teacher.choose_nodes(shard_sequences(plan, 0))
+    monitor.emit("stage", stage="precompute", phase=str(found))
+    return replace(teacher, recorder=replace(teacher.recorder, nodes=found.count))
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A loaded teacher and how to read records off it."""
+    """A loaded teacher, and what to keep of it."""
 
     model: PreTrainedModel
-    head: Head
+    recorder: Recorder
     batch_size: int
-    threshold: float
-    seed: int
 
     @classmethod
     def load(cls, plan: Plan) -> Teacher:
@@ -149,46 +205,37 @@ class Teacher:
         head = models.head_of(model, plan.identity.tokenizer.vocabulary_size)
         if plan.config.data.packing:
             models.require_document_isolation(model)
-        codec = plan.identity.codec
-        return cls(model, head, plan.teacher.batch_size, codec.threshold, codec.seed)
+        return cls(model, Recorder(head, plan.identity.record_codec()), plan.teacher.batch_size)
 
     @torch.no_grad()
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
         """Yield (sequences read, their records) per micro-batch; ``first`` is the number of the first sequence."""
         for start in range(0, len(sequences), self.batch_size):
             part = sequences.select(slice(start, start + self.batch_size))
-            batch = make_batch(part, None).to(self.model.device)
-            hidden_BTD = models.hidden_states(self.model, batch.tokens_BT, batch.positions_BT)
             records = [
-                self._read_sequence(hidden_BTD[row], part.tokens[row], part.target_mask[row], first + start + row)
-                for row in range(len(part))
+                self.recorder.records(hidden_ND, gold_N, first + start + row, positions_N)
+                for row, (hidden_ND, gold_N, positions_N) in enumerate(self.rows(part))
             ]
             yield len(part), Records.concatenate(records)
 
-    def _read_sequence(self, hidden_TD: Tensor, tokens_T: np.ndarray, mask_T: np.ndarray, number: int) -> Records:
-        """The records of one sequence; its logits exist one chunk at a time."""
-        device, vocabulary = hidden_TD.device, self.head.vocabulary
-        positions_N = np.flatnonzero(mask_T)
-        uniform_N, order_V = map(torch.from_numpy, draws(self.seed, number, positions_N, vocabulary))
-        gold_N = torch.from_numpy(tokens_T[positions_N + 1].astype(np.int64))
-        uniform_N, order_V, gold_N = uniform_N.to(device), order_V.to(device), gold_N.to(device)
-        hidden_ND = hidden_TD[torch.from_numpy(positions_N).to(device)]
-        parts = []
-        for outer in _runs(0, len(positions_N), LOGIT_ELEMENTS[device.type] // vocabulary):
-            logits_NV = self.head.logits(hidden_ND[outer])
-            for rows in _runs(outer.start, outer.stop, SAMPLE_ELEMENTS[device.type] // vocabulary):
-                inner = slice(rows.start - outer.start, rows.stop - outer.start)
-                parts.append(sample_records(logits_NV[inner], gold_N[rows], uniform_N[rows], order_V, self.threshold))
-        return Records.concatenate(parts)
+    @torch.no_grad()
+    def choose_nodes(self, sequences: Sequences) -> NodesFound:
+        """How many nodes a tempered cache of this teacher needs, measured on the first sequence that has targets."""
+        first = int(np.argmax(sequences.target_mask.any(axis=1)))
+        hidden_ND, gold_N, _ = next(self.rows(sequences.select(slice(first, first + 1))))
+        return choose_nodes(hidden_ND, gold_N, self.recorder.head, self.recorder.codec)
+
+    def rows(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
+        """Of each sequence the hidden states (N, D), next tokens and places of its targets; one forward pass."""
+        batch = make_batch(sequences, None).to(self.model.device)
+        hidden_BTD = models.hidden_states(self.model, batch.tokens_BT, batch.positions_BT)
+        for row, (tokens_T, mask_T) in enumerate(zip(sequences.tokens, sequences.target_mask, strict=True)):
+            positions_N = np.flatnonzero(mask_T)
+            gold_N = torch.from_numpy(tokens_T[positions_N + 1].astype(np.int64)).to(hidden_BTD.device)
+            yield hidden_BTD[row, torch.from_numpy(positions_N).to(hidden_BTD.device)], gold_N, positions_N
 
 
-def _runs(start: int, stop: int, size: int) -> list[slice]:
-    """``range(start, stop)`` cut into slices of ``size``; one empty slice where there is nothing."""
-    size = max(size, 1)
-    return [slice(first, min(first + size, stop)) for first in range(start, max(stop, start + 1), size)]
-
-
-def _sequences(plan: Plan, index: int) -> Sequences:
+def shard_sequences(plan: Plan, index: int) -> Sequences:
     """The sequences of a shard; training ones come first, so one shard may hold both kinds."""
     numbers = np.asarray(plan.identity.shard_range(index))
     train = plan.corpus.train
@@ -202,11 +249,9 @@ def _sequences(plan: Plan, index: int) -> Sequences:
 
 def make_plan(config: JobConfig, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, folder: Path) -> Plan:
     """The identity of the cache that ``config`` asks for, and all that is needed to capture it."""
-    assert config.teacher is not None
-    dtype = models.teacher_dtype(config.teacher, folder, pick_device())
     options = config.cache
     identity = CacheIdentity(
-        TeacherIdentity(models.fingerprint(folder, config.teacher.gguf_file), str(dtype).removeprefix("torch.")),
+        _teacher_identity(config, folder),
         TokenizerIdentity(models.vocabulary_size(tokenizer), models.tokenizer_sha256(tokenizer)),
         DataIdentity(
             sha256=corpus.sha256(),
@@ -215,9 +260,39 @@ def make_plan(config: JobConfig, tokenizer: PreTrainedTokenizerBase, corpus: Cor
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
         ),
-        CodecIdentity(options.profile, options.threshold, options.seed, options.shard_sequences),
+        CodecIdentity(
+            profile=options.profile,
+            threshold=options.threshold if options.sampled else 0.0,
+            temperatures=options.range,
+            always_keep=options.always_keep,
+            draws=options.draws,
+            k=options.entries,
+            bits=options.bits,
+            seed=options.seed,
+            shard_sequences=options.shard_sequences,
+        ),
     )
+    _require_vocabulary(identity)
     return Plan(config, folder, tokenizer, corpus, identity)
+
+
+def _teacher_identity(config: JobConfig, folder: Path) -> TeacherIdentity:
+    """The weights and their precision; of a server's, which cannot be seen, its address and the model's name."""
+    assert config.teacher is not None
+    if config.teacher.backend == "http":
+        return TeacherIdentity(remote_sha256(config.teacher), "remote")
+    dtype = models.teacher_dtype(config.teacher, folder, pick_device())
+    return TeacherIdentity(models.fingerprint(folder, config.teacher.gguf_file), str(dtype).removeprefix("torch."))
+
+
+def _require_vocabulary(identity: CacheIdentity) -> None:
+    """Raise ``ConfigError`` where the job asks for tokens that the tokenizer does not have."""
+    size, codec = identity.tokenizer.vocabulary_size, identity.codec
+    too_large = [token for token in codec.always_keep if token >= size]
+    if too_large or codec.k > size:
+        field, got = ("always_keep", too_large[0]) if too_large else ("k", codec.k)
+        detail = f"{got} is more than the tokenizer has: its vocabulary is {size} tokens."
+        raise ConfigError([Problem(f"/cache/{field}", detail, "Ids run from 0; ask the tokenizer for them.")])
 
 
 def _provenance(plan: Plan) -> Provenance:
@@ -270,6 +345,15 @@ class CachedRecords:
         """A name for the content."""
         return self.store.identity.fingerprint
 
-    def read(self, indices: np.ndarray) -> tuple[Sequences, Records]:
-        """The sequences of ``indices`` and their records, in that order."""
-        return self.store.read(indices)
+    @property
+    def codec(self) -> Codec:
+        """What the records' columns mean."""
+        return self.store.codec
+
+    def teacher_head(self) -> dict[str, NDArray[Any]]:
+        """The teacher's LM head, of a hidden cache."""
+        return self.store.teacher_head()
+
+    def read(self, indices: np.ndarray, draws: int | np.ndarray = 0) -> tuple[Sequences, Records]:
+        """The sequences of ``indices`` and their records, in that order; ``draws`` picks among their tail samples."""
+        return self.store.read(indices, draws)

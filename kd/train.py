@@ -27,6 +27,7 @@ from kd.metrics import MetricsLog
 from kd.models import head_of, require_context, require_document_isolation
 from kd.precision import Precision, pick_device, target_hidden_states
 from kd.progress import Meter, Monitor
+from kd.targets import TargetDecoder
 
 
 def train(
@@ -44,6 +45,7 @@ def train(
     nn.Module.to(student, device)
     require_context(student, config.data.sequence_length)
     head = head_of(student, vocabulary)
+    decoder = TargetDecoder.of(source, config.loss.temperature, device)
     if config.data.packing:
         require_document_isolation(student)
     forward = prepare_forward(student, options)
@@ -66,7 +68,7 @@ def train(
     )
 
     def evaluate_now() -> dict[str, Any]:
-        found = evaluate(forward, head, source, options.batch_size, precision, device)
+        found = evaluate(forward, head, source, decoder, options.batch_size, precision, device)
         log.evaluation(progress.step, found)
         return found
 
@@ -77,12 +79,13 @@ def train(
         began = time.monotonic()
         # ---- forward and backward over the micro-batches; the mean is over the tokens of all of them
         student.train()
-        count = sum(len(batch.targets) for batch in micro_batches)
+        count = sum(len(batch) for batch in micro_batches)
         sums = torch.zeros(3, device=device, dtype=torch.float64)
         for batch in micro_batches:
             batch = batch.to(device)
             hidden_ND = target_hidden_states(forward, batch, precision)
-            terms = distillation_loss(hidden_ND, head, batch.targets, alpha)
+            targets = decoder.targets(batch.gold_N, batch.teacher)
+            terms = distillation_loss(hidden_ND, head, targets, alpha)
             scaler.scale(terms.total / max(count, 1)).backward()
             sums += torch.stack([terms.total.detach(), terms.kd, terms.ce]).double()
         loss, kd_loss, ce_loss = (sums / max(count, 1)).tolist()

@@ -19,7 +19,7 @@ _PLAIN_TEXT = 2**16
 
 def check_inputs(config: JobConfig, root: Path, home: Path) -> list[Problem]:
     """Every problem that the file system shows: relative paths are taken from ``root``, output goes below ``home``."""
-    return [*_models(config, root), *_texts(config, root), *_allowed("", _storage(home))]
+    return [*_models(config, root), *_texts(config, root), *_sealed(config, home), *_allowed("", _storage(home))]
 
 
 def remote_code_allowed() -> bool:
@@ -32,7 +32,9 @@ def remote_code_allowed() -> bool:
 
 def _models(config: JobConfig, root: Path) -> Iterator[Problem]:
     teacher, student = config.teacher, config.student
-    if teacher is not None and config.needs_cache:
+    if teacher is not None and teacher.tokenizer is not None:
+        yield from _allowed("/teacher/tokenizer", _tokenizer("/teacher/tokenizer", teacher.tokenizer, root))
+    elif teacher is not None and config.needs_cache and config.cache.fingerprint is None:
         yield from _allowed("/teacher/model", _model("/teacher/model", teacher.model, root, teacher.gguf_file))
         if teacher.trust_remote_code and not remote_code_allowed():
             yield Problem(
@@ -42,7 +44,7 @@ def _models(config: JobConfig, root: Path) -> Iterator[Problem]:
         yield from _allowed("/student/model", _model("/student/model", student.model, root))
     tokenizer = student.init.tokenizer if student is not None and student.init is not None else None
     if tokenizer is not None:
-        yield from _allowed("/student/init/tokenizer", _tokenizer(tokenizer, root))
+        yield from _allowed("/student/init/tokenizer", _tokenizer("/student/init/tokenizer", tokenizer, root))
 
 
 def _allowed(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:
@@ -53,9 +55,9 @@ def _allowed(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:
         yield Problem(pointer, f"{error.filename} may not be looked at.", "Check the mode and owner of its folders.")
 
 
-def _tokenizer(name: str, root: Path) -> Iterator[Problem]:
+def _tokenizer(pointer: str, name: str, root: Path) -> Iterator[Problem]:
     if not (root / name).is_dir() and not HUB_ID.match(name):
-        yield Problem("/student/init/tokenizer", f"no folder {name!r}.", _from(root))
+        yield Problem(pointer, f"no folder {name!r}.", _from(root))
 
 
 def _model(pointer: str, model: str, root: Path, gguf_file: str | None = None) -> Iterator[Problem]:
@@ -95,6 +97,15 @@ def _from(root: Path) -> str:
 def _listing(folder: Path, pattern: str) -> str:
     names = sorted(path.name for path in folder.glob(pattern))
     return f"There are: {', '.join(names)}." if names else f"There is no {pattern} in it."
+
+
+# ---------------------------------------------------------------------- a cache that the job names
+
+
+def _sealed(config: JobConfig, home: Path) -> Iterator[Problem]:
+    name = config.cache.fingerprint
+    if name is not None and config.needs_cache and not (home / "caches" / name / "manifest.json").is_file():
+        yield Problem("/cache/fingerprint", f"there is no sealed cache {name!r} below {home}.", "See `kd cache ls`.")
 
 
 # ---------------------------------------------------------------------- text

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.codec import Codec
 from cache.records import Records, Sequences
 from cache.testing import make_records, make_sequences
-from kd.batches import Batch, PlainText, make_batch, step_indices, training_batches, validation_batches
+from kd.batches import Batch, PlainText, make_batch, step_epochs, step_indices, training_batches, validation_batches
 from kd.data import Corpus
 
 VOCABULARY = 300
@@ -19,18 +20,23 @@ VOCABULARY = 300
 
 @dataclass
 class Numbered:
-    """A source whose sequence n holds only the token n; reading a sequence of ``broken`` fails."""
+    """A source whose sequence n is the token n and then the draw it was read from; reading ``broken`` fails."""
 
     train_count: int
     validation_count: int = 0
     broken: int = -1
     has_records: bool = False
     identity: str = "numbered"
+    codec: None = None
 
-    def read(self, indices: np.ndarray) -> tuple[Sequences, None]:
+    def teacher_head(self) -> dict[str, np.ndarray]:
+        raise LookupError("there is no teacher")
+
+    def read(self, indices: np.ndarray, draws: np.ndarray | int = 0) -> tuple[Sequences, None]:
         if self.broken in indices:
             raise OSError(f"sequence {self.broken} cannot be read")
         tokens = np.repeat(np.asarray(indices, np.uint32)[:, None], 4, axis=1)
+        tokens[:, 1] = draws
         starts, targets = np.zeros((2, *tokens.shape), bool)
         starts[:, 0] = True
         targets[:, :-1] = True
@@ -39,6 +45,10 @@ class Numbered:
 
 def numbers(batch: Batch) -> list[int]:
     return batch.tokens_BT[:, 0].tolist()
+
+
+def draws(batch: Batch) -> list[int]:
+    return batch.tokens_BT[:, 1].tolist()
 
 
 # ---------------------------------------------------------------------- order
@@ -83,6 +93,19 @@ def test_micro_batches_of_a_step_are_the_step_cut_up():
     assert [number for batch in micro for number in numbers(batch)] == step_indices(20, 12, 5, 2).tolist()
 
 
+def test_every_epoch_reads_a_draw_of_its_own():
+    """Also where an epoch ends within a step, and within a micro-batch."""
+    steps = list(training_batches(Numbered(7), 3, 2, 5, range(7)))
+    read = [pair for step in steps for batch in step for pair in zip(numbers(batch), draws(batch), strict=True)]
+    assert [draw for _, draw in read] == [epoch for epoch in range(6) for _ in range(7)]
+    assert all({n for n, draw in read if draw == epoch} == set(range(7)) for epoch in range(6))
+    assert step_epochs(7, 6, 1).tolist() == [0, 1, 1, 1, 1, 1]
+
+
+def test_held_out_sequences_are_always_read_from_the_first_draw():
+    assert all(set(draws(batch)) == {0} for batch in validation_batches(Numbered(5, 7), 3))
+
+
 @pytest.mark.parametrize("resume_at", [0, 1, 4, 9, 10])
 def test_a_resumed_iteration_equals_the_uninterrupted_one(resume_at):
     source = Numbered(7)
@@ -125,10 +148,20 @@ def test_plain_text_reads_both_splits_by_number():
 # ---------------------------------------------------------------------- content
 
 
-@pytest.fixture(params=[0.04, 0.3], ids=["many heads", "few heads"])
+CODECS = {
+    "threshold": Codec("threshold", VOCABULARY, threshold=0.04, always_keep=(5,)),
+    "wide ids": Codec("threshold", 70_000, threshold=0.04),
+    "tempered": Codec("tempered", VOCABULARY, threshold=0.04, temperatures=(0.5, 2.0)),
+    "topk": Codec("topk", VOCABULARY, k=4),
+    "dense": Codec("dense", VOCABULARY, bits=16),
+    "hidden": Codec("hidden", VOCABULARY, bits=8),
+}
+
+
+@pytest.fixture(params=CODECS.values(), ids=CODECS)
 def material(request) -> tuple[Sequences, Records]:
     sequences = make_sequences(3, 6, 16, VOCABULARY)
-    return sequences, make_records(3, sequences.positions, VOCABULARY, request.param)
+    return sequences, make_records(3, sequences.positions, request.param)
 
 
 def test_targets_are_the_next_tokens_at_their_places(material):
@@ -138,60 +171,31 @@ def test_targets_are_the_next_tokens_at_their_places(material):
     assert batch.tokens_BT.dtype == torch.int64 and batch.tokens_BT.reshape(-1).tolist() == flat.tolist()
     expected = [(b * 16 + t) for b in range(6) for t in range(16) if sequences.target_mask[b, t]]
     assert batch.rows_N.tolist() == expected
-    assert batch.targets.gold_N.tolist() == [flat[place + 1] for place in expected]
-    assert len(batch.targets) == len(expected) == len(records)
+    assert batch.gold_N.tolist() == [flat[place + 1] for place in expected]
+    assert len(batch) == len(expected) == len(records)
 
 
-def test_each_record_keeps_its_ids_and_its_weights_sum_to_one(material):
+def test_records_travel_as_they_are_stored(material):
+    """The same numbers in the same few bytes, and not even copied: they are decoded on the device."""
     sequences, records = material
-    record = make_batch(sequences, records).targets.record
-    assert record.offsets_N1.shape == (len(records) + 1,) and record.offsets_N1[-1] == len(record.ids_E)
-    heads, tails = records.head_offsets, records.tail_offsets
-    for n in range(len(records)):
-        entries = slice(int(record.offsets_N1[n]), int(record.offsets_N1[n + 1]))
-        head, tail = slice(heads[n], heads[n + 1]), slice(tails[n], tails[n + 1])
-        assert record.ids_E[entries].tolist() == [*records.head_ids[head], *records.tail_ids[tail]]
-        p = np.exp(records.head_logprobs[head].astype(np.float64))
-        share = (1 - p.sum()) / max(tail.stop - tail.start, 1)
-        expected = [*p, *[share] * (tail.stop - tail.start)]
-        np.testing.assert_allclose(record.weights_E[entries].numpy(), expected, rtol=1e-6, atol=1e-7)
-        if tail.stop > tail.start:
-            assert float(record.weights_E[entries].sum(dtype=torch.float64)) == pytest.approx(1, abs=1e-6)
-    assert record.entropy_N.tolist() == records.entropy.tolist()
-
-
-def test_the_best_token_is_the_heaviest_of_the_head_or_unknown(material):
-    sequences, records = material
-    best = make_batch(sequences, records).best_N.tolist()
-    heads = records.head_offsets
-    for n, found in enumerate(best):
-        ids, logs = records.head_ids[heads[n] : heads[n + 1]], records.head_logprobs[heads[n] : heads[n + 1]]
-        assert found == (int(ids[logs.argmax()]) if len(ids) else -1)
-
-
-def test_records_without_any_head_have_no_best_token():
-    sequences = make_sequences(4, 2, 8, VOCABULARY)
-    count = sequences.positions
-    nothing, no_ids = np.zeros(count, np.uint8), np.zeros(0, np.uint32)
-    zeros = np.zeros(count, np.float32)
-    tails = np.arange(count, dtype=np.uint32)
-    records = Records(nothing, no_ids, np.zeros(0, np.float32), nothing + np.uint8(1), tails, zeros, zeros)
-    batch = make_batch(sequences, records)
-    assert batch.best_N.tolist() == [-1] * count
-    assert batch.targets.record.weights_E.tolist() == [1.0] * count
+    teacher = make_batch(sequences, records).teacher
+    assert set(teacher) == set(records.columns)
+    for name, column in records.columns.items():
+        found = teacher[name].numpy()
+        assert found.dtype == column.dtype and found.shape == column.shape and np.shares_memory(found, column), name
 
 
 def test_without_records_there_is_only_the_gold():
     batch = make_batch(make_sequences(3, 6, 16, VOCABULARY), None)
-    assert batch.targets.record is None and batch.best_N is None and len(batch.targets) == len(batch.rows_N)
+    assert batch.teacher is None and len(batch) == len(batch.rows_N) == len(batch.gold_N)
 
 
 def test_a_batch_without_any_target_is_possible():
     starts = np.ones((2, 4), bool)
     sequences = Sequences(np.ones((2, 4), np.uint32), starts, np.zeros((2, 4), bool))
-    for records in (None, make_records(0, 0, VOCABULARY, 0.04)):
+    for records in (None, make_records(0, 4, CODECS["threshold"]).slice(0, 0)):
         batch = make_batch(sequences, records)
-        assert len(batch.targets) == 0 and batch.rows_N.shape == (0,)
+        assert len(batch) == 0 and batch.rows_N.shape == (0,)
 
 
 # ---------------------------------------------------------------------- positions

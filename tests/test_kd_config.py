@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kd.config import SCHEDULER_KWARGS, DatasetSpec, JobConfig, Scheduler, StudentInit, TeacherConfig
+from kd.config import SCHEDULER_KWARGS, DatasetSpec, JobConfig, Scheduler, StudentInit, TeacherConfig, TemperatureRange
 from kd.errors import ConfigError, Problem
 from kd.jobfile import apply_overrides, load_config, parse_config
 
@@ -72,6 +72,7 @@ LEVELS = {
     "data": JobConfig.model_fields["data"].annotation,
     "data.train.1": DatasetSpec,
     "cache": JobConfig.model_fields["cache"].annotation,
+    "cache.temperatures": TemperatureRange,
     "loss": JobConfig.model_fields["loss"].annotation,
     "train": JobConfig.model_fields["train"].annotation,
 }
@@ -127,6 +128,13 @@ BOUNDS = [
     ("kind", ["distil", None, 1], []),
     ("name", ["", "Upper", "a b", "-a", "a" * 64, "ä"], ["a", "a" * 63, "0.1_x-y"]),
     ("teacher.model", [""], ["x"]),
+    ("teacher.backend", ["vllm", None], ["local"]),
+    ("teacher.url", ["host:8000", "ftp://host", "http://name:secret@host"], []),
+    ("teacher.tokenizer", [""], []),
+    ("teacher.api_key_env", ["HOME", "KD_REDIS_URL"], []),
+    ("teacher.timeout", [0, 3601], [0.1, 3600]),
+    ("teacher.retries", [-1, 101], [0, 100]),
+    ("teacher.concurrency", [0, 257], [1, 256]),
     ("teacher.dtype", ["int8", "fp32"], ["auto", "bfloat16"]),
     ("teacher.batch_size", [0, 4097, 1.5, "many"], [1, 4096]),
     ("student.init.layers", [0, 257], [1, 256]),
@@ -142,7 +150,13 @@ BOUNDS = [
     ("data.sequence_length", [7, 1_048_577], [8, 1_048_576]),
     ("data.max_train_samples", [0], [1]),
     ("data.max_eval_samples", [0], [1]),
-    ("cache.profile", ["topk"], ["threshold"]),
+    ("cache.profile", ["top-k"], ["threshold", "tempered"]),
+    ("cache.temperatures.min", [0.04, 101], []),
+    ("cache.temperatures.max", [0.04, 101], []),
+    ("cache.always_keep", [[-1], [1, 1], list(range(65)), ["a"]], [[], [0, 5]]),
+    ("cache.draws", [0, 65, 1.5], [1, 64]),
+    ("cache.k", [0, 4097], [None]),
+    ("cache.fingerprint", ["abc", "G" * 32], []),
     ("cache.threshold", [0.0039, 0.51, float("inf")], [0.004, 0.5]),
     ("cache.seed", [-1, 2**32], [0, 2**32 - 1]),
     ("cache.shard_sequences", [0, 65537], [1, 65536]),
@@ -225,7 +239,7 @@ def test_each_kind_needs_its_parts():
     assert "train is required" in problems(without("train"))[0].detail
     assert "teacher is required" in problems(without("teacher", kind="precompute"))[0].detail
     assert "loss.alpha below 1" in problems(without("teacher", kind="train"))[0].detail
-    assert problems(without("data"))[0] == Problem("/data", "is required but missing.")
+    assert "data.train is required" in problems(without("data"))[0].detail
     plain = without("teacher", kind="train", loss={"alpha": 1})
     assert "student.init.tokenizer is required" in problems(plain)[0].detail
 
@@ -260,6 +274,63 @@ def test_choices_that_exclude_each_other():
     both = changed("data.validation_fraction", 0.1, changed("data.validation", "b.txt"))
     assert "not both" in problems(both)[0].detail
     assert "temperature" in problems(changed("loss.temperature", 2))[0].detail
+
+
+TEMPERED = {"profile": "tempered", "temperatures": {"min": 1, "max": 2}}
+
+
+@pytest.mark.parametrize(
+    "section, told",
+    [
+        ({"profile": "topk", "threshold": 0.1}, "profile topk has no use for threshold; it takes k"),
+        ({"profile": "dense", "draws": 2}, "profile dense has no use for draws; it takes dtype"),
+        ({"profile": "threshold", "k": 8}, "profile threshold has no use for k"),
+        ({"profile": "hidden", "always_keep": [1]}, "profile hidden has no use for always_keep"),
+        ({"profile": "dense", "dtype": "int8"}, "dtype of profile dense must be one of auto, float16, float32"),
+        ({"profile": "hidden", "dtype": "float16"}, "dtype of profile hidden must be one of auto, int16, int8"),
+        ({"profile": "tempered", "temperatures": {"min": 2, "max": 2}}, "min 2 must be below max 2"),
+        ({"always_keep": [3, 3]}, "names a token twice"),
+        ({"fingerprint": "0" * 32}, "use kind train"),
+    ],
+)
+def test_a_profile_takes_its_own_options_only(section, told):
+    assert told in problems(JOB | {"cache": section})[0].detail
+
+
+@pytest.mark.parametrize("section", [{"profile": "topk"}, {"profile": "dense"}, {"profile": "hidden"}, TEMPERED])
+def test_every_profile_survives_its_own_dump(section):
+    config = parse_config(JOB | {"cache": section})
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    "section, temperature, told",
+    [
+        ({"profile": "threshold"}, 2, "use profile tempered"),
+        ({"profile": "topk"}, 0.5, "use profile tempered"),
+        (TEMPERED, 0.9, "covers temperatures 1 to 2"),
+        (TEMPERED, 1.5, None),
+        ({"profile": "dense"}, 4, None),
+        ({"profile": "hidden"}, 0.1, None),
+    ],
+)
+def test_a_temperature_that_the_profile_cannot_serve_is_refused_by_naming_one_that_can(section, temperature, told):
+    job = JOB | {"cache": section, "loss": {"temperature": temperature}}
+    if told is None:
+        assert parse_config(job).loss.temperature == temperature
+    else:
+        assert told in problems(job)[0].detail
+
+
+def test_a_server_gives_its_most_probable_tokens_only():
+    job = changed("teacher", {"backend": "http", "model": "x", "url": "http://127.0.0.1:1", "tokenizer": "t"})
+    assert "set cache.profile to topk" in problems(job)[0].detail
+    assert parse_config(job | {"cache": {"profile": "topk"}}).cache.entries == 64
+
+
+def test_a_sealed_cache_takes_the_place_of_teacher_and_text():
+    job = without("teacher", "data", kind="train", cache={"fingerprint": "0" * 32}, student={"model": "x"})
+    assert parse_config(job).needs_cache
 
 
 def test_what_is_held_out():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cache.errors import CacheCorrupt, CacheNotFound, StorageError
+from cache.records import Sequences
 from cache.store import verify
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch
 from kd.jobfile import parse_config
@@ -159,29 +160,33 @@ def test_the_report_is_complete_and_finite(done):
     assert card.startswith("---\n") and page in card
 
 
-def test_the_reported_perplexity_is_that_of_the_student_on_disk(done):
-    """Computed again with the library's own loss, one sequence piece at a time."""
+def held_out_perplexity(folder: Path, sequences: Sequences) -> float:
+    """Computed with the library's own model, one piece of a document at a time; padded output rows do not count."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    model, losses = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    for row in range(len(sequences)):
+        starts = [*sequences.document_start[row].nonzero()[0].tolist(), sequences.length]
+        for start, stop in itertools.pairwise(starts):
+            ids = torch.from_numpy(sequences.tokens[row, start:stop].astype("int64"))[None]
+            if stop - start > 1 and sequences.target_mask[row, start]:
+                with torch.no_grad():
+                    logits = model(ids).logits[0, :-1, :2048]
+                losses += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+    assert len(losses) == sequences.positions
+    return math.exp(sum(losses) / len(losses))
+
+
+def test_the_reported_perplexities_are_those_of_the_models_on_disk(done, tiny_teacher):
     from cache.store import open_cache
 
     store = open_cache(done.home / "caches" / done.result["cache"]["fingerprint"])
-    student = AutoModelForCausalLM.from_pretrained(done.run_dir / "student").eval()
-    sequences, records = store.read(store.validation)
-    losses = []
-    with torch.no_grad():
-        for row in range(len(sequences)):
-            starts = [*sequences.document_start[row].nonzero()[0].tolist(), sequences.length]
-            for start, stop in itertools.pairwise(starts):
-                ids = torch.from_numpy(sequences.tokens[row, start:stop].astype("int64"))[None]
-                if stop - start > 1 and sequences.target_mask[row, start]:
-                    losses += [float(student(ids, labels=ids).loss)] * (stop - start - 1)
-    assert len(losses) == len(records)
-    expected = math.exp(sum(losses) / len(losses))
-    assert done.result["report"]["student_perplexity"] == pytest.approx(expected, rel=1e-5)
-    teacher = math.exp(-float(records.gold_logprob.mean(dtype="float64")))
-    assert done.result["report"]["teacher_perplexity"] == pytest.approx(teacher, rel=1e-9)
+    sequences, _ = store.read(store.validation)
+    report = done.result["report"]
+    student = held_out_perplexity(done.run_dir / "student", sequences)
+    assert report["student_perplexity"] == pytest.approx(student, rel=1e-5)
+    assert report["teacher_perplexity"] == pytest.approx(held_out_perplexity(tiny_teacher, sequences), rel=1e-3)
 
 
 def test_events_tell_the_run_in_order(done):
@@ -272,7 +277,7 @@ def test_a_student_may_start_from_a_checkpoint(job, home, tiny_teacher):
     same = job | {"student": {"model": str(tiny_teacher)}, "train": job["train"] | {"learning_rate": 1e-9}}
     report = run(same, home)["report"]
     assert report["student_perplexity_before"] == pytest.approx(report["teacher_perplexity"], rel=2e-3)
-    assert report["validation_agreement"] == 1.0
+    assert report["validation_agreement"] > 0.97  # rounding may swap two tokens that are nearly as probable
 
 
 def test_training_without_a_capture_is_refused(job, tmp_path):
@@ -302,7 +307,7 @@ def test_a_model_that_leaks_is_refused_when_packed_and_distilled_when_not(job, t
 
 def damage_shard(home: Path, flip: int | None) -> Path:
     """Flip a byte of a chunk in the second shard, or delete the chunk."""
-    (path,) = (home / "caches").glob("*/shards/000001/head_ids/c*")
+    (path,) = (home / "caches").glob("*/shards/000001/tail_0_symbols/c*")
     data = bytearray(path.read_bytes())
     if flip is None:
         path.unlink()

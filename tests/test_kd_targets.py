@@ -1,0 +1,533 @@
+"""Compact columns decoded on the device, against a plain decode of the same integers, one position at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cache.codec import (
+    ENTROPY_STEP,
+    KNOWN_STEP,
+    PARTITION_STEP,
+    TOP_STEP,
+    UNKNOWN,
+    Codec,
+    Places,
+    Sample,
+    bfloat16_bits,
+)
+from cache.store import open_cache
+from cache.testing import make_cache, make_identity
+from cache.testing import make_codec as codec_identity
+from kd.batches import make_batch, training_batches
+from kd.losses import distillation_loss
+from kd.models import Head
+from kd.targets import (
+    DenseTarget,
+    HiddenTarget,
+    SparseTarget,
+    TargetDecoder,
+    TopTarget,
+    teacher_head,
+    tempered_target,
+    threshold_target,
+    top_target,
+)
+from kd.teacher import CachedRecords
+
+N, V, WIDTH = 40, 211, 8
+CPU = torch.device("cpu")
+TEMPERATURES = [0.5, 1.0, 1.25, 2.0]
+NODES = 5
+KEPT = (3, 77)
+
+
+def make_codec(profile: str, **options: Any) -> Codec:
+    own: dict[str, dict[str, Any]] = {
+        "threshold": {"threshold": 0.04, "always_keep": KEPT},
+        "tempered": {"threshold": 0.04, "always_keep": KEPT, "temperatures": (0.5, 2.0)},
+        "topk": {"k": 12},
+        "dense": {"bits": 32},
+        "hidden": {"bits": 8},
+    }
+    return Codec(profile, **{"vocabulary_size": V, **own[profile], **options})
+
+
+def make_logits(positions: int = N, vocabulary: int = V, seed: int = 0) -> Tensor:
+    """Rows from flat to peaked."""
+    generator = torch.Generator().manual_seed(seed)
+    spread_N1 = torch.linspace(0.3, 6.0, positions)[:, None]
+    return torch.randn(positions, vocabulary, generator=generator) * spread_N1
+
+
+def make_gold(positions: int = N, vocabulary: int = V) -> Tensor:
+    """Random tokens; some are always_keep ids, which must not count twice."""
+    gold_N = torch.randint(0, vocabulary, (positions,), generator=torch.Generator().manual_seed(9))
+    gold_N[1::7], gold_N[2::7] = KEPT[0], KEPT[1] % vocabulary
+    return gold_N
+
+
+def make_columns(codec: Codec, logits_NV: Tensor, gold_N: Tensor) -> dict[str, Tensor]:
+    """What a capture keeps of the logits, as a batch carries it."""
+    positions = np.arange(len(gold_N))
+    places = Places(np.zeros_like(positions), positions)
+    logp_NV = torch.log_softmax(logits_NV.double(), 1)
+    entropy = -(logp_NV.exp() * logp_NV).sum(1).numpy()
+    known = logp_NV.gather(1, gold_N[:, None]).numpy()
+    if codec.profile == "topk":
+        top = logp_NV.topk(codec.k, 1)
+        outside = logp_NV.scatter(1, top.indices, -torch.inf).logsumexp(1)
+        records = codec.encode_top(known, entropy, (top.indices.numpy(), top.values.numpy()), outside.numpy(), places)
+    elif codec.profile == "dense":
+        records = codec.encode_dense(known, entropy, logp_NV.numpy(), places)
+    elif codec.profile == "hidden":
+        hidden_ND = torch.randn(len(gold_N), WIDTH, generator=torch.Generator().manual_seed(2))
+        records = codec.encode_hidden(known, entropy, hidden_ND.numpy(), places)
+    else:
+        records = codec.encode_sample(make_sample(codec, logp_NV.numpy(), gold_N.numpy()), places)
+    columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
+    for name in {"tail_ids", "tail_logprobs"} & columns.keys():
+        columns[name] = columns[name][:, 0]  # a batch holds one draw
+    return columns
+
+
+def make_sample(codec: Codec, logp_NV: np.ndarray, gold_N: np.ndarray) -> Sample:
+    """Known, head and partition as the format has them; the tail is drawn in proportion, one position at a time."""
+    rng, known_NK = (
+        np.random.default_rng(1),
+        np.stack([gold_N, *(np.full_like(gold_N, i) for i in codec.always_keep)], 1),
+    )
+    betas = codec.proposal_betas if codec.profile == "tempered" else (1.0,)
+    size_NV = np.mean([torch.softmax(torch.from_numpy(logp_NV) * beta, 1).numpy() for beta in betas], axis=0)
+    free_NV = np.ones(logp_NV.shape, bool)
+    np.put_along_axis(free_NV, known_NK, False, 1)
+    head_NV = free_NV & (size_NV > codec.threshold)
+    tail_NV = np.where(free_NV & ~head_NV, size_NV, 0.0)
+    rest_N = tail_NV.sum(1)
+    count_N = np.where(rest_N > 0, np.maximum(rest_N // codec.threshold, 1), 0).astype(int)
+    drawn = [
+        rng.choice(logp_NV.shape[1], m, False, row / row.sum()) if m else []
+        for m, row in zip(count_N, tail_NV, strict=True)
+    ]
+    tail_ids_M1 = np.concatenate([np.sort(ids) for ids in drawn]).astype(int)[:, None]
+    rows_M1 = np.repeat(np.arange(len(gold_N)), count_N)[:, None]
+    tempered = {}
+    if codec.profile == "tempered":
+        tail_logp_NV = torch.from_numpy(np.where(tail_NV > 0, logp_NV, -1e4))
+        scaled = [tail_logp_NV * beta for beta in codec.nodes(NODES)]
+        nodes = [(z.logsumexp(1), (z.softmax(1) * tail_logp_NV).sum(1)) for z in scaled]
+        partition_NG2 = torch.stack([torch.stack(pair, 1) for pair in nodes], 1).numpy()
+        tempered = {"tail_logprobs": logp_NV[rows_M1, tail_ids_M1], "partition": partition_NG2}
+    return Sample(
+        known_logprobs=np.take_along_axis(logp_NV, known_NK, 1),
+        entropy=-(np.exp(logp_NV) * logp_NV).sum(1),
+        head_count=head_NV.sum(1),
+        head_ids=np.nonzero(head_NV)[1],
+        head_logprobs=logp_NV[head_NV],
+        tail_count=count_N,
+        tail_ids=tail_ids_M1,
+        **tempered,
+    )
+
+
+# ---------------------------------------------------------------------- the reference: one position, plain numbers
+
+
+@dataclass
+class Plain:
+    """One sampled record: log-probabilities by token, explicit ones and the tail's, and the tail's partition."""
+
+    codec: Codec
+    explicit: list[tuple[int, float]]
+    tail: list[tuple[int, float]]
+    nodes: np.ndarray
+
+    @classmethod
+    def at(cls, codec: Codec, columns: dict[str, Tensor], gold_N: Tensor, n: int) -> Plain:
+        head_at, tail_at = (int(columns[f"{part}_count"][:n].sum()) for part in ("head", "tail"))
+        head = range(head_at, head_at + int(columns["head_count"][n]))
+        tail = range(tail_at, tail_at + int(columns["tail_count"][n]))
+        known = [-KNOWN_STEP * int(code) for code in columns["known"][n]]
+        gold = int(gold_N[n])
+        explicit = [(gold, known[0])]
+        explicit += [(token, logp) for token, logp in zip(codec.always_keep, known[1:], strict=True) if token != gold]
+        explicit += [(int(columns["head_ids"][i]), -codec.head_step * int(columns["head_logprobs"][i])) for i in head]
+        values = columns.get("tail_logprobs", torch.zeros(tail.stop))
+        nodes = columns["partition"][n].numpy() * PARTITION_STEP if "partition" in columns else np.zeros((0, 2))
+        return cls(
+            codec, explicit, [(int(columns["tail_ids"][i]), -codec.tail_step * int(values[i])) for i in tail], nodes
+        )
+
+    def tail_partition(self, beta: float) -> tuple[float, float]:
+        """The cubic that has the values and slopes of both nodes: solved for, not written out."""
+        betas = self.codec.nodes(len(self.nodes))
+        right = next((i for i in range(1, len(betas)) if beta <= betas[i]), len(betas) - 1)
+        rows, values = [], []
+        for i in (right - 1, right):
+            x = betas[i] - beta
+            rows += [[1, x, x**2, x**3], [0, 1, 2 * x, 3 * x**2]]
+            values += [self.nodes[i, 0], self.nodes[i, 1]]
+        value, slope, *_ = np.linalg.solve(np.array(rows, float), np.array(values, float))
+        return float(value), float(slope)
+
+    def log_all(self, beta: float) -> float:
+        terms = [beta * logp for _, logp in self.explicit] + ([self.tail_partition(beta)[0]] if self.tail else [])
+        return max(terms) + math.log(sum(math.exp(term - max(terms)) for term in terms))
+
+    def weights(self, temperature: float) -> dict[int, float]:
+        """Token to weight, from the formulas of the format."""
+        beta = 1 / temperature
+        if self.codec.profile == "threshold":
+            found = {token: math.exp(logp) for token, logp in self.explicit}
+            share = (1 - sum(found.values())) / max(len(self.tail), 1)
+            return found | {token: share for token, _ in self.tail}
+        log_all = self.log_all(beta)
+        found = {token: math.exp(beta * logp - log_all) for token, logp in self.explicit}
+        betas = self.codec.proposal_betas
+        size = {t: sum(math.exp(b * logp - self.log_all(b)) for b in betas) / len(betas) for t, logp in self.tail}
+        ratio = {token: math.exp(beta * logp) / size[token] for token, logp in self.tail}
+        mass = math.exp(self.tail_partition(beta)[0] - log_all)
+        return found | {token: mass * each / sum(ratio.values()) for token, each in ratio.items()}
+
+    def entropy(self, temperature: float) -> float:
+        beta = 1 / temperature
+        log_all, (tail, slope) = self.log_all(beta), self.tail_partition(beta)
+        mean = sum(math.exp(beta * logp - log_all) * logp for _, logp in self.explicit)
+        mean += math.exp(tail - log_all) * slope if self.tail else 0.0
+        return log_all - beta * mean
+
+
+def decode(codec: Codec, columns: dict[str, Tensor], gold_N: Tensor, temperature: float = 1.0) -> Any:
+    return TargetDecoder(codec, temperature).targets(gold_N, columns).teacher
+
+
+def dense(target: SparseTarget, vocabulary: int = V) -> Tensor:
+    rows = torch.repeat_interleave(torch.arange(len(target.entropy_N)), target.offsets_N1.diff())
+    found = torch.zeros(len(target.entropy_N), vocabulary, dtype=torch.float64)
+    return found.index_put_((rows, target.ids_E), target.weights_E, accumulate=True)
+
+
+SAMPLED = [("threshold", 1.0)] + [("tempered", temperature) for temperature in TEMPERATURES]
+
+
+@pytest.mark.parametrize(("profile", "temperature"), SAMPLED)
+def test_entries_are_those_of_a_plain_decode(profile: str, temperature: float) -> None:
+    codec, gold_N = make_codec(profile), make_gold()
+    columns = make_columns(codec, make_logits(), gold_N)
+    assert int(columns["head_count"].min()) == 0 and int(columns["tail_count"].min()) > 0
+    target = decode(codec, columns, gold_N, temperature)
+    found = dense(target)
+    for n in range(N):
+        record = Plain.at(codec, columns, gold_N, n)
+        expected = torch.zeros(V, dtype=torch.float64)
+        for token, weight in record.weights(temperature).items():
+            expected[token] += weight
+        torch.testing.assert_close(found[n], expected, rtol=1e-9, atol=1e-13)
+        entropy = ENTROPY_STEP * int(columns["entropy"][n]) if profile == "threshold" else record.entropy(temperature)
+        assert float(target.entropy_N[n]) == pytest.approx(entropy, rel=1e-9)
+    torch.testing.assert_close(found.sum(1), torch.ones(N, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("profile", "temperature"), SAMPLED)
+def test_exact_entries_have_the_probabilities_of_the_logits(profile: str, temperature: float) -> None:
+    """Through sampling, rounding and interpolation: the gold token, the kept ids and the head at each temperature."""
+    codec, gold_N, logits_NV = make_codec(profile), make_gold(), make_logits()
+    columns = make_columns(codec, logits_NV, gold_N)
+    found, p_NV = dense(decode(codec, columns, gold_N, temperature)), torch.softmax(logits_NV.double() / temperature, 1)
+    for n in range(N):
+        ids = [token for token, _ in Plain.at(codec, columns, gold_N, n).explicit]
+        torch.testing.assert_close(found[n, ids], p_NV[n, ids], rtol=0.05, atol=1e-12)
+        assert float(found[n, ids].sum() - p_NV[n, ids].sum()) == pytest.approx(0.0, abs=0.02)
+    if profile == "tempered":
+        entropy_N = torch.special.entr(p_NV).sum(1)
+        target = decode(codec, columns, gold_N, temperature)
+        assert float((target.entropy_N - entropy_N).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+@pytest.mark.parametrize(("profile", "temperature"), SAMPLED)
+def test_the_loss_of_columns_is_that_of_a_plain_decode(profile: str, temperature: float, alpha: float) -> None:
+    codec, gold_N = make_codec(profile), make_gold()
+    columns, generator = make_columns(codec, make_logits(), gold_N), torch.Generator().manual_seed(8)
+    x, weight = torch.randn(N, WIDTH, generator=generator), torch.randn(V, WIDTH, generator=generator)
+    x.requires_grad_()
+    targets = TargetDecoder(codec, temperature).targets(gold_N, columns)
+    total = distillation_loss(x, Head(weight, None, 1.0, None, V), targets, alpha).total
+    total.backward()
+
+    wide = x.detach().double().requires_grad_()
+    logits = wide @ weight.double().T
+    soft_NV, expected = torch.log_softmax(logits / temperature, 1), torch.zeros((), dtype=torch.float64)
+    for n in range(N):
+        record = Plain.at(codec, columns, gold_N, n)
+        entropy = ENTROPY_STEP * int(columns["entropy"][n]) if profile == "threshold" else record.entropy(temperature)
+        kl = -sum(weight * soft_NV[n, token] for token, weight in record.weights(temperature).items()) - entropy
+        expected = expected + (1 - alpha) * temperature**2 * kl
+    expected = expected + alpha * torch.nn.functional.cross_entropy(logits, gold_N, reduction="sum")
+    expected.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert float((x.grad - wide.grad).norm() / wide.grad.norm()) < 1e-5
+
+
+def test_a_kept_id_that_is_the_gold_token_counts_once() -> None:
+    codec, gold_N = make_codec("threshold"), torch.full((N,), KEPT[0])
+    target = decode(codec, make_columns(codec, make_logits(), gold_N), gold_N)
+    first = target.offsets_N1[:-1]
+    assert (target.ids_E[first] == KEPT[0]).all() and (target.ids_E[first + 1] == KEPT[0]).all()
+    assert not target.weights_E[first + 1].any() and target.weights_E[first].all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    spread=st.floats(0.0, 30.0),
+    vocabulary=st.integers(5, 400),
+    profile=st.sampled_from(["threshold", "tempered"]),
+    temperature=st.sampled_from(TEMPERATURES),
+)
+def test_weights_sum_to_one(seed: int, spread: float, vocabulary: int, profile: str, temperature: float) -> None:
+    codec = make_codec(profile, vocabulary_size=vocabulary, always_keep=(4,))
+    logits_NV = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+    gold_N = torch.randint(0, vocabulary, (6,), generator=torch.Generator().manual_seed(seed + 1))
+    columns = make_columns(codec, logits_NV, gold_N)
+    target = decode(codec, columns, gold_N, temperature if profile == "tempered" else 1.0)
+    torch.testing.assert_close(dense(target, vocabulary).sum(1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-9)
+    assert torch.isfinite(target.weights_E).all() and torch.isfinite(target.entropy_N).all()
+
+
+@pytest.mark.parametrize("profile", ["threshold", "tempered"])
+def test_where_every_token_is_an_entry_there_is_no_tail(profile: str) -> None:
+    codec = make_codec(profile, vocabulary_size=4, always_keep=(0, 1, 2, 3))
+    gold_N, logits_NV = torch.tensor([2, 0]), torch.tensor([[1.0, 2.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    columns = make_columns(codec, logits_NV, gold_N)
+    assert not columns["tail_count"].any()
+    if profile == "tempered":
+        columns["partition"].zero_()  # what is stored of a tail that is not there says nothing
+    for temperature in [1.0] if profile == "threshold" else TEMPERATURES:
+        found = dense(decode(codec, columns, gold_N, temperature), 4)
+        torch.testing.assert_close(found, torch.softmax(logits_NV.double() / temperature, 1), rtol=0.02, atol=0)
+        torch.testing.assert_close(found.sum(1), torch.ones(2, dtype=torch.float64))
+
+
+def test_tempered_targets_are_differentiable_in_the_temperature() -> None:
+    codec, gold_N = make_codec("tempered"), make_gold(6)
+    columns = make_columns(codec, make_logits(6), gold_N)
+
+    def summary(temperature: Tensor) -> Tensor:
+        target = tempered_target(codec, columns, gold_N, temperature)
+        return torch.stack([(target.weights_E * target.ids_E).sum(), target.entropy_N.sum()])
+
+    for value in (0.6, 1.4, 1.9):
+        assert torch.autograd.gradcheck(summary, (torch.tensor(value, dtype=torch.float64, requires_grad=True),))
+
+
+def test_an_unknown_entropy_counts_as_nothing() -> None:
+    codec, gold_N = make_codec("threshold"), make_gold()
+    columns = make_columns(codec, make_logits(), gold_N)
+    columns["entropy"][3] = 255
+    found = threshold_target(codec, columns, gold_N).entropy_N
+    assert found[3] == 0.0 and (found[4:] > 0).any()
+
+
+@pytest.mark.parametrize("profile", ["threshold", "tempered", "topk", "dense", "hidden"])
+def test_chunks_are_the_target_cut_up(profile: str) -> None:
+    codec, gold_N = make_codec(profile), make_gold()
+    columns = make_columns(codec, make_logits(), gold_N)
+    head = Head(torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(3)), None, 1.0, None, V)
+    target = TargetDecoder(codec, 1.0, head).targets(gold_N, columns).teacher
+    assert target is not None
+    whole, s_NV = target.chunk(slice(0, N)), make_logits(seed=5)
+    parts = [target.chunk(slice(start, min(start + 7, N))) for start in range(0, N, 7)]
+    torch.testing.assert_close(torch.cat([part.entropy_N for part in parts]), whole.entropy_N)
+    assert torch.equal(torch.cat([part.best_N() for part in parts]), whole.best_N())
+    expected = sum(float(part.expected(s_NV[7 * i : 7 * i + 7])) for i, part in enumerate(parts))
+    assert expected == pytest.approx(float(whole.expected(s_NV)), rel=1e-6)
+
+
+@pytest.mark.parametrize("profile", ["threshold", "tempered", "topk", "dense", "hidden"])
+def test_no_positions_are_no_trouble(profile: str) -> None:
+    codec, gold_N = make_codec(profile), make_gold()
+    columns = make_columns(codec, make_logits(), gold_N)
+    empty = {name: column[:0] for name, column in columns.items()}
+    assert decode_with_head(codec, empty, gold_N[:0]) is not None
+
+
+def decode_with_head(codec: Codec, columns: dict[str, Tensor], gold_N: Tensor) -> Any:
+    head = Head(torch.zeros(V, WIDTH), None, 1.0, None, V)
+    return TargetDecoder(codec, 1.0, head).targets(gold_N, columns).teacher
+
+
+# ---------------------------------------------------------------------- the teacher's best token
+
+
+@pytest.mark.parametrize(("profile", "temperature"), SAMPLED)
+def test_the_best_token_is_the_teachers_or_unknown(profile: str, temperature: float) -> None:
+    codec, gold_N, logits_NV = make_codec(profile), make_gold(), make_logits()
+    gold_N[::3] = logits_NV.argmax(1)[::3]  # a gold token can be the best, and is not in the head then
+    found = decode(codec, make_columns(codec, logits_NV, gold_N), gold_N, temperature).best_N()
+    p_NV = torch.softmax(logits_NV.double(), 1)
+    size_NV = p_NV
+    if profile == "tempered":
+        size_NV = torch.stack([torch.softmax(logits_NV.double() * beta, 1) for beta in codec.proposal_betas]).mean(0)
+    known = size_NV.amax(1) > codec.threshold
+    assert 5 < int(known.sum()) < N and torch.equal(found >= 0, known)
+    picked = p_NV.gather(1, found.clamp(min=0)[:, None])[:, 0]  # rounding may confuse tokens within a step
+    assert (picked[known] > p_NV.amax(1)[known] * math.exp(-codec.head_step)).all()
+
+
+def test_a_known_token_is_best_where_its_chance_of_being_head_is_above_the_threshold() -> None:
+    """Profile tempered chooses its head by the mean over temperatures: 3 % at T = 1 can be more, and is, at T = 0.5."""
+    codec, gold_N = make_codec("tempered", always_keep=()), torch.tensor([8, 9])
+    p_NV = torch.full((2, V), 0.97 / (V - 1))
+    p_NV[0, 8], p_NV[1] = 0.03, 1 / V
+    columns = make_columns(codec, p_NV.log(), gold_N)
+    assert not columns["head_count"].any()
+    for temperature in TEMPERATURES:
+        assert decode(codec, columns, gold_N, temperature).best_N().tolist() == [8, -1]
+
+
+@pytest.mark.parametrize("profile", ["topk", "dense"])
+def test_the_best_token_of_other_profiles_is_always_known(profile: str) -> None:
+    codec, gold_N, logits_NV = make_codec(profile), make_gold(), make_logits()
+    chunk = decode(codec, make_columns(codec, logits_NV, gold_N), gold_N).chunk(slice(0, N))
+    assert torch.equal(chunk.best_N(), logits_NV.argmax(1))
+
+
+# ---------------------------------------------------------------------- top-k
+
+
+@pytest.mark.parametrize("k", [1, 5, 12])
+def test_top_records_are_readable_at_a_smaller_k(k: int) -> None:
+    gold_N, logits_NV = make_gold(), make_logits()
+    found = top_target(make_columns(make_codec("topk"), logits_NV, gold_N), k)
+    small = top_target(make_columns(make_codec("topk", k=k), logits_NV, gold_N))
+    assert torch.equal(found.ids_Nk, small.ids_Nk) and found.p_Nk.shape == (N, k)
+    torch.testing.assert_close(found.p_Nk, small.p_Nk, rtol=2 * TOP_STEP, atol=0)
+    torch.testing.assert_close(found.rest_N, small.rest_N, rtol=2 * TOP_STEP, atol=0)
+    p_NV = torch.softmax(logits_NV.double(), 1)
+    torch.testing.assert_close(found.p_Nk, p_NV.gather(1, found.ids_Nk), rtol=2 * TOP_STEP, atol=0)
+    torch.testing.assert_close(found.p_Nk.sum(1) + found.rest_N, torch.ones(N, dtype=torch.float64))
+
+
+def test_absent_entries_and_an_absent_rest_weigh_nothing() -> None:
+    columns = {
+        "top_ids": torch.tensor([[7, 2, 0], [4, 0, 0]], dtype=torch.int32).to(torch.uint16),
+        "top_logprobs": torch.tensor([[1000, 2000, UNKNOWN], [0, UNKNOWN, UNKNOWN]], dtype=torch.int32).to(
+            torch.uint16
+        ),
+        "residual": torch.tensor([UNKNOWN, UNKNOWN], dtype=torch.int32).to(torch.uint16),
+    }
+    target = top_target(columns)
+    p = math.exp(-1000 * TOP_STEP) / (math.exp(-1000 * TOP_STEP) + math.exp(-2000 * TOP_STEP))
+    expected = torch.tensor([[p, 1 - p, 0], [1, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(target.p_Nk, expected)
+    assert not target.rest_N.any() and not (target.ids_Nk == 0).any()
+
+
+# ---------------------------------------------------------------------- hidden states
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("head_bits", [16, 32])
+def test_hidden_states_go_through_the_teachers_head(bits: int, head_bits: int) -> None:
+    codec, gold_N = make_codec("hidden", bits=bits), make_gold()
+    columns = make_columns(codec, make_logits(), gold_N)
+    generator = torch.Generator().manual_seed(4)
+    weight_VD, bias_V = torch.randn(V, WIDTH, generator=generator), torch.randn(V, generator=generator)
+    stored = {
+        "weight": bfloat16_bits(weight_VD.numpy()) if head_bits == 16 else weight_VD.numpy(),
+        "bias": bias_V.numpy(),
+        "transform": np.array([1.5, 4.0]),
+    }
+    head = teacher_head(stored, V, CPU)
+    found = TargetDecoder(codec, 1.25, head).targets(gold_N, columns).teacher.chunk(slice(5, 20))
+    hidden = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(2))[5:20].double()
+    weight_VD = weight_VD.bfloat16() if head_bits == 16 else weight_VD
+    z = 4.0 * torch.tanh(1.5 * (hidden @ weight_VD.double().T + bias_V.double()) / 4.0)
+    difference = found.p_NV.double().log() - torch.log_softmax(z / 1.25, 1)
+    assert float(difference.abs().max()) < (0.1 if bits == 8 else 1e-3)  # what rounding the states leaves
+    exact = columns["hidden"][5:20].double() * columns["hidden_scale"][5:20, None].double()
+    z = 4.0 * torch.tanh(1.5 * (exact @ weight_VD.double().T + bias_V.double()) / 4.0)
+    torch.testing.assert_close(found.p_NV.double(), torch.softmax(z / 1.25, 1), rtol=1e-5, atol=1e-9)
+
+
+def test_a_head_without_bias_and_soft_cap() -> None:
+    stored = {"weight": np.ones((V, 2), np.float32), "bias": np.zeros(0, np.float32), "transform": np.array([1.0, 0.0])}
+    head = teacher_head(stored, V, CPU)
+    assert (head.bias, head.softcap, head.scale, head.vocabulary) == (None, None, 1.0, V)
+
+
+# ---------------------------------------------------------------------- the decoder
+
+
+@dataclass
+class Captured:
+    """A source with a codec and a head and nothing to read."""
+
+    codec: Codec | None
+
+    def teacher_head(self) -> dict[str, np.ndarray]:
+        assert self.codec is not None and self.codec.profile == "hidden", "no other profile has one"
+        return {
+            "weight": np.ones((V, 2), np.float32),
+            "bias": np.zeros(0, np.float32),
+            "transform": np.array([1.0, 0.0]),
+        }
+
+
+def test_the_decoder_of_a_source() -> None:
+    assert TargetDecoder.of(Captured(make_codec("hidden")), 2.0, CPU).head is not None
+    assert TargetDecoder.of(Captured(make_codec("threshold")), 1.0, CPU).head is None
+    plain = TargetDecoder.of(Captured(None), 1.0, CPU).targets(make_gold(), None)
+    assert plain.teacher is None and len(plain) == N
+
+
+@pytest.mark.parametrize("profile", ["threshold", "tempered", "topk", "dense", "hidden"])
+def test_a_cache_becomes_targets(profile: str, tmp_path: Path) -> None:
+    """What the disk holds, read in random order and in every draw, is what a chunk of the loss takes."""
+    sampled = {"draws": 2} if profile in ("threshold", "tempered") else {}
+    source = CachedRecords(open_cache(make_cache(tmp_path, make_identity(codec=codec_identity(profile, **sampled)))))
+    decoder = TargetDecoder.of(source, 1.0, CPU)
+    (batch,) = next(training_batches(source, 5, 1, 0, range(1)))
+    target = decoder.targets(batch.gold_N, batch.teacher).teacher
+    assert target is not None
+    q_NV = torch.zeros(len(batch), source.codec.vocabulary_size)
+    q_NV[:, -1] = 1.0
+    target.chunk(slice(0, len(batch))).subtract_(q_NV, 1.0)
+    torch.testing.assert_close(q_NV.sum(1), torch.zeros(len(batch)), rtol=0, atol=1e-5)
+    if sampled:
+        ids = [make_batch(*source.read(np.arange(5), draw)).teacher["tail_ids"].tolist() for draw in range(4)]
+        assert ids[0] == ids[2] != ids[1] == ids[3]
+
+
+@pytest.mark.parametrize(
+    ("profile", "kind"),
+    [
+        ("threshold", SparseTarget),
+        ("tempered", SparseTarget),
+        ("topk", TopTarget),
+        ("dense", DenseTarget),
+        ("hidden", HiddenTarget),
+    ],
+)
+def test_each_profile_has_its_target(profile: str, kind: type) -> None:
+    codec, gold_N = make_codec(profile), make_gold()
+    columns = make_columns(codec, make_logits(), gold_N)
+    assert isinstance(decode_with_head(codec, columns, gold_N), kind)
+
+
+@pytest.mark.parametrize(
+    ("profile", "temperature"), [("threshold", 2.0), ("topk", 0.5), ("tempered", 2.5), ("tempered", 0.4)]
+)
+def test_a_temperature_that_cannot_be_served_is_refused(profile: str, temperature: float) -> None:
+    with pytest.raises(ValueError, match=rf"{temperature:g} is asked for.*profile"):
+        TargetDecoder(make_codec(profile), temperature)
