@@ -1,10 +1,10 @@
 """text -> tokens -> packed sequences, as three small steps.
 
     read_documents   files, globs, datasets    -> one text (or chat) per document
-    encode           texts                     -> one array of token ids per document
-    pack             arrays                    -> Sequences: (S, L) tokens with document boundaries and a target mask
+    encode           texts                     -> Documents: token ids, and in chats which of them are to be learned
+    pack             Documents                 -> Sequences: (S, L) tokens with document boundaries and a target mask
 
-Shapes: S sequences, L tokens per sequence.
+Shapes: S sequences, L tokens per sequence, N tokens of one document.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import re
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,8 @@ REPORT_SECONDS = 5.0
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 # What a file that is not what its name says raises: not UTF-8, not gzip, torn, not readable.
 _UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)
+_PARQUET_BATCH = 1000
+_QUIET = {"verbose": False}  # no warning for texts longer than the model's context: they are packed
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,25 @@ class Corpus:
             for array in (part.tokens.astype("<u4"), part.document_start, part.target_mask):
                 digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """The tokens of one text or chat.
+
+    ``ids`` (N,) uint32. ``trained`` (N,) bool: the tokens that are targets, the rest is context; None = all are.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Whether each token is a target, (N,) bool."""
+        return np.ones(len(self), bool) if self.trained is None else self.trained
 
 
 def load_corpus(config: DataConfig, tokenizer: PreTrainedTokenizerBase, monitor: Monitor = SILENT) -> Corpus:
@@ -75,7 +97,7 @@ def _load(
     return pack(_reported(documents, field, monitor), config, field, pad_id=_pad_id(tokenizer))
 
 
-def _reported(documents: Iterator[np.ndarray], field: str, monitor: Monitor) -> Iterator[np.ndarray]:
+def _reported(documents: Iterator[Document], field: str, monitor: Monitor) -> Iterator[Document]:
     """Pass documents on, saying now and then how far the reading has come: a silent process is taken for a hung one."""
     tokens, said = 0, time.monotonic()
     for document in documents:
@@ -134,8 +156,8 @@ def format_of(path: Path, config: DataConfig) -> str:
         ) from None
 
 
-def read_documents(sources: Iterable[str | DatasetSpec], field: str, config: DataConfig) -> Iterator[Any]:
-    """Yield one document at a time: a string, or a list of messages for ``format: messages``."""
+def read_documents(sources: Iterable[str | DatasetSpec], field: str, config: DataConfig) -> Iterator[tuple[str, Any]]:
+    """Yield where each document stands, and the document: a string, or the messages for ``format: messages``."""
     for source in sources:
         if isinstance(source, DatasetSpec):
             yield from _rows(_open_dataset(source), str(source.path), config)
@@ -173,7 +195,13 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
-    yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    # Without a batch size the reader takes that of the first row group, and fails where it is 0.
+    rows = iter(load_dataset("parquet", data_files=str(path), split="train", streaming=True, batch_size=_PARQUET_BATCH))
+    try:
+        yield next(rows)
+    except StopIteration:
+        raise DataError(f"{path} holds no rows.", "Remove it, or check how it was written.") from None
+    yield from rows
 
 
 def _open_text(path: Path) -> TextIO:
@@ -195,17 +223,20 @@ def _open_dataset(spec: DatasetSpec) -> Iterable[dict[str, Any]]:
     return rows
 
 
-def _rows(rows: Iterable[dict[str, Any]], where: str, config: DataConfig) -> Iterator[Any]:
+def _rows(rows: Iterable[dict[str, Any]], where: str, config: DataConfig) -> Iterator[tuple[str, Any]]:
     iterator = iter(rows)
     for number in itertools.count(1):
         try:
             row = next(iterator)
         except StopIteration:
             return
+        except DataError:
+            raise
         except Exception as error:  # json, gzip, pyarrow: each has classes of its own
             detail = f"{where}: row {number} cannot be read: {type(error).__name__}: {error}"
             raise DataError(detail, "Correct or remove it.") from error
-        yield _cell(row, f"{where}: row {number}", config)
+        place = f"{where}: row {number}"
+        yield place, _cell(row, place, config)
 
 
 def _cell(row: Any, where: str, config: DataConfig) -> Any:
@@ -225,32 +256,99 @@ def _cell(row: Any, where: str, config: DataConfig) -> Any:
 # ---------------------------------------------------------------------- tokens
 
 
-def encode(documents: Iterable[Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Iterator[np.ndarray]:
-    """Token ids (uint32) of each document; a plain text ends with the end-of-sequence token if there is one."""
-    for number, document in enumerate(documents, 1):
+def encode(
+    documents: Iterable[tuple[str, Any]], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> Iterator[Document]:
+    """The tokens of each (place, text or chat); a plain text ends with the end-of-sequence token if there is one."""
+    for place, content in documents:
         try:
-            ids = _ids_of(document, tokenizer, config)
+            document = _document(content, place, tokenizer, config)
+        except DataError:
+            raise
         except Exception as error:  # whatever a chat template raises; TypeError for half a surrogate pair
             raise DataError(
-                f"document {number} cannot be tokenized: {type(error).__name__}: {error}",
+                f"{place} cannot be tokenized: {type(error).__name__}: {error}",
                 "Correct or remove it; messages need a tokenizer with a chat template.",
             ) from error
-        if len(ids) > 1:
-            yield np.asarray(ids, np.uint32)
+        if len(document) > 1:
+            yield document
 
 
-def _ids_of(document: Any, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
+def _document(content: Any, place: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Document:
     if config.format == "messages":
-        return list(tokenizer.apply_chat_template(document, tokenize=True, return_dict=False))
-    ids = encode_text(document, tokenizer)
+        return _chat(content, place, tokenizer, config.assistant_only_loss)
+    ids = encode_text(content, tokenizer)
     if tokenizer.eos_token_id is not None and ids and ids[-1] != tokenizer.eos_token_id:
         ids.append(tokenizer.eos_token_id)
-    return ids
+    return Document(np.asarray(ids, np.uint32))
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of ``text``, without the warning for texts longer than the model's context: they are packed."""
-    return list(tokenizer(text, verbose=False)["input_ids"]) if text.strip() else []
+    """Token ids of ``text``."""
+    return list(tokenizer(text, **_QUIET)["input_ids"]) if text.strip() else []
+
+
+# ---------------------------------------------------------------------- chats
+
+# As transformers looks for it: what a template writes between this and {% endgeneration %} is the assistant's.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WHOLE_CHAT = "set data.assistant_only_loss: false to learn whole chats"
+
+
+def _chat(messages: Any, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Document:
+    """A rendered chat, of which the assistant's tokens alone are trained if ``assistant_only``."""
+    if not assistant_only:
+        whole = tokenizer.apply_chat_template(messages, return_dict=False, tokenizer_kwargs=_QUIET)
+        return Document(np.asarray(whole, np.uint32))
+    marked = _GENERATION.search(tokenizer.get_chat_template())
+    ids, trained = (_by_markers if marked else _by_prefixes)(messages, place, tokenizer)
+    if not trained[1:].any():
+        raise DataError(
+            f"{place} has no token of the assistant's to learn: it has no message of the role assistant, or an empty "
+            "one.",
+            f"Remove it, or {_WHOLE_CHAT}.",
+        )
+    return Document(ids, trained)
+
+
+def _by_markers(messages: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (N,) and mask (N,) by the template's own generation markers."""
+    rendered: Any = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET
+    )
+    return np.asarray(rendered["input_ids"], np.uint32), np.asarray(rendered["assistant_masks"], bool)
+
+
+def _by_prefixes(messages: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (N,) and mask (N,) where the template marks nothing.
+
+    An answer is what the chat up to it has beyond the prompt for it. A token that holds text of both is trained.
+    """
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **_QUIET)
+    begin, end = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+    trained = np.zeros(len(begin), bool)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            first, last = _answer(messages, number, text, place, tokenizer)
+            trained |= (begin < last) & (end > first)
+    return np.asarray(encoded["input_ids"], np.uint32), trained
+
+
+def _answer(messages: Any, number: int, text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Where in ``text``, the whole chat, the answer ``messages[number]`` begins and ends."""
+    remedy = f"Use a chat template with {{% generation %}} markers, or {_WHOLE_CHAT}."
+    if number == 0:
+        raise DataError(f"{place} begins with the assistant's message: there is no prompt to tell it from.", remedy)
+    prompt = str(tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True))
+    answered = str(tokenizer.apply_chat_template(messages[: number + 1], tokenize=False))
+    if not (answered.startswith(prompt) and text.startswith(answered)):
+        raise DataError(
+            f"{place}: the assistant's part of message {number + 1} cannot be told from its context: the chat template "
+            "writes what comes before it otherwise in the whole chat than in the prompt.",
+            remedy,
+        )
+    return len(prompt), len(answered)
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -264,27 +362,40 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 # ---------------------------------------------------------------------- packing
 
 
-def pack(documents: Iterable[np.ndarray], config: DataConfig, field: str = "train", pad_id: int = 0) -> Sequences:
-    """Lay documents end to end and cut them into (S, L); what is left over is padded, nothing is dropped.
+def pack(documents: Iterable[Document], config: DataConfig, field: str = "train", pad_id: int = 0) -> Sequences:
+    """Lay documents end to end and cut them into (S, L); what is left over is padded.
 
-    A document that is cut goes on in the next sequence as a piece of its own. Position t has a target
-    where t + 1 lies in the same piece. With ``packing: false`` each document begins a new sequence.
+    A document that is cut goes on in the next sequence as a piece of its own. Position t has a target where t + 1
+    lies in the same piece and is trained. Nothing is dropped but, of chats, sequences without any target.
     """
-    length = config.sequence_length
-    pieces = list(documents)
-    _require_text(pieces, config, field)
-    if not config.packing:
-        pieces = [_padded(piece, length) for piece in pieces]
-    start = _padded(np.concatenate([_first_only(len(piece)) for piece in pieces]), length, fill=False).reshape(
-        -1, length
-    )
-    tokens = _padded(np.concatenate(pieces), length).reshape(-1, length)
-    real = tokens != _PAD
+    kept = list(documents)
+    _require_text(kept, config, field)
+    tokens = _laid([each.ids for each in kept], config, _PAD)
+    start = _laid([_first_only(len(each)) for each in kept], config)
+    real, target = tokens != _PAD, np.zeros_like(start)
     start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
     start[:, 0] = True
-    target = np.zeros_like(start)
-    target[:, :-1] = real[:, 1:] & ~start[:, 1:]
-    return Sequences(tokens=np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target)
+    target[:, :-1] = _laid([each.targets for each in kept], config)[:, 1:] & ~start[:, 1:]
+    sequences = Sequences(np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target)
+    return sequences if all(each.trained is None for each in kept) else _with_targets(sequences, field)
+
+
+def _with_targets(sequences: Sequences, field: str) -> Sequences:
+    """Those that have a target: the others would cost a pass and teach nothing."""
+    useful = sequences.target_mask.any(axis=1)
+    if not useful.any():
+        raise DataError(
+            f"data.{field}: every token of the assistant's begins a sequence, where nothing predicts it.",
+            "Raise data.sequence_length.",
+        )
+    return sequences.select(useful)
+
+
+def _laid(parts: list[np.ndarray], config: DataConfig, fill: np.uint32 | bool = False) -> np.ndarray:
+    """``parts`` end to end as (S, L), with ``fill`` after the last, or after each without packing."""
+    if not config.packing:
+        parts = [_padded(part, config.sequence_length, fill) for part in parts]
+    return _padded(np.concatenate(parts), config.sequence_length, fill).reshape(-1, config.sequence_length)
 
 
 _PAD = np.uint32(2**32 - 1)
@@ -296,13 +407,13 @@ def _first_only(size: int) -> np.ndarray:
     return start
 
 
-def _padded(array: np.ndarray, length: int, fill: int | np.uint32 | bool = _PAD) -> np.ndarray:
+def _padded(array: np.ndarray, length: int, fill: np.uint32 | bool) -> np.ndarray:
     """``array`` with ``fill`` added up to a multiple of ``length``."""
     return np.concatenate([array, np.full(-len(array) % length, fill, array.dtype)])
 
 
-def _require_text(pieces: list[np.ndarray], config: DataConfig, field: str) -> None:
-    tokens = sum(map(len, pieces))
+def _require_text(documents: list[Document], config: DataConfig, field: str) -> None:
+    tokens = sum(map(len, documents))
     if tokens == 0:
         raise DataError(f"data.{field} holds no text.", "Check the files and data.text_column.")
     if config.packing and tokens < config.sequence_length:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kd.config import DataConfig, DatasetSpec
-from kd.data import Corpus, encode, find_files, load_corpus, pack, position_ids, read_documents
+from kd.data import Corpus, Document, encode, find_files, load_corpus, pack, position_ids, read_documents
 from kd.errors import DataError
 
 TEXTS = ["It was a dark night.", "“Straße” — naïve?\n\nYes.\u2028So.", "Third document, the last.\n"]
@@ -26,7 +26,7 @@ def config(**changes) -> DataConfig:
 
 def documents(source: str | Path | DatasetSpec, **changes) -> list:
     source = str(source) if isinstance(source, Path) else source
-    return list(read_documents((source,), "train", config(**changes)))
+    return [content for _, content in read_documents((source,), "train", config(**changes))]
 
 
 def write(folder: Path, name: str, rows=ROWS) -> Path:
@@ -40,6 +40,11 @@ def write(folder: Path, name: str, rows=ROWS) -> Path:
     else:
         path.write_text(json.dumps(rows) if name.endswith(".json") else lines, encoding="utf-8")
     return path
+
+
+def rows(contents: list) -> list[tuple[str, object]]:
+    """``contents`` as they are read from a file a."""
+    return [(f"a: row {number}", content) for number, content in enumerate(contents, 1)]
 
 
 @pytest.fixture
@@ -99,7 +104,8 @@ def test_folders_and_globs_are_read_in_sorted_order(tmp_path):
 
 def test_several_sources_follow_each_other(tmp_path):
     sources = [str(write(tmp_path, name)) for name in ("b.parquet", "a.jsonl")]
-    assert list(read_documents(sources, "train", config())) == TEXTS * 2
+    expected = [(f"{path}: row {row}", text) for path in sources for row, text in enumerate(TEXTS, 1)]
+    assert list(read_documents(sources, "train", config())) == expected
 
 
 def test_a_local_dataset_folder_is_read_through_datasets(tmp_path, hub_caches):
@@ -122,7 +128,8 @@ TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_to
 def test_messages_are_rendered_by_the_chat_template(tmp_path, tokenizer, monkeypatch, name):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     path = write(tmp_path, name, [{"messages": chat} for chat in CHATS])
-    corpus = load_corpus(config(train=str(path), format="messages", validation_fraction=0), tokenizer)
+    options = config(train=str(path), format="messages", assistant_only_loss=False, validation_fraction=0)
+    corpus = load_corpus(options, tokenizer)
     rendered = "[user] Who?<|endoftext|>[assistant] Anne Elliot.<|endoftext|>"
     ids = tokenizer(rendered)["input_ids"]
     assert ids.count(tokenizer.eos_token_id) == 2
@@ -189,6 +196,23 @@ def test_a_broken_parquet_file_is_refused(tmp_path):
         assert "a.parquet: row 1 cannot be read" in refusal(tmp_path / "a.parquet")
 
 
+def test_a_parquet_file_without_rows_is_refused_by_name(tmp_path):
+    for name, kind in [("text", pa.string()), ("messages", pa.list_(pa.struct({"role": pa.string()})))]:
+        parquet.write_table(pa.table({name: pa.array([], kind)}), tmp_path / "a.parquet")
+        assert "a.parquet holds no rows. Remove it" in refusal(tmp_path / "a.parquet")
+    write(tmp_path, "b.parquet")
+    assert "a.parquet holds no rows" in refusal(tmp_path)
+
+
+def test_an_empty_row_group_is_no_end(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    with parquet.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        for part in (table.slice(0, 0), table.slice(0, 1), table.slice(0, 0), table.slice(1)):
+            writer.write_table(part)
+    assert parquet.ParquetFile(tmp_path / "a.parquet").metadata.num_row_groups == 4
+    assert documents(tmp_path / "a.parquet") == TEXTS
+
+
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
     assert "not UTF-8" in refusal(tmp_path / "a.txt")
@@ -207,10 +231,12 @@ def test_a_dataset_that_is_not_there_is_refused(tmp_path, hub_caches):
 
 
 def test_a_chat_without_a_template_and_text_without_a_utf8_form_are_refused(tokenizer):
-    with pytest.raises(DataError, match=r"document 1 cannot be tokenized.*chat template"):
-        list(encode(CHATS, tokenizer, config(format="messages")))
-    with pytest.raises(DataError, match="document 2 cannot be tokenized"):
-        list(encode(["fine", "half a pair \ud800"], tokenizer, config()))
+    for assistant_only_loss in (True, False):
+        options = config(format="messages", assistant_only_loss=assistant_only_loss)
+        with pytest.raises(DataError, match=r"a: row 1 cannot be tokenized.*chat template"):
+            list(encode(rows(CHATS), tokenizer, options))
+    with pytest.raises(DataError, match="a: row 2 cannot be tokenized"):
+        list(encode(rows(["fine", "half a pair \ud800"]), tokenizer, config()))
 
 
 def load(tmp_path: Path, text: str, tokenizer, **changes) -> Corpus:
@@ -243,11 +269,124 @@ def test_a_missing_validation_file_is_named_as_such(tmp_path, tokenizer):
 
 def test_every_document_ends_with_one_end_of_sequence_token(tokenizer):
     end = tokenizer.eos_token_id
-    found = list(encode([*TEXTS, "", "  ", "done<|endoftext|>"], tokenizer, config()))
-    assert len(found) == 4
-    for ids, text in zip(found, [*TEXTS, "done"], strict=True):
+    found = list(encode(rows([*TEXTS, "", "  ", "done<|endoftext|>"]), tokenizer, config()))
+    assert len(found) == 4 and all(document.trained is None for document in found)
+    for ids, text in zip((document.ids for document in found), [*TEXTS, "done"], strict=True):
         assert ids.dtype == np.uint32 and ids[-1] == end and (ids[:-1] != end).all()
         assert tokenizer.decode(ids[:-1].tolist()) == text
+
+
+# ---------------------------------------------------------------------- chats
+
+CHATML = (
+    "{% for m in messages %}<|endoftext|>{{ m['role'] }}\n{{ m['content'] }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|endoftext|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|endoftext|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{%- generation -%}{{ m['content'] }}<|endoftext|>{{ '\n' }}{% endgeneration %}"
+    "{%- else %}{{ m['content'] }}<|endoftext|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|endoftext|>assistant\n{% endif %}"
+)
+FORGETFUL = CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'][:3] }}")
+
+TALKS = [
+    [("user", "Who is the heroine?"), ("assistant", "Anne Elliot.")],
+    [("system", "Be brief."), ("user", "“Straße” — naïve 🙂?"), ("assistant", "日本 🙂"), ("user", "And?"),
+     ("assistant", "\n\n  No more.  "), ("user", "Thank you; nothing else.")],
+    [("user", "x"), ("tool", "{'y': 1}"), ("assistant", "One."), ("assistant", "Two.")],
+]  # fmt: skip
+
+
+def chat(talk: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in talk]
+
+
+def by_hand(talk: list[tuple[str, str]], tokenizer) -> tuple[list[int], list[bool]]:
+    """The ids of a talk in CHATML and which of them hold a byte of the assistant's: written to be obvious."""
+    text, said = "", []
+    for role, content in talk:
+        for part, is_said in [(f"<|endoftext|>{role}\n", False), (f"{content}<|endoftext|>\n", role == "assistant")]:
+            text += part
+            said += [is_said] * len(part.encode())
+    ids, place, trained = tokenizer(text)["input_ids"], 0, []
+    for token in tokenizer.convert_ids_to_tokens(ids):  # a character of a byte-level token stands for a byte
+        trained.append(any(said[place : place + len(token)]))
+        place += len(token)
+    assert place == len(said)
+    return ids, trained
+
+
+def chats(talks, tokenizer, **changes) -> list[Document]:
+    return list(encode(rows([chat(talk) for talk in talks]), tokenizer, config(format="messages", **changes)))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "markers"])
+def test_of_a_chat_exactly_the_assistants_tokens_are_trained(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    for document, talk in zip(chats(TALKS, tokenizer), TALKS, strict=True):
+        ids, trained = by_hand(talk, tokenizer)
+        assert document.ids.tolist() == ids
+        assert document.trained.tolist() == trained and any(trained) and not all(trained)
+
+
+def test_markers_decide_where_there_are_any(tokenizer, monkeypatch):
+    """These leave out the end of a message, and a template that rewrites earlier turns has no need of a prefix."""
+    only_content = MARKED.replace("<|endoftext|>{{ '\n' }}{% endgeneration %}", "{% endgeneration %}<|endoftext|>\n")
+    forgetful = only_content.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'][:3] }}")
+    monkeypatch.setattr(tokenizer, "chat_template", forgetful)
+    talk = [("user", "Who?"), ("assistant", "Anne Elliot."), ("user", "And?"), ("assistant", "No one.")]
+    (document,) = chats([talk], tokenizer)
+    assert tokenizer.decode(document.ids[document.trained].tolist()) == "AnnNo one."
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL], ids=["prefixes", "markers", "forgetful"])
+def test_the_whole_chat_is_learned_on_request(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    for document, talk in zip(chats(TALKS, tokenizer, assistant_only_loss=False), TALKS, strict=True):
+        assert document.ids.tolist() == tokenizer.apply_chat_template(chat(talk), return_dict=False)
+        assert document.trained is None
+
+
+@pytest.mark.parametrize(
+    "template, talk, detail",
+    [
+        (CHATML, [("user", "Who?"), ("system", "?")], "has no token of the assistant's to learn"),
+        (MARKED, [("user", "Who?")], "has no token of the assistant's to learn"),
+        (MARKED.replace("<|endoftext|>{{ '\n' }}{% endgen", "{% endgen"), [("user", "Who?"), ("assistant", "")],
+         "has no token of the assistant's to learn"),
+        (FORGETFUL, TALKS[1], "message 3 cannot be told from its context"),
+        (CHATML + "!", TALKS[0] * 2, "message 2 cannot be told from its context"),
+        (CHATML, [("assistant", "Hello."), ("user", "Who?")], "begins with the assistant's message"),
+    ],
+)  # fmt: skip
+def test_a_chat_whose_answers_cannot_be_found_is_refused_by_its_row(tokenizer, monkeypatch, template, talk, detail):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError) as caught:
+        list(encode(rows(["not this one", chat(talk)])[1:], tokenizer, config(format="messages")))
+    assert str(caught.value).startswith("a: row 2") and detail in str(caught.value)
+    assert "data.assistant_only_loss: false" in caught.value.remedy
+
+
+def test_a_file_of_chats_becomes_targets_on_the_answers_alone(tmp_path, tokenizer, monkeypatch):
+    """The first token of an answer is predicted from the last of its prompt; what packing cuts begins a piece."""
+    path = write(tmp_path, "a.parquet", [{"messages": chat(talk)} for talk in TALKS])
+    for template, length in itertools.product((CHATML, MARKED), (8, 11, 400)):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        options = config(
+            train=str(path), format="messages", sequence_length=length, packing=length < 400, validation_fraction=0
+        )
+        sequences = load_corpus(options, tokenizer).train
+        expected, offset = [], 0
+        for ids, trained in (by_hand(talk, tokenizer) for talk in TALKS):
+            parts = cut(list(zip(ids, trained, strict=True)), offset, length)
+            expected += [pair[0] for part in parts for pair in part[1:] if pair[1]]
+            offset = offset + len(ids) if options.packing else 0
+        assert sequences.gold_ids().tolist() == expected
+        assert sequences.target_mask.any(axis=1).all()
+    whole = load_corpus(options.model_copy(update={"assistant_only_loss": False}), tokenizer).train
+    assert np.array_equal(whole.tokens, sequences.tokens) and whole.positions > sequences.positions
+    assert Corpus(whole, whole).sha256() != Corpus(sequences, sequences).sha256()
 
 
 # ---------------------------------------------------------------------- packing
@@ -256,8 +395,8 @@ some_documents = st.lists(st.lists(st.integers(1, 2**31), min_size=2, max_size=3
 
 
 def packed(lists: list[list[int]], length: int, packing: bool):
-    arrays = [np.asarray(ids, np.uint32) for ids in lists]
-    return pack(arrays, config(sequence_length=length, packing=packing), pad_id=0)
+    documents = [Document(np.asarray(ids, np.uint32)) for ids in lists]
+    return pack(documents, config(sequence_length=length, packing=packing), pad_id=0)
 
 
 def pieces(sequences) -> list[list[int]]:
@@ -267,9 +406,9 @@ def pieces(sequences) -> list[list[int]]:
     return [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
-def cut(ids: list[int], offset: int, length: int) -> list[list[int]]:
+def cut(ids: list, offset: int, length: int) -> list[list]:
     """``ids`` laid from place ``offset`` on and cut wherever a sequence ends: written to be obvious, not quick."""
-    found: list[list[int]] = []
+    found: list[list] = []
     for place, token in enumerate(ids, offset):
         if place == offset or place % length == 0:
             found.append([])
@@ -322,6 +461,40 @@ def test_a_target_stands_exactly_where_the_next_token_is_in_the_same_piece_of_te
     assert (gold != 0).all()
     texts = [piece for piece in pieces(sequences) if piece[0] != 0]
     assert gold.tolist() == [token for piece in texts for token in piece[1:]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    talks=st.lists(
+        st.lists(st.tuples(st.integers(1, 2**31), st.booleans()), min_size=2, max_size=30), min_size=1, max_size=12
+    ),
+    length=st.integers(8, 20),
+    packing=st.booleans(),
+)
+def test_a_masked_document_has_targets_where_the_next_token_is_trained(talks, length, packing):
+    """Sequences without any are left out, with what they hold."""
+    if packing and sum(map(len, talks)) < length:
+        return
+    expected, offset = {}, 0  # number of the sequence: (tokens, tokens to be predicted)
+    for talk in talks:
+        for part in cut(talk, offset, length):
+            tokens, gold = expected.setdefault(offset // length, ([], []))
+            tokens += [token for token, _ in part]
+            gold += [token for token, trained in part[1:] if trained]
+            offset += len(part)
+        offset += 0 if packing else -offset % length
+    kept = [each for each in expected.values() if each[1]]
+    documents = [Document(*map(np.asarray, zip(*talk, strict=True))) for talk in talks]
+    documents = [Document(each.ids.astype(np.uint32), each.trained) for each in documents]
+    if not kept:
+        with pytest.raises(DataError, match="nothing predicts it"):
+            pack(documents, config(sequence_length=length, packing=packing))
+        return
+    sequences = pack(documents, config(sequence_length=length, packing=packing))
+    assert len(sequences) == len(kept)
+    for row, (tokens, gold) in enumerate(kept):
+        assert sequences.tokens[row].tolist() == tokens + [0] * (length - len(tokens))
+        assert sequences.select([row]).gold_ids().tolist() == gold
 
 
 @settings(max_examples=100, deadline=None)
