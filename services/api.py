@@ -1,11 +1,12 @@
 """The HTTP door: take jobs, tell how they go. It knows the record in Redis and nothing of training.
 
-POST /jobs                  take a job                202, Location
+POST /jobs                  take a job                202, Location; with ?dry_run=true an estimate, 200
 GET  /jobs                  newest first, by cursor
 GET  /jobs/{id}             how it goes
 POST /jobs/{id}/cancel      ask it to stop
 GET  /jobs/{id}/events      what happens to it        server-sent events, resumable
 GET  /caches                what was kept of teachers
+GET  /caches/{fingerprint}  one of them, and how close it is to its teacher
 GET  /healthz, /readyz      alive; able to take jobs
 """
 
@@ -19,7 +20,7 @@ import logging
 import re
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Annotated, Any
 
@@ -27,10 +28,12 @@ import redis.asyncio
 import uvicorn
 from celery import Celery
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from kd.config import JobConfig
 from kd.errors import ConfigError
+from kd.estimate import estimate_by_table
 from kd.validate import check_inputs
 from services import problems
 from services.events import event_client, follow
@@ -39,11 +42,24 @@ from services.lifeline import die_with_parent
 from services.problems import ApiProblem, responses
 from services.queue import celery_app, publish
 from services.reconciler import Reconciler
-from services.schemas import CacheEntry, CacheList, Health, Job, JobList, Kind, Readiness, Status
+from services.schemas import (
+    CacheDetail,
+    CacheEntry,
+    CacheList,
+    Fidelity,
+    Health,
+    Job,
+    JobEstimate,
+    JobList,
+    Kind,
+    Readiness,
+    Status,
+)
 from services.settings import Settings
 
 BODY_LIMIT_BYTES = 1 << 20
 JOB_ID = re.compile(r"job_[0-9a-z]{26}")
+FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 router = APIRouter()
 
@@ -107,16 +123,23 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await service.events.aclose()
 
 
-@router.post("/jobs", status_code=202, responses=responses(400, 413, 422, 503))
+_ESTIMATED: dict[int | str, dict[str, Any]] = {200: {"model": JobEstimate, "description": "What a dry run found."}}
+
+
+@router.post("/jobs", status_code=202, response_model=Job, responses=_ESTIMATED | responses(400, 413, 422, 503))
 def create_job(
     config: JobConfig,
     response: Response,
     service: TheService,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
-) -> Job:
+    dry_run: Annotated[bool, Query(description="Only say what the job's capture will need; take no job.")] = False,
+) -> Job | Response:
     """Take a job. The same Idempotency-Key with the same body gives the same job for a day."""
     if found := check_inputs(config, service.settings.root, service.settings.home):
         raise ConfigError(found)
+    if dry_run:
+        estimate = estimate_by_table(config, service.settings.root, service.settings.home)
+        return JSONResponse(JobEstimate(**estimate.to_json()).model_dump())
     created = service.store.create(config, idempotency_key)
     if created.outcome == "conflict":
         raise ApiProblem(
@@ -179,6 +202,22 @@ def list_caches(service: TheService) -> CacheList:
     from cache.store import list_caches as caches_in
 
     return CacheList(data=[CacheEntry(**summary.to_json()) for summary in caches_in(service.settings.caches)])
+
+
+@router.get("/caches/{fingerprint}", responses=responses(404, 422, 503))
+def get_cache(fingerprint: str, service: TheService) -> CacheDetail:
+    """What one cache holds and was made from, and how close it is to its teacher."""
+    from cache.store import read_manifest, summarise
+
+    folder = service.settings.caches / fingerprint
+    if not FINGERPRINT.fullmatch(fingerprint) or not folder.is_dir():
+        raise ApiProblem(404, f"There is no cache {fingerprint}.", "GET /caches lists the caches there are.")
+    summary = summarise(folder)
+    if not summary.complete:
+        return CacheDetail(**summary.to_json())
+    manifest = read_manifest(folder)
+    rows = [Fidelity(**asdict(row)) for row in manifest.fidelity]
+    return CacheDetail(**summary.to_json(), identity=manifest.identity.to_json(), fidelity=rows)
 
 
 @router.get("/healthz")

@@ -102,6 +102,25 @@ class JobList(View):
     next_cursor: str | None = Field(None, description="Give it as ?cursor= to get the next page.")
 
 
+class JobEstimate(View):
+    """What a job's capture will need, by a sample of its text and a table of bytes a token."""
+
+    method: Literal["table", "trial"] = Field(description="table: no teacher was run; trial: a few batches were read.")
+    tokens: int = Field(description="Tokens of all sequences.")
+    tokens_counted: bool = Field(description="Whether all of the text was read; otherwise a sample of it.")
+    train_sequences: int
+    validation_sequences: int
+    positions: int = Field(description="Tokens with a record.")
+    shards: int
+    bytes_per_token: float = Field(description="All bytes on disk per token with a record.")
+    bytes: int = Field(description="Bytes of the whole cache.")
+    free_bytes: int = Field(description="Bytes left on the disk of the caches.")
+    fits: bool = Field(description="Whether the disk holds the cache, with a margin.")
+    seconds: float | None = Field(None, description="Of the capture on the present device; null without a trial.")
+    hours: float | None = None
+    device: str | None = Field(None, description="What the trial ran on.")
+
+
 class CacheEntry(View):
     """One cache on the server's disk."""
 
@@ -119,6 +138,28 @@ class CacheList(View):
     """Every cache of this server."""
 
     data: list[CacheEntry]
+
+
+class Fidelity(View):
+    """How close a cache's records are to the live teacher, at one temperature, on sampled positions."""
+
+    temperature: float
+    positions: int = Field(description="Positions that were sampled.")
+    kept_mass: float = Field(description="Mean probability of the tokens whose value is stored.")
+    kept_error: float = Field(description="Mean sum of what their probabilities differ in.")
+    kl: float | None = Field(None, description="KL(live || decoded) in nats; null where a sample stands for the tail.")
+    bias_z: float | None = Field(None, description="Largest z of the mean of redrawn samples.")
+    stored_z: float | None = Field(None, description="Largest z of the stored samples.")
+    gold_error: float = Field(description="Mean relative error of the next token's probability.")
+    top1_agreement: float | None = Field(None, description="Share of positions with the same most probable token.")
+    entropy_error: float = Field(description="Mean decoded minus live entropy, nats.")
+
+
+class CacheDetail(CacheEntry):
+    """One cache, what it was made from, and how close it is to its teacher."""
+
+    identity: dict[str, Any] | None = Field(None, description="All that its bytes depend on; null while incomplete.")
+    fidelity: list[Fidelity] = Field(default_factory=list, description="A row a temperature; empty where unmeasured.")
 
 
 class Health(View):

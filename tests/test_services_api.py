@@ -10,12 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cache.manifest import FidelityRow
+from cache.store import replace_fidelity
+from cache.testing import make_cache
 from services.jobs import Batch
 from services.schemas import Job, ProblemDocument
 from tests.harness import ROOT, Parts, body, wait_until
@@ -259,6 +263,22 @@ def test_caches_are_listed(service: Parts, http: httpx.Client) -> None:
     (service.settings.caches / ("a" * 32)).mkdir(parents=True)
     (entry,) = http.get("/caches").json()["data"]
     assert (entry["fingerprint"], entry["complete"], entry["tokens"]) == ("a" * 32, False, None)
+
+
+def test_a_cache_is_shown_with_its_identity_and_fidelity(service: Parts, http: httpx.Client) -> None:
+    folder = make_cache(service.settings.caches)
+    row = FidelityRow(1.0, 32, 0.5, 0.001, None, 2.0, 2.5, 0.001, None, 0.01)
+    manifest = replace_fidelity(folder, (row,))
+    detail = http.get(f"/caches/{folder.name}").json()
+    assert (detail["fingerprint"], detail["complete"], detail["tokens"]) == (folder.name, True, manifest.positions)
+    assert detail["identity"] == json.loads(json.dumps(manifest.identity.to_json()))
+    assert detail["fidelity"] == [asdict(row)]
+    (service.settings.caches / ("c" * 32)).mkdir()
+    unfinished = http.get(f"/caches/{'c' * 32}").json()
+    assert (unfinished["complete"], unfinished["identity"], unfinished["fidelity"]) == (False, None, [])
+    assert folder.name not in problem(http.get(f"/caches/{'b' * 32}"), 404).detail
+    assert "b" * 31 in problem(http.get(f"/caches/{'b' * 31}"), 404).detail
+    assert problem(http.get("/caches/..%2fruns"), 404).status == 404
 
 
 def test_health_and_readiness(http: httpx.Client) -> None:
