@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cache.errors import PotstillError
-from services.terminal import caches, jobs
+from services.terminal import caches, estimate, exchange, jobs
 from services.terminal.console import (
     AsJson,
     Home,
@@ -43,6 +43,8 @@ app = typer.Typer(
     help="Potstill: knowledge distillation as a service.",
 )
 app.add_typer(jobs.app)
+app.add_typer(estimate.app)
+caches.cache_app.add_typer(exchange.app)
 app.add_typer(caches.app)
 
 

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.terminal.console import AsJson, Fingerprint, Home, complain, make_settings, out, plain, print_json, table
+from services.terminal import upkeep
+from services.terminal.console import (
+    AsJson,
+    Fingerprint,
+    Home,
+    complain,
+    err,
+    make_settings,
+    out,
+    plain,
+    print_json,
+    table,
+)
+
+if TYPE_CHECKING:
+    from cache.manifest import FidelityRow
 
 UNVERIFIED = 4
 
 app = typer.Typer()
 cache_app = typer.Typer(no_args_is_help=True, help="Caches on this machine, under KD_HOME.")
 app.add_typer(cache_app, name="cache")
+cache_app.add_typer(upkeep.app)
 
 
 @cache_app.command("ls")
@@ -37,10 +55,13 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
     folder = _cache_folder(fingerprint, home)
     summary = summarise(folder).to_json()
     if as_json:
-        identity = read_manifest(folder).identity.to_json() if summary["complete"] else None
-        print_json({**summary, "identity": identity})
+        manifest = read_manifest(folder) if summary["complete"] else None
+        identity = manifest.identity.to_json() if manifest else None
+        print_json({**summary, "identity": identity, "fidelity": _rows(manifest.fidelity) if manifest else []})
         return
     table(["", ""], [[name, plain(value)] for name, value in summary.items() if value not in (None, "")])
+    if summary["complete"]:
+        _print_fidelity(_rows(read_manifest(folder).fidelity))
 
 
 @cache_app.command("verify")
@@ -57,6 +78,52 @@ def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = 
     else:
         complain("\n".join(problems), f"Delete {folder} and run the job again: it will be captured anew.")
     raise typer.Exit(UNVERIFIED if problems else 0)
+
+
+@cache_app.command("fidelity")
+def cache_fidelity(
+    fingerprint: Fingerprint,
+    teacher: Annotated[
+        str | None, typer.Option(help="Folder, GGUF file or hub id. Default: what the cache names.")
+    ] = None,
+    positions: Annotated[int, typer.Option(min=8, help="Positions to sample.")] = 32,
+    redraws: Annotated[int, typer.Option(min=2, help="Samples to draw anew of each.")] = 40,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare records of a cache with its live teacher, and write what is found into the cache."""
+    from cache.store import open_cache, replace_fidelity
+    from kd.fidelity import Live, Origin, measure, out_of_bounds
+    from kd.models import hide_progress_bars
+
+    hide_progress_bars()
+    store = open_cache(_cache_folder(fingerprint, home))
+    origin = Origin.find(store, teacher, make_settings(home=home).root)
+    rows = measure(store, Live.load(store.identity, origin.config, origin.folder), positions, redraws)
+    problems = out_of_bounds(store, rows)
+    written = origin.genuine and not problems
+    if written:
+        replace_fidelity(store.folder, rows)
+    if as_json:
+        print_json({"path": str(store.folder), "fidelity": _rows(rows), "problems": problems, "written": written})
+    else:
+        _print_fidelity(_rows(rows))
+        if problems:
+            complain("\n".join(problems), "Is this the teacher of the cache, and does it run as it did?")
+        elif not written:
+            err.print(f"The weights in {origin.folder} are not those that were captured: the cache keeps its own rows.")
+    raise typer.Exit(UNVERIFIED if problems else 0)
+
+
+def _rows(fidelity: tuple[FidelityRow, ...]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in fidelity]
+
+
+def _print_fidelity(rows: list[dict[str, Any]]) -> None:
+    if rows:
+        out.print()
+        columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+        table([name.upper() for name in columns], [[plain(row[name]) for name in columns] for row in rows])
 
 
 def _cache_folder(fingerprint: str, home: Path | None) -> Path:

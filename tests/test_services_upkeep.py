@@ -1,0 +1,194 @@
+"""``kd cache merge|diff|stats|gc|rm`` as they are typed: output, exit codes, and what is on the disk afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cache.manifest import CacheIdentity
+from cache.store import capture, open_cache, verify
+from cache.testing import fill, make_cache, make_codec, make_identity
+from services.jobs import Batch
+from services.terminal.upkeep import _embedded_url
+from tests.harness import ROOT, Parts, config
+
+KD = [sys.executable, "-m", "services.cli", "cache"]
+
+
+def identity_of(name: str, profile: str = "threshold", **options: object) -> CacheIdentity:
+    identity = make_identity(train_sequences=5, validation_sequences=2, codec=make_codec(profile, **options))
+    return replace(identity, data=replace(identity.data, sha256=name * 64))
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with two caches of one teacher and codec, and one of another profile."""
+    home = tmp_path_factory.mktemp("homes") / "home"
+    for identity in (identity_of("1"), identity_of("2"), identity_of("3", "topk")):
+        make_cache(home / "caches", identity)
+    return home
+
+
+@pytest.fixture
+def home(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "home"))
+
+
+ONE, TWO, TOPK = (identity_of(*each).fingerprint for each in (("1",), ("2",), ("3", "topk")))
+
+
+def kd(home: Path, *arguments: object, answer: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"NO_COLOR": "1", "KD_HOME": str(home), **environment}
+    return subprocess.run(
+        [*KD, *map(str, arguments)],
+        input=answer,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | variables,
+        timeout=120,
+    )
+
+
+def names(home: Path) -> set[str]:
+    return {path.name for path in (home / "caches").iterdir() if path.is_dir()}
+
+
+def test_merge_writes_one_cache_that_the_other_commands_know(home: Path) -> None:
+    done = kd(home, "merge", ONE[:6], home / "caches" / TWO, "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["sequences"], summary["complete"]) == (14, True)
+    assert "shard 4 of 4" in done.stderr
+    assert verify(home / "caches" / summary["fingerprint"]) == []
+    again = kd(home, "merge", ONE, TWO)
+    assert again.stdout.startswith(f"{summary['fingerprint']}: 14 sequences, ")
+    assert again.stderr == ""
+    refused = kd(home, "merge", ONE, TOPK)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "codec.profile: expected threshold, got topk" in refused.stderr
+
+
+def test_diff_ends_with_one_where_there_is_a_difference(home: Path) -> None:
+    same = kd(home, "diff", ONE, home / "caches" / ONE)
+    assert (same.returncode, same.stderr) == (0, "")
+    assert "no difference" in same.stdout
+    other = kd(home, "diff", ONE, TOPK)
+    assert other.returncode == 1
+    assert re.search(r"^codec\.k +0 +5 *$", other.stdout, re.MULTILINE)
+    fields = json.loads(kd(home, "diff", ONE, TOPK, "--json").stdout)["fields"]
+    assert {"field": "codec.profile", "a": "threshold", "b": "topk"} in fields
+    missing = kd(home, "diff", ONE, "./nothing")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "No cache at nothing" in missing.stderr
+
+
+def test_stats_show_histograms_and_the_teacher_s_perplexity(home: Path) -> None:
+    shown = kd(home, "stats", ONE)
+    assert shown.returncode == 0, shown.stderr
+    for text in ("teacher's perplexity, validation", "ENTROPY, NATS", "KEPT MASS", "ARRAY", "####", "entries"):
+        assert text in shown.stdout
+    as_json = json.loads(kd(home, "stats", ONE[:8], "--json").stdout)
+    opened = open_cache(home / "caches" / ONE)
+    assert as_json["positions"] == sum(as_json["kept_mass"]["counts"]) == opened.manifest.positions
+    assert as_json["bytes_per_token"] == pytest.approx(opened.bytes_per_token)
+
+
+def test_gc_asks_and_removes_what_it_named(home: Path) -> None:
+    nothing = kd(home, "gc")
+    assert (nothing.returncode, nothing.stdout) == (0, "nothing to remove\n")
+    (home / "caches" / ONE / "manifest.json").unlink()
+    assert kd(home, "gc").stdout == "nothing to remove\n", "it was written to just now"
+    planned = json.loads(kd(home, "gc", "--older-than", "0s", "--json").stdout)
+    assert planned["removed"] is False
+    assert [one["fingerprint"] for one in planned["garbage"]] == [ONE]
+    declined = kd(home, "gc", "--older-than", "0s", answer="n\n")
+    assert declined.returncode == 1
+    assert str(home / "caches" / ONE) in declined.stdout
+    assert names(home) == {ONE, TWO, TOPK}
+    done = kd(home, "gc", "--older-than", "0s", answer="y\n")
+    assert (done.returncode, names(home)) == (0, {TWO, TOPK})
+    assert "1 of 1 removed" in done.stdout
+
+
+def test_gc_with_yes_does_not_ask(home: Path) -> None:
+    (home / "caches" / TWO / "shards" / ".tmp-shards-000000").mkdir()
+    removed = json.loads(kd(home, "gc", "--json", "--yes").stdout)
+    assert removed["removed"] is True
+    assert [Path(one["path"]).name for one in removed["garbage"]] == [".tmp-shards-000000"]
+    assert verify(home / "caches" / TWO) == []
+
+
+@pytest.mark.parametrize("text", ["7", "d", "-1d", "7 days", "1.5h"])
+def test_an_age_that_is_none_is_a_usage_error(home: Path, text: str) -> None:
+    refused = kd(home, "gc", f"--older-than={text}")
+    assert refused.returncode == 2
+    assert "is no age" in refused.stderr
+
+
+def test_rm_asks_and_removes(home: Path) -> None:
+    assert kd(home, "rm", ONE[:6], answer="n\n").returncode == 1
+    assert names(home) == {ONE, TWO, TOPK}
+    done = kd(home, "rm", ONE[:6], TWO, answer="y\n")
+    assert (done.returncode, names(home)) == (0, {TOPK})
+    assert f"{ONE}: removed" in done.stdout
+    assert kd(home, "rm", TOPK, "--yes").returncode == 0
+    unknown = kd(home, "rm", TOPK, "--yes")
+    assert unknown.returncode == 1
+    assert "names 0 caches" in unknown.stderr
+
+
+def test_rm_and_gc_leave_a_capture_alone(tmp_path: Path) -> None:
+    identity = identity_of("1")
+    with capture(tmp_path / "caches", identity) as writer:
+        refused = kd(tmp_path, "rm", identity.fingerprint, "--yes")
+        assert refused.returncode == 1
+        assert "is being captured" in refused.stderr
+        assert kd(tmp_path, "gc", "--older-than", "0s", "--yes").stdout == "nothing to remove\n"
+        fill(writer)
+    assert verify(writer.folder) == []
+
+
+# ---- jobs
+
+
+def test_rm_spares_what_an_unfinished_job_of_the_embedded_store_uses(home: Path, parts: Parts) -> None:
+    shutil.copytree(parts.settings.home / "redis", home / "redis", ignore=shutil.ignore_patterns("append*", "*.lock"))
+    assert _embedded_url(home / "redis") == parts.settings.redis_url
+    job_id = parts.jobs.create(config("waits", cache={"fingerprint": ONE})).id
+    refused = kd(home, "rm", TWO, ONE, "--yes")
+    assert refused.returncode == 1
+    assert f"is used by {job_id}" in refused.stderr
+    assert names(home) == {ONE, TWO, TOPK}, "nothing is removed where one is refused"
+    assert kd(home, "rm", TWO, "--yes").returncode == 0
+    parts.jobs.cancel(job_id)
+    assert kd(home, "rm", ONE, "--yes").returncode == 0
+    assert names(home) == {TOPK}
+
+
+def test_rm_asks_the_store_that_is_configured(home: Path, parts: Parts) -> None:
+    job_id = parts.submit("captured", "precompute")
+    claim = parts.jobs.claim(job_id, "precompute", "worker", 60)
+    assert claim is not None
+    parts.jobs.beat(claim, 60, Batch(1, ({"type": "cache", "data": {"fingerprint": TOPK}},)))
+    refused = kd(home, "rm", TOPK, "--yes", KD_REDIS_URL=str(parts.settings.redis_url))
+    assert refused.returncode == 1
+    assert f"is used by {job_id}" in refused.stderr
+    assert "redis://" not in refused.stderr
+
+
+def test_rm_goes_on_where_no_store_answers(home: Path) -> None:
+    (home / "redis").mkdir()
+    (home / "redis" / "password").write_text("secret")
+    (home / "redis" / "port").write_text("1")
+    done = kd(home, "rm", ONE, "--yes")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert names(home) == {TWO, TOPK}
