@@ -3,24 +3,29 @@
     python bench/speed.py [--quick] [--teacher 16x2048] [--student 16x1024] [--batch 8] [--rounds 7] [--out FILE]
 
 task        the first variant, speed 1        what is compared with it
-capture     the teacher's bare forward        reading its records; reading and sealing them on disk
+capture     the teacher's bare forward        reading its records, of profile threshold and of profile tempered;
+                                              reading and sealing them on disk
 step        cross-entropy on all logits       the fused head: on hard labels alone, on the teacher's records
-head        cross-entropy on all logits       the same without the model around it; torch's own chunked loss
+head        cross-entropy on all logits       the same without the model around it; torch's own chunked loss; records of
+                                              profile tempered at T = 2
 loader      the student's step on records     reading a cache in random order and making batches of it
+
+The bare forward is the teacher's own, with its head: the logits of the whole batch. Records are those that a small
+random Llama's capture seals, read back from disk; decoding their columns is a part of what is timed.
 
 Runs on the first GPU if there is one, else on the CPU. Models are random Llamas named by layers x width, made here;
 nothing is downloaded. Needs torch, transformers, numpy, zarr and what kd/config.py reads YAML with (pydantic, pyyaml).
 
 The floor of a task is what its arithmetic and the bytes that must move take at the rates of this machine, measured
 first (one large matrix product, one large copy). N positions, T tokens a sequence, L layers, D width, V vocabulary,
-P parameters outside the embedding and the head, E record entries:
+P parameters outside the embedding and the head:
 
     capture     N (2 P + 2 L T D + 2 D V) FLOP: body, causal attention, head. Nothing for the records: logits that are
                 made must be read, but a chunk of them fits a CPU's cache.
     step        three times that (forward, and two products for each of its in the backward pass),
                 and 28 bytes of each parameter for AdamW in float32: four numbers read, three written.
     head        3 * 2 N D V FLOP: the logits, and the gradients of both their factors.
-    loader      the record as stored, read, and the batch as it is made of it, written: 24 N + 12 E bytes.
+    loader      the records as stored, read, and the batch that is made of them, written.
 
 Materialised logits move at least 4 N V (forward) + 8 N V (backward) bytes more in float32, which the fused head does
 not; that is room below the first variant, not part of the floor.
@@ -50,20 +55,26 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
 from cache.store import Cache, capture, open_cache
-from cache.testing import make_cache, make_identity, make_records
-from kd.batches import make_batch, step_indices
-from kd.config import TrainConfig
-from kd.losses import Targets, distillation_loss
+from cache.testing import make_codec, make_identity
+from kd.batches import Batch, make_batch, step_indices
+from kd.config import CacheConfig, TrainConfig
+from kd.losses import distillation_loss
 from kd.models import Head, head_of, hide_progress_bars
 from kd.precision import Precision, pick_device, target_hidden_states
+from kd.recording import Recorder
+from kd.targets import TargetDecoder, Targets
 from kd.teacher import CachedRecords, Teacher
 from kd.train import make_optimizer
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "kd.teacher", "kd.train"]
-THRESHOLD, ALPHA = 0.04, 0.1
-RECORDS = f"fused, records, alpha {ALPHA}"
+THRESHOLD, ALPHA, TEMPERATURE = 0.04, 0.1, 2.0
+HARD, RECORDS = "fused, hard labels alone", f"fused, records, alpha {ALPHA}"
+TEMPERED = f"fused, tempered records at T = {TEMPERATURE:g}, alpha {ALPHA}"
+BATCHES = 16  # that the loader's cache holds
+SMALL = (1, 64)  # the teacher that the records to train on come from
 DEVICE = pick_device()
 
 Run = Callable[[], Any]
@@ -123,40 +134,46 @@ class Task:
 
 
 def capture_task(sizes: Sizes, folder: Path) -> Task:
-    model = llama(sizes, sizes.teacher).to(sizes.torch_dtype).eval().requires_grad_(False)
-    sequences = one_document_each(sizes)
-    teacher = Teacher(model, head_of(model, sizes.vocabulary), sizes.batch, THRESHOLD, seed=0)
-    batch, seeds = make_batch(sequences, None).to(DEVICE), count()
+    model = frozen(sizes, sizes.teacher)
+    sequences, seeds = one_document_each(sizes, sizes.batch), count()
+    tokens_BT = make_batch(sequences, None).to(DEVICE).tokens_BT
+    threshold, tempered = (
+        reader(model, identity_of(sizes, sequences, profile), sequences) for profile in ("threshold", "tempered")
+    )
 
     @torch.no_grad()
     def bare() -> None:
-        model(input_ids=batch.tokens_BT, use_cache=False)
+        model(input_ids=tokens_BT, use_cache=False)
 
-    def read() -> Records:
+    def read(teacher: Teacher) -> Records:
         return Records.concatenate(records for _, records in teacher.read(sequences, 0))
 
     def seal() -> None:
-        identity = make_identity(sizes.vocabulary, sizes.length, sizes.batch, 0, sizes.batch, THRESHOLD, next(seeds))
-        with capture(folder, identity) as writer:
-            writer.write_shard(0, sequences, read())
+        with capture(folder, identity_of(sizes, sequences, "threshold", seed=next(seeds))) as writer:
+            writer.write_shard(0, sequences, read(threshold))
 
-    flops = forward_flops(sizes, model)
-    variants = {"teacher's bare forward": bare, "records read": read, "records read and sealed": seal}
-    return Task({name: Variant(run, flops) for name, run in variants.items()}, sizes.tokens, partial(about, read))
+    runs: dict[str, Run] = {
+        "teacher's bare forward": bare,
+        "records read": partial(read, threshold),
+        "records read and sealed": seal,
+        "tempered records read": partial(read, tempered),
+    }
+    flops, about = forward_flops(sizes, model), partial(about_records, partial(read, threshold), tempered)
+    return Task({name: Variant(run, flops) for name, run in runs.items()}, sizes.tokens, about)
 
 
-def about(read: Callable[[], Records]) -> str:
+def about_records(read: Callable[[], Records], tempered: Teacher) -> str:
     records = read()
-    heads, tails = len(records.head_ids) / len(records), len(records.tail_ids) / len(records)
-    return f"its records hold {heads:.1f} head and {tails:.1f} tail entries a token"
+    heads, tails = (records.length(axis) / len(records) for axis in ("head", "tail"))
+    entries = f"its records hold the next token, {heads:.1f} head and {tails:.1f} tail entries a token"
+    return f"{entries}; tempered ones {tempered.recorder.nodes} nodes"
 
 
 def step_task(sizes: Sizes, folder: Path) -> Task:
     student = llama(sizes, sizes.student, tie_word_embeddings=True)
     head, precision = head_of(student, sizes.vocabulary), Precision(DEVICE.type, sizes.torch_dtype)
     optimizer = make_optimizer(student, TrainConfig(max_steps=1, learning_rate=1e-5), DEVICE)
-    sequences = one_document_each(sizes)
-    batch = make_batch(sequences, make_records(0, sequences.positions, sizes.vocabulary, THRESHOLD)).to(DEVICE)
+    batch, decoder = recorded(sizes, folder, "threshold")
     labels_BT = F.pad(batch.tokens_BT[:, 1:], (0, 1), value=-100)
 
     def plain() -> Tensor:
@@ -164,9 +181,9 @@ def step_task(sizes: Sizes, folder: Path) -> Task:
             logits = student(input_ids=batch.tokens_BT, use_cache=False).logits
             return F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten())
 
-    def fused(targets: Targets, alpha: float) -> Tensor:
+    def fused(targets: Callable[[], Targets], alpha: float) -> Tensor:
         hidden_ND = target_hidden_states(student, batch, precision)
-        return distillation_loss(hidden_ND, head, targets, alpha).total / len(targets)
+        return distillation_loss(hidden_ND, head, targets(), alpha).total / len(batch)
 
     def step(loss: Callable[[], Tensor]) -> None:
         loss().backward()
@@ -175,8 +192,8 @@ def step_task(sizes: Sizes, folder: Path) -> Task:
 
     losses = {
         "cross-entropy, all logits": plain,
-        "fused, hard labels alone": partial(fused, Targets(batch.targets.gold_N), 1.0),
-        RECORDS: partial(fused, batch.targets, ALPHA),
+        HARD: partial(fused, partial(Targets, batch.gold_N), 1.0),
+        RECORDS: partial(fused, partial(decoder.targets, batch.gold_N, batch.teacher), ALPHA),
     }
     flops, moved = 3 * forward_flops(sizes, student), 28.0 * sum(each.numel() for each in student.parameters())
     return Task({name: Variant(partial(step, loss), flops, moved) for name, loss in losses.items()}, sizes.tokens)
@@ -187,29 +204,33 @@ def head_task(sizes: Sizes, folder: Path) -> Task:
     torch.manual_seed(0)
     hidden_ND = torch.randn(positions, width, device=DEVICE).to(sizes.torch_dtype).requires_grad_()
     weight_VD = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).to(sizes.torch_dtype).requires_grad_()
-    sequence = one_document(np.random.default_rng(0).integers(0, vocabulary, (1, positions + 1)))
-    targets = make_batch(sequence, make_records(0, positions, vocabulary, THRESHOLD)).to(DEVICE).targets
-    head = Head(weight_VD, None, 1.0, None, vocabulary)
+    one = replace(sizes, vocabulary=vocabulary, length=positions + 1, batch=1)
+    decoded: dict[str, Callable[[], Targets]] = {}
+    for profile in ("threshold", "tempered"):
+        batch, decoder = recorded(one, folder, profile)
+        decoded[profile] = partial(decoder.targets, batch.gold_N, batch.teacher)
+    gold_N, head = batch.gold_N, Head(weight_VD, None, 1.0, None, vocabulary)
 
     def step(loss: Callable[[], Tensor]) -> None:
         loss().backward()
         hidden_ND.grad = weight_VD.grad = None
 
     def plain() -> Tensor:
-        return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), targets.gold_N)
+        return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), gold_N)
 
     def chunked() -> Tensor:
         options = torch.nn.LinearCrossEntropyOptions()
-        return F.linear_cross_entropy(hidden_ND, weight_VD, targets.gold_N, options=options)
+        return F.linear_cross_entropy(hidden_ND, weight_VD, gold_N, options=options)
 
-    def fused(targets: Targets, alpha: float) -> Tensor:
-        return distillation_loss(hidden_ND, head, targets, alpha).total / len(targets)
+    def fused(targets: Callable[[], Targets], alpha: float) -> Tensor:
+        return distillation_loss(hidden_ND, head, targets(), alpha).total / positions
 
     losses = {
         "cross-entropy, all logits": plain,
         "torch's linear_cross_entropy": chunked,
-        "fused, hard labels alone": partial(fused, Targets(targets.gold_N), 1.0),
-        RECORDS: partial(fused, targets, ALPHA),
+        HARD: partial(fused, partial(Targets, gold_N), 1.0),
+        RECORDS: partial(fused, decoded["threshold"], ALPHA),
+        TEMPERED: partial(fused, decoded["tempered"], ALPHA),
     }
     if not hasattr(F, "linear_cross_entropy"):  # it came with torch 2.13
         del losses["torch's linear_cross_entropy"]
@@ -218,33 +239,44 @@ def head_task(sizes: Sizes, folder: Path) -> Task:
 
 
 def loader_task(sizes: Sizes, folder: Path) -> Task:
-    sequences, steps = 32 * sizes.batch, count()
-    identity = make_identity(sizes.vocabulary, sizes.length, sequences, 1, 8 * sizes.batch, THRESHOLD)
-    store = open_cache(make_cache(folder, identity))
-    source, manifest = CachedRecords(store), store.manifest
+    store = sealed(sizes, folder, one_document_each(sizes, BATCHES * sizes.batch), "threshold")
+    source, steps = CachedRecords(store), count()
 
-    def load() -> None:
-        make_batch(*source.read(step_indices(sequences, sizes.batch, 0, next(steps))))
+    def load() -> Batch:
+        return next_batch(source, sizes.batch, next(steps))
 
-    share = sizes.batch / (sequences + 1)
-    moved = share * (store.bytes_per_token * manifest.positions + 24 * manifest.positions + 12 * manifest.entries)
+    some = [load() for _ in range(BATCHES)]  # and now every chunk has been decoded once
+    moved = store.bytes_per_token * store.manifest.positions / BATCHES + bytes_of(some[0])
     variants = {
         "the student's step on records": step_task(sizes, folder).variants[RECORDS],
         "cache to batches": Variant(load, 0.0, moved),
     }
-    return Task(variants, sizes.tokens, partial(per_core, load, store, share))
+    return Task(variants, sizes.tokens, partial(per_core, store, sizes.batch))
 
 
-def per_core(load: Run, store: Cache, share: float) -> str:
-    """What one core's time is worth, of a load that reads ``share`` of the cache."""
-    rounds, began = 16, time.process_time()
-    for _ in range(rounds):
-        load()
-    each = rounds * share / (time.process_time() - began)
+def next_batch(source: CachedRecords, size: int, step: int) -> Batch:
+    return make_batch(*source.read(step_indices(source.train_count, size, 0, step)))
+
+
+def bytes_of(batch: Batch) -> int:
+    assert batch.teacher is not None
+    return sum(each.nbytes for each in (batch.tokens_BT, batch.rows_N, batch.gold_N, *batch.teacher.values()))
+
+
+def per_core(store: Cache, size: int) -> str:
+    """What one core's time is worth, and what the first look at a shard costs once: opening and decompressing it."""
     tokens, entries = store.manifest.positions, store.manifest.entries
+    source, seconds = CachedRecords(open_cache(store.folder)), []
+    for epoch in range(4):
+        began = time.process_time()
+        batches = [next_batch(source, size, step) for step in range(epoch * BATCHES, (epoch + 1) * BATCHES)]
+        seconds.append(time.process_time() - began)
+    each, compact = sum(seconds[1:]) / 3, sum(map(bytes_of, batches)) / tokens
+    shards = len(store.manifest.shards)
     return (
-        f"{entries / tokens:.1f} entries and {store.bytes_per_token:.1f} bytes a token; in a second one core reads "
-        f"{each * tokens:,.0f} tokens, {each * entries:,.0f} entries"
+        f"{entries / tokens:.1f} entries and {store.bytes_per_token:.1f} bytes a token, {compact:.1f} in a batch; in a "
+        f"second one core reads {tokens / each:,.0f} tokens, {entries / each:,.0f} entries, and the first look at a "
+        f"shard of {tokens / shards:,.0f} tokens costs {(seconds[0] - each) / shards * 1e3:,.1f} ms more"
     )
 
 
@@ -281,8 +313,49 @@ def one_document(tokens_BT: np.ndarray) -> Sequences:
     return Sequences(tokens_BT.astype(np.uint32), start_BT, target_BT)
 
 
-def one_document_each(sizes: Sizes) -> Sequences:
-    return one_document(np.random.default_rng(0).integers(0, sizes.vocabulary, (sizes.batch, sizes.length)))
+def one_document_each(sizes: Sizes, sequences: int) -> Sequences:
+    return one_document(np.random.default_rng(0).integers(0, sizes.vocabulary, (sequences, sizes.length)))
+
+
+def identity_of(sizes: Sizes, sequences: Sequences, profile: str, seed: int = 0) -> CacheIdentity:
+    """A cache of ``sequences``, in shards of the size that a job's have."""
+    codec = make_codec(profile, threshold=THRESHOLD, shard_sequences=CacheConfig().shard_sequences, seed=seed)
+    return make_identity(sizes.vocabulary, sizes.length, len(sequences), 0, codec)
+
+
+def frozen(sizes: Sizes, shape: tuple[int, int]) -> LlamaForCausalLM:
+    """A teacher."""
+    return llama(sizes, shape).to(sizes.torch_dtype).eval().requires_grad_(False)
+
+
+def reader(model: LlamaForCausalLM, identity: CacheIdentity, sequences: Sequences) -> Teacher:
+    """``model`` as the teacher of a cache, with as many nodes as it needs."""
+    head = head_of(model, identity.tokenizer.vocabulary_size)
+    teacher = Teacher(model, Recorder(head, identity.record_codec()), len(identity.shard_range(0)))
+    if identity.codec.profile != "tempered":
+        return teacher
+    return replace(teacher, recorder=replace(teacher.recorder, nodes=teacher.choose_nodes(sequences).count))
+
+
+def sealed(sizes: Sizes, folder: Path, sequences: Sequences, profile: str) -> Cache:
+    """A cache of ``sequences`` below ``folder``, of what a small teacher says of them."""
+    identity = identity_of(sizes, sequences, profile)
+    teacher = reader(frozen(sizes, SMALL), identity, sequences)
+    with capture(folder, identity) as writer:
+        for index in range(identity.shard_count):
+            numbers = identity.shard_range(index)
+            part = sequences.select(np.asarray(numbers))
+            records = Records.concatenate(records for _, records in teacher.read(part, numbers.start))
+            writer.write_shard(index, part, records)
+        writer.finish(Provenance())
+    return open_cache(folder / identity.fingerprint)
+
+
+def recorded(sizes: Sizes, folder: Path, profile: str) -> tuple[Batch, TargetDecoder]:
+    """One batch with its records as training has it, and what decodes them; tempered ones at T = 2."""
+    store = sealed(sizes, folder, one_document_each(sizes, sizes.batch), profile)
+    batch = make_batch(*store.read(range(sizes.batch))).to(DEVICE)
+    return batch, TargetDecoder(store.codec, TEMPERATURE if profile == "tempered" else 1.0)
 
 
 def forward_flops(sizes: Sizes, model: LlamaForCausalLM) -> float:

@@ -14,11 +14,19 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 HARD, RECORDS = "fused, hard labels alone", "fused, records, alpha 0.1"
+TEMPERED = "fused, tempered records at T = 2, alpha 0.1"
 VARIANTS = {
-    "capture": ["teacher's bare forward", "records read", "records read and sealed"],
+    "capture": ["teacher's bare forward", "records read", "records read and sealed", "tempered records read"],
     "step": ["cross-entropy, all logits", HARD, RECORDS],
-    "head": ["cross-entropy, all logits", "torch's linear_cross_entropy", HARD, RECORDS],
+    "head": ["cross-entropy, all logits", "torch's linear_cross_entropy", HARD, RECORDS, TEMPERED],
     "loader": ["the student's step on records", "cache to batches"],
+}
+NUMBER = r"[\d.,]*\d"
+NOTES = {
+    "capture": f"its records hold the next token, {NUMBER} head and {NUMBER} tail entries a token; tempered ones "
+    r"\d+ nodes",
+    "loader": f"{NUMBER} entries and {NUMBER} bytes a token, {NUMBER} in a batch; in a second one core reads {NUMBER} "
+    f"tokens, {NUMBER} entries, and the first look at a shard of {NUMBER} tokens costs -?{NUMBER} ms more",
 }
 if not hasattr(torch.nn.functional, "linear_cross_entropy"):
     VARIANTS["head"].remove("torch's linear_cross_entropy")
@@ -57,6 +65,12 @@ def test_the_machine_is_named_and_the_file_holds_the_same_text(output: tuple[str
     text, out = output
     assert text.startswith("Machine: ") and f"torch {torch.__version__}" in text
     assert out.read_text(encoding="utf-8") == text
+
+
+def test_what_is_no_ratio_stands_below(output: tuple[str, Path]) -> None:
+    notes = [line for line in output[0].splitlines() if line.startswith("- ")]
+    for note, (task, expected) in zip(notes, NOTES.items(), strict=True):
+        assert re.fullmatch(rf"- {task}: {expected}\.", note), note
 
 
 def test_an_unknown_size_is_refused() -> None:

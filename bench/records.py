@@ -1,0 +1,397 @@
+"""What a cache keeps for its bytes, and how fast: every profile beside what others store, on the same logits.
+
+    python bench/records.py [--teacher FOLDER [--gguf-file NAME]] [--text FILE] [--sequences 32] [--length 512]
+
+bytes/token   on disk, everything counted: tokens, index, metadata, checksums, manifest. Neighbours: their Parquet.
+KL            KL(decoded || live) in nats, over all of the vocabulary: what the student is told, seen from the truth. A
+              sample has none: its mean over draws is the truth (tests hold it to that), one draw is not.
+gradient      of the LM head's weight over all positions, from a student whose hidden states are the teacher's and
+              noise: norm of the difference from the dense gradient, relative to the dense one's. A bias stays however
+              many tokens are read; a sample's noise falls with the square root of their number.
+encode        logits to records; the product that makes the logits is not counted
+write, read   to sealed files and back to arrays, files in the system's page cache
+decode        arrays to the target that the loss takes, on one thread
+
+Neighbours: DistillKit's recommended and its budget configuration (its own compressor where distillkit is importable,
+else the same format written by kd/exchange) and the k most probable tokens in bfloat16. Both are decoded as DistillKit
+does by default: renormalised over the k, at T = 2 as well.
+
+Shapes: N positions, V vocabulary, D hidden width, k entries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache.codec import Codec, bfloat16_bits
+from cache.manifest import CacheIdentity, CodecIdentity, DataIdentity, Provenance, TeacherIdentity, TokenizerIdentity
+from cache.profiles import unserved
+from cache.records import Records, Sequences
+from cache.store import Cache, capture, open_cache
+from kd import models
+from kd.config import DataConfig
+from kd.data import Document, encode_text, pack
+from kd.exchange import distillkit
+from kd.models import Head
+from kd.nodes import choose_nodes
+from kd.recording import Recorder
+from kd.targets import TargetDecoder, teacher_head
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "austen"
+CHUNK = 128  # positions whose (N, V) targets are looked at together
+BATCH = 8  # sequences read and decoded together
+
+PROFILES: list[tuple[str, dict[str, Any]]] = [
+    ("threshold 0.125", {"profile": "threshold", "threshold": 0.125}),
+    ("threshold 0.04", {"profile": "threshold", "threshold": 0.04}),
+    ("threshold 0.02", {"profile": "threshold", "threshold": 0.02}),
+    ("threshold 0.01", {"profile": "threshold", "threshold": 0.01}),
+    ("tempered 0.0155", {"profile": "tempered", "threshold": 0.0155, "temperatures": (0.5, 2.0)}),
+    ("topk 32", {"profile": "topk", "k": 32}),
+    ("topk 128", {"profile": "topk", "k": 128}),
+    ("dense float16", {"profile": "dense", "bits": 16}),
+    ("hidden int8", {"profile": "hidden", "bits": 8}),
+    ("hidden int16", {"profile": "hidden", "bits": 16}),
+]
+#: DistillKit's README: "recommended" and "budget".
+DISTILLKIT = {
+    "DistillKit recommended": {
+        "k": 128,
+        "exact_k": 16,
+        "exact_dtype": "bfloat16",
+        "polynomial_terms": (0, 1, 2, 3, 4, "sqrt"),
+        "term_dtype": "float32",
+        "residual_bins": (),
+        "delta_encoding": False,
+    },
+    "DistillKit budget": {
+        "k": 50,
+        "exact_k": 1,
+        "exact_dtype": "bfloat16",
+        "polynomial_terms": (0, 1, "sqrt"),
+        "term_dtype": "float32",
+        "residual_bins": (),
+        "delta_encoding": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The teacher's hidden states and next tokens at the targets of S sequences, a list entry each, and its head."""
+
+    sequences: Sequences
+    hidden: list[Tensor]
+    gold: list[Tensor]
+    head: Head
+
+    @property
+    def positions(self) -> int:
+        """Positions with a target."""
+        return self.sequences.positions
+
+    def chunks(self, limit: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """(sequence, its rows, logits (N, V)) of the first ``limit`` sequences, a few rows at a time."""
+        for number, hidden_ND in enumerate(self.hidden[:limit]):
+            for start in range(0, len(hidden_ND), CHUNK):
+                rows = slice(start, min(start + CHUNK, len(hidden_ND)))
+                yield number, rows, self.head.logits(hidden_ND[rows])
+
+
+#: Turns the student's probabilities q (N, V) of some rows of a sequence into the gradient q - p, at a temperature.
+Subtract = Callable[[int, slice, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One way to keep a teacher: what it takes, and how to make targets of it; rates in tokens a second."""
+
+    name: str
+    entries: float
+    bytes_per_token: float
+    rates: tuple[float | None, ...]
+    subtract: Subtract
+    temperatures: tuple[float, ...]
+    sampled: bool = False
+
+
+def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Wall time of ``run``, and what it returns."""
+    began = time.perf_counter()
+    result = run()
+    return time.perf_counter() - began, result
+
+
+# ---------------------------------------------------------------------- what is compared
+
+
+@torch.no_grad()
+def read_teacher(arguments: argparse.Namespace) -> tuple[Truth, Any]:
+    """Read the text's first sequences with the teacher."""
+    tokenizer = models.load_tokenizer(arguments.teacher, arguments.gguf_file)
+    ids = np.asarray(encode_text(arguments.text.read_text(encoding="utf-8"), tokenizer), np.uint32)
+    config = DataConfig(train=("-",), sequence_length=arguments.length)
+    sequences = pack([Document(ids)], config).select(np.arange(arguments.sequences))
+    model = models.load(arguments.teacher, torch.float32, arguments.gguf_file).eval()
+    head = models.head_of(model, models.vocabulary_size(tokenizer))
+    hidden, gold = [], []
+    for tokens_T, mask_T in zip(sequences.tokens, sequences.target_mask, strict=True):
+        tokens_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+        rows = torch.from_numpy(np.flatnonzero(mask_T))
+        hidden.append(models.hidden_states(model, tokens_1T)[0, rows].clone())
+        gold.append(tokens_1T[0, rows + 1])
+    return Truth(sequences, hidden, gold, head), tokenizer
+
+
+def identity_of(truth: Truth, codec: CodecIdentity) -> CacheIdentity:
+    """An identity for a cache that nobody will look for."""
+    count, length = truth.sequences.tokens.shape
+    return CacheIdentity(
+        TeacherIdentity("0" * 64, "float32"),
+        TokenizerIdentity(truth.head.vocabulary, "0" * 64),
+        DataIdentity("0" * 64, length, True, count, 0),
+        codec,
+    )
+
+
+@torch.no_grad()
+def keep_ours(name: str, options: dict[str, Any], truth: Truth, folder: Path) -> Kept:
+    """Capture a cache of one profile; its rates are measured on the way."""
+    identity = identity_of(truth, CodecIdentity(**options))
+    codec = identity.record_codec()
+    tempered = codec.profile == "tempered"
+    nodes = choose_nodes(truth.hidden[0], truth.gold[0], truth.head, codec).count if tempered else 0
+    recorder = Recorder(truth.head, codec, nodes)
+    places = [np.flatnonzero(mask_T) for mask_T in truth.sequences.target_mask]
+
+    def encode() -> list[Records]:
+        return [
+            recorder.records(h, g, i, places[i]) for i, (h, g) in enumerate(zip(truth.hidden, truth.gold, strict=True))
+        ]
+
+    product, _ = seconds(lambda: [truth.head.logits(h_ND) for h_ND in truth.hidden])
+    encoding, parts = seconds(encode)
+    with capture(folder, identity) as writer:
+        if codec.profile == "hidden":
+            writer.write_head(recorder.head_arrays())
+        writing, _ = seconds(lambda: writer.write_shard(0, truth.sequences, Records.concatenate(parts)))
+        manifest = writer.finish(Provenance())
+    store = open_cache(folder / identity.fingerprint)
+    batches = [range(start, min(start + BATCH, len(parts))) for start in range(0, len(parts), BATCH)]
+    reading, read = seconds(lambda: [store.read(batch)[1] for batch in batches])
+    decoding = seconds(
+        lambda: [_decode(codec, truth, batch, records) for batch, records in zip(batches, read, strict=True)]
+    )[0]
+    head_bytes = manifest.head.bytes / max(manifest.positions, 1)
+    rates = tuple(
+        truth.positions / max(each, 1e-9) for each in (max(encoding - product, 1e-9), writing, reading, decoding)
+    )
+    span = (codec.temperatures[0], codec.temperatures[1]) if codec.temperatures else None
+    served = tuple(t for t in (1.0, 2.0) if unserved(codec.profile, span, temperature=t) is None)
+    known = 0 if codec.profile in ("dense", "hidden", "topk") else 1
+    entries = manifest.entries / manifest.positions + known
+    return Kept(
+        name, entries, store.bytes_per_token - head_bytes, rates, _subtract_ours(store, truth), served, known == 1
+    )
+
+
+def _decode(codec: Codec, truth: Truth, batch: range, records: Records) -> None:
+    if codec.profile not in ("dense", "hidden"):  # theirs are decoded inside the loss, chunk by chunk
+        columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
+        TargetDecoder(codec).targets(torch.cat([truth.gold[number] for number in batch]), columns)
+
+
+def _subtract_ours(store: Cache, truth: Truth) -> Subtract:
+    codec = store.codec
+    head = (
+        teacher_head(store.teacher_head(), codec.vocabulary_size, torch.device("cpu"))
+        if codec.profile == "hidden"
+        else None
+    )
+
+    def subtract(number: int, rows: slice, q_NV: Tensor, temperature: float) -> Tensor:
+        records = store.read([number])[1]
+        columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
+        targets = TargetDecoder(codec, temperature, head).targets(truth.gold[number], columns)
+        assert targets.teacher is not None
+        targets.teacher.chunk(rows).subtract_(q_NV, 1.0)
+        return q_NV
+
+    return subtract
+
+
+@torch.no_grad()
+def keep_top(name: str, k: int, truth: Truth, compression: distillkit.Compression | None, folder: Path) -> Kept:
+    """The k most probable tokens as DistillKit keeps them, or in bfloat16 where there is no compression."""
+    encoding, bits, stored = 0.0, 2 if truth.head.vocabulary <= 1 << 16 else 4, {}
+    for number, hidden_ND in enumerate(truth.hidden):
+        logp_NV = torch.log_softmax(truth.head.logits(hidden_ND), -1)
+        taken, pair = seconds(lambda logp_NV=logp_NV: _encode_top(logp_NV, k, compression))
+        encoding += taken
+        stored[number] = pair
+    tokens = [row.tolist() for row in truth.sequences.tokens]
+    writing, path = seconds(lambda: _write_parquet(folder / f"{name}.parquet", tokens, list(stored.values())))
+    reading, _ = seconds(lambda: _read_parquet(path))
+    decoding, decoded = seconds(lambda: {n: _decode_top(pair, k, compression, bits) for n, pair in stored.items()})
+
+    def subtract(number: int, rows: slice, q_NV: Tensor, temperature: float) -> Tensor:
+        ids_Nk, logp_Nk = decoded[number]
+        p_Nk = torch.softmax(logp_Nk[rows] / temperature, 1).to(q_NV.dtype)
+        return q_NV.scatter_add_(1, ids_Nk[rows], -p_Nk)
+
+    rates = tuple(truth.positions / max(each, 1e-9) for each in (encoding, writing, reading, decoding))
+    return Kept(name, k, path.stat().st_size / truth.positions, rates, subtract, (1.0, 2.0))
+
+
+def _encode_top(logp_NV: Tensor, k: int, compression: distillkit.Compression | None) -> tuple[Any, Any]:
+    top_Nk, ids_Nk = logp_NV.topk(k, dim=1)
+    if compression is None:
+        ids = ids_Nk.numpy().astype(np.uint16 if logp_NV.shape[1] <= 1 << 16 else np.uint32)
+        return bfloat16_bits(top_Nk.numpy()).view(np.uint8), ids.view(np.uint8)
+    return distillkit.encode(compression, ids_Nk.numpy(), top_Nk.numpy())
+
+
+def _decode_top(
+    pair: tuple[Any, Any], k: int, compression: distillkit.Compression | None, id_bytes: int
+) -> tuple[Tensor, Tensor]:
+    if compression is not None:
+        ids, logprobs = distillkit.decode(compression, *pair)
+        return torch.from_numpy(ids), torch.from_numpy(logprobs)
+    values = (pair[0].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    ids = pair[1].view(np.uint16 if id_bytes == 2 else np.uint32).astype(np.int64)
+    return torch.from_numpy(ids.reshape(-1, k)), torch.from_numpy(values.astype(np.float64).reshape(-1, k))
+
+
+def _write_parquet(path: Path, tokens: list[list[int]], rows: list[tuple[NDArray[Any], NDArray[Any]]]) -> Path:
+    """A row a sequence, lists of bytes a position, in Parquet's default compression: how DistillKit stores them."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table(
+        {
+            "input_ids": tokens,
+            "compressed_logprobs": [list(values) for values, _ in rows],
+            "bytepacked_indices": [list(ids) for _, ids in rows],
+        }
+    )
+    parquet.write_table(table, path)
+    return path
+
+
+def _read_parquet(path: Path) -> Any:
+    from pyarrow import parquet
+
+    return parquet.read_table(path)
+
+
+# ---------------------------------------------------------------------- how close it is
+
+
+@torch.no_grad()
+def closeness(kept: Kept, truth: Truth, limit: int, noise: float, temperature: float) -> tuple[float, float]:
+    """Mean KL(decoded || live), and the relative error of the head's gradient, over the first ``limit`` sequences."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.stack([h_ND.std() for h_ND in truth.hidden[:limit]]).mean()
+    error = torch.zeros_like(truth.head.weight[: truth.head.vocabulary])
+    exact = torch.zeros_like(error)
+    divergence, count = 0.0, 0
+    for number, rows, logits_NV in truth.chunks(limit):
+        p_NV = torch.softmax(logits_NV / temperature, 1)
+        told_NV = -kept.subtract(number, rows, torch.zeros_like(p_NV), temperature)
+        x_ND = truth.hidden[number][rows]
+        x_ND = x_ND + noise * spread * torch.randn(x_ND.shape, generator=generator)
+        q_NV = torch.softmax(truth.head.logits(x_ND) / temperature, 1)
+        exact.addmm_((q_NV - p_NV).T, x_ND)
+        error.addmm_((kept.subtract(number, rows, q_NV.clone(), temperature) - (q_NV - p_NV)).T, x_ND)
+        if not kept.sampled:
+            divergence += float(
+                (torch.xlogy(told_NV, told_NV) - told_NV * torch.log_softmax(logits_NV / temperature, 1)).sum()
+            )
+        count += len(p_NV)
+    return divergence / count, float(error.norm() / exact.norm())
+
+
+def cells(kept: Kept, truth: Truth, arguments: argparse.Namespace) -> list[str]:
+    """The row of one way to keep a teacher."""
+    found = {t: closeness(kept, truth, arguments.gradient, arguments.noise, t) for t in kept.temperatures}
+    divergences, errors = [], []
+    for temperature in (1.0, 2.0):
+        divergence, error = found.get(temperature, (None, None))
+        shown = "sample" if kept.sampled else f"{divergence:.1e}" if divergence is not None else "-"
+        divergences.append(shown if error is not None else "-")
+        errors.append(f"{error:.1%}" if error is not None else "-")
+    rates = ["-" if rate is None or rate > 1e9 else f"{rate / 1e3:,.0f}" for rate in kept.rates]
+    entries = f"{kept.entries:,.1f}" if kept.entries else "-"
+    return [kept.name, entries, f"{kept.bytes_per_token:,.1f}", *divergences, *errors, *rates]
+
+
+COLUMNS = [
+    *("what", "entries", "bytes/token", "KL, T=1", "KL, T=2", "gradient error, T=1", "T=2"),
+    *("encode, k tokens/s", "write", "read", "decode"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", type=Path, default=EXAMPLE / "teacher")
+    parser.add_argument("--gguf-file")
+    parser.add_argument("--text", type=Path, default=EXAMPLE / "text" / "persuasion.txt")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--gradient", type=int, default=8, help="sequences that closeness is measured on")
+    parser.add_argument("--noise", type=float, default=0.3, help="of the student's hidden states, in their spread")
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    arguments = parser.parse_args()
+    models.hide_progress_bars()
+    truth, _ = read_teacher(arguments)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, options in PROFILES:
+            rows.append(cells(keep_ours(name, options, truth, Path(temporary)), truth, arguments))
+        for name, options in DISTILLKIT.items():
+            compression = distillkit.Compression(d=truth.head.vocabulary, **options)
+            kept = keep_top(name, compression.k, truth, compression, Path(temporary))
+            rows.append(cells(kept, truth, arguments))
+        for k in (32, 128):
+            rows.append(cells(keep_top(f"top-{k}, bfloat16", k, truth, None, Path(temporary)), truth, arguments))
+    page = "\n".join([*heading(truth, arguments), "", *markdown(COLUMNS, rows)])
+    print(page)
+    if arguments.out:
+        arguments.out.write_text(page + "\n", encoding="utf-8")
+
+
+def heading(truth: Truth, arguments: argparse.Namespace) -> list[str]:
+    """The machine and what was read on it."""
+    threads = torch.get_num_threads()
+    about = (
+        f"Teacher {arguments.teacher.name}, V = {truth.head.vocabulary:,}, D = {truth.hidden[0].shape[1]}; "
+        f"{truth.positions:,} positions of {arguments.text.name}, closeness on {arguments.gradient} sequences. "
+        "The hidden profile's LM head, kept once a cache, is not in its bytes."
+    )
+    return [
+        f"Machine: {platform.system()} {platform.machine()}, {threads} threads, torch {torch.__version__}",
+        "",
+        about,
+    ]
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """A table, numbers to the right."""
+    rule = "|---|" + "--:|" * (len(columns) - 1)
+    return [f"| {' | '.join(columns)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+if __name__ == "__main__":
+    main()
