@@ -184,7 +184,7 @@ def load_teacher(plan: Plan, writer: CacheWriter, monitor: Monitor) -> Teacher:
         return teacher
     if (sealed := writer.sealed_shape("partition")) is not None:  # one cache has one number of nodes
         return replace(teacher, recorder=replace(teacher.recorder, nodes=sealed[1]))
-    found = teacher.choose_nodes(shard_sequences(plan, 0))
+    found = teacher.choose_nodes(plan.corpus.train)
     monitor.emit("stage", stage="precompute", phase=str(found))
     return replace(teacher, recorder=replace(teacher.recorder, nodes=found.count))
 
