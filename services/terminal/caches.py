@@ -42,7 +42,9 @@ def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    columns = ("complete", "teacher", "profile", "tokens", "bytes_per_token")
+    columns = ["complete", "teacher", "profile", "tokens", "bytes_per_token"]
+    if any(one["problem"] for one in found):
+        columns.append("problem")
     rows = [[one["fingerprint"][:12], *(plain(one[column]) for column in columns)] for one in found]
     table(["FINGERPRINT", *(column.upper() for column in columns)], rows)
 
