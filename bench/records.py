@@ -12,9 +12,8 @@ encode        logits to records; the product that makes the logits is not counte
 write, read   to sealed files and back to arrays, files in the system's page cache
 decode        arrays to the target that the loss takes, on one thread
 
-Neighbours: DistillKit's recommended and its budget configuration (its own compressor where distillkit is importable,
-else the same format written by kd/exchange) and the k most probable tokens in bfloat16. Both are decoded as DistillKit
-does by default: renormalised over the k, at T = 2 as well.
+Neighbours: DistillKit's recommended and its budget configuration, in its format as kd/exchange writes it, and the k
+most probable tokens in bfloat16. Both are decoded as DistillKit does by default: renormalised over the k, at T = 2 as well.
 
 Shapes: N positions, V vocabulary, D hidden width, k entries.
 """
