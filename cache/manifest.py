@@ -108,6 +108,20 @@ class CodecIdentity:
             rule = "codec.shard_sequences must be at least 1, codec.seed in [0, 2^64) and codec.draws in [1, 64]"
             raise ValueError(f"{rule}, but got {got}.")
 
+    def record_codec(self, vocabulary_size: int) -> Codec:
+        """The codec of records over ``vocabulary_size`` tokens."""
+        return Codec(
+            profile=self.profile,
+            vocabulary_size=vocabulary_size,
+            seed=self.seed,
+            threshold=self.threshold,
+            temperatures=self.temperatures,
+            always_keep=self.always_keep,
+            draws=self.draws,
+            k=self.k,
+            bits=self.bits,
+        )
+
 
 @dataclass(frozen=True)
 class CacheIdentity:
@@ -135,18 +149,7 @@ class CacheIdentity:
 
     def record_codec(self) -> Codec:
         """The codec that writes and reads this cache's records."""
-        codec = self.codec
-        return Codec(
-            profile=codec.profile,
-            vocabulary_size=self.tokenizer.vocabulary_size,
-            seed=codec.seed,
-            threshold=codec.threshold,
-            temperatures=codec.temperatures,
-            always_keep=codec.always_keep,
-            draws=codec.draws,
-            k=codec.k,
-            bits=codec.bits,
-        )
+        return self.codec.record_codec(self.tokenizer.vocabulary_size)
 
     def to_json(self) -> dict[str, Any]:
         """The identity as plain JSON values; ``from_json`` is its inverse."""

@@ -25,9 +25,9 @@ import numpy as np
 from cache.codec import Codec, id_dtype
 from cache.disk import files_below
 from cache.errors import StorageError
-from cache.manifest import CacheIdentity
+from cache.manifest import CacheIdentity, CodecIdentity
 from cache.profiles import PROFILES
-from kd.config import JobConfig
+from kd.config import CacheConfig, JobConfig
 from kd.data import find_files, format_of
 from kd.errors import ConfigError, DataError, Problem
 
@@ -157,7 +157,7 @@ def estimate_by_table(config: JobConfig, root: Path, home: Path) -> Estimate:
     require_capture(config)
     tokenizer = _Tokenizer.find(config, root)
     work = _work(config, root, tokenizer)
-    codec = codec_of(config, tokenizer.size)
+    codec = codec_identity(config.cache).record_codec(tokenizer.size)
     width = _width(config, root) if codec.profile == "hidden" else 0
     return Estimate.of(work, storage_by_table(codec, width), config.cache.shard_sequences, free_bytes(home))
 
@@ -177,18 +177,18 @@ def free_bytes(folder: Path) -> int:
 # ---------------------------------------------------------------------- bytes
 
 
-def codec_of(config: JobConfig, vocabulary: int) -> Codec:
-    """What the job keeps of each position."""
-    options = config.cache
-    return Codec(
+def codec_identity(options: CacheConfig) -> CodecIdentity:
+    """What a job keeps of each position, and with which random numbers."""
+    return CodecIdentity(
         profile=options.profile,
-        vocabulary_size=vocabulary,
-        threshold=options.threshold,
+        threshold=options.threshold if options.sampled else 0.0,
         temperatures=options.range,
         always_keep=options.always_keep,
         draws=options.draws,
         k=options.entries,
         bits=options.bits,
+        seed=options.seed,
+        shard_sequences=options.shard_sequences,
     )
 
 

@@ -25,7 +25,6 @@ from cache.codec import Codec
 from cache.errors import CacheError
 from cache.manifest import (
     CacheIdentity,
-    CodecIdentity,
     DataIdentity,
     FidelityRow,
     Manifest,
@@ -41,7 +40,7 @@ from kd.batches import make_batch
 from kd.config import JobConfig, TeacherConfig
 from kd.data import Corpus
 from kd.errors import ConfigError, Problem
-from kd.estimate import hidden_width, require_space
+from kd.estimate import codec_identity, hidden_width, require_space
 from kd.fidelity import Live, measure, require_fidelity
 from kd.nodes import NodesFound, choose_nodes
 from kd.precision import pick_device
@@ -249,7 +248,6 @@ def shard_sequences(plan: Plan, index: int) -> Sequences:
 
 def make_plan(config: JobConfig, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, folder: Path) -> Plan:
     """The identity of the cache that ``config`` asks for, and all that is needed to capture it."""
-    options = config.cache
     identity = CacheIdentity(
         _teacher_identity(config, folder),
         TokenizerIdentity(models.vocabulary_size(tokenizer), models.tokenizer_sha256(tokenizer)),
@@ -260,17 +258,7 @@ def make_plan(config: JobConfig, tokenizer: PreTrainedTokenizerBase, corpus: Cor
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
         ),
-        CodecIdentity(
-            profile=options.profile,
-            threshold=options.threshold if options.sampled else 0.0,
-            temperatures=options.range,
-            always_keep=options.always_keep,
-            draws=options.draws,
-            k=options.entries,
-            bits=options.bits,
-            seed=options.seed,
-            shard_sequences=options.shard_sequences,
-        ),
+        codec_identity(config.cache),
     )
     _require_vocabulary(identity)
     return Plan(config, folder, tokenizer, corpus, identity)
