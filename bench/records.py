@@ -13,7 +13,8 @@ write, read   to sealed files and back to arrays, files in the system's page cac
 decode        arrays to the target that the loss takes, on one thread
 
 Neighbours: DistillKit's recommended and its budget configuration, in its format as kd/exchange writes it, and the k
-most probable tokens in bfloat16. Both are decoded as DistillKit does by default: renormalised over the k, at T = 2 as well.
+most probable tokens in bfloat16. Both are decoded as DistillKit does by default: renormalised over the k, at T = 2 as
+well.
 
 Shapes: N positions, V vocabulary, D hidden width, k entries.
 """
