@@ -53,7 +53,7 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: $(STAMP) ## Write docs/configuration.md from the descriptions in kd/config.py
+docs: $(STAMP) ## Write docs/configuration.md from the descriptions in kd/config
 	$(BIN)/python -m kd.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 

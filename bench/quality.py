@@ -40,7 +40,7 @@ from cache.store import capture as open_for_capture
 from cache.store import open_cache
 from kd import models
 from kd.batches import Source
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.data import Corpus, load_corpus
 from kd.jobfile import parse_config
 from kd.progress import SILENT

@@ -41,7 +41,7 @@ from cache.profiles import unserved
 from cache.records import Records, Sequences
 from cache.store import Cache, capture, open_cache
 from kd import models
-from kd.config import DataConfig
+from kd.config.data import DataConfig
 from kd.data import Document, encode_text, pack
 from kd.exchange import distillkit
 from kd.models import Head

@@ -60,7 +60,8 @@ from cache.records import Records, Sequences
 from cache.store import Cache, capture, open_cache
 from cache.testing import make_codec, make_identity
 from kd.batches import Batch, make_batch, step_indices
-from kd.config import CacheConfig, TrainConfig
+from kd.config.cache import CacheConfig
+from kd.config.train import TrainConfig
 from kd.losses import distillation_loss
 from kd.models import Head, head_of, hide_progress_bars
 from kd.precision import Precision, pick_device, target_hidden_states

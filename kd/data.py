@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from cache.records import Sequences
-from kd.config import DataConfig, DatasetSpec
+from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
 

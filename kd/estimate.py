@@ -27,7 +27,8 @@ from cache.disk import files_below
 from cache.errors import StorageError
 from cache.manifest import CacheIdentity, CodecIdentity
 from cache.profiles import PROFILES
-from kd.config import CacheConfig, JobConfig
+from kd.config.cache import CacheConfig
+from kd.config.job import JobConfig
 from kd.data import find_files, format_of
 from kd.errors import ConfigError, DataError, Problem
 

@@ -35,7 +35,7 @@ from cache.records import AXES, Records, Sequences
 from cache.store import Cache
 from kd import models
 from kd.batches import make_batch
-from kd.config import TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError, ModelError
 from kd.models import Head
 from kd.nodes import LARGEST_LOG_MASS_ERROR

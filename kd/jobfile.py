@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kd.config import DatasetSpec, JobConfig
+from kd.config.data import DatasetSpec
+from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 
 

@@ -27,7 +27,8 @@ from transformers import (
 )
 
 from cache.manifest import Probe
-from kd.config import StudentConfig, StudentInit, TeacherConfig
+from kd.config.student import StudentConfig, StudentInit
+from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.validate import HUB_ID, remote_code_allowed
 

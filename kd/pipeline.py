@@ -26,7 +26,8 @@ from cache.profiles import unserved
 from cache.store import Cache, open_cache
 from kd import models
 from kd.batches import PlainText, Source
-from kd.config import JobConfig, TeacherConfig
+from kd.config.job import JobConfig
+from kd.config.teacher import TeacherConfig
 from kd.data import load_corpus
 from kd.errors import ConfigError, Problem
 from kd.files import read_json, whole_folder, write_json

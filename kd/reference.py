@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `make docs` from kd/config.py: edit the descriptions there. -->
+<!-- Written by `make docs` from kd/config: edit the descriptions there. -->
 
 A job is one tree of settings. The YAML file of `kd run`, the body of `POST /jobs` and the overrides of the command line
 (`--set train.max_steps=100`) share these names. Unknown keys are refused, and so are values out of bounds.

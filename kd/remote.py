@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from cache.codec import Codec, Places
 from cache.manifest import Probe, canonical_json
 from cache.records import Records, Sequences
-from kd.config import TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.exchange.rows import log1mexp, log_sum_exp
 from kd.progress import SILENT, Monitor

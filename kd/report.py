@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from kd.batches import Source
 from kd.checkpoint import Progress
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.evaluate import evaluate
 from kd.files import write_json, write_text
 from kd.models import head_of

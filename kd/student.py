@@ -8,7 +8,8 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kd.config import JobConfig, TrainConfig
+from kd.config.job import JobConfig
+from kd.config.train import TrainConfig
 from kd.files import write_json
 from kd.precision import Precision
 from kd.report import Report, render

@@ -37,7 +37,8 @@ from cache.store import Cache, CacheWriter, open_cache, verify
 from cache.store import capture as open_for_capture
 from kd import models
 from kd.batches import make_batch
-from kd.config import JobConfig, TeacherConfig
+from kd.config.job import JobConfig
+from kd.config.teacher import TeacherConfig
 from kd.data import Corpus
 from kd.errors import ConfigError, Problem
 from kd.estimate import codec_identity, hidden_width, require_space

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, get_scheduler
 from kd import checkpoint
 from kd.batches import Source, training_batches
 from kd.checkpoint import Progress, TrainState
-from kd.config import JobConfig, TrainConfig
+from kd.config.job import JobConfig
+from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 from kd.evaluate import evaluate
 from kd.losses import distillation_loss

@@ -19,7 +19,7 @@ from cache.records import Records, Sequences
 from cache.shard import Seal, shard_arrays, write_arrays
 from cache.store import HEAD
 from cache.store import capture as open_for_capture
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from kd.estimate import Estimate, Storage, Work, free_bytes, require_capture
 from kd.pipeline import plan

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.data import SUFFIXES, find_files, suffix_of
 from kd.errors import Problem
 

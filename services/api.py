@@ -31,7 +31,7 @@ from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Respons
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from kd.estimate import estimate_by_table
 from kd.validate import check_inputs

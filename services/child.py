@@ -24,7 +24,7 @@ from typing import Any
 
 from cache.disk import storage_errors
 from cache.errors import PotstillError
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.errors import Interrupted
 from kd.jobfile import parse_config
 from kd.progress import Event, Monitor, finite

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from services.schemas import Job
 
 SCRIPT = Path(__file__).with_name("jobs.lua").read_text(encoding="utf-8")

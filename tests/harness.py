@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.jobfile import parse_config
 from services.embedded import EmbeddedServer, find_binary, free_port
 from services.jobs import JobStore, connect

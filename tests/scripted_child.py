@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.errors import DataError, Interrupted
 from kd.progress import Monitor
 from services.child import main

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cache.disk import file_sha256, files_below
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.jobfile import parse_config
 from services.queue import publish
 from services.schemas import TERMINAL, Job

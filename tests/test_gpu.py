@@ -27,7 +27,7 @@ from cache.store import verify
 from cache.testing import make_codec, make_identity, make_records, make_sequences
 from kd import losses
 from kd.batches import Batch, make_batch
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.errors import Interrupted
 from kd.jobfile import parse_config
 from kd.losses import distillation_loss

@@ -12,7 +12,12 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kd.config import SCHEDULER_KWARGS, DatasetSpec, JobConfig, Scheduler, StudentInit, TeacherConfig, TemperatureRange
+from kd.config.cache import TemperatureRange
+from kd.config.data import DatasetSpec
+from kd.config.job import JobConfig
+from kd.config.student import StudentInit
+from kd.config.teacher import TeacherConfig
+from kd.config.train import SCHEDULER_KWARGS, Scheduler
 from kd.errors import ConfigError, Problem
 from kd.jobfile import apply_overrides, load_config, parse_config
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kd.config import DataConfig, DatasetSpec
+from kd.config.data import DataConfig, DatasetSpec
 from kd.data import Corpus, Document, encode, find_files, load_corpus, pack, position_ids, read_documents
 from kd.errors import DataError
 

@@ -20,7 +20,7 @@ from cache.store import open_cache
 from cache.testing import make_codec, make_identity
 from kd import estimate as estimating
 from kd import trial
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from kd.estimate import Estimate, Storage, Work, estimate_by_table, require_space, storage_by_table
 from kd.jobfile import parse_config

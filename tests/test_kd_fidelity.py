@@ -19,7 +19,7 @@ from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity, summarise, verify
 from cache.testing import make_cache
 from kd import models
-from kd.config import TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError
 from kd.fidelity import LARGEST_Z, Live, Origin, measure, out_of_bounds, require_fidelity, temperatures_of
 from kd.jobfile import parse_config

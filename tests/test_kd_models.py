@@ -20,7 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 from kd import models
-from kd.config import StudentConfig, StudentInit, TeacherConfig
+from kd.config.student import StudentConfig, StudentInit
+from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.student import save_student
 

@@ -23,7 +23,7 @@ from cache.codec import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
 from cache.manifest import Probe
 from cache.records import Sequences
 from kd import models, remote
-from kd.config import TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.data import position_ids
 from kd.errors import Interrupted, ModelError, TokenizerMismatch
 from kd.progress import Event, Monitor

@@ -27,7 +27,7 @@ from cache.store import open_cache, verify
 from cache.testing import make_codec, make_identity
 from kd import models
 from kd.batches import make_batch
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.data import Document, pack
 from kd.errors import Interrupted
 from kd.jobfile import parse_config

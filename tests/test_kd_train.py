@@ -19,7 +19,7 @@ from cache.errors import StorageError
 from kd import checkpoint
 from kd.batches import PlainText
 from kd.checkpoint import Progress
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.data import Corpus, Document, pack
 from kd.errors import Interrupted, ModelError, TrainingError
 from kd.jobfile import parse_config

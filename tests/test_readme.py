@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.jobfile import load_config, parse_config
 from kd.reference import render
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from cache.codec import bfloat16_bits
-from kd.config import Section
+from kd.config.section import Section
 from kd.errors import DataError
 from kd.exchange.files import parquet_batches
 from kd.exchange.parquet import flat_column, nested_column, token_column

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from kd.config import JobConfig
+    from kd.config.job import JobConfig
     from services.settings import Settings
 
 NO_TERMINAL_WIDTH = 10_000  # into a pipe or a log nothing is wrapped or cut off

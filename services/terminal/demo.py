@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.errors import PotstillError
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.jobfile import load_config
 from services.settings import Settings
 from services.terminal.client import Client

@@ -22,7 +22,7 @@ from services.terminal.console import (
 )
 
 if TYPE_CHECKING:
-    from kd.config import JobConfig
+    from kd.config.job import JobConfig
     from kd.estimate import Estimate
     from services.settings import Settings
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kd.config import JobConfig
+from kd.config.job import JobConfig
 from kd.errors import ConfigError, Interrupted
 from kd.progress import Event, Monitor
 from kd.validate import check_inputs

@@ -1,0 +1,129 @@
+"""What is kept of the teacher."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cache.profiles import PROFILES
+from kd.config.section import Section
+
+#: Bits of the numbers that profiles dense and hidden keep.
+DTYPE_BITS = {
+    "dense": {"auto": 16, "float16": 16, "float32": 32},
+    "hidden": {"auto": 16, "int16": 16, "int8": 8},
+}
+
+
+class TemperatureRange(Section):
+    """Temperatures that a cache must be right at."""
+
+    min: float = Field(0.5, ge=0.05, le=100.0, description="Lowest temperature.")
+    max: float = Field(2.0, ge=0.05, le=100.0, description="Highest temperature.")
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> Self:
+        if not self.min < self.max:
+            raise ValueError(f"cache.temperatures.min {self.min:g} must be below max {self.max:g}")
+        return self
+
+
+class CacheConfig(Section):
+    """What is kept of the teacher."""
+
+    profile: Literal["threshold", "tempered", "topk", "dense", "hidden"] = Field(
+        "threshold",
+        description=(
+            "threshold = heavy tokens exact, the tail sampled without bias, right at temperature 1; tempered = the "
+            "same, right at any temperature of a range; topk = the k most probable tokens and the mass of the rest; "
+            "dense = all log-probabilities; hidden = the teacher's last hidden state, exact at any temperature."
+        ),
+    )
+    threshold: float = Field(
+        0.04,
+        ge=0.004,
+        le=0.5,
+        description=(
+            "Profiles threshold and tempered: tokens with more than this probability are kept exactly; at most "
+            "1/threshold + 1 entries per token."
+        ),
+    )
+    temperatures: TemperatureRange | None = Field(
+        None, description="Profile tempered: temperatures to be right at; default 0.5 to 2."
+    )
+    always_keep: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (),
+        max_length=64,
+        description=(
+            "Profiles threshold and tempered: token ids whose probability is kept exactly at every position, for "
+            "example end of sequence and tool calls; the next token's always is."
+        ),
+    )
+    draws: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description=(
+            "Profiles threshold and tempered: tail samples of every position; epoch e reads sample e modulo draws, so "
+            "that a student of several epochs does not learn one sample by heart."
+        ),
+    )
+    k: int | None = Field(None, ge=1, le=4096, description="Profile topk: entries kept; default 64.")
+    dtype: Literal["auto", "float16", "float32", "int8", "int16"] = Field(
+        "auto",
+        description=(
+            "Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or int16, auto = "
+            "int16; int8 is half the size, and off by some hundredths of a nat where a teacher has outlier channels)."
+        ),
+    )
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the sampling.")
+    shard_sequences: int = Field(
+        256, ge=1, le=65536, description="Sequences per shard, the unit of commit and of resume."
+    )
+    fingerprint: str | None = Field(
+        None,
+        pattern=r"^[0-9a-f]{32}$",
+        description="Kind train: the sealed cache to train from, say an imported one; its text stands for data.",
+    )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the profile samples the tail."""
+        return PROFILES[self.profile].sampled
+
+    @property
+    def range(self) -> tuple[float, ...]:
+        """Lowest and highest temperature of profile tempered; empty for others."""
+        if self.profile != "tempered":
+            return ()
+        span = self.temperatures or TemperatureRange()
+        return (span.min, span.max)
+
+    @property
+    def entries(self) -> int:
+        """k of profile topk; 0 for others."""
+        return (self.k or 64) if self.profile == "topk" else 0
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number of profiles dense and hidden; 0 for others."""
+        return DTYPE_BITS[self.profile][self.dtype] if self.profile in DTYPE_BITS else 0
+
+    @model_validator(mode="after")
+    def _profile_has_its_options(self) -> Self:
+        sampled = {"threshold", "always_keep", "draws"}
+        own = {"threshold": sampled, "tempered": sampled | {"temperatures"}, "topk": {"k"}}.get(self.profile, {"dtype"})
+        options = {"threshold", "temperatures", "always_keep", "draws", "k", "dtype"}
+        if strange := sorted(self.model_fields_set & options - own):
+            given = [name for name in strange if getattr(self, name) != type(self).model_fields[name].default]
+            if given:
+                raise ValueError(
+                    f"cache.profile {self.profile} has no use for {', '.join(given)}; it takes {', '.join(sorted(own))}"
+                )
+        if self.profile in DTYPE_BITS and self.dtype not in DTYPE_BITS[self.profile]:
+            known = ", ".join(DTYPE_BITS[self.profile])
+            raise ValueError(f"cache.dtype of profile {self.profile} must be one of {known}, but got {self.dtype}")
+        if len(set(self.always_keep)) != len(self.always_keep):
+            raise ValueError("cache.always_keep names a token twice")
+        return self
