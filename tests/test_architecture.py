@@ -29,6 +29,7 @@ FORMAT = {"numpy", "zarr", "zarrs", "numcodecs"}
 SCIENCE = {
     "cache", "numpy", "pydantic", "yaml",
     "torch", "transformers", "datasets", "pyarrow", "tokenizers", "safetensors", "huggingface_hub",
+    "accelerate", "lm_eval", "matplotlib", "optuna", "peft", "pytorch_optimizer", "schedulefree",
 }  # fmt: skip
 DOORS = {
     "cache", "kd", "pydantic", "pydantic_settings", "yaml",
