@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -10,9 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
-from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 
@@ -82,52 +82,80 @@ def _with_value(data: Any, keys: list[str], value: Any) -> Any:
 
 
 def problems_of(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
-    """Pydantic's errors as ours: a pointer into the job, a sentence, and a did-you-mean for unknown keys."""
-    return [_problem(error) for error in errors]
+    """Pydantic's errors as ours: a pointer into the job, a sentence, and a did-you-mean for unknown keys and choices.
+
+    A value that is of no form that its field may have gives one problem, not one for each form.
+    """
+    forms_of: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for number, error in enumerate(errors):
+        path, _, of_many = _walk(error["loc"])
+        forms_of.setdefault((*path,) if of_many else (number, *error["loc"]), []).append(error)
+    return [_problem(same) for same in forms_of.values()]
 
 
-def _problem(error: Mapping[str, Any]) -> Problem:
-    location = [part for part in error["loc"] if part != "body"]
-    path, model = _walk(location)
-    pointer = "/" + "/".join(str(part) for part in path) if path else ""
-    if error["type"] == "extra_forbidden" and model is not None:
-        known = list(model.model_fields)
-        close = difflib.get_close_matches(str(location[-1]).lower(), known, n=1, cutoff=0.5)
-        remedy = f"Did you mean {close[0]}?" if close else f"Known keys: {', '.join(known)}."
-        return Problem(pointer, f"unknown key {location[-1]!r}.", remedy)
+def _problem(errors: list[Mapping[str, Any]]) -> Problem:
+    """What is wrong at one place: ``errors`` are more than one where a value may have several forms."""
+    error, (path, section, _) = errors[0], _walk(errors[0]["loc"])
+    pointer = "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+    if error["type"] == "extra_forbidden" and section is not None:
+        return Problem(pointer, f"unknown key {path[-1]!r}.", _meant(path[-1], list(section.model_fields), "keys"))
     if error["type"] == "missing":
         return Problem(pointer, "is required but missing.")
-    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return Problem(pointer, str(error["msg"]).removeprefix("Value error, ") + ".")
+    message = ", or ".join([error["msg"], *(each["msg"].removeprefix("Input should be ") for each in errors[1:])])
     got = error.get("input")
     shown = f", but got {got!r}" if isinstance(got, str | int | float | bool) or got is None else ""
-    return Problem(pointer, f"{message}{shown}.")
+    choices = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
+    return Problem(pointer, f"{message}{shown}.", _meant(got, choices) if isinstance(got, str) else "")
 
 
-def _walk(location: list[Any]) -> tuple[list[Any], type[BaseModel] | None]:
-    """The part of a pydantic location that names keys and indices, and the model that holds the last key."""
-    model: type[BaseModel] | None = JobConfig
-    holder = model
+def _meant(given: Any, known: list[str], what: str | None = None) -> str:
+    """The one of ``known`` that ``given`` looks like; else all of them, if ``what`` they are is told."""
+    close = difflib.get_close_matches(str(given).lower(), known, n=1, cutoff=0.5)
+    if close:
+        return f"Did you mean {close[0]}?"
+    return f"Known {what}: {', '.join(known)}." if what else ""
+
+
+def _walk(location: Iterable[Any]) -> tuple[list[Any], type[BaseModel] | None, bool]:
+    """The keys and indices in a pydantic location, without the names of the forms that a value may have.
+
+    Further the section that has or lacks the last key, and whether the error is about one form of several.
+    """
     path: list[Any] = []
-    for before, part in zip([None, *location], location, strict=False):
-        if isinstance(part, int):
+    section: type[BaseModel] | None = None
+    here: Any = JobConfig
+    of_many = False
+    for part in location:
+        forms = _forms(here)
+        of_many = len(forms) > 1
+        if of_many:  # the part says which of them was tried
+            here = forms.get(part)
+            of_many = here is None
+        elif part != "[key]":
             path.append(part)
-            continue
-        if isinstance(before, int):  # the tag that says which form of a source was meant
-            model = DatasetSpec if part == "DatasetSpec" else None
-            continue
-        holder = model if model is not None else holder
-        if model is not None and part in model.model_fields:
-            path.append(part)
-            model = _section_of(model.model_fields[part].annotation)
-        elif part == location[-1]:
-            path.append(part)  # an unknown key, or a key of a free mapping
-    return path, holder
+            section, here = _inside(next(iter(forms.values()), None), part)
+    return path, section, of_many
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside ``X``, ``X | None`` or ``Annotated[X, ...]``, if there is one."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
-        return next((found for part in typing.get_args(annotation) if (found := _section_of(part))), None)
-    return None
+def _forms(annotation: Any) -> dict[Any, Any]:
+    """What a value may be, besides None; tagged forms go by their tag, others by themselves."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        tags = [each.tag for each in parts[1:] if isinstance(each, Tag)]
+        return dict.fromkeys(tags, parts[0]) or _forms(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return {name: form for part in parts for name, form in _forms(part).items()}
+    return {} if annotation in (None, type(None)) else {annotation: annotation}
+
+
+def _inside(form: Any, key: Any) -> tuple[type[BaseModel] | None, Any]:
+    """The section that ``form`` is, if it is one, and what a section, a mapping or a list holds under ``key``."""
+    if isinstance(form, type) and issubclass(form, BaseModel):
+        field = form.model_fields.get(key)
+        return form, field.annotation if field is not None else None
+    held = typing.get_args(form)
+    if typing.get_origin(form) is dict:
+        return None, held[1]
+    return None, held[0] if typing.get_origin(form) is tuple else None

@@ -29,27 +29,56 @@ _TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", 
 def render() -> str:
     """The whole page, as markdown."""
     schema = JobConfig.model_json_schema()
-    return "\n".join([INTRODUCTION, *_section("", schema, schema["$defs"])])
+    definitions, places = schema["$defs"], dict[str, list[str]]()
+    for place, name in _below("", schema, definitions):
+        places.setdefault(name, []).append(place)
+    tables = [_table(_heading(name, places, definitions), definitions[name], definitions) for name in places]
+    return "\n".join([INTRODUCTION, _table("The job", schema, definitions), *tables])
 
 
-def _section(path: str, schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
-    """A heading, a table of the fields, and then each section inside this one."""
-    yield f"## {f'`{path}`' if path else 'The job'}\n\n{schema['description']}\n"
-    yield "| key | value | default | meaning |\n|---|---|---|---|"
-    fields = schema["properties"]
-    for name, field in fields.items():
+def _below(path: str, schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Place and name of every section below ``schema``, each before what is inside of it."""
+    for field, options in schema["properties"].items():
+        for suffix, option in _held(options):
+            if "$ref" in option:
+                place, name = f"{path}{field}{suffix}", _name(option)
+                yield place, name
+                yield from _below(f"{place}.", definitions[name], definitions)
+
+
+def _held(field: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a field and its items may be, with what that adds to the place: ``[]`` of a list, ``.*`` of a mapping."""
+    for option in _alternatives(field):
+        if "items" in option:
+            yield from (("[]", inner) for inner in _alternatives(option["items"]))
+        elif "additionalProperties" in option and "properties" not in option:
+            yield from ((".*", inner) for inner in _alternatives(option["additionalProperties"]))
+        else:
+            yield "", option
+
+
+def _heading(name: str, places: dict[str, list[str]], definitions: dict[str, Any]) -> str:
+    """All places of a section, for it is told once; where another one may stand too, the key that tells them apart."""
+    shared = any(set(places[name]) & set(others) for other, others in places.items() if other != name)
+    told_by = f" with `{definitions[name]['required'][0]}`" if shared else ""
+    return ", ".join(f"`{place}`" for place in places[name]) + told_by
+
+
+def _table(heading: str, schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A heading and a table of the fields."""
+    lines = [f"## {heading}\n\n{schema['description']}\n", "| key | value | default | meaning |\n|---|---|---|---|"]
+    for name, field in schema["properties"].items():
         default = "required" if name in schema.get("required", []) else _default(field)
-        yield f"| `{name}` | {_value(field)} | {default} | {_cell(_described(field, definitions))} |"
-    yield ""
-    for name, field in fields.items():
-        many = "[]" if any("items" in option for option in _alternatives(field)) else ""
-        for reference in _references(field):
-            yield from _section(f"{path}.{name}{many}".removeprefix("."), definitions[reference], definitions)
+        meaning = _cell(_described(field, definitions))
+        lines.append(f"| `{name}` | {_value(field, definitions)} | {default} | {meaning} |")
+    return "\n".join([*lines, ""])
 
 
 def _described(field: dict[str, Any], definitions: dict[str, Any]) -> str:
     """A field's description; the schema leaves it out where it equals the one of the section that the field holds."""
-    return str(field["description"] if "description" in field else definitions[_references(field)[0]]["description"])
+    if "description" in field:
+        return str(field["description"])
+    return next(str(definitions[_name(option)]["description"]) for _, option in _held(field) if "$ref" in option)
 
 
 def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,26 +87,32 @@ def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
     return [option for option in options if option.get("type") != "null"]
 
 
-def _references(field: dict[str, Any]) -> list[str]:
-    """Names of the sections that a field holds; ``data.validation`` is like ``data.train`` and is not repeated."""
-    if field.get("title") == "Validation":
-        return []
-    options = [inner for option in _alternatives(field) for inner in _alternatives(option.get("items", option))]
-    return [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+def _name(option: dict[str, Any]) -> str:
+    """The section that an alternative is."""
+    return str(option["$ref"]).rpartition("/")[2]
 
 
-def _value(field: dict[str, Any]) -> str:
-    return " or ".join(dict.fromkeys(_kind(option) for option in _alternatives(field)))
+def _value(field: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """All alternatives in words; of several sections, each with the key that tells it from the others."""
+    options = _alternatives(field)
+    several = sum("$ref" in option for option in options) > 1
+    told = [
+        f"section with `{definitions[_name(option)]['required'][0]}`"
+        if several and "$ref" in option
+        else _kind(option, definitions)
+        for option in options
+    ]
+    return " or ".join(dict.fromkeys(told))
 
 
-def _kind(option: dict[str, Any]) -> str:
+def _kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
     """One alternative in words, with its bounds."""
     if "$ref" in option:
         return "section"
     if option.get("type") == "array":
-        return "list of " + _value(option["items"])
+        return "list of " + _value(option["items"], definitions)
     if option.get("type") == "object":
-        return "mapping of numbers"
+        return f"mapping of names to {_value(option['additionalProperties'], definitions)}s"
     if "enum" in option or "const" in option:
         return ", ".join(f"`{choice}`" for choice in option.get("enum", [option.get("const")]))
     bounds = [text.format(f"{option[key]:.10g}") for key, text in _BOUNDS.items() if key in option]

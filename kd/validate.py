@@ -11,6 +11,7 @@ from pathlib import Path
 from kd.config.job import JobConfig
 from kd.data import SUFFIXES, find_files, suffix_of
 from kd.errors import Problem
+from kd.search.space import space_problems
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 FREE_BYTES = 64 * 2**20
@@ -18,8 +19,12 @@ _PLAIN_TEXT = 2**16
 
 
 def check_inputs(config: JobConfig, root: Path, home: Path) -> list[Problem]:
-    """Every problem that the file system shows: relative paths are taken from ``root``, output goes below ``home``."""
-    return [*_models(config, root), *_texts(config, root), *_sealed(config, home), *_allowed("", _storage(home))]
+    """Every problem of a search's space, and every one that the file system shows.
+
+    Relative paths are taken from ``root``, output goes below ``home``.
+    """
+    files = [*_models(config, root), *_texts(config, root), *_sealed(config, home)]
+    return [*space_problems(config), *files, *_allowed("", _storage(home))]
 
 
 def remote_code_allowed() -> bool:
@@ -34,7 +39,7 @@ def _models(config: JobConfig, root: Path) -> Iterator[Problem]:
     teacher, student = config.teacher, config.student
     if teacher is not None and teacher.tokenizer is not None:
         yield from _allowed("/teacher/tokenizer", _tokenizer("/teacher/tokenizer", teacher.tokenizer, root))
-    elif teacher is not None and config.needs_cache and config.cache.fingerprint is None:
+    elif teacher is not None and _teacher_is_run(config):
         yield from _allowed("/teacher/model", _model("/teacher/model", teacher.model, root, teacher.gguf_file))
         if teacher.trust_remote_code and not remote_code_allowed():
             yield Problem(
@@ -45,6 +50,12 @@ def _models(config: JobConfig, root: Path) -> Iterator[Problem]:
     tokenizer = student.init.tokenizer if student is not None and student.init is not None else None
     if tokenizer is not None:
         yield from _allowed("/student/init/tokenizer", _tokenizer("/student/init/tokenizer", tokenizer, root))
+
+
+def _teacher_is_run(config: JobConfig) -> bool:
+    """Whether the teacher's weights are read: to be captured, to be cut into a student, or to be compared with."""
+    cut_out = config.student is not None and config.student.from_teacher is not None
+    return cut_out or config.evaluation.teacher or (config.needs_cache and config.cache.fingerprint is None)
 
 
 def _allowed(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:

@@ -55,6 +55,7 @@ from services.schemas import (
     Readiness,
     Status,
 )
+from services.search import service_problems
 from services.settings import Settings
 
 BODY_LIMIT_BYTES = 1 << 20
@@ -135,7 +136,8 @@ def create_job(
     dry_run: Annotated[bool, Query(description="Only say what the job's capture will need; take no job.")] = False,
 ) -> Job | Response:
     """Take a job. The same Idempotency-Key with the same body gives the same job for a day."""
-    if found := check_inputs(config, service.settings.root, service.settings.home):
+    found = check_inputs(config, service.settings.root, service.settings.home)
+    if found := [*found, *service_problems(config)]:
         raise ConfigError(found)
     if dry_run:
         estimate = estimate_by_table(config, service.settings.root, service.settings.home)

@@ -94,20 +94,23 @@ def _on_validation_error(request: Request, error: Any) -> Response:
     if errors[0]["type"] == "json_invalid":
         detail = f"The body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}."
         return respond(request, 400, detail, "Send a JSON object; kd submit sends a YAML file as one.")
-    problems = [problem for item in errors for problem in _problems(item)]
+    elsewhere = {number: problem for number, item in enumerate(errors) if (problem := _beside_the_job(item))}
+    inside = [{**item, "loc": item["loc"][1:]} for number, item in enumerate(errors) if number not in elsewhere]
+    problems = [*elsewhere.values(), *problems_of(inside)]
     return respond(request, 422, "; ".join(map(str, problems)), errors=problems)
 
 
-def _problems(item: Mapping[str, Any]) -> list[Problem]:
+def _beside_the_job(item: Mapping[str, Any]) -> Problem | None:
+    """What is wrong with a request whose body is no job yet; None for what is wrong inside the job."""
     if item["loc"][0] != "body":
-        return [Problem("", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.")]
+        return Problem("", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.")
     if item["loc"] == ("body",) and item["type"] == "missing":
-        return [Problem("", "the request has no body.", "Send a job as JSON with Content-Type: application/json.")]
+        return Problem("", "the request has no body.", "Send a job as JSON with Content-Type: application/json.")
     if isinstance(item.get("input"), bytes):
-        return [
-            Problem("", "the body is not declared as JSON.", "Send it with the header Content-Type: application/json.")
-        ]
-    return problems_of([item])
+        return Problem(
+            "", "the body is not declared as JSON.", "Send it with the header Content-Type: application/json."
+        )
+    return None
 
 
 def _on_redis_error(request: Request, error: Any) -> Response:

@@ -12,14 +12,19 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kd.config.cache import TemperatureRange
-from kd.config.data import DatasetSpec
+from kd.config.cache import CacheConfig, TemperatureRange
+from kd.config.checks import ChecksConfig
+from kd.config.data import DataConfig, DatasetSpec
+from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
-from kd.config.student import StudentInit
+from kd.config.loss import FeatureConfig, LearnedTemperature, LossConfig, Ramp
+from kd.config.search import Dimension, SearchConfig
+from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher, StudentInit
 from kd.config.teacher import TeacherConfig
-from kd.config.train import SCHEDULER_KWARGS, Scheduler
+from kd.config.train import OPTIMIZER_ARGUMENTS, SCHEDULER_KWARGS, Optimizer, Scheduler, TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.jobfile import apply_overrides, load_config, parse_config
+from kd.reference import render
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,6 +51,20 @@ def changed(path: str, value: Any, job: dict[str, Any] = JOB) -> dict[str, Any]:
     return job
 
 
+RAMP = {"schedule": "linear", "start": 0.9, "end": 0.5}
+LEARNED = {"mode": "adversarial", "min": 0.5, "max": 2.0}
+TEMPERED = {"profile": "tempered", "temperatures": {"min": 0.5, "max": 2}}
+SEARCH = {"space": {"x": {"min": 0, "max": 1}}}
+
+# Jobs that hold the sections which JOB has not.
+LORA = JOB | {"student": {"model": "x", "lora": {}}}
+CUT_OUT = JOB | {"student": {"from_teacher": {"layers": 1}}}
+RAMPED = changed("loss.alpha", RAMP)
+COOLING = JOB | {"cache": {"profile": "dense"}, "loss": {"temperature": RAMP}}
+LEARNING = JOB | {"cache": {"profile": "dense"}, "loss": {"temperature": LEARNED}}
+SEARCHING = JOB | {"kind": "search", "search": SEARCH}
+
+
 def problems(job: Any) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
         parse_config(job)
@@ -57,7 +76,7 @@ def sections(annotation: Any) -> Iterator[type[BaseModel]]:
     """Every section class inside an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple):
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple, dict):
         for part in typing.get_args(annotation):
             yield from sections(part)
 
@@ -69,43 +88,55 @@ def all_sections(root: type[BaseModel] = JobConfig) -> set[type[BaseModel]]:
 
 # ---------------------------------------------------------------------- unknown keys
 
-LEVELS = {
-    "": JobConfig,
-    "teacher": TeacherConfig,
-    "student": JobConfig.model_fields["student"].annotation,
-    "student.init": StudentInit,
-    "data": JobConfig.model_fields["data"].annotation,
-    "data.train.1": DatasetSpec,
-    "cache": JobConfig.model_fields["cache"].annotation,
-    "cache.temperatures": TemperatureRange,
-    "loss": JobConfig.model_fields["loss"].annotation,
-    "train": JobConfig.model_fields["train"].annotation,
-}
+LEVELS = [
+    ("", JobConfig, JOB),
+    ("teacher", TeacherConfig, JOB),
+    ("student", StudentConfig, JOB),
+    ("student.init", StudentInit, JOB),
+    ("student.from_teacher", StudentFromTeacher, CUT_OUT),
+    ("student.lora", LoraConfig, LORA),
+    ("data", DataConfig, JOB),
+    ("data.train.1", DatasetSpec, JOB),
+    ("cache", CacheConfig, JOB),
+    ("cache.temperatures", TemperatureRange, JOB),
+    ("loss", LossConfig, JOB),
+    ("loss.alpha", Ramp, RAMPED),
+    ("loss.temperature", Ramp, COOLING),
+    ("loss.temperature", LearnedTemperature, LEARNING),
+    ("loss.features", FeatureConfig, JOB),
+    ("train", TrainConfig, JOB),
+    ("checks", ChecksConfig, JOB),
+    ("evaluation", EvaluationConfig, JOB),
+    ("search", SearchConfig, SEARCHING),
+    ("search.space.x", Dimension, SEARCHING),
+]
 
 
 def test_levels_name_every_section_of_the_tree():
-    named = {found for annotation in LEVELS.values() for found in sections(annotation)}
-    assert named == all_sections()
+    assert {section for _, section, _ in LEVELS} == all_sections()
+    for *_, job in LEVELS:
+        parse_config(job)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_unknown_key_at_every_level_is_refused_with_what_was_meant(level):
-    (section,) = sections(LEVELS[level])
+@pytest.mark.parametrize(
+    "level, section, job", LEVELS, ids=[f"{level} {section.__name__}" for level, section, _ in LEVELS]
+)
+def test_an_unknown_key_at_every_level_is_refused_with_what_was_meant(level, section, job):
     for known in section.model_fields:
         for typo in (f"{known}z", known.capitalize(), known[:-1] + "q" if len(known) > 4 else f"_{known}"):
-            found = problems(changed(f"{level}.{typo}".lstrip("."), 1))
+            found = problems(changed(f"{level}.{typo}".lstrip("."), 1, job))
             pointer = f"/{level}/{typo}".replace(".", "/").replace("//", "/")
             assert [each.pointer for each in found] == [pointer]
             assert found[0].detail == f"unknown key {typo!r}."
             assert found[0].remedy.startswith("Did you mean ")
             assert found[0].remedy.removeprefix("Did you mean ").rstrip("?") in section.model_fields
     exact = next(iter(section.model_fields))
-    assert problems(changed(f"{level}.{exact}z".lstrip("."), 1))[0].remedy == f"Did you mean {exact}?"
+    assert problems(changed(f"{level}.{exact}z".lstrip("."), 1, job))[0].remedy == f"Did you mean {exact}?"
 
 
 def test_a_key_like_no_other_is_refused_with_the_known_ones():
     (found,) = problems(changed("loss.qqqqqq", 1))
-    assert found.remedy == "Known keys: alpha, temperature."
+    assert found.remedy == f"Known keys: {', '.join(LossConfig.model_fields)}."
 
 
 def test_every_problem_is_reported_at_once():
@@ -124,6 +155,67 @@ def test_a_mistake_in_a_dataset_spec_is_not_blamed_on_the_other_form_of_a_source
         ("/data/train/1/paht", "unknown key 'paht'."),
     ]
     assert [each.pointer for each in problems(changed("data.train.1", 3))] == ["/data/train/1"]
+
+
+FORMS = [
+    # path, value, pointer of each problem, words of the first
+    ("loss.alpha", "much", ["/loss/alpha"], "valid number, unable to parse string as a number, but got 'much'"),
+    ("loss.alpha", [0.1], ["/loss/alpha"], "valid number"),
+    ("loss.alpha", 2, ["/loss/alpha"], "less than or equal to 1, but got 2"),
+    ("loss.alpha", RAMP | {"start": -1}, ["/loss/alpha/start"], "greater than or equal to 0, but got -1"),
+    ("loss.alpha", {"schedule": "linear", "start": 1}, ["/loss/alpha/end"], "is required but missing"),
+    ("loss.alpha", RAMP | {"schedule": "cosin"}, ["/loss/alpha/schedule"], "Did you mean cosine?"),
+    ("loss.temperature", "hot", ["/loss/temperature"], "valid number"),
+    ("loss.temperature", RAMP | {"ends": 1}, ["/loss/temperature/ends"], "Did you mean end?"),
+    (
+        "loss.temperature",
+        RAMP | {"qqqqqq": 1},
+        ["/loss/temperature/qqqqqq"],
+        "Known keys: schedule, start, end, steps.",
+    ),
+    ("loss.temperature", LEARNED | {"maxx": 1}, ["/loss/temperature/maxx"], "Did you mean max?"),
+    ("loss.temperature", LEARNED | {"start": 1}, ["/loss/temperature/start"], "Known keys: mode, min, max, init"),
+    ("loss.temperature", LEARNED | {"mode": "entrop"}, ["/loss/temperature/mode"], "Did you mean entropy?"),
+    ("loss.temperature", LEARNED | {"init": 3}, ["/loss/temperature"], "init 3 must lie between min 0.5 and max 2"),
+    ("loss.temperature", LEARNED | RAMP, ["/loss/temperature"], "mode (it is learned) or schedule (it goes from"),
+    ("loss.temperature", LEARNED | RAMP, ["/loss/temperature"], "not both"),
+    ("loss.temperature", {"Mode": "entropy", "init": 1}, ["/loss/temperature"], "neither: its keys are Mode, init"),
+    ("loss.temperature", {}, ["/loss/temperature"], "but got neither"),
+    ("search.space", {"train.seed": {"mim": 1}}, ["/search/space/train.seed/mim"], "Did you mean min?"),
+    ("search.space", {"a/b~": {"mim": 1}}, ["/search/space/a~1b~0/mim"], "Did you mean min?"),
+    ("search.space", {"train.seed": {}}, ["/search/space/train.seed"], "give min and max, or choices"),
+    ("search.space", {"train.seed": 3}, ["/search/space/train.seed"], "but got 3"),
+    (
+        "search.space.x.choices",
+        [[1], 2],
+        ["/search/space/x/choices/0"],
+        "string, or a valid number, or a valid integer",
+    ),
+    ("train.gradient_checkpointing", "ful", ["/train/gradient_checkpointing"], "Did you mean full?"),
+    ("train.gradient_checkpointing", 1, ["/train/gradient_checkpointing"], "'sqrt', or greater than or equal to 2"),
+    ("train.optim_args", {"amsgrad": "x"}, ["/train/optim_args/amsgrad"], "valid number"),
+    ("train.optim", "adam", ["/train/optim"], "'adamw', 'adafactor', 'muon', 'lion', 'lars' or 'schedule_free'"),
+    ("train.optim", "adam", ["/train/optim"], "Did you mean adamw?"),
+    ("train.report_to", ["wand"], ["/train/report_to/0"], "Did you mean wandb?"),
+    ("student.lora.targets", [1], ["/student/lora/targets/0"], "valid string"),
+    ("evaluation", {1: 2}, ["/evaluation/1"], "Keys should be strings"),
+    ("body", 1, ["/body"], "unknown key 'body'"),
+]
+
+
+@pytest.mark.parametrize("path, value, pointers, words", FORMS)
+def test_a_mistake_in_one_form_of_a_value_or_in_a_mapping_is_told_once_at_its_place(path, value, pointers, words):
+    found = problems(changed(path, value, SEARCHING))
+    assert [each.pointer for each in found] == pointers
+    assert words in f"{found[0].detail} {found[0].remedy}"
+
+
+@pytest.mark.parametrize("mode", ["minimise", "minimize", "plain"])
+def test_plain_minimisation_of_the_temperature_is_refused_with_the_reason(mode):
+    (found,) = problems(changed("loss.temperature", {"mode": mode}))
+    assert found.pointer == "/loss/temperature/mode"
+    assert f"{mode} is not offered" in found.detail and "runs to a bound" in found.detail
+    assert found.detail.endswith("Use adversarial, entropy, lookahead or teacher_only.")
 
 
 # ---------------------------------------------------------------------- bounds
@@ -165,8 +257,40 @@ BOUNDS = [
     ("cache.threshold", [0.0039, 0.51, float("inf")], [0.004, 0.5]),
     ("cache.seed", [-1, 2**32], [0, 2**32 - 1]),
     ("cache.shard_sequences", [0, 65537], [1, 65536]),
-    ("loss.alpha", [-0.1, 1.1, float("nan")], [0, 1]),
-    ("loss.temperature", [0, 2.0, 101], [1]),
+    ("student.from_teacher.layers", [0, 257], [1, 256]),
+    ("student.from_teacher.pick", ["middle", None], ["spread", "first", "last", "ends"]),
+    ("student.from_teacher.hidden_size", [7, 32769], [8, None]),
+    ("student.from_teacher.intermediate_size", [7, 131073], [8, None]),
+    ("student.lora.rank", [0, 4097], [1, 4096]),
+    ("student.lora.alpha", [0, 65537], [0.5]),
+    ("student.lora.dropout", [-0.1, 1.0], [0, 0.9]),
+    ("student.lora.targets", ["q_proj", [1], ["a"] * 65], [[], ["q_proj"]]),
+    ("data.train.1.weight", [0, -1, 1e6 + 1], [0.5, 1e6]),
+    ("loss.alpha", [-0.1, 1.1, float("nan"), "a", None], [0, 1, RAMP]),
+    ("loss.alpha.schedule", ["exponential", None], ["linear", "cosine", "step"]),
+    ("loss.alpha.start", [-0.1, 1.1, 101], [0, 1]),
+    ("loss.alpha.end", [-0.1, 1.1, 101], [0, 1]),
+    ("loss.alpha.steps", [0, 100_000_001], [1, None]),
+    ("loss.temperature", [0, 2.0, 101, None, RAMP, LEARNED], [1]),
+    ("loss.temperature.start", [0, -1, 101], [0.01, 100]),
+    ("loss.temperature.end", [0, -1, 101], [0.01, 100]),
+    ("loss.temperature.steps", [0, 100_000_001], [1, None]),
+    ("loss.temperature.mode", ["entropic", "entropy"], ["adversarial", "lookahead", "teacher_only"]),
+    ("loss.temperature.min", [0.04, 1.0, 101], [0.05, 0.99]),
+    ("loss.temperature.max", [0.04, 1.0, 101], [1.01, 100]),
+    ("loss.temperature.init", [0.04, 0.5, 2.0, 101], [0.6, 1.9]),
+    ("loss.temperature.learning_rate", [0, 11], [10]),
+    ("loss.temperature.prior", [-1, 1001], [0, 1000]),
+    ("loss.temperature.target_entropy", [0, 21, 2], [None]),
+    ("loss.temperature.ramp_steps", [-1, 10_000_001], [0]),
+    ("loss.temperature.interval", [0, 100_001], [1]),
+    ("loss.divergence", ["kl", "jsd"], ["forward_kl"]),
+    ("loss.beta", [0, 1], [0.01, 0.99]),
+    ("loss.label_smoothing", [-0.1, 1], [0, 0.9]),
+    ("loss.z_loss", [-0.1, 1.1], [0, 1]),
+    ("loss.entropy_weighting", [-4.1, 4.1], [-4, 4]),
+    ("loss.features.weight", [-1, 1001], [0]),
+    ("loss.features.kind", ["l1"], ["mse", "cosine"]),
     ("train.max_steps", [0, 100_000_001, None], [1]),
     ("train.epochs", [1], []),
     ("train.batch_size", [0, 65537], [1]),
@@ -179,12 +303,24 @@ BOUNDS = [
         [{}, {"num_cycles": 1}],
     ),
     ("train.warmup_steps", [-1], [0]),
+    ("train.optim", ["adam", None], ["adamw", "adafactor", "muon", "lion", "lars"]),
+    ("train.optim_args", [{"amsgrd": 1}, {"momentum": 1}, {"amsgrad": "yes?"}, 3], [{}, {"amsgrad": True}]),
+    ("train.layer_lr_decay", [0, 1.1], [0.5, 1]),
+    ("train.ema_decay", [0, 1], [0.999, None]),
     ("train.weight_decay", [-1, 11], [0]),
     ("train.adam_beta1", [-0.1, 1.0], [0]),
     ("train.adam_beta2", [-0.1, 1.0], [0]),
     ("train.adam_epsilon", [0, 2], [1]),
     ("train.max_grad_norm", [-1], [0]),
     ("train.precision", ["int8", "bfloat16"], ["bf16"]),
+    ("train.gradient_checkpointing", ["all", 0, 1, 1025], ["none", "full", "sqrt", 2, 1024, True, False]),
+    ("train.compile", ["fast", 1], ["none", "default", "reduce-overhead", "max-autotune", True, False]),
+    ("train.logits_chunk", [0, 1_048_577], [1, None]),
+    ("train.order", ["random"], ["shuffled", "length", "curriculum"]),
+    ("train.dataloader_num_workers", [0, 65], [1, 64]),
+    ("train.dataloader_prefetch_factor", [0, 65], [1, 64]),
+    ("train.report_to", ["wandb", ["wand"]], [[], ["tensorboard", "wandb", "mlflow", "trackio"]]),
+    ("train.trace_steps", [-1, 1001], [0, 1000]),
     ("train.logging_steps", [0], [1]),
     ("train.eval_steps", [0], [1]),
     ("train.save_steps", [0], [1]),
@@ -192,18 +328,49 @@ BOUNDS = [
     ("train.early_stopping_patience", [0], [1, None]),
     ("train.save_dtype", ["fp32"], ["float32"]),
     ("train.seed", [-1, 2**32], [0]),
+    ("checks.parity_tokens", [-1, 4097], [0, 4096]),
+    ("checks.spike_factor", [-1, 1001], [0, 1000]),
+    ("checks.max_rollbacks", [-1, 101], [0, 100]),
+    ("checks.clipping_share", [0, 1.1], [0.01, 1]),
+    ("checks.starvation_share", [0, 1.1], [0.01, 1]),
+    ("checks.agreement_drop", [0, 1.1], [0.01, 1]),
+    ("evaluation.top_k", [0, 101], [1, 100]),
+    ("evaluation.bins", [1, 101], [2, 100]),
+    ("evaluation.prompts", ["text", ["a"] * 65], [[], ["a"] * 64]),
+    ("evaluation.max_new_tokens", [0, 4097], [1, 4096]),
+    ("evaluation.tasks", [["a"] * 65], [["hellaswag"]]),
+    ("search.space", [{}, {"x": {}}, {"x": {"min": 0}}, {str(each): SEARCH["space"]["x"] for each in range(33)}], []),
+    ("search.space.x.min", [1, "low"], [-1]),
+    ("search.space.x.log", [True, 3], [False]),
+    ("search.space.x.choices", [[], list(range(65)), [1]], [None]),
+    ("search.trials", [0, 10_001], [1, 10_000]),
+    ("search.sampler", ["grid"], ["tpe", "gp", "random"]),
+    ("search.pruner", ["asha"], ["none", "median", "hyperband"]),
+    ("search.seed", [-1, 2**32], [0, 2**32 - 1]),
 ]
+#: The jobs that hold the sections of a path, the first one that has its beginning.
+HOLDERS = {
+    "student.lora.": LORA,
+    "student.from_teacher.": CUT_OUT,
+    "loss.alpha.": RAMPED,
+    "loss.temperature.s": COOLING,
+    "loss.temperature.e": COOLING,
+    "loss.temperature.": LEARNING,
+    "search.": SEARCHING,
+    "": JOB,
+}
 
 
 @pytest.mark.parametrize("path, refused, accepted", BOUNDS, ids=[path for path, *_ in BOUNDS])
 def test_values_outside_their_bounds_are_refused_at_their_place(path, refused, accepted):
     pointer = "/" + path.replace(".", "/")
+    job = next(job for beginning, job in HOLDERS.items() if path.startswith(beginning))
     for value in refused:
-        found = problems(changed(path, value))
+        found = problems(changed(path, value, job))
         for each in found:  # at the field, inside it, or at its section with the field named
             assert each.pointer.startswith(pointer) or path.rpartition(".")[2].removesuffix("_type") in each.detail
     for value in accepted:
-        parse_config(changed(path, value))
+        parse_config(changed(path, value, job))
 
 
 def test_every_bounded_field_is_in_the_table():
@@ -213,7 +380,8 @@ def test_every_bounded_field_is_in_the_table():
                 yield prefix + name
             for inner in sections(field.annotation):
                 if inner is not DatasetSpec:
-                    yield from bounded(inner, f"{prefix}{name}.")
+                    key = "x." if typing.get_origin(field.annotation) is dict else ""
+                    yield from bounded(inner, f"{prefix}{name}.{key}")
 
     assert set(bounded(JobConfig)) - {"student.model"} <= {path for path, *_ in BOUNDS}
 
@@ -222,6 +390,36 @@ def test_every_field_says_what_it_is():
     for section in all_sections():
         for name, field in section.model_fields.items():
             assert field.description and field.description.endswith("."), f"{section.__name__}.{name}"
+
+
+def test_the_reference_tells_every_section_once_with_all_its_places():
+    headings = [line for line in render().splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings)) == len(all_sections())
+    assert headings[0] == "## The job"
+    assert {
+        "## `data.train[]`, `data.validation[]`",
+        "## `loss.alpha`, `loss.temperature` with `schedule`",
+        "## `loss.temperature` with `mode`",
+        "## `search.space.*`",
+        "## `student.lora`",
+    } <= set(headings)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `alpha` | number ≥ 0, ≤ 1 or section | `0.1` |",
+        "| `temperature` | number > 0, ≤ 100 or section with `schedule` or section with `mode` | `1.0` |",
+        "| `space` | mapping of names to sections | required |",
+        "| `optim_args` | mapping of names to numbers | – |",
+        '| `gradient_checkpointing` | `none`, `full`, `sqrt` or integer ≥ 2, ≤ 1024 | `"none"` |',
+        "| `report_to` | list of `tensorboard`, `wandb`, `mlflow`, `trackio` | – |",
+        "| `choices` | list of text or number or integer or true or false | – |",
+        "| `train` | list of text or section | – |",
+    ],
+)
+def test_the_reference_says_what_a_field_of_several_forms_may_be(row):
+    assert row in render()
 
 
 # ---------------------------------------------------------------------- parts that need each other
@@ -281,7 +479,202 @@ def test_choices_that_exclude_each_other():
     assert "temperature" in problems(changed("loss.temperature", 2))[0].detail
 
 
-TEMPERED = {"profile": "tempered", "temperatures": {"min": 1, "max": 2}}
+HTTP = {"backend": "http", "model": "x", "url": "http://127.0.0.1:1", "tokenizer": "t"}
+PLAIN = {"kind": "train", "loss": {"alpha": 1}}
+NOTHING_HELD_OUT = {"train": "a.txt", "validation_fraction": 0}
+STREAM = {"train": {"path": "org/set"}, "streaming": True, "max_train_samples": 9}
+STEPS = {"max_steps": 10}
+
+CONTRADICTIONS = {
+    # what is refused, what is named, what is accepted instead
+    "LoRA with a fresh student": (
+        {"student": {"init": {"layers": 1, "hidden_size": 64}, "lora": {}}},
+        ["student.lora", "student.init"],
+        {"student": {"from_teacher": {"layers": 1}, "lora": {}}},
+    ),
+    "two origins": (
+        {"student": {"model": "x", "from_teacher": {"layers": 1}}},
+        ["student.model", "student.from_teacher"],
+        {"student": {"model": "x"}},
+    ),
+    "a revision of nothing": (
+        {"student": {"from_teacher": {"layers": 1}, "revision": "main"}},
+        ["student.revision", "student.model"],
+        {"student": {"model": "x", "revision": "main"}},
+    ),
+    "schedule-free with a cosine": (
+        {"train": STEPS | {"optim": "schedule_free"}},
+        ["train.optim schedule_free", "train.lr_scheduler_type", "cosine"],
+        {"train": STEPS | {"optim": "schedule_free", "lr_scheduler_type": "constant"}},
+    ),
+    "another optimiser's argument": (
+        {"train": STEPS | {"optim": "lion", "optim_args": {"momentum": 0.9}}},
+        ["train.optim_args", "lion", "beta1, beta2"],
+        {"train": STEPS | {"optim": "muon", "optim_args": {"momentum": 0.9}}},
+    ),
+    "one cycle that rises twice": (
+        {
+            "train": STEPS
+            | {"lr_scheduler_type": "onecycle", "warmup_steps": 2, "lr_scheduler_kwargs": {"pct_start": 0.5}}
+        },
+        ["train.warmup_steps", "pct_start of train.lr_scheduler_kwargs"],
+        {"train": STEPS | {"lr_scheduler_type": "onecycle", "warmup_steps": 2}},
+    ),
+    "one cycle that never falls": (
+        {"train": STEPS | {"lr_scheduler_type": "onecycle", "warmup_steps": 10}},
+        ["train.lr_scheduler_type", "train.warmup_steps 10", "train.max_steps 10"],
+        {"train": {"epochs": 1, "lr_scheduler_type": "onecycle", "warmup_steps": 10}},
+    ),
+    "a curriculum without a teacher": (
+        PLAIN | {"train": STEPS | {"order": "curriculum"}},
+        ["train.order", "loss.alpha"],
+        {"kind": "train", "train": STEPS | {"order": "curriculum"}},
+    ),
+    "a schedule of the temperature that the profile cannot serve": (
+        {"loss": {"temperature": RAMP}},
+        ["loss.temperature 0.5", "cache.profile threshold", "use profile tempered"],
+        {"loss": {"temperature": RAMP}, "cache": TEMPERED},
+    ),
+    "a schedule that leaves the range": (
+        {"loss": {"temperature": RAMP | {"end": 0.4}}, "cache": TEMPERED},
+        ["loss.temperature 0.4", "cache.profile tempered", "cache.temperatures"],
+        {"loss": {"temperature": RAMP | {"end": 0.5}}, "cache": TEMPERED},
+    ),
+    "a learned temperature that the profile cannot serve": (
+        {"loss": {"temperature": LEARNED}, "cache": {"profile": "topk"}},
+        ["loss.temperature 0.5", "cache.profile topk"],
+        {"loss": {"temperature": LEARNED}, "cache": TEMPERED},
+    ),
+    "a learned temperature with a bound outside the range": (
+        {"loss": {"temperature": LEARNED | {"max": 2.5}}, "cache": TEMPERED},
+        ["loss.temperature 2.5", "cache.temperatures"],
+        {"loss": {"temperature": LEARNED | {"max": 1.5}}, "cache": TEMPERED},
+    ),
+    "a learned temperature and nothing of the teacher": (
+        {"loss": {"temperature": LEARNED, "alpha": 1}, "cache": TEMPERED},
+        ["loss.temperature.mode adversarial", "loss.alpha 1"],
+        {"loss": {"temperature": LEARNED, "alpha": 0.9}, "cache": TEMPERED},
+    ),
+    "looking ahead at nothing": (
+        {"loss": {"temperature": LEARNED | {"mode": "lookahead"}}, "cache": TEMPERED, "data": NOTHING_HELD_OUT},
+        ["loss.temperature.mode lookahead", "data.validation_fraction"],
+        {"loss": {"temperature": LEARNED}, "cache": TEMPERED, "data": NOTHING_HELD_OUT},
+    ),
+    "a tempered teacher and nothing to measure it by": (
+        {"loss": {"temperature": LEARNED | {"mode": "teacher_only"}}, "cache": TEMPERED, "data": NOTHING_HELD_OUT},
+        ["loss.temperature.mode teacher_only", "data.validation_fraction"],
+        {
+            "loss": {"temperature": LEARNED | {"mode": "teacher_only"}},
+            "cache": TEMPERED,
+            "data": NOTHING_HELD_OUT | {"validation": "b.txt", "validation_fraction": None},
+        },
+    ),
+    "an entropy to hold without its value": (
+        {"loss": {"temperature": LEARNED | {"mode": "entropy"}}, "cache": TEMPERED},
+        ["loss.temperature.target_entropy", "mode entropy"],
+        {"loss": {"temperature": LEARNED | {"mode": "entropy", "target_entropy": 2}}, "cache": TEMPERED},
+    ),
+    "a divergence that the profile cannot serve": (
+        {"loss": {"divergence": "jsd"}},
+        ["loss.divergence jsd", "cache.profile threshold", "use profile hidden or dense"],
+        {"loss": {"divergence": "jsd"}, "cache": {"profile": "dense"}},
+    ),
+    "a divergence that a tempered cache cannot serve": (
+        {"loss": {"divergence": "reverse_kl", "temperature": 1.5}, "cache": TEMPERED},
+        ["loss.divergence reverse_kl", "cache.profile tempered"],
+        {"loss": {"divergence": "forward_kl", "temperature": 1.5}, "cache": TEMPERED},
+    ),
+    "features of a profile that keeps none": (
+        {"loss": {"features": {"weight": 1}}, "cache": {"profile": "dense"}},
+        ["loss.features", "cache.profile hidden", "dense"],
+        {"loss": {"features": {"weight": 1}}, "cache": {"profile": "hidden"}},
+    ),
+    "features without a cache that keeps them": (
+        {"kind": "train", "loss": {"alpha": 1, "features": {"weight": 1}}},
+        ["loss.features", "cache.profile hidden"],
+        {"kind": "train", "loss": {"alpha": 1, "features": {"weight": 1}}, "cache": {"profile": "hidden"}},
+    ),
+    "features without a teacher": (
+        {"kind": "train", "teacher": None, "loss": {"alpha": 1, "features": {"weight": 1}}, "student": {"model": "x"}},
+        ["teacher", "loss.features"],
+        {"kind": "train", "teacher": None, "loss": {"alpha": 1}, "student": {"model": "x"}},
+    ),
+    "a student cut out of a server": (
+        {"teacher": HTTP, "student": {"from_teacher": {"layers": 1}}, "cache": {"profile": "topk"}},
+        ["student.from_teacher", "teacher.backend is http"],
+        {"teacher": HTTP, "student": {"model": "x"}, "cache": {"profile": "topk"}},
+    ),
+    "a student cut out of nothing": (
+        PLAIN | {"teacher": None, "student": {"from_teacher": {"layers": 1}}},
+        ["student.from_teacher", "no teacher"],
+        PLAIN | {"student": {"from_teacher": {"layers": 1}}},
+    ),
+    "comparing with a server": (
+        {"teacher": HTTP, "evaluation": {"teacher": True}, "cache": {"profile": "topk"}},
+        ["evaluation.teacher", "teacher.backend is http"],
+        {"evaluation": {"teacher": True}},
+    ),
+    "comparing with no teacher": (
+        PLAIN | {"teacher": None, "student": {"model": "x"}, "evaluation": {"teacher": True}},
+        ["evaluation.teacher", "no teacher"],
+        PLAIN | {"student": {"model": "x"}, "evaluation": {"teacher": True}},
+    ),
+    "a baseline of no student": (
+        {"kind": "precompute", "student": None, "evaluation": {"baseline": True}},
+        ["evaluation.baseline", "student is not given"],
+        {"kind": "precompute", "student": None},
+    ),
+    "a baseline of no training": (
+        {"kind": "precompute", "train": None, "evaluation": {"baseline": True}},
+        ["evaluation.baseline", "train is not given"],
+        {"evaluation": {"baseline": True}},
+    ),
+    "a search for nothing": ({"kind": "search"}, ["search", "kind"], {"kind": "search", "search": SEARCH}),
+    "a space that nobody searches": ({"search": SEARCH}, ["search", "kind"], {}),
+    "a schedule of alpha without a teacher": (
+        {"kind": "train", "teacher": None, "loss": {"alpha": RAMP | {"start": 1}}, "student": {"model": "x"}},
+        ["teacher is required", "loss.alpha below 1"],
+        {"kind": "train", "loss": {"alpha": RAMP | {"start": 1}}},
+    ),
+    "early stopping by nothing": (
+        {"data": NOTHING_HELD_OUT, "train": STEPS | {"early_stopping_patience": 1}},
+        ["train.early_stopping_patience", "data.validation_fraction"],
+        {"data": NOTHING_HELD_OUT | {"validation_fraction": 0.1}, "train": STEPS | {"early_stopping_patience": 1}},
+    ),
+    "a stream without an end": (
+        {"data": STREAM | {"max_train_samples": None}},
+        ["data.streaming", "data.max_train_samples"],
+        {"data": STREAM},
+    ),
+    "a slice of a stream": (
+        {"data": STREAM | {"train": {"path": "org/set", "split": "train[:1%]"}}},
+        ["data.streaming", "train[:1%]", "max_train_samples"],
+        {"data": STREAM | {"train": {"path": "org/set", "split": "train"}}},
+    ),
+    "held-out text without an end": (
+        {"data": STREAM | {"validation": {"path": "org/set", "split": "test"}}},
+        ["data.streaming", "data.validation", "data.max_eval_samples"],
+        {"data": STREAM | {"validation": "b.txt"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("refused, named, accepted", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_levers_that_contradict_each_other_are_refused_with_both_named(refused, named, accepted):
+    (found,) = problems(JOB | refused)
+    where = found.pointer.strip("/").replace("/", ".")
+    assert [name for name in named if name not in f"{where} {found.detail}"] == []
+    parse_config(JOB | accepted)
+
+
+@pytest.mark.parametrize("mode", ["lookahead", "teacher_only"])
+def test_a_sealed_cache_may_hold_text_out_where_the_job_does_not(mode):
+    job = without("teacher", kind="train", student={"model": "x"}, cache={"fingerprint": "0" * 32})
+    learned = {"loss": {"temperature": LEARNED | {"mode": mode}}}
+    assert parse_config(job | learned | {"data": NOTHING_HELD_OUT}).needs_cache
+
+
+WARM = {"profile": "tempered", "temperatures": {"min": 1, "max": 2}}
 
 
 @pytest.mark.parametrize(
@@ -302,10 +695,17 @@ def test_a_profile_takes_its_own_options_only(section, told):
     assert told in problems(JOB | {"cache": section})[0].detail
 
 
-@pytest.mark.parametrize("section", [{"profile": "topk"}, {"profile": "dense"}, {"profile": "hidden"}, TEMPERED])
+@pytest.mark.parametrize("section", [{"profile": "topk"}, {"profile": "dense"}, {"profile": "hidden"}, WARM])
 def test_every_profile_survives_its_own_dump(section):
     config = parse_config(JOB | {"cache": section})
     assert parse_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("job", [job for *_, job in LEVELS])
+def test_every_form_of_a_value_survives_its_own_dump(job):
+    config = parse_config(job)
+    assert parse_config(config.model_dump(mode="json")) == config
+    assert parse_config(json.loads(config.model_dump_json())) == config
 
 
 @pytest.mark.parametrize(
@@ -313,8 +713,8 @@ def test_every_profile_survives_its_own_dump(section):
     [
         ({"profile": "threshold"}, 2, "use profile tempered"),
         ({"profile": "topk"}, 0.5, "use profile tempered"),
-        (TEMPERED, 0.9, "covers temperatures 1 to 2"),
-        (TEMPERED, 1.5, None),
+        (WARM, 0.9, "covers temperatures 1 to 2"),
+        (WARM, 1.5, None),
         ({"profile": "dense"}, 4, None),
         ({"profile": "hidden"}, 0.1, None),
     ],
@@ -444,7 +844,7 @@ def test_schedulers_are_those_of_transformers_that_need_no_metric():
     from transformers.trainer_utils import SchedulerType
 
     metric_driven = {"reduce_lr_on_plateau", "greedy"}
-    assert set(typing.get_args(Scheduler)) == {each.value for each in SchedulerType} - metric_driven
+    assert set(typing.get_args(Scheduler)) - {"onecycle"} == {each.value for each in SchedulerType} - metric_driven
 
 
 def test_a_schedules_arguments_are_those_of_transformers_that_are_numbers():
@@ -453,11 +853,31 @@ def test_a_schedules_arguments_are_those_of_transformers_that_are_numbers():
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    for name, (optional, needed) in SCHEDULER_KWARGS.items():
+    for name in set(SCHEDULER_KWARGS) - {"onecycle"}:
+        optional, needed = SCHEDULER_KWARGS[name]
         signature = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
         numbers = {key for key, each in signature.items() if not isinstance(each.default, str)}
         assert optional | needed == numbers - ours, name
         assert {key for key in numbers - ours if signature[key].default is inspect.Parameter.empty} <= needed
+
+
+def test_the_arguments_of_one_cycle_are_those_of_torch_that_are_numbers():
+    """Save those that move a momentum, which is left alone."""
+    import inspect
+
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    parameters = inspect.signature(OneCycleLR).parameters
+    numbers = {key for key, each in parameters.items() if isinstance(each.default, float)}
+    assert SCHEDULER_KWARGS["onecycle"] == (numbers - {"base_momentum", "max_momentum"}, set())
+
+
+@pytest.mark.parametrize("name", typing.get_args(Optimizer))
+def test_an_optimisers_arguments_are_those_of_its_library(name):
+    from kd.levers.optimizers import optimizer_arguments
+
+    options = TrainConfig(max_steps=1, optim=name, lr_scheduler_type="constant")
+    assert OPTIMIZER_ARGUMENTS[name] == set(optimizer_arguments(name, options))
 
 
 @pytest.mark.parametrize(
@@ -486,12 +906,13 @@ SCHEDULE_KWARGS: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("name", typing.get_args(Scheduler))
 def test_every_scheduler_can_be_made_and_stepped(name):
     import torch
-    from transformers import get_scheduler
+
+    from kd.levers.schedules import make_scheduler
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    arguments = SCHEDULE_KWARGS.get(name, {})
-    parse_config(JOB | {"train": {"max_steps": 10, "lr_scheduler_type": name, "lr_scheduler_kwargs": arguments}})
-    scheduler = get_scheduler(name, optimizer, 2, 10, arguments)
+    options = {"max_steps": 10, "lr_scheduler_type": name, "lr_scheduler_kwargs": SCHEDULE_KWARGS.get(name, {})}
+    options |= {"warmup_steps": 2}
+    scheduler = make_scheduler(optimizer, parse_config(JOB | {"train": options}).train, 10)
     rates = []
     for _ in range(10):
         rates.append(scheduler.get_last_lr()[0])

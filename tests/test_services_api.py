@@ -116,6 +116,9 @@ def test_an_idempotency_key_gives_the_same_job_again(http: httpx.Client, text: s
         ({"name": "Not A Name"}, "/name", "pattern"),
         ({"data": {"train": "no-such-file.txt"}}, "/data/train/0", "no-such-file.txt"),
         ({"kind": "distil"}, "/kind", "'distill'"),
+        ({"loss": {"alpha": {"schedule": "linear", "strat": 1}}}, "/loss/alpha/strat", "Did you mean start?"),
+        ({"loss": {"temperature": {"mode": "entropy", "schedule": "step"}}}, "/loss/temperature", "not both"),
+        ({"body": {}}, "/body", "unknown key 'body'"),
         ({"loss": {"alpha": 0.5}}, "", "teacher is required"),
     ],
 )
@@ -132,6 +135,13 @@ def test_every_problem_is_listed(http: httpx.Client, text: str) -> None:
     wrong = valid("quick", text) | {"name": "?", "x": 1, "data": {"train": "a.txt", "sequence_length": 1}}
     document = problem(http.post("/jobs", json=wrong), 422)
     assert {error.pointer for error in document.errors} == {"/name", "/x", "/data/sequence_length"}
+
+
+def test_a_value_that_is_of_no_form_is_one_problem(http: httpx.Client, text: str) -> None:
+    wrong = valid("quick", text) | {"train": {"max_steps": 1, "gradient_checkpointing": "ful"}}
+    (found,) = problem(http.post("/jobs", json=wrong), 422).errors
+    assert (found.pointer, found.remedy) == ("/train/gradient_checkpointing", "Did you mean full?")
+    assert "'none', 'full' or 'sqrt', or a valid integer" in found.detail
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,15 @@ class DatasetSpec(Section):
     name: str | None = Field(None, description="Configuration name of the dataset.")
     split: str = Field("train", description="Split, slices allowed: train[:1%].")
     revision: str | None = Field(None, description="Branch, tag or commit.")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description=(
+            "Share of this source in a mixture, relative to the others' (files have 1). A weight other than 1, or "
+            "streaming, makes a mixture, which ends where its first source does; else all sources are read whole."
+        ),
+    )
 
 
 def _as_tuple(value: Any) -> Any:
@@ -67,6 +76,9 @@ class DataConfig(Section):
         ),
     )
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per sequence.")
+    streaming: bool = Field(
+        False, description="Read dataset specs as streams: nothing is downloaded whole; needs max_train_samples."
+    )
     packing: bool = Field(
         True,
         description=(
@@ -81,6 +93,17 @@ class DataConfig(Section):
     def _one_holdout(self) -> Self:
         if self.validation and self.validation_fraction is not None:
             raise ValueError("give data.validation or data.validation_fraction, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _streams_end(self) -> Self:
+        if self.streaming and self.max_train_samples is None:
+            raise ValueError("data.streaming needs data.max_train_samples: a stream need not end")
+        specs = [source for source in (*self.train, *self.validation) if isinstance(source, DatasetSpec)]
+        if self.streaming and (sliced := [spec.split for spec in specs if "[" in spec.split]):
+            raise ValueError(f"data.streaming cannot slice a split, but got {sliced[0]}: use max_train_samples")
+        if self.streaming and self.max_eval_samples is None and any(spec in specs for spec in self.validation):
+            raise ValueError("data.streaming of data.validation needs data.max_eval_samples: a stream need not end")
         return self
 
     @property

@@ -12,8 +12,11 @@ from pydantic import Field, model_validator
 
 from cache.profiles import unserved
 from kd.config.cache import CacheConfig
+from kd.config.checks import ChecksConfig
 from kd.config.data import DataConfig
-from kd.config.loss import LossConfig
+from kd.config.evaluation import EvaluationConfig
+from kd.config.loss import LearnedTemperature, LossConfig
+from kd.config.search import SearchConfig
 from kd.config.section import Section
 from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
@@ -23,11 +26,11 @@ from kd.config.train import TrainConfig
 class JobConfig(Section):
     """A whole job."""
 
-    kind: Literal["distill", "precompute", "train"] = Field(
+    kind: Literal["distill", "precompute", "train", "search"] = Field(
         "distill",
         description=(
             "distill = precompute then train; precompute = capture the teacher only; train = from a sealed cache, or "
-            "on plain text with alpha 1."
+            "on plain text with alpha 1; search = precompute, then train many students to find the best settings."
         ),
     )
     name: str = Field(
@@ -41,24 +44,32 @@ class JobConfig(Section):
     cache: CacheConfig = Field(default_factory=CacheConfig, description="What is kept of the teacher.")
     loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
     train: TrainConfig | None = Field(None, description="The training loop; required unless kind is precompute.")
+    checks: ChecksConfig = Field(default_factory=ChecksConfig, description="What is checked while a student trains.")
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="How the finished student is measured."
+    )
+    search: SearchConfig | None = Field(None, description="What kind search tries.")
 
     @property
     def needs_cache(self) -> bool:
         """Whether training reads the teacher's records: not where the hard labels have all the weight."""
-        return self.kind != "train" or self.loss.alpha < 1.0
+        return self.kind != "train" or not self.loss.hard_labels_only
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages that this kind of job runs, in order; also the names of the service's queues."""
-        return ("precompute", "train") if self.kind == "distill" else (self.kind,)
+        return {"distill": ("precompute", "train"), "search": ("precompute", "search")}.get(self.kind, (self.kind,))
+
+    @property
+    def _holds_out(self) -> bool:
+        """Whether there is held-out text; of a sealed cache, that is for the cache to say."""
+        return bool(self.data.validation) or self.data.held_out_fraction > 0 or self.cache.fingerprint is not None
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
         if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
-            raise ValueError(
-                f"teacher is required for kind {self.kind}"
-                + (" with loss.alpha below 1" if self.kind == "train" else "")
-            )
+            reason = " with loss.features" if self.loss.alpha == 1.0 else " with loss.alpha below 1"
+            raise ValueError(f"teacher is required for kind {self.kind}{reason if self.kind == 'train' else ''}")
         if self.kind == "precompute":
             return self
         if self.student is None:
@@ -72,16 +83,66 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _early_stopping_has_a_measure(self) -> Self:
         patience = self.train.early_stopping_patience if self.train is not None else None
-        if patience is not None and not self.data.validation and self.data.held_out_fraction == 0:
-            raise ValueError("train.early_stopping_patience needs held-out text, but data holds nothing out")
+        if patience is not None and not self._holds_out:
+            raise ValueError(
+                "train.early_stopping_patience needs held-out text, but data.validation_fraction 0 holds nothing out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _temperature_can_learn(self) -> Self:
+        temperature = self.loss.temperature
+        if not isinstance(temperature, LearnedTemperature):
+            return self
+        if self.loss.alpha == 1.0:
+            raise ValueError(
+                f"loss.temperature.mode {temperature.mode} learns from the teacher, which loss.alpha 1 gives no weight"
+            )
+        if temperature.mode in ("lookahead", "teacher_only") and not self._holds_out:
+            raise ValueError(
+                f"loss.temperature.mode {temperature.mode} needs held-out text, but data.validation_fraction 0 holds "
+                "nothing out"
+            )
         return self
 
     @model_validator(mode="after")
     def _profile_serves_loss(self) -> Self:
+        if not self.needs_cache or self.cache.fingerprint is not None:
+            return self
         span = self.cache.range
-        why = unserved(self.cache.profile, (span[0], span[1]) if span else None, temperature=self.loss.temperature)
-        if self.needs_cache and self.cache.fingerprint is None and why is not None:
-            raise ValueError(f"loss.temperature {self.loss.temperature:g} cannot be served: {why}")
+        for temperature in self.loss.temperatures:
+            why = unserved(self.cache.profile, (span[0], span[1]) if span else None, self.loss.divergence, temperature)
+            if why is not None:
+                raise ValueError(
+                    f"loss.temperature {temperature:g} with loss.divergence {self.loss.divergence} and cache.profile "
+                    f"{self.cache.profile}: {why}"
+                )
+        if self.loss.features.weight > 0 and self.cache.profile != "hidden":
+            raise ValueError(f"loss.features needs cache.profile hidden, but got {self.cache.profile}")
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_runs_here_where_it_must(self) -> Self:
+        teacher, student = self.teacher, self.student
+        asking = {
+            "student.from_teacher": student is not None and student.from_teacher is not None,
+            "evaluation.teacher": self.evaluation.teacher,
+        }
+        for field, wanted in asking.items():
+            if wanted and (teacher is None or teacher.backend != "local"):
+                found = "there is no teacher" if teacher is None else f"teacher.backend is {teacher.backend}"
+                raise ValueError(f"{field} needs a teacher with teacher.backend local, but {found}")
+        return self
+
+    @model_validator(mode="after")
+    def _levers_agree(self) -> Self:
+        if self.train is not None and self.train.order == "curriculum" and not self.needs_cache:
+            raise ValueError("train.order curriculum needs the teacher's entropy, but loss.alpha 1 has no teacher")
+        if self.evaluation.baseline and (self.student is None or self.train is None):
+            missing = "student" if self.student is None else "train"
+            raise ValueError(f"evaluation.baseline trains a student, but {missing} is not given")
+        if (self.search is None) == (self.kind == "search"):
+            raise ValueError("search is required for kind search, and for no other kind")
         return self
 
     @model_validator(mode="after")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from kd.config.section import Section
 
@@ -19,7 +19,10 @@ Scheduler = Literal[
     "cosine_with_min_lr",
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
+    "onecycle",
 ]
+Optimizer = Literal["adamw", "adafactor", "muon", "lion", "lars", "schedule_free"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 # What get_scheduler takes for each of them, besides warm-up and length; of the second set, exactly one is needed.
@@ -34,6 +37,31 @@ SCHEDULER_KWARGS: dict[str, tuple[set[str], set[str]]] = {
     "cosine_with_min_lr": ({"num_cycles"}, {"min_lr", "min_lr_rate"}),
     "cosine_warmup_with_min_lr": ({"num_cycles", "warmup_lr_rate"}, {"min_lr", "min_lr_rate"}),
     "warmup_stable_decay": ({"num_cycles", "min_lr_ratio", "num_stable_steps"}, {"num_decay_steps"}),
+    "onecycle": ({"pct_start", "div_factor", "final_div_factor"}, set()),
+}
+
+
+def _checkpointing(value: Any) -> Any:
+    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+def _compiling(value: Any) -> Any:
+    return {True: "default", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+Checkpointing = Annotated[
+    Literal["none", "full", "sqrt"] | Annotated[int, Field(ge=2, le=1024)], BeforeValidator(_checkpointing)
+]
+Compile = Annotated[Literal["none", "default", "reduce-overhead", "max-autotune"], BeforeValidator(_compiling)]
+
+#: What ``optim_args`` may hold for each optimiser, besides what has a field of its own.
+OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
+    "adamw": {"amsgrad"},
+    "adafactor": {"eps1", "eps2", "clip_threshold", "decay_rate"},
+    "muon": {"momentum", "nesterov", "ns_a", "ns_b", "ns_c", "eps", "ns_steps"},
+    "lion": {"beta1", "beta2", "weight_decouple", "fixed_decay"},
+    "lars": {"momentum", "dampening", "trust_coefficient", "nesterov"},
+    "schedule_free": {"r", "weight_lr_power"},
 }
 
 
@@ -49,13 +77,34 @@ class TrainConfig(Section):
         1, ge=1, le=65536, description="Forward passes per optimiser step; the mean is over tokens, not over passes."
     )
     learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
-    lr_scheduler_type: Scheduler = Field("cosine", description="Schedule of transformers.get_scheduler.")
+    lr_scheduler_type: Scheduler = Field(
+        "cosine", description="Schedule of transformers.get_scheduler, or onecycle (torch's OneCycleLR)."
+    )
     lr_scheduler_kwargs: dict[str, float] = Field(
         default_factory=dict, description="Extra arguments of the schedule, e.g. {min_lr_rate: 0.1}."
     )
     warmup_steps: int = Field(0, ge=0, le=10_000_000, description="Steps of linear warm-up.")
+    optim: Optimizer = Field(
+        "adamw",
+        description=(
+            "adamw, adafactor, muon (matrices; AdamW for the rest), lion, lars, schedule_free (AdamW; set "
+            "lr_scheduler_type to constant or constant_with_warmup)."
+        ),
+    )
+    optim_args: dict[str, float] = Field(
+        default_factory=dict, description="Extra arguments of the optimiser, e.g. {momentum: 0.95} for muon."
+    )
     weight_decay: float = Field(
-        0.1, ge=0, le=10, description="AdamW weight decay, on matrices only: never on norms and biases."
+        0.1, ge=0, le=10, description="Weight decay, on matrices only: never on norms and biases."
+    )
+    layer_lr_decay: float = Field(
+        1.0, gt=0, le=1, description="Each layer below the last learns at this times the rate of the one above it."
+    )
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Keep an exponential moving average of the weights; it is what is evaluated and saved.",
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
@@ -69,10 +118,30 @@ class TrainConfig(Section):
             "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older ones, fp32 on a CPU."
         ),
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
+    tf32: bool = Field(True, description="Let float32 matrix products on GPUs that have it use TF32.")
+    gradient_checkpointing: Checkpointing = Field(
+        "none",
+        description=(
+            "Recompute activations in the backward pass to save memory: none, full = every layer, sqrt = in "
+            "about sqrt(layers) groups, n = every n-th layer."
+        ),
     )
-    compile: bool = Field(False, description="torch.compile the student.")
+    compile: Compile = Field(
+        "none", description="torch.compile the student: none, default, reduce-overhead or max-autotune."
+    )
+    logits_chunk: int | None = Field(
+        None,
+        ge=1,
+        le=1_048_576,
+        description="Positions whose logits exist at once; default by the vocabulary and the free memory.",
+    )
+    auto_batch: bool = Field(
+        False,
+        description=(
+            "Where memory runs out, halve batch_size and double gradient_accumulation_steps, which keeps the sequences "
+            "of an optimiser step."
+        ),
+    )
     logging_steps: int = Field(10, ge=1, le=1_000_000, description="Report metrics every so many steps.")
     eval_steps: int = Field(100, ge=1, le=10_000_000, description="Evaluate on the held-out text every so many steps.")
     save_steps: int = Field(100, ge=1, le=10_000_000, description="Write a checkpoint every so many steps.")
@@ -85,6 +154,24 @@ class TrainConfig(Section):
         le=10_000,
         description="Stop after so many evaluations without a better held-out loss, and keep the best weights.",
     )
+    order: Literal["shuffled", "length", "curriculum"] = Field(
+        "shuffled",
+        description=(
+            "Order of an epoch's sequences: shuffled; length = batches of like length; curriculum = from low to high "
+            "entropy of the teacher in the first epoch, shuffled after it."
+        ),
+    )
+    dataloader_num_workers: int = Field(
+        1, ge=1, le=64, description="Threads that read and decode batches ahead of the step."
+    )
+    dataloader_prefetch_factor: int = Field(2, ge=1, le=64, description="Steps that each of them may be ahead.")
+    dataloader_pin_memory: bool = Field(True, description="Copy batches to a GPU from pinned memory.")
+    report_to: tuple[Tracker, ...] = Field(
+        (), description="Experiment trackers: tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written."
+    )
+    trace_steps: int = Field(
+        0, ge=0, le=1000, description="Steps, after the first ones, of which a Chrome trace (trace.json) is written."
+    )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Precision of the saved student; auto = bfloat16 or float16 if it was trained so, else float32.",
@@ -95,6 +182,33 @@ class TrainConfig(Section):
     def _one_length(self) -> Self:
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.max_steps and train.epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_has_its_arguments(self) -> Self:
+        known = OPTIMIZER_ARGUMENTS[self.optim]
+        if strange := sorted(self.optim_args.keys() - known):
+            raise ValueError(
+                f"train.optim_args of {self.optim} cannot hold {', '.join(strange)}, only {', '.join(sorted(known))}"
+            )
+        if self.optim == "schedule_free" and "constant" not in self.lr_scheduler_type:
+            raise ValueError(
+                "train.optim schedule_free needs train.lr_scheduler_type constant or constant_with_warmup, not "
+                f"{self.lr_scheduler_type}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_cycle_rises_and_falls(self) -> Self:
+        if self.lr_scheduler_type != "onecycle" or not self.warmup_steps:
+            return self
+        if "pct_start" in self.lr_scheduler_kwargs:
+            raise ValueError("train.warmup_steps and pct_start of train.lr_scheduler_kwargs both say how long to rise")
+        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"train.lr_scheduler_type onecycle must fall again, but train.warmup_steps {self.warmup_steps} take "
+                f"all of train.max_steps {self.max_steps}"
+            )
         return self
 
     @model_validator(mode="after")
