@@ -224,7 +224,7 @@ def _subtract_ours(store: Cache, truth: Truth) -> Subtract:
     def subtract(number: int, rows: slice, q_NV: Tensor, temperature: float) -> Tensor:
         records = store.read([number])[1]
         columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
-        targets = TargetDecoder(codec, temperature, head).targets(truth.gold[number], columns)
+        targets = TargetDecoder(codec, head).targets(truth.gold[number], columns, temperature)
         assert targets.teacher is not None
         targets.teacher.chunk(rows).subtract_(q_NV, 1.0)
         return q_NV

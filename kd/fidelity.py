@@ -139,7 +139,7 @@ def measure(store: Cache, live: Live, positions: int = POSITIONS, redraws: int =
     codec = replace(store.codec, draws=1)  # of several samples of a position, one is read
     device = live.model.device
     head = teacher_head(store.teacher_head(), codec.vocabulary_size, device) if codec.profile == "hidden" else None
-    decoders = [TargetDecoder(codec, temperature, head) for temperature in temperatures_of(codec)]
+    decoders = [_Decoder(codec, head, temperature) for temperature in temperatures_of(codec)]
     found: list[list[_Found]] = [[] for _ in decoders]
     for number, part in enumerate(_parts(store, live, positions)):
         fresh = part.redrawn(codec, live.head, number, redraws) if PROFILES[codec.profile].sampled else None
@@ -292,12 +292,27 @@ def _rows_of(target: SparseTarget) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(counts_N), device=counts_N.device), counts_N)
 
 
-def _compare(part: _Part, fresh: Records | None, decoder: TargetDecoder) -> _Found:
+@dataclass(frozen=True)
+class _Decoder:
+    """What reads records at one temperature; ``head`` is the teacher's where the profile is hidden."""
+
+    codec: Codec
+    head: Head | None
+    temperature: float
+
+    def target(self, records: Records, gold_N: Tensor) -> Chunk:
+        """The target of ``records``, as training has it."""
+        columns = {name: torch.from_numpy(column).to(gold_N.device) for name, column in records.columns.items()}
+        teacher = TargetDecoder(self.codec, self.head).targets(gold_N, columns, self.temperature).teacher
+        assert teacher is not None
+        return teacher.chunk(slice(0, len(gold_N)))
+
+
+def _compare(part: _Part, fresh: Records | None, decoder: _Decoder) -> _Found:
     """The stored records of ``part`` against the teacher, at the decoder's temperature."""
     codec = decoder.codec
-    assert codec is not None
     p_NV = (part.logp_NV / decoder.temperature).softmax(1)
-    target = _decode(part.stored, part.gold_N, decoder)
+    target = decoder.target(part.stored, part.gold_N)
     kept = _Kept.of(target, part.stored, p_NV)
     best_N, log_N = target.best_N(), part.logp_NV.amax(1)
     # Two tokens that are nearer to each other than what is stored of them may change places.
@@ -312,14 +327,6 @@ def _compare(part: _Part, fresh: Records | None, decoder: TargetDecoder) -> _Fou
         entropy_error_N=_entropy(target, part.stored).to(p_NV.device) - live_entropy_N,
         sums=None if fresh is None else _sums(part, fresh, decoder, p_NV),
     )
-
-
-def _decode(records: Records, gold_N: Tensor, decoder: TargetDecoder) -> Chunk:
-    """The target of ``records``, as training has it."""
-    columns = {name: torch.from_numpy(column).to(gold_N.device) for name, column in records.columns.items()}
-    teacher = decoder.targets(gold_N, columns).teacher
-    assert teacher is not None
-    return teacher.chunk(slice(0, len(gold_N)))
 
 
 def _gold_error(part: _Part, kept: _Kept, p_NV: Tensor, codec: Codec) -> Tensor:
@@ -382,13 +389,12 @@ class _Functions:
         return sums_RF.index_add_(0, rows_E // positions, values_EF)
 
 
-def _sums(part: _Part, fresh: Records, decoder: TargetDecoder, p_NV: Tensor) -> _Sums:
+def _sums(part: _Part, fresh: Records, decoder: _Decoder, p_NV: Tensor) -> _Sums:
     codec = decoder.codec
-    assert codec is not None
     redraws = len(fresh) // len(part.gold_N)
     size_NV = _size(part.logp_NV, codec)
     functions = _Functions.of(p_NV, size_NV, codec.threshold)
-    redrawn, stored = _decode(fresh, part.gold_N.repeat(redraws), decoder), _decode(part.stored, part.gold_N, decoder)
+    redrawn, stored = decoder.target(fresh, part.gold_N.repeat(redraws)), decoder.target(part.stored, part.gold_N)
     assert isinstance(redrawn, SparseTarget) and isinstance(stored, SparseTarget)
     variance_NV, largest = _sampling(p_NV, size_NV, fresh.slice(0, len(p_NV)), part, decoder)
     step = max(KNOWN_STEP, codec.head_step) / decoder.temperature
@@ -408,11 +414,9 @@ def _size(logp_NV: Tensor, codec: Codec) -> Tensor:
     return torch.stack([(logp_NV * beta).softmax(1) for beta in codec.proposal_betas]).mean(0)
 
 
-def _sampling(
-    p_NV: Tensor, size_NV: Tensor, fresh: Records, part: _Part, decoder: TargetDecoder
-) -> tuple[Tensor, float]:
+def _sampling(p_NV: Tensor, size_NV: Tensor, fresh: Records, part: _Part, decoder: _Decoder) -> tuple[Tensor, float]:
     """Variance of the weight of every token under independent draws, p^2 (1 - pi) / pi, and the largest weight."""
-    target = _decode(fresh, part.gold_N, decoder)
+    target = decoder.target(fresh, part.gold_N)
     tail_NV = size_NV.masked_fill(_Kept.of(target, fresh, p_NV).known_NV, 0.0)
     count_N1 = torch.from_numpy(fresh["tail_count"].astype(np.float64)).to(p_NV.device)[:, None]
     chance_NV = (count_N1 * tail_NV / tail_NV.sum(1, keepdim=True).clamp(min=_LEAST)).clamp(max=1.0)
@@ -420,10 +424,9 @@ def _sampling(
     return p_NV * weight_NV * (1.0 - chance_NV), float(weight_NV.max())
 
 
-def _row(found: list[_Found], decoder: TargetDecoder, noise: float) -> FidelityRow:
+def _row(found: list[_Found], decoder: _Decoder, noise: float) -> FidelityRow:
     """The means of all positions, and the largest z."""
     codec, sums = decoder.codec, [each.sums for each in found if each.sums is not None]
-    assert codec is not None
     positions = sum(len(each.kl_N) for each in found)
 
     def mean(name: str) -> float:

@@ -1,14 +1,20 @@
 """The loss: LM head, distillation and cross-entropy in one chunked pass that never builds (N, V).
 
-    L = (1 - alpha) T^2 [LSE(s / T) - E_p[s / T] - H(p)]   forward KL(teacher || student) at temperature T
-      +      alpha      [LSE(s) - s_gold]                  cross-entropy of the hard label
+    L = (1 - alpha) sum_n c_n T^2 D(p_n, q_n)             divergence of teacher and student, both at temperature T
+      +      alpha  sum_n [(1 - e) -log q_gold - e mean_v log q_v]     cross-entropy of the smoothed hard label
+      +           z sum_n LSE(s_n)^2                      what keeps the logits from drifting
 
-with s the student's logits and p the teacher's distribution at T (``kd.targets``). Where p is a sample, E[sample] = p
-and L is linear in it, so value and gradient are unbiased: their mean over draws of the record is full distillation.
-The gradient with respect to s is (1 - alpha) T [softmax(s / T) - p] + alpha [softmax(s) - e_gold]; at T = 1 both parts
-share one softmax, and the hard label is one more entry.
+with s the student's logits, q = softmax(s / T) in D and softmax(s) in the label's part, p the teacher at T
+(``kd.targets``), and c_n = (1 + H_n)^w over its mean, by the teacher's entropy. D = KL(p || q) = -E_p[log q] - H(p) is
+linear in p, so where p is a sample, value and gradient are unbiased: their mean over draws is full distillation. The
+gradient with respect to s is (1 - alpha) c T [q - p] + alpha [softmax(s) - label] + 2 z LSE(s) softmax(s); at T = 1 all
+of it shares one softmax, and the hard label is one more entry. ``kd.divergences`` has the other D.
 
-Shapes: N positions that have a target, V vocabulary, D hidden width.
+The temperature's gradient is (1 - alpha) sum_n c_n [2 T D + T^2 dD/dT]. dD/dT through the student's logits over T is
+-1/T times (dD/d(s/T) . s/T); through the teacher's it is the same of its own logits, or what autograd makes of the
+gradients for the weights of entries and for H, which ``kd.targets`` decodes as functions of T.
+
+Shapes: N positions that have a target, n of them in a chunk, V vocabulary, D hidden width, E entries.
 """
 
 from __future__ import annotations
@@ -19,34 +25,150 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kd.config.loss import Divergence, LearnedTemperature, LossConfig, Ramp
+from kd.divergences import diverge, logit_gradient, slope_N
 from kd.models import Head
-from kd.targets import Chunk, Targets
+from kd.targets import Chunk, Distribution, SparseTarget, Targets, TopTarget
 
-CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
+CPU_ELEMENTS = 12 * 2**20  # logits of a chunk: 48 MiB in float32; of half as many, matrix products take a tenth longer
+GPU_ELEMENTS, GPU_SHARE = 2**28, 1 / 32  # at most, and of the free memory: a chunk has some copies
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the student should become; the fields are those of ``kd.config.loss``.
+
+    T^2 multiplies every divergence: near each other, the gradients of all but total variation shrink as 1 / T^2, so it
+    keeps alpha's meaning when T changes; total variation's shrink as 1 / T, and at T > 1 it gains weight by that much.
+    ``teacher_only`` tempers the teacher and leaves the student at T = 1, and there is no T^2.
+    """
+
+    alpha: float = 0.0
+    divergence: Divergence = "forward_kl"
+    beta: float = 0.5
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    entropy_weighting: float = 0.0
+    teacher_only: bool = False
+
+    @classmethod
+    def of(cls, config: LossConfig) -> Objective:
+        """The objective of a job; where alpha has a schedule, at its start."""
+        temperature = config.temperature
+        return cls(
+            alpha=config.alpha.start if isinstance(config.alpha, Ramp) else config.alpha,
+            divergence=config.divergence,
+            beta=config.beta,
+            label_smoothing=config.label_smoothing,
+            z_loss=config.z_loss,
+            entropy_weighting=config.entropy_weighting,
+            teacher_only=isinstance(temperature, LearnedTemperature) and temperature.mode == "teacher_only",
+        )
+
+    def at(self, alpha: float) -> Objective:
+        """The same with ``alpha`` as the weight of the hard labels."""
+        return replace(self, alpha=alpha)
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Sums over N positions, in nats (float64). ``total`` carries the gradient; the parts are for reporting.
+    """Sums over N positions, in nats (float64). ``total`` carries the gradients; the parts are for reporting.
 
-    ``kd`` is T^2 KL, so that total = (1 - alpha) kd + alpha ce.
+    total = (1 - alpha) kd + alpha (ce + smoothing) + z, with ``kd`` the divergence times T^2, ``ce`` the cross-entropy
+    of the hard label itself, ``smoothing`` what smoothing it adds and ``z`` the weighted squares. ``entropy`` is the
+    teacher's at T, as far as its records know it.
     """
 
     total: Tensor
     kd: Tensor
     ce: Tensor
+    z: Tensor
+    entropy: Tensor
+    smoothing: Tensor
 
 
-def distillation_loss(hidden_ND: Tensor, head: Head, targets: Targets, alpha: float) -> LossTerms:
-    """The summed loss of N positions; exact gradients for the hidden states, the head's weight and its bias.
+def distillation_loss(
+    hidden_ND: Tensor, head: Head, targets: Targets, objective: Objective, chunk: int | None = None
+) -> LossTerms:
+    """The summed loss of N positions; exact gradients for the hidden states, the head's weight and bias, and T.
 
-    T is the targets' own. Divide ``total`` by the number of targets of the whole optimiser step, not of this
-    micro-batch. Matrix products run in the dtype of ``hidden_ND``, everything else in float32 or better.
+    T is the targets' own. ``chunk`` is how many positions have logits at a time (``chunk_positions``). Divide ``total``
+    by the number of targets of the whole optimiser step, not of this micro-batch, and call backward once: it hands the
+    gradients over instead of copying them. Matrix products run in the dtype of ``hidden_ND``, everything else in
+    float32 or better. Raises ``ValueError`` for an objective that the targets cannot serve.
     """
-    if targets.teacher is None and alpha != 1.0:
-        raise ValueError(f"alpha must be 1 without the teacher's records, but got {alpha}")
-    total, kd, ce = _FusedHead.apply(hidden_ND, head.weight, head.bias, head, targets, alpha)
-    return LossTerms(total, kd, ce)
+    teacher, temperature = targets.teacher, targets.temperature
+    if teacher is None and objective.alpha != 1.0:
+        raise ValueError(f"alpha must be 1 without the teacher's records, but got {objective.alpha}")
+    if teacher is not None and objective.divergence != "forward_kl" and not teacher.whole:
+        raise ValueError(f"{objective.divergence} needs all of p: use profile hidden or dense")
+    learned = isinstance(temperature, Tensor) and temperature.requires_grad
+    if learned and isinstance(teacher, TopTarget):
+        raise ValueError(
+            "the k most probable tokens say nothing of another temperature: use profile tempered or hidden"
+        )
+    entries = (teacher.weights_E, teacher.entropy_N) if learned and isinstance(teacher, SparseTarget) else (None, None)
+    work = _Work(head, targets, objective, _token_weights(targets, objective), chunk)
+    return LossTerms(
+        *_FusedHead.apply(hidden_ND, head.weight, head.bias, temperature if learned else None, *entries, work)
+    )
+
+
+def chunk_positions(vocabulary: int, device: torch.device) -> int:
+    """How many positions have their logits in memory at a time; on a GPU as many as a share of what is free holds."""
+    if device.type != "cuda":
+        return max(CPU_ELEMENTS // vocabulary, 1)
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(min(int(free * GPU_SHARE) // 4, GPU_ELEMENTS) // vocabulary, 1)
+
+
+def _token_weights(targets: Targets, objective: Objective) -> Tensor | None:
+    """(1 + H)^w over its mean, (N,) in float64; a position whose entropy nobody said weighs 1. None where all do."""
+    if objective.entropy_weighting == 0.0 or targets.teacher is None or not len(targets):
+        return None
+    if targets.entropy_N is None:
+        raise ValueError("entropy_weighting needs the teacher's entropies, which these targets do not have")
+    weight_N = (1.0 + targets.entropy_N).pow(objective.entropy_weighting)
+    return (weight_N / weight_N.nanmean()).nan_to_num(nan=1.0)
+
+
+# ---------------------------------------------------------------------- the pass
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the pass works on besides the tensors that it differentiates."""
+
+    head: Head
+    targets: Targets
+    objective: Objective
+    weight_N: Tensor | None
+    chunk: int | None
+
+    @property
+    def soft(self) -> float:
+        """The weight of the divergence: (1 - alpha) T^2, or without T^2."""
+        return (1.0 - self.objective.alpha) * self.scale
+
+    @property
+    def scale(self) -> float:
+        """T^2, or 1 where only the teacher has a temperature."""
+        return self.student_temperature**2
+
+    @property
+    def student_temperature(self) -> float:
+        return 1.0 if self.objective.teacher_only else self.targets.temperature_value
+
+    def parts(self, device: torch.device, dtype: torch.dtype) -> Iterator[_Part]:
+        """The N positions in runs of a chunk."""
+        targets, weight_N = self.targets, self.weight_N
+        size = self.chunk or chunk_positions(self.head.vocabulary, device)
+        for start in range(0, len(targets), size):
+            rows = slice(start, min(start + size, len(targets)))
+            chunk = None if targets.teacher is None else targets.teacher.chunk(rows, dtype)
+            weight = None if weight_N is None else weight_N[rows]
+            yield _Part(rows, targets.gold_N[rows], chunk, weight)
 
 
 @dataclass(frozen=True)
@@ -56,75 +178,206 @@ class _Part:
     rows: slice
     gold_N: Tensor
     teacher: Chunk | None
-    temperature: float
+    weight_N: Tensor | None
+
+    def weighted(self, value: float, like: Tensor) -> float | Tensor:
+        """``value`` times the token weights, (n, 1)."""
+        return value if self.weight_N is None else (self.weight_N * value).to(like.dtype)[:, None]
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """The weighted sum, float64."""
+        values_N = values_N.double()
+        return values_N.sum() if self.weight_N is None else values_N @ self.weight_N
 
 
-@dataclass(frozen=True)
-class _Student:
-    """The student's distribution at the positions of a chunk, at some temperature: softmax(s)."""
+@dataclass
+class _Pass:
+    """The sums of the chunks so far, and the gradients where they are wanted: of what, in the order of the inputs."""
 
-    s_NV: Tensor
-    lse_N: Tensor
+    work: _Work
+    d_hidden_ND: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+    d_temperature: Tensor | None
+    d_weights_E: Tensor | None
+    d_entropy_N: Tensor | None
+    kd: Tensor
+    ce: Tensor
+    z: Tensor
+    entropy: Tensor
+    smoothing: Tensor
 
     @classmethod
-    def of(cls, s_NV: Tensor) -> _Student:
-        return cls(s_NV, torch.logsumexp(s_NV, dim=-1))
+    def of(cls, work: _Work, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> _Pass:
+        """Nothing summed yet; a gradient for each of ``inputs`` that is ``needed``."""
+        hidden_ND = inputs[0]
+        assert hidden_ND is not None
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        dtypes = (hidden_ND.dtype, wide, wide, torch.float64, torch.float64, torch.float64)
+        gradients = (
+            torch.zeros_like(each, dtype=dtype) if each is not None and need else None
+            for each, dtype, need in zip(inputs, dtypes, needed, strict=True)
+        )
+        d_hidden_ND, d_weight, d_bias, d_temperature, d_weights_E, d_entropy_N = gradients
+        sums = hidden_ND.new_zeros(5, dtype=torch.float64)
+        return cls(work, d_hidden_ND, d_weight, d_bias, d_temperature, d_weights_E, d_entropy_N, *sums)
 
-    def at(self, temperature: float) -> _Student:
-        return self if temperature == 1.0 else _Student.of(self.s_NV / temperature)
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        return [self.d_hidden_ND, self.d_weight, self.d_bias, self.d_temperature, self.d_weights_E, self.d_entropy_N]
 
-    def probabilities_(self) -> Tensor:
-        """softmax(s), written over the logits."""
-        return self.s_NV.sub_(self.lse_N[:, None]).exp_()
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the gradient with respect to the logits is of use."""
+        return not (self.d_hidden_ND is None and self.d_weight is None and self.d_bias is None)
+
+    @property
+    def total(self) -> Tensor:
+        alpha = self.work.objective.alpha
+        return (1.0 - alpha) * self.kd + alpha * (self.ce + self.smoothing) + self.z
+
+    def run(self, hidden_ND: Tensor) -> None:
+        """All chunks."""
+        for part in self.work.parts(hidden_ND.device, torch.promote_types(hidden_ND.dtype, torch.float32)):
+            self._chunk(part, hidden_ND)
+
+    def _chunk(self, part: _Part, hidden_ND: Tensor) -> None:
+        """One chunk; what it makes is freed when it returns, so that there are two buffers of its size and not four."""
+        head = self.work.head
+        s_NV = head.logits(hidden_ND[part.rows])
+        logq_NV = torch.log_softmax(s_NV, 1)
+        hard = self._hard(part, s_NV, logq_NV)
+        kept_NV = s_NV if head.softcap else None
+        del s_NV
+        soft_NV = self._soft(part, logq_NV)
+        if self.wants_logits:
+            g_NV = self._gradient(part, logq_NV, soft_NV, hard)
+            self._through_head(part.rows, hidden_ND, _through_transform(g_NV, kept_NV, head))
+
+    def _hard(self, part: _Part, s_NV: Tensor, logq_NV: Tensor) -> float | Tensor:
+        """Sum up what there is without a teacher; returns the factor of softmax(s) in its gradient."""
+        alpha, z, e = self.work.objective.alpha, self.work.objective.z_loss, self.work.objective.label_smoothing
+        gold_N1 = part.gold_N[:, None]
+        nll_N = -logq_NV.gather(1, gold_N1)[:, 0]
+        self.ce += nll_N.sum(dtype=torch.float64)
+        if e > 0.0:
+            self.smoothing += e * (-logq_NV.mean(1) - nll_N).sum(dtype=torch.float64)
+        if z == 0.0:
+            return alpha
+        lse_N = s_NV.gather(1, gold_N1)[:, 0] + nll_N
+        self.z += z * lse_N.double().square().sum()
+        return alpha + 2.0 * z * lse_N[:, None]
+
+    def _soft(self, part: _Part, logq_NV: Tensor) -> Tensor | None:
+        """Sum up the divergence; returns its gradient, None where it comes with the hard label's (``_gradient``)."""
+        teacher, temperature = part.teacher, self.work.student_temperature
+        if teacher is None:
+            return None
+        if temperature != 1.0:
+            logq_NV = torch.log_softmax(logq_NV / temperature, 1)
+        self.entropy += teacher.entropy_N.sum(dtype=torch.float64)
+        by_sums = self.work.objective.divergence == "forward_kl" and (
+            self.d_temperature is None or not isinstance(teacher, Distribution)
+        )
+        if not by_sums:
+            assert isinstance(teacher, Distribution)
+            return self._diverge(part, teacher, logq_NV)
+        self._forward_kl(part, teacher, logq_NV)
+        if temperature == 1.0 or not self.wants_logits:
+            return None
+        g_NV = logq_NV.exp_()
+        teacher.subtract_(g_NV, 1.0)
+        return g_NV.mul_(part.weighted((1.0 - self.work.objective.alpha) * temperature, g_NV))
+
+    def _forward_kl(self, part: _Part, teacher: Chunk, logq_NV: Tensor) -> None:
+        """-E_p[log q] - H, and its slopes in T, in the entries' weights and in H."""
+        work, expected_N = self.work, teacher.expected_N(logq_NV)
+        kl_N = -expected_N - teacher.entropy_N
+        self.kd += work.scale * part.sum(kl_N)
+        if self.d_temperature is not None and not work.objective.teacher_only:
+            along_N = torch.linalg.vecdot(logq_NV.exp(), logq_NV) - expected_N
+            slope = part.sum(2.0 * kl_N - along_N) * work.student_temperature
+            self.d_temperature += (1.0 - work.objective.alpha) * slope.to(self.d_temperature.device)
+        if self.d_weights_E is not None and self.d_entropy_N is not None:
+            assert isinstance(teacher, SparseTarget) and isinstance(work.targets.teacher, SparseTarget)
+            share_N = (-work.soft * torch.ones_like(kl_N)) if part.weight_N is None else -work.soft * part.weight_N
+            self.d_entropy_N[part.rows] = share_N
+            self.d_weights_E[work.targets.teacher.entries(part.rows)] = teacher.spread(share_N) * teacher.at(logq_NV)
+
+    def _diverge(self, part: _Part, teacher: Distribution, logq_NV: Tensor) -> Tensor | None:
+        """Any divergence of whole distributions, its slope in T, and its gradient."""
+        work, objective, temperature = self.work, self.work.objective, self.work.student_temperature
+        found = diverge(objective.divergence, objective.beta, teacher.logp_NV, logq_NV)
+        self.kd += work.scale * part.sum(found.value_N)
+        if self.d_temperature is not None:
+            along_N = slope_N(found.b_NV, teacher.logp_NV) / work.targets.temperature_value
+            if not objective.teacher_only:
+                along_N = temperature**2 * along_N + temperature * slope_N(found.a_NV, logq_NV)
+                along_N -= 2.0 * temperature * found.value_N
+            slope = -part.sum(along_N) * (1.0 - objective.alpha)
+            self.d_temperature += slope.to(self.d_temperature.device)
+        if not self.wants_logits:
+            return None
+        g_NV = logit_gradient(found.a_NV, logq_NV.exp())
+        return g_NV.mul_(part.weighted((1.0 - objective.alpha) * temperature, g_NV))
+
+    def _gradient(self, part: _Part, logq_NV: Tensor, soft_NV: Tensor | None, hard: float | Tensor) -> Tensor:
+        """The gradient with respect to s, written over ``logq_NV``."""
+        alpha, e = self.work.objective.alpha, self.work.objective.label_smoothing
+        if soft_NV is not None and isinstance(hard, float) and hard == 0.0:
+            return soft_NV
+        g_NV = logq_NV.exp_()
+        share = 0.0 if part.teacher is None or soft_NV is not None or alpha == 1.0 else 1.0 - alpha
+        if soft_NV is not None or part.weight_N is not None or isinstance(hard, Tensor):
+            g_NV.mul_(hard + part.weighted(share, g_NV))  # 1 - alpha + alpha otherwise
+        if share > 0.0 and part.teacher is not None:
+            part.teacher.subtract_(g_NV, part.weighted(share, g_NV))
+        if soft_NV is not None:
+            g_NV.add_(soft_NV)
+        if alpha > 0.0:
+            _subtract_gold_(g_NV, part.gold_N, alpha * (1.0 - e))
+        return g_NV.sub_(alpha * e / g_NV.shape[1]) if alpha * e > 0.0 else g_NV
+
+    def _through_head(self, rows: slice, hidden_ND: Tensor, g_NV: Tensor) -> None:
+        """From the gradient with respect to x Wᵀ + b to those of x, W and b."""
+        head = self.work.head
+        if self.d_bias is not None:
+            self.d_bias[: head.vocabulary] += g_NV.sum(0)
+        g_NV = g_NV.to(hidden_ND.dtype)
+        if self.d_hidden_ND is not None:
+            torch.mm(g_NV, head.weight, out=self.d_hidden_ND[rows])
+        if self.d_weight is not None:
+            _add_product(self.d_weight[: head.vocabulary], g_NV.T, hidden_ND[rows])
 
 
 class _FusedHead(torch.autograd.Function):
-    """Forward computes loss and gradients chunk by chunk; backward only scales them.
+    """Forward computes loss and gradients chunk by chunk; backward only scales them, once and in place.
 
     The gradients stay unscaled until backward: dividing by the token count first would underflow in float16.
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight, bias, head: Head, targets: Targets, alpha: float):  # type: ignore[no-untyped-def]
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head = replace(head, weight=weight[: head.vocabulary].detach().to(hidden_ND.dtype))  # cast once, not per chunk
-        d_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        kd, ce = hidden_ND.new_zeros(2, dtype=torch.float64)
-        for part in _parts(targets, head.vocabulary):
-            x_ND = hidden_ND[part.rows]
-            s_NV = head.logits(x_ND)
-            student = _Student.of(s_NV)
-            soft = student.at(part.temperature)
-            kd += part.temperature**2 * _kl_sum(soft, part)
-            ce += _ce_sum(student, part)
-            if not (needs_hidden or needs_weight or needs_bias):
-                continue
-            if head.softcap:  # its slope needs the logits, over which the gradient is written
-                student = replace(student, s_NV=s_NV.clone())
-                soft = student if part.temperature == 1.0 else soft
-            g_NV = _through_transform(_logit_gradient(student, soft, part, alpha), s_NV, head)
-            if d_bias is not None:
-                d_bias[: head.vocabulary] += g_NV.sum(0)
-            g_NV = g_NV.to(hidden_ND.dtype)
-            if d_hidden_ND is not None:
-                torch.mm(g_NV, head.weight, out=d_hidden_ND[part.rows])
-            if d_weight is not None:
-                _add_product(d_weight[: head.vocabulary], g_NV.T, x_ND)
-        ctx.save_for_backward(d_hidden_ND, d_weight, d_bias)
-        ctx.dtypes = hidden_ND.dtype, weight.dtype, bias.dtype if bias is not None else None
-        ctx.mark_non_differentiable(kd, ce)
-        return (1.0 - alpha) * kd + alpha * ce, kd, ce
+    def forward(ctx, hidden_ND, weight, bias, temperature, weights_E, entropy_N, work: _Work):  # type: ignore[no-untyped-def]
+        inputs = hidden_ND, weight, bias, temperature, weights_E, entropy_N
+        cast = weight[: work.head.vocabulary].detach().to(hidden_ND.dtype)  # once, not per chunk
+        run = _Pass.of(replace(work, head=replace(work.head, weight=cast)), inputs, ctx.needs_input_grad[:6])
+        run.run(hidden_ND)
+        ctx.gradients = run.gradients
+        ctx.dtypes = [None if each is None else each.dtype for each in inputs]
+        ctx.mark_non_differentiable(run.kd, run.ce, run.z, run.entropy, run.smoothing)
+        return run.total, run.kd, run.ce, run.z, run.entropy, run.smoothing
 
     @staticmethod
-    def backward(ctx, d_total, d_kd, d_ce):  # type: ignore[no-untyped-def]
-        grads = (
-            None if grad is None else (grad.to(torch.promote_types(grad.dtype, torch.float32)) * d_total).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (*grads, None, None, None)
+    def backward(ctx, d_total, *others):  # type: ignore[no-untyped-def]
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this loss were handed over by the first backward: compute it anew")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *map(_scaled, gradients, [d_total] * len(gradients), ctx.dtypes), None
+
+
+def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """The gradient times a number, in place, in its input's dtype."""
+    return None if gradient is None else gradient.mul_(factor.to(gradient.device)).to(dtype)
 
 
 def _add_product(sum_VD: Tensor, a_VN: Tensor, b_ND: Tensor) -> None:
@@ -135,59 +388,20 @@ def _add_product(sum_VD: Tensor, a_VN: Tensor, b_ND: Tensor) -> None:
         sum_VD += a_VN @ b_ND
 
 
-def _parts(targets: Targets, vocabulary: int) -> Iterator[_Part]:
-    """Cut N positions into runs whose logits hold at most ``CHUNK_ELEMENTS`` numbers."""
-    size, teacher = max(CHUNK_ELEMENTS // vocabulary, 1), targets.teacher
-    for start in range(0, len(targets), size):
-        rows = slice(start, min(start + size, len(targets)))
-        chunk = None if teacher is None else teacher.chunk(rows)
-        yield _Part(rows, targets.gold_N[rows], chunk, targets.temperature)
-
-
-def _kl_sum(student: _Student, part: _Part) -> Tensor:
-    """Sum of LSE(s) - E_p[s] - H(p); 0 without a teacher."""
-    if part.teacher is None:
-        return student.lse_N.new_zeros((), dtype=torch.float64)
-    return (student.lse_N - part.teacher.entropy_N).sum(dtype=torch.float64) - part.teacher.expected(student.s_NV)
-
-
-def _ce_sum(student: _Student, part: _Part) -> Tensor:
-    """Sum of LSE(s) - s_gold."""
-    return (student.lse_N - student.s_NV.gather(1, part.gold_N[:, None])[:, 0]).sum(dtype=torch.float64)
-
-
-def _logit_gradient(student: _Student, soft: _Student, part: _Part, alpha: float) -> Tensor:
-    """(1 - alpha) T [softmax(s / T) - p] + alpha [softmax(s) - e_gold], written over the logits of both.
-
-    At T = 1 ``soft`` is ``student``, and there is one softmax: q - (1 - alpha) p - alpha e_gold.
-    """
-    if soft is student or part.teacher is None or alpha == 1.0:
-        g_NV = student.probabilities_()
-        if part.teacher is not None and alpha < 1.0:
-            part.teacher.subtract_(g_NV, 1.0 - alpha)
-        _subtract_gold_(g_NV, part, alpha)
-        return g_NV
-    g_NV = soft.probabilities_()
-    part.teacher.subtract_(g_NV, 1.0)
-    g_NV.mul_((1.0 - alpha) * part.temperature)
-    if alpha > 0.0:
-        g_NV.add_(student.probabilities_(), alpha=alpha)
-        _subtract_gold_(g_NV, part, alpha)
-    return g_NV
-
-
-def _subtract_gold_(g_NV: Tensor, part: _Part, share: float) -> None:
+def _subtract_gold_(g_NV: Tensor, gold_N: Tensor, share: float) -> None:
     """g - share * e_gold, in place."""
-    if share > 0.0:
-        gold = torch.arange(len(part.gold_N), device=g_NV.device) * g_NV.shape[1] + part.gold_N
-        g_NV.view(-1).index_add_(0, gold, g_NV.new_full((1,), -share).expand(len(gold)))
+    gold = torch.arange(len(gold_N), device=g_NV.device) * g_NV.shape[1] + gold_N
+    g_NV.view(-1).index_add_(0, gold, g_NV.new_full((1,), -share).expand(len(gold)))
 
 
-def _through_transform(g_NV: Tensor, s_NV: Tensor, head: Head) -> Tensor:
-    """Chain rule of ``Head.transform``: d/dz c tanh(kz / c) = k (1 - (s / c)²)."""
-    if head.softcap:
-        g_NV = g_NV * (1.0 - (s_NV / head.softcap) ** 2)
-    return g_NV * head.scale if head.scale != 1.0 else g_NV
+def _through_transform(g_NV: Tensor, s_NV: Tensor | None, head: Head) -> Tensor:
+    """Chain rule of ``Head.transform``: d/dz c tanh(kz / c) = k (1 - (s / c)²). Written over both."""
+    if s_NV is not None and head.softcap:
+        g_NV = g_NV.mul_(s_NV.div_(head.softcap).square_().neg_().add_(1.0))
+    return g_NV.mul_(head.scale) if head.scale != 1.0 else g_NV
+
+
+# ---------------------------------------------------------------------- evaluation
 
 
 @dataclass(frozen=True)
@@ -204,16 +418,17 @@ class Score:
 
 
 @torch.no_grad()
-def score(hidden_ND: Tensor, head: Head, targets: Targets) -> Score:
+def score(hidden_ND: Tensor, head: Head, targets: Targets, chunk: int | None = None) -> Score:
     """Cross-entropy, KL to the teacher, and top-1 agreement where the teacher's best token is known."""
-    ce = kd = 0.0
-    agreed = comparable = 0
-    for part in _parts(targets, head.vocabulary):
-        student = _Student.of(head.logits(hidden_ND[part.rows]))
-        ce += float(_ce_sum(student, part))
+    ce, kd, agreed, comparable = 0.0, 0.0, 0, 0
+    work, temperature = _Work(head, targets, Objective(), None, chunk), targets.temperature_value
+    for part in work.parts(hidden_ND.device, torch.promote_types(hidden_ND.dtype, torch.float32)):
+        logq_NV = torch.log_softmax(head.logits(hidden_ND[part.rows]), 1)
+        ce -= float(logq_NV.gather(1, part.gold_N[:, None]).sum(dtype=torch.float64))
         if part.teacher is not None:
-            kd += float(_kl_sum(student.at(part.temperature), part))
             best_N = part.teacher.best_N()
-            agreed += int((student.s_NV.argmax(-1) == best_N).sum())
+            agreed += int((logq_NV.argmax(-1) == best_N).sum())
             comparable += int((best_N >= 0).sum())
+            soft_NV = logq_NV if temperature == 1.0 else torch.log_softmax(logq_NV.div_(temperature), 1)
+            kd -= float((part.teacher.expected_N(soft_NV) + part.teacher.entropy_N).sum())
     return Score(ce, None if targets.teacher is None else kd, agreed, comparable)

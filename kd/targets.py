@@ -6,7 +6,8 @@
 
 with s the student's logits over T and q = softmax(s). All of it is LSE(s) - E[s] - H, and the gradient with respect to
 s is q - p: that is what a chunk of a target gives to the loss. Numbers of entries are decoded in float64: there are a
-few dozen a position, and it leaves nothing to think about in sums of probabilities.
+few dozen a position, and it leaves nothing to think about in sums of probabilities. Where T is a tensor that requires
+a gradient, weights and entropies of entries are functions of it that autograd knows.
 
 Shapes: N positions that have a target, V vocabulary, D the teacher's width, K always_keep ids, H head, M tail and E all
 entries of N positions, G nodes, k most probable tokens. Log-probabilities l at T = 1; b = 1/T; p_T = exp(b l - A(b)).
@@ -17,19 +18,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
-from cache.profiles import unserved
+from cache.profiles import FORWARD_KL, PROFILES, unserved
 from kd.batches import Source
 from kd.models import Head
 from kd.precision import float32_products
 
+if TYPE_CHECKING:
+    from kd.losses import Objective
+
 Columns = dict[str, Tensor]
+
+LEAST_LOGPROB = -1e4  # of a token that the teacher forbids: 0 in every sum, and finite in every divergence
 
 
 class Chunk(Protocol):
@@ -40,12 +46,15 @@ class Chunk(Protocol):
         """H(p) in nats; 0 where the record does not know it, so that KL is a cross-entropy there."""
         ...
 
-    def expected(self, s_NV: Tensor) -> Tensor:
-        """The sum over positions of the expected logit E_p[s], float64."""
+    def expected_N(self, s_NV: Tensor) -> Tensor:
+        """E_p[s] of each position, float64."""
         ...
 
-    def subtract_(self, q_NV: Tensor, share: float) -> None:
-        """Turn the student's probabilities q into q - share * p, in place."""
+    def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
+        """Turn the student's probabilities q, times any number, into that less share * p, in place.
+
+        ``share`` is a number, or (N, 1) in the dtype of ``q_NV``.
+        """
         ...
 
     def best_N(self) -> Tensor:
@@ -56,8 +65,13 @@ class Chunk(Protocol):
 class Target(Protocol):
     """The teacher's distributions at N positions."""
 
-    def chunk(self, rows: slice) -> Chunk:
-        """The target of positions ``rows``."""
+    @property
+    def whole(self) -> bool:
+        """Whether it says the probability of every token."""
+        ...
+
+    def chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> Chunk:
+        """The target of positions ``rows``; all of p comes in ``dtype``."""
         ...
 
 
@@ -65,66 +79,99 @@ class Target(Protocol):
 class Targets:
     """What N positions should predict: the hard label, and the teacher's distribution at ``temperature``.
 
-    ``teacher`` is None where there is none (alpha must be 1).
+    ``teacher`` is None where there is none (alpha must be 1). ``entropy_N`` is the teacher's H in nats at T = 1 as the
+    records have it, float64, NaN where nobody said.
     """
 
     gold_N: Tensor
     teacher: Target | None = None
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
+    entropy_N: Tensor | None = None
 
     def __len__(self) -> int:
         return self.gold_N.shape[0]
 
+    @property
+    def temperature_value(self) -> float:
+        """The temperature as a number."""
+        return number(self.temperature)
+
+
+def number(temperature: float | Tensor) -> float:
+    """``temperature`` without its gradient."""
+    return float(temperature.detach()) if isinstance(temperature, Tensor) else temperature
+
 
 @dataclass(frozen=True)
 class TargetDecoder:
-    """Turns the columns of a batch into targets at ``temperature``; made once for a run.
+    """Turns the columns of a batch into targets; made once for a run.
 
     ``codec`` is None where there is no teacher, ``head`` the teacher's where the codec's profile is hidden. ``k`` reads
-    fewer entries of topk records than there are. Raises ``ValueError`` for a temperature that the profile cannot serve.
+    fewer entries of topk records than there are.
     """
 
     codec: Codec | None
-    temperature: float = 1.0
     head: Head | None = None
     k: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.codec is None:
-            return
-        span = self.codec.temperatures
-        why = unserved(self.codec.profile, (span[0], span[1]) if span else None, temperature=self.temperature)
-        if why is not None:
-            raise ValueError(f"The temperature of the loss cannot be served: {why}.")
-
     @classmethod
-    def of(cls, source: Source, temperature: float, device: torch.device) -> TargetDecoder:
+    def of(cls, source: Source, device: torch.device) -> TargetDecoder:
         """The decoder for the batches of ``source``."""
         codec, head = source.codec, None
         if codec is not None and codec.profile == "hidden":
             head = teacher_head(source.teacher_head(), codec.vocabulary_size, device)
-        return cls(codec, temperature, head)
+        return cls(codec, head)
 
-    def targets(self, gold_N: Tensor, columns: Columns | None) -> Targets:
-        """The targets of N positions, on the device of their columns; hard labels alone where there are none."""
+    def require(self, objective: Objective, lowest: float, highest: float) -> None:
+        """Raise ``ValueError`` if the profile cannot serve ``objective`` from T ``lowest`` to ``highest``."""
+        for temperature in (lowest, highest):
+            self._require(objective.divergence, temperature)
+        if lowest < highest:
+            self._require_any_temperature()
+
+    def _require(self, divergence: str, temperature: float) -> None:
+        if self.codec is None:
+            return
+        span = self.codec.temperatures
+        why = unserved(self.codec.profile, (span[0], span[1]) if span else None, divergence, temperature)
+        if why is not None:
+            raise ValueError(f"The loss cannot be served: {why}.")
+
+    def _require_any_temperature(self) -> None:
+        if self.codec is not None and not PROFILES[self.codec.profile].any_temperature:
+            raise ValueError(
+                f"The loss cannot be served: the temperature moves, but profile {self.codec.profile} is right at 1 "
+                "only: use profile tempered, hidden or dense."
+            )
+
+    def targets(self, gold_N: Tensor, columns: Columns | None, temperature: float | Tensor = 1.0) -> Targets:
+        """The targets of N positions, on the device of their columns; hard labels alone where there are none.
+
+        ``temperature`` is a number, or a 0-dim tensor; where it requires a gradient, the loss computes it. Raises
+        ``ValueError`` where the profile cannot serve it.
+        """
         if columns is None:
-            return Targets(gold_N)
-        return Targets(gold_N, self._teacher(gold_N, columns), self.temperature)
+            return Targets(gold_N, temperature=temperature)
+        self._require(FORWARD_KL, number(temperature))
+        if isinstance(temperature, Tensor) and temperature.requires_grad:
+            self._require_any_temperature()
+        teacher = self._teacher(gold_N, columns, temperature)
+        return Targets(gold_N, teacher, temperature, _entropies(columns["entropy"], unknown=torch.nan))
 
-    def _teacher(self, gold_N: Tensor, columns: Columns) -> Target:
+    def _teacher(self, gold_N: Tensor, columns: Columns, temperature: float | Tensor) -> Target:
         assert self.codec is not None, "records come with their codec"
         match self.codec.profile:
             case "threshold":
                 return threshold_target(self.codec, columns, gold_N)
             case "tempered":
-                return tempered_target(self.codec, columns, gold_N, self.temperature)
+                return tempered_target(self.codec, columns, gold_N, temperature)
             case "topk":
                 return top_target(columns, self.k)
             case "dense":
-                return DenseTarget(columns["logprobs"], self.temperature)
+                return DenseTarget(columns["logprobs"], number(temperature))
             case _:
                 assert self.head is not None, "a hidden cache comes with its teacher's head"
-                return HiddenTarget(columns["hidden"], columns["hidden_scale"], self.head, self.temperature)
+                return HiddenTarget(columns["hidden"], columns["hidden_scale"], self.head, number(temperature))
 
 
 # ---------------------------------------------------------------------- weighted entries
@@ -144,25 +191,43 @@ class SparseTarget:
     entropy_N: Tensor
     leaders_N: Tensor
 
-    def chunk(self, rows: slice) -> SparseTarget:
-        """The target of positions ``rows``."""
-        first, last = self._bounds[rows.start], self._bounds[rows.stop]
+    @property
+    def whole(self) -> bool:
+        """Some entries are not all of p."""
+        return False
+
+    def entries(self, rows: slice) -> slice:
+        """Which entries are those of positions ``rows``."""
+        return slice(self._bounds[rows.start], self._bounds[rows.stop])
+
+    def chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> SparseTarget:
+        """The target of positions ``rows``; in float64 whatever ``dtype``."""
+        entries = self.entries(rows)
         return SparseTarget(
-            self.offsets_N1[rows.start : rows.stop + 1] - first,
-            self.ids_E[first:last],
-            self.weights_E[first:last],
+            self.offsets_N1[rows.start : rows.stop + 1] - entries.start,
+            self.ids_E[entries],
+            self.weights_E[entries],
             self.entropy_N[rows],
             self.leaders_N[rows],
         )
 
-    def expected(self, s_NV: Tensor) -> Tensor:
-        """The sum over positions of sum_i w_i s_i, float64."""
-        return (self.weights_E * s_NV.reshape(-1)[self._places(s_NV.shape[1])]).sum(dtype=torch.float64)
+    def at(self, s_NV: Tensor) -> Tensor:
+        """s of each entry, (E,)."""
+        return s_NV.reshape(-1)[self._places(s_NV.shape[1])]
 
-    def subtract_(self, q_NV: Tensor, share: float) -> None:
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Each position's value for each of its entries, (E,)."""
+        return values_N[self._rows_E]
+
+    def expected_N(self, s_NV: Tensor) -> Tensor:
+        """sum_i w_i s_i of each position, float64."""
+        return torch.segment_reduce(self.weights_E * self.at(s_NV), "sum", lengths=self.offsets_N1.diff(), unsafe=True)
+
+    def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """q - share * w, in place."""
+        weights_E = self.weights_E * (self.spread(share[:, 0]) if isinstance(share, Tensor) else share)
         # No two entries with a weight share a place, so the sum has no collisions that count and is deterministic.
-        q_NV.view(-1).index_add_(0, self._places(q_NV.shape[1]), self.weights_E.to(q_NV.dtype), alpha=-share)
+        q_NV.view(-1).index_add_(0, self._places(q_NV.shape[1]), weights_E.to(q_NV.dtype), alpha=-1)
 
     def best_N(self) -> Tensor:
         """The heaviest of each position's leaders (of equals the smallest id), -1 where it has none."""
@@ -200,8 +265,13 @@ def threshold_target(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTa
     # Where every token is an entry there is no tail, and what is left is rounding: it goes to the gold token.
     known_NK[:, 0] += rest_N.masked_fill(entries.has_tail_N, 0.0)
     tail_M = entries.over_tail(rest_N / entries.tail_count_N.clamp(min=1))
-    entropy_N = columns["entropy"].double().masked_fill(columns["entropy"] == UNKNOWN_ENTROPY, 0.0) * ENTROPY_STEP
+    entropy_N = _entropies(columns["entropy"], unknown=0.0)
     return entries.target((known_NK, head_H, tail_M), entropy_N, known_NK.amax(1) > codec.threshold)
+
+
+def _entropies(codes_N: Tensor, unknown: float) -> Tensor:
+    """H(p) in nats, float64."""
+    return (codes_N.double() * ENTROPY_STEP).masked_fill(codes_N == UNKNOWN_ENTROPY, unknown)
 
 
 def tempered_target(codec: Codec, columns: Columns, gold_N: Tensor, temperature: float | Tensor) -> SparseTarget:
@@ -329,8 +399,7 @@ class _Partition:
 
 def hermite(nodes_NG2: Tensor, nodes: tuple[float, ...], beta: float | Tensor) -> tuple[Tensor, Tensor]:
     """Value and slope (N,) at ``beta`` of the cubic that has the values and slopes of the two ``nodes`` around it."""
-    where = float(beta.detach()) if isinstance(beta, Tensor) else beta
-    left = min(max(bisect_right(nodes, where) - 1, 0), len(nodes) - 2)
+    left = min(max(bisect_right(nodes, number(beta)) - 1, 0), len(nodes) - 2)
     width = nodes[left + 1] - nodes[left]
     t = (beta - nodes[left]) / width
     (b0, d0), (b1, d1) = (nodes_NG2[:, at].unbind(1) for at in (left, left + 1))
@@ -368,8 +437,13 @@ class TopTarget:
     p_Nk: Tensor
     rest_N: Tensor
 
-    def chunk(self, rows: slice) -> TopTarget:
-        """The target of positions ``rows``."""
+    @property
+    def whole(self) -> bool:
+        """k entries are not all of p."""
+        return False
+
+    def chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> TopTarget:
+        """The target of positions ``rows``; in float64 whatever ``dtype``."""
         return TopTarget(self.ids_Nk[rows], self.p_Nk[rows], self.rest_N[rows])
 
     @property
@@ -377,18 +451,18 @@ class TopTarget:
         """H of the k probabilities and the bucket."""
         return torch.special.entr(self.p_Nk).sum(1) + torch.special.entr(self.rest_N)
 
-    def expected(self, s_NV: Tensor) -> Tensor:
-        """The sum over positions of sum_i p_i s_i + r LSE(s outside), float64."""
+    def expected_N(self, s_NV: Tensor) -> Tensor:
+        """sum_i p_i s_i + r LSE(s outside) of each position, float64."""
         inside_N = (self.p_Nk * s_NV.gather(1, self.ids_Nk)).sum(1)
         outside_N = s_NV.scatter(1, self.ids_Nk, -torch.inf).logsumexp(1)
-        return (inside_N + (self.rest_N * outside_N).where(self.rest_N > 0, 0.0)).sum(dtype=torch.float64)
+        return inside_N + (self.rest_N * outside_N).where(self.rest_N > 0, 0.0)
 
-    def subtract_(self, q_NV: Tensor, share: float) -> None:
+    def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """q - share * p inside, q (1 - share * r / (1 - Q)) outside, in place."""
         q_Nk = q_NV.gather(1, self.ids_Nk)
         q_NV.scatter_(1, self.ids_Nk, 0.0)
         outside_N = q_NV.sum(1).clamp(min=torch.finfo(q_NV.dtype).tiny)
-        q_NV.mul_((1.0 - share * self.rest_N / outside_N).to(q_NV.dtype)[:, None])
+        q_NV.mul_((1.0 - share * (self.rest_N / outside_N)[:, None]).to(q_NV.dtype))
         q_NV.scatter_(1, self.ids_Nk, q_Nk).scatter_add_(1, self.ids_Nk, self.p_Nk.to(q_NV.dtype) * -share)
 
     def best_N(self) -> Tensor:
@@ -421,26 +495,34 @@ def _steps(codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distribution:
-    """All probabilities of the positions of one chunk, (N, V)."""
+    """All log-probabilities of the positions of one chunk, (N, V)."""
 
-    p_NV: Tensor
+    logp_NV: Tensor
 
-    @property
+    @cached_property
+    def p_NV(self) -> Tensor:
+        """All probabilities."""
+        return self.logp_NV.exp()
+
+    @cached_property
     def entropy_N(self) -> Tensor:
         """H(p)."""
-        return torch.special.entr(self.p_NV).sum(1)
+        return -torch.linalg.vecdot(self.p_NV, self.logp_NV).double()
 
-    def expected(self, s_NV: Tensor) -> Tensor:
-        """The sum over positions of p . s, float64."""
-        return torch.linalg.vecdot(self.p_NV.to(s_NV.dtype), s_NV).sum(dtype=torch.float64)
+    def expected_N(self, s_NV: Tensor) -> Tensor:
+        """p . s of each position, float64."""
+        return torch.linalg.vecdot(self.p_NV.to(s_NV.dtype), s_NV).double()
 
-    def subtract_(self, q_NV: Tensor, share: float) -> None:
+    def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """q - share * p, in place."""
-        q_NV.sub_(self.p_NV, alpha=share)
+        if isinstance(share, Tensor):
+            q_NV.addcmul_(self.p_NV, share, value=-1)
+        else:
+            q_NV.sub_(self.p_NV, alpha=share)
 
     def best_N(self) -> Tensor:
         """The most probable token."""
-        return self.p_NV.argmax(1)
+        return self.logp_NV.argmax(1)
 
 
 @dataclass(frozen=True)
@@ -450,9 +532,15 @@ class DenseTarget:
     logprobs_NV: Tensor
     temperature: float
 
-    def chunk(self, rows: slice) -> Distribution:
+    @property
+    def whole(self) -> bool:
+        """All of p."""
+        return True
+
+    def chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> Distribution:
         """softmax(l / T) of positions ``rows``."""
-        return Distribution(torch.softmax(self.logprobs_NV[rows].float() / self.temperature, 1))
+        logprobs_NV = self.logprobs_NV[rows].to(dtype).clamp(min=LEAST_LOGPROB)
+        return Distribution(torch.log_softmax(logprobs_NV.div_(self.temperature), 1))
 
 
 @dataclass(frozen=True)
@@ -464,12 +552,20 @@ class HiddenTarget:
     head: Head
     temperature: float
 
-    def chunk(self, rows: slice) -> Distribution:
+    @property
+    def whole(self) -> bool:
+        """All of p."""
+        return True
+
+    def states(self, rows: slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The hidden states of positions ``rows``."""
+        return self.hidden_ND[rows].to(dtype) * self.scale_N[rows, None]
+
+    def chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> Distribution:
         """softmax(z / T) of positions ``rows``, with z the logits that the teacher's head makes of them."""
-        hidden_ND = self.hidden_ND[rows].float() * self.scale_N[rows, None]
         with float32_products():
-            logits_NV = self.head.logits(hidden_ND)
-        return Distribution(torch.softmax(logits_NV / self.temperature, 1))
+            logits_NV = self.head.logits(self.states(rows, dtype))
+        return Distribution(torch.log_softmax(logits_NV.div_(self.temperature), 1))
 
 
 def teacher_head(stored: dict[str, NDArray[Any]], vocabulary: int, device: torch.device) -> Head:

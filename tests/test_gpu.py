@@ -25,12 +25,11 @@ from cache.codec import Codec, Places, Sample
 from cache.records import Records
 from cache.store import verify
 from cache.testing import make_codec, make_identity, make_records, make_sequences
-from kd import losses
 from kd.batches import Batch, make_batch
 from kd.config.job import JobConfig
 from kd.errors import Interrupted
 from kd.jobfile import parse_config
-from kd.losses import distillation_loss
+from kd.losses import Objective, distillation_loss
 from kd.models import Head, load_tokenizer
 from kd.pipeline import distill
 from kd.progress import Event, Monitor
@@ -171,7 +170,7 @@ def decode(codec: Codec, temperature: float, device: torch.device) -> Targets:
     drawn = {name: columns[name][:, 0] for name in ("tail_ids", "tail_logprobs") if name in columns}
     weight_VD = torch.randn(codec.vocabulary_size, 16, generator=torch.Generator().manual_seed(6))
     head = Head(weight_VD.to(device), None, 0.7, 8.0, codec.vocabulary_size)
-    return TargetDecoder(codec, temperature, head).targets(gold_N.to(device), columns | drawn)
+    return TargetDecoder(codec, head).targets(gold_N.to(device), columns | drawn, temperature)
 
 
 @pytest.mark.parametrize("vocabulary", [300, 70_000])
@@ -183,7 +182,10 @@ def test_a_decoded_target_is_the_cpu_s(profile: str, temperature: float, vocabul
     found, expected = (decode(codec, temperature, device).teacher.chunk(rows) for device in (GPU, CPU))
     q_NV = torch.softmax(torch.randn(53, vocabulary, generator=torch.Generator().manual_seed(7)), 1)
     torch.testing.assert_close(found.entropy_N.cpu(), expected.entropy_N, rtol=1e-5, atol=1e-5)
-    found_sum, expected_sum = found.expected(q_NV.log().to(GPU)).item(), expected.expected(q_NV.log()).item()
+    found_sum, expected_sum = (
+        found.expected_N(q_NV.log().to(GPU)).sum().item(),
+        expected.expected_N(q_NV.log()).sum().item(),
+    )
     assert found_sum == pytest.approx(expected_sum, rel=1e-5)
     assert torch.equal(found.best_N().cpu(), expected.best_N())
     there = q_NV.to(GPU)  # q - 0.9 p says all of p, entry by entry
@@ -261,7 +263,7 @@ def test_the_teacher_s_head_loses_nothing_to_tf32(bits: int, precision: str) -> 
     exact_NV = F.linear(stored_ND.double(), weight_VD.double().to(GPU)).log_softmax(1)
 
     torch.set_float32_matmul_precision(precision)  # the fixture sets it back
-    decoder = TargetDecoder(codec, 1.0, Head(weight_VD.to(GPU), None, 1.0, None, len(weight_VD)))
+    decoder = TargetDecoder(codec, Head(weight_VD.to(GPU), None, 1.0, None, len(weight_VD)))
     found = decoder.targets(torch.zeros(len(hidden), dtype=torch.int64, device=GPU), columns).teacher
     likely_NV = exact_NV > -20.0  # of smaller probabilities float32 has fewer digits than this asks for
     error_NV = found.chunk(slice(0, len(hidden))).p_NV.double().log() - exact_NV
@@ -283,12 +285,14 @@ def on_gpu(part: Any) -> Any:
     return part
 
 
-def require_parity(targets: Targets, head: Head, dtype: torch.dtype, tolerance: float, alpha: float) -> None:
+def require_parity(
+    targets: Targets, head: Head, dtype: torch.dtype, tolerance: float, alpha: float, chunk: int
+) -> None:
     """Value and every gradient on the GPU near the dense float64 reference on the CPU."""
     x = torch.randn(len(targets), head.weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     there = [None if each is None else each.to(GPU).requires_grad_() for each in (x, head.weight, head.bias)]
     moved = replace(head, weight=there[1], bias=there[2])
-    terms = distillation_loss(there[0], moved, on_gpu(targets), alpha)
+    terms = distillation_loss(there[0], moved, on_gpu(targets), Objective(alpha), chunk)
     (terms.total / 7).backward()
 
     wide = [None if each is None else each.detach().double().requires_grad_() for each in (x, head.weight, head.bias)]
@@ -318,7 +322,6 @@ def random_head(vocabulary: int, width: int, dtype: torch.dtype, bias: bool, sof
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, 5.0)], ids=["plain", "bias+softcap"])
 def test_fused_head_equals_the_dense_float64_reference(
-    monkeypatch: pytest.MonkeyPatch,
     alpha: float,
     dtype: torch.dtype,
     tolerance: float,
@@ -326,22 +329,20 @@ def test_fused_head_equals_the_dense_float64_reference(
     softcap: float | None,
 ) -> None:
     positions, vocabulary = 97, 1000
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 20 * vocabulary)
     generator = torch.Generator().manual_seed(1)
     gold_N = torch.randint(0, vocabulary, (positions,), generator=generator)
     targets = Targets(gold_N, random_entries(generator, positions, vocabulary))
-    require_parity(targets, random_head(vocabulary, 64, dtype, bias, softcap), dtype, tolerance, alpha)
+    require_parity(targets, random_head(vocabulary, 64, dtype, bias, softcap), dtype, tolerance, alpha, chunk=20)
 
 
 @DTYPES
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("kind", ["sparse", "top", "dense", "hidden"])
 def test_every_kind_of_target_equals_the_dense_float64_reference(
-    monkeypatch: pytest.MonkeyPatch, kind: str, temperature: float, dtype: torch.dtype, tolerance: float
+    kind: str, temperature: float, dtype: torch.dtype, tolerance: float
 ) -> None:
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 5 * V)
     head = random_head(V, 64, dtype, True, None)
-    require_parity(random_targets(1, kind, temperature), head, dtype, tolerance, 0.3)
+    require_parity(random_targets(1, kind, temperature), head, dtype, tolerance, 0.3, chunk=5)
 
 
 # ---------------------------------------------------------------------- a whole job

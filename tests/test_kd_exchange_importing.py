@@ -310,7 +310,7 @@ def test_training_sees_the_imported_distributions(tmp_path: Path) -> None:
     write_axolotl(tmp_path / "source")
     source = CachedRecords(imported("axolotl", tmp_path / "source", tmp_path / "caches"))
     batch = make_batch(*source.read(np.arange(source.train_count)))
-    target = TargetDecoder.of(source, 1.0, torch.device("cpu")).targets(batch.gold_N, batch.teacher).teacher
+    target = TargetDecoder.of(source, torch.device("cpu")).targets(batch.gold_N, batch.teacher).teacher
     assert target is not None
     logits_NV = torch.randn(len(batch), V, generator=torch.Generator().manual_seed(0))
     ids, logprobs = (np.concatenate(each) for each in zip(*(truth.top() for truth in TRUTHS), strict=True))
@@ -319,7 +319,7 @@ def test_training_sees_the_imported_distributions(tmp_path: Path) -> None:
     np.put_along_axis(outside, ids, -np.inf, axis=1)
     rest = 1 - np.exp(logprobs).sum(1)
     expected = (np.exp(logprobs) * np.take_along_axis(s, ids, 1)).sum() + (rest * log_sum_exp(outside)).sum()
-    found = float(target.chunk(slice(0, len(batch))).expected(logits_NV))
+    found = float(target.chunk(slice(0, len(batch))).expected_N(logits_NV).sum())
     assert found == pytest.approx(expected, rel=2e-3)
 
 

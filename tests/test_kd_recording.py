@@ -150,8 +150,8 @@ def test_what_is_recorded_comes_back_from_the_disk_and_sums_to_one(
             require_equal(records, whole, draw)
             batch = make_batch(sequences, records)
             for temperature in (0.5, 0.9, 1.0, 2.0) if PROFILES[profile].any_temperature else (1.0,):
-                decoder = TargetDecoder(store.codec, temperature, head)
-                require_one(decoder.targets(batch.gold_N, batch.teacher).teacher, len(records))
+                decoder = TargetDecoder(store.codec, head)
+                require_one(decoder.targets(batch.gold_N, batch.teacher, temperature).teacher, len(records))
 
 
 @pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "dense"])
@@ -205,7 +205,7 @@ def test_hidden_states_give_the_teachers_logits_through_the_head_that_lies_besid
     head = teacher_head(store.teacher_head(), 300, CPU)
     assert torch.equal(head.logits(torch.eye(7)), case.head.logits(torch.eye(7)))
     batch = make_batch(sequences, records)
-    target = TargetDecoder(store.codec, 1.0, head).targets(batch.gold_N, batch.teacher).teacher
+    target = TargetDecoder(store.codec, head).targets(batch.gold_N, batch.teacher).teacher
     assert isinstance(target, HiddenTarget)
     exact = torch.log_softmax(case.logits_NV.double(), 1)
     error = (target.chunk(slice(None)).p_NV.double().log() - exact).abs().max(1).values

@@ -17,7 +17,7 @@ from cache.codec import Codec, Places, Sample
 from cache.records import Records
 from kd import sampling
 from kd.errors import ModelError
-from kd.losses import distillation_loss
+from kd.losses import Objective, distillation_loss
 from kd.models import Head
 from kd.sampling import BLOCK, LOWEST, Chance, Sampler, partition
 from kd.targets import Columns, SparseTarget, TargetDecoder
@@ -62,7 +62,7 @@ def dense(target: SparseTarget, vocabulary: int) -> np.ndarray:
 
 
 def decoded(codec: Codec, records: Records, gold_N: Tensor, temperature: float = 1.0, draw: int = 0) -> np.ndarray:
-    target = TargetDecoder(codec, temperature).targets(gold_N, columns_of(records, draw)).teacher
+    target = TargetDecoder(codec).targets(gold_N, columns_of(records, draw), temperature).teacher
     assert isinstance(target, SparseTarget)
     return dense(target, codec.vocabulary_size)
 
@@ -308,7 +308,7 @@ def test_loss_over_redraws_is_full_distillation() -> None:
         records = encode(codec, sample(codec, p.log().float(), gold, sequence), sequence)
         targets = TargetDecoder(codec).targets(gold, columns_of(records))
         hidden = x.clone().requires_grad_()
-        terms = distillation_loss(hidden, head, targets, 0.0)
+        terms = distillation_loss(hidden, head, targets, Objective(0.0))
         terms.total.backward()
         values.append(terms.total.item())
         gradients.append(hidden.grad.double())

@@ -29,7 +29,9 @@ from cache.store import open_cache
 from cache.testing import make_cache, make_identity
 from cache.testing import make_codec as codec_identity
 from kd.batches import make_batch, training_batches
-from kd.losses import distillation_loss
+from kd.config.train import TrainConfig
+from kd.dense_loss import dense_terms
+from kd.losses import Objective, distillation_loss
 from kd.models import Head
 from kd.targets import (
     DenseTarget,
@@ -207,7 +209,7 @@ class Plain:
 
 
 def decode(codec: Codec, columns: dict[str, Tensor], gold_N: Tensor, temperature: float = 1.0) -> Any:
-    return TargetDecoder(codec, temperature).targets(gold_N, columns).teacher
+    return TargetDecoder(codec).targets(gold_N, columns, temperature).teacher
 
 
 def dense(target: SparseTarget, vocabulary: int = V) -> Tensor:
@@ -260,8 +262,8 @@ def test_the_loss_of_columns_is_that_of_a_plain_decode(profile: str, temperature
     columns, generator = make_columns(codec, make_logits(), gold_N), torch.Generator().manual_seed(8)
     x, weight = torch.randn(N, WIDTH, generator=generator), torch.randn(V, WIDTH, generator=generator)
     x.requires_grad_()
-    targets = TargetDecoder(codec, temperature).targets(gold_N, columns)
-    total = distillation_loss(x, Head(weight, None, 1.0, None, V), targets, alpha).total
+    targets = TargetDecoder(codec).targets(gold_N, columns, temperature)
+    total = distillation_loss(x, Head(weight, None, 1.0, None, V), targets, Objective(alpha)).total
     total.backward()
 
     wide = x.detach().double().requires_grad_()
@@ -330,6 +332,51 @@ def test_tempered_targets_are_differentiable_in_the_temperature() -> None:
         assert torch.autograd.gradcheck(summary, (torch.tensor(value, dtype=torch.float64, requires_grad=True),))
 
 
+@pytest.mark.parametrize("teacher_only", [False, True])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4, 1.9])
+def test_the_gradient_by_the_temperature_is_that_of_plain_decodes(temperature: float, teacher_only: bool) -> None:
+    """The difference quotient of the whole loss, each end of which is decoded position by position."""
+    codec, gold_N = make_codec("tempered"), make_gold(12)
+    columns, generator = make_columns(codec, make_logits(12), gold_N), torch.Generator().manual_seed(8)
+    x, weight = (torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for rows in (12, V))
+
+    def plain(t: float) -> float:
+        total, s_NV = 0.0, x @ weight.T
+        for n in range(12):
+            record, logq_V = (
+                Plain.at(codec, columns, gold_N, n),
+                torch.log_softmax(s_NV[n] / (1 if teacher_only else t), 0),
+            )
+            kl = -sum(w * float(logq_V[token]) for token, w in record.weights(t).items()) - record.entropy(t)
+            total += 0.7 * (1 if teacher_only else t**2) * kl
+        return total + 0.3 * torch.nn.functional.cross_entropy(s_NV, gold_N, reduction="sum").item()
+
+    learned = torch.tensor(temperature, dtype=torch.float64, requires_grad=True)
+    targets = TargetDecoder(codec).targets(gold_N, columns, learned)
+    objective = Objective(0.3, teacher_only=teacher_only)
+    total = distillation_loss(x, Head(weight, None, 1.0, None, V), targets, objective, 5).total
+    total.backward()
+    assert total.item() == pytest.approx(plain(temperature), rel=1e-9)
+    # At 1 there is a node: the cubics on its two sides differ in their second derivatives, and ours is that of T < 1.
+    step, at = 1e-5, temperature - (1e-5 if temperature == 1.0 else 0.0)
+    quotient = (plain(at + step) - plain(at - step)) / (2 * step)
+    slack = 1e-4 if temperature == 1.0 else 1e-6  # what a step aside changes
+    assert learned.grad is not None and learned.grad.item() == pytest.approx(quotient, rel=slack)
+
+
+def test_the_gradient_by_the_temperature_is_near_that_of_the_whole_teacher() -> None:
+    """The records round and sample, so near and not equal: of the same sign and size at both ends and in between."""
+    codec, gold_N, logits_NV = make_codec("tempered", threshold=0.002), make_gold(), make_logits()
+    columns, generator = make_columns(codec, logits_NV, gold_N), torch.Generator().manual_seed(8)
+    x, weight = (torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for rows in (N, V))
+    for temperature in (0.6, 1.4, 1.9):
+        ours, theirs = (torch.tensor(temperature, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        targets = TargetDecoder(codec).targets(gold_N, columns, ours)
+        distillation_loss(x, Head(weight, None, 1.0, None, V), targets, Objective()).total.backward()
+        dense_terms(x @ weight.T, logits_NV, gold_N, theirs, Objective()).total.backward()
+        assert ours.grad.item() == pytest.approx(theirs.grad.item(), rel=0.05)
+
+
 def test_an_unknown_entropy_counts_as_nothing() -> None:
     codec, gold_N = make_codec("threshold"), make_gold()
     columns = make_columns(codec, make_logits(), gold_N)
@@ -343,14 +390,14 @@ def test_chunks_are_the_target_cut_up(profile: str) -> None:
     codec, gold_N = make_codec(profile), make_gold()
     columns = make_columns(codec, make_logits(), gold_N)
     head = Head(torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(3)), None, 1.0, None, V)
-    target = TargetDecoder(codec, 1.0, head).targets(gold_N, columns).teacher
+    target = TargetDecoder(codec, head).targets(gold_N, columns).teacher
     assert target is not None
     whole, s_NV = target.chunk(slice(0, N)), make_logits(seed=5)
     parts = [target.chunk(slice(start, min(start + 7, N))) for start in range(0, N, 7)]
     torch.testing.assert_close(torch.cat([part.entropy_N for part in parts]), whole.entropy_N)
     assert torch.equal(torch.cat([part.best_N() for part in parts]), whole.best_N())
-    expected = sum(float(part.expected(s_NV[7 * i : 7 * i + 7])) for i, part in enumerate(parts))
-    assert expected == pytest.approx(float(whole.expected(s_NV)), rel=1e-6)
+    expected = sum(float(part.expected_N(s_NV[7 * i : 7 * i + 7]).sum()) for i, part in enumerate(parts))
+    assert expected == pytest.approx(float(whole.expected_N(s_NV).sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("profile", ["threshold", "tempered", "topk", "dense", "hidden"])
@@ -363,7 +410,7 @@ def test_no_positions_are_no_trouble(profile: str) -> None:
 
 def decode_with_head(codec: Codec, columns: dict[str, Tensor], gold_N: Tensor) -> Any:
     head = Head(torch.zeros(V, WIDTH), None, 1.0, None, V)
-    return TargetDecoder(codec, 1.0, head).targets(gold_N, columns).teacher
+    return TargetDecoder(codec, head).targets(gold_N, columns).teacher
 
 
 # ---------------------------------------------------------------------- the teacher's best token
@@ -449,7 +496,7 @@ def test_hidden_states_go_through_the_teachers_head(bits: int, head_bits: int) -
         "transform": np.array([1.5, 4.0]),
     }
     head = teacher_head(stored, V, CPU)
-    found = TargetDecoder(codec, 1.25, head).targets(gold_N, columns).teacher.chunk(slice(5, 20))
+    found = TargetDecoder(codec, head).targets(gold_N, columns, 1.25).teacher.chunk(slice(5, 20))
     hidden = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(2))[5:20].double()
     weight_VD = weight_VD.bfloat16() if head_bits == 16 else weight_VD
     z = 4.0 * torch.tanh(1.5 * (hidden @ weight_VD.double().T + bias_V.double()) / 4.0)
@@ -485,9 +532,9 @@ class Captured:
 
 
 def test_the_decoder_of_a_source() -> None:
-    assert TargetDecoder.of(Captured(make_codec("hidden")), 2.0, CPU).head is not None
-    assert TargetDecoder.of(Captured(make_codec("threshold")), 1.0, CPU).head is None
-    plain = TargetDecoder.of(Captured(None), 1.0, CPU).targets(make_gold(), None)
+    assert TargetDecoder.of(Captured(make_codec("hidden")), CPU).head is not None
+    assert TargetDecoder.of(Captured(make_codec("threshold")), CPU).head is None
+    plain = TargetDecoder.of(Captured(None), CPU).targets(make_gold(), None)
     assert plain.teacher is None and len(plain) == N
 
 
@@ -496,12 +543,11 @@ def test_a_cache_becomes_targets(profile: str, tmp_path: Path) -> None:
     """What the disk holds, read in random order and in every draw, is what a chunk of the loss takes."""
     sampled = {"draws": 2} if profile in ("threshold", "tempered") else {}
     source = CachedRecords(open_cache(make_cache(tmp_path, make_identity(codec=codec_identity(profile, **sampled)))))
-    decoder = TargetDecoder.of(source, 1.0, CPU)
-    (batch,) = next(training_batches(source, 5, 1, 0, range(1)))
+    decoder = TargetDecoder.of(source, CPU)
+    (batch,) = next(training_batches(source, TrainConfig(max_steps=1, batch_size=5), range(1)))
     target = decoder.targets(batch.gold_N, batch.teacher).teacher
     assert target is not None
-    q_NV = torch.zeros(len(batch), source.codec.vocabulary_size)
-    q_NV[:, -1] = 1.0
+    q_NV = torch.full((len(batch), source.codec.vocabulary_size), 1 / source.codec.vocabulary_size)
     target.chunk(slice(0, len(batch))).subtract_(q_NV, 1.0)
     torch.testing.assert_close(q_NV.sum(1), torch.zeros(len(batch)), rtol=0, atol=1e-5)
     if sampled:
@@ -530,4 +576,53 @@ def test_each_profile_has_its_target(profile: str, kind: type) -> None:
 )
 def test_a_temperature_that_cannot_be_served_is_refused(profile: str, temperature: float) -> None:
     with pytest.raises(ValueError, match=rf"{temperature:g} is asked for.*profile"):
-        TargetDecoder(make_codec(profile), temperature)
+        TargetDecoder(make_codec(profile)).require(Objective(), *sorted((1.0, temperature)))
+
+
+@pytest.mark.parametrize("profile", ["threshold", "tempered", "topk"])
+def test_a_divergence_that_cannot_be_served_is_refused(profile: str) -> None:
+    with pytest.raises(ValueError, match=r"reverse_kl needs all of p.*hidden or dense"):
+        TargetDecoder(make_codec(profile)).require(Objective(divergence="reverse_kl"), 1.0, 1.0)
+
+
+def test_both_ends_of_a_range_are_required() -> None:
+    decoder = TargetDecoder(make_codec("tempered"))
+    decoder.require(Objective(), 0.5, 2.0)
+    for lowest, highest in ((0.4, 2.0), (0.5, 2.1)):
+        with pytest.raises(ValueError, match=r"0\.5 to 2"):
+            decoder.require(Objective(), lowest, highest)
+    TargetDecoder(make_codec("hidden")).require(Objective(divergence="jsd"), 0.1, 9.0)
+    TargetDecoder(None).require(Objective(divergence="jsd"), 0.1, 9.0)
+
+
+@pytest.mark.parametrize("profile", ["threshold", "topk"])
+def test_a_temperature_is_not_learned_from_records_of_one(profile: str) -> None:
+    codec, gold_N = make_codec(profile), make_gold()
+    columns = make_columns(codec, make_logits(), gold_N)
+    learned = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    assert TargetDecoder(codec).targets(gold_N, columns, learned.detach()).teacher is not None
+    with pytest.raises(ValueError, match="right at 1 only: use profile tempered"):
+        TargetDecoder(codec).targets(gold_N, columns, learned)
+    with pytest.raises(ValueError, match="2 is asked for"):
+        TargetDecoder(codec).targets(gold_N, columns, 2.0)
+
+
+@pytest.mark.parametrize("profile", ["threshold", "tempered", "topk", "dense", "hidden"])
+def test_targets_have_the_teachers_entropies_at_temperature_1(profile: str) -> None:
+    codec, gold_N, logits_NV = make_codec(profile), make_gold(), make_logits()
+    columns = make_columns(codec, logits_NV, gold_N)
+    columns["entropy"][3] = 255
+    head = Head(torch.zeros(V, WIDTH), None, 1.0, None, V)
+    temperature = 2.0 if profile in ("tempered", "dense", "hidden") else 1.0
+    found = TargetDecoder(codec, head).targets(gold_N, columns, temperature).entropy_N
+    expected = torch.special.entr(torch.softmax(logits_NV.double(), 1)).sum(1)
+    assert found is not None and torch.isnan(found[3])
+    rest = torch.arange(N) != 3
+    torch.testing.assert_close(found[rest], expected[rest], rtol=0, atol=ENTROPY_STEP)
+
+
+def test_a_token_that_the_teacher_forbids_leaves_every_divergence_finite() -> None:
+    logprobs_NV = torch.log_softmax(make_logits(), 1)
+    logprobs_NV[:, 5] = torch.finfo(torch.float32).min
+    chunk = DenseTarget(logprobs_NV, 0.5).chunk(slice(0, N))
+    assert torch.isfinite(chunk.logp_NV).all() and not chunk.p_NV[:, 5].any()

@@ -196,7 +196,7 @@ class Positions:
         for records in self.redrawn:
             columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
             columns |= {name: columns[name][:, 0] for name in ("tail_ids", "tail_logprobs")}
-            target = TargetDecoder(self.codec, temperature).targets(self.gold_N, columns).teacher
+            target = TargetDecoder(self.codec).targets(self.gold_N, columns, temperature).teacher
             rows = torch.repeat_interleave(torch.arange(len(self.gold_N)), target.offsets_N1.diff())
             weights = torch.zeros(self.logits_NV.shape, dtype=torch.float64)
             yield weights.index_put_((rows, target.ids_E), target.weights_E, accumulate=True)

@@ -110,7 +110,7 @@ def _decoder(store: Cache) -> TargetDecoder:
     span = store.codec.temperatures
     if (why := unserved(store.codec.profile, (span[0], span[1]) if span else None)) is not None:
         raise DataError(f"What is exported is of temperature 1: {why}.", "Capture a cache that serves it.")
-    return TargetDecoder.of(CachedRecords(store), 1.0, torch.device("cpu"))
+    return TargetDecoder.of(CachedRecords(store), torch.device("cpu"))
 
 
 def _stored(records: Records, k: int) -> Entries:
