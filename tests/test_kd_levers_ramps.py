@@ -1,0 +1,43 @@
+"""Schedules of a value: their ends, their form between, and that a number stays what it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kd.config.loss import Ramp
+from kd.levers.ramps import ramp_value
+
+
+def ramp(schedule: Any, start: float = 2.0, end: float = 0.3, steps: int | None = None) -> Ramp:
+    return Ramp(schedule=schedule, start=start, end=end, steps=steps)
+
+
+def test_a_number_is_itself_at_every_step() -> None:
+    assert [ramp_value(0.25, step, 10) for step in (0, 5, 9, 99)] == [0.25] * 4
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "step"])
+@pytest.mark.parametrize(("steps", "way"), [(11, None), (100, 11), (5, 11)])
+def test_both_ends_are_met_to_the_bit_and_the_end_is_kept(schedule: str, steps: int, way: int | None) -> None:
+    value = ramp(schedule, steps=way)
+    assert ramp_value(value, 0, steps) == 2.0
+    assert [ramp_value(value, step, steps) for step in (10, 11, 1000)] == [0.3] * 3
+
+
+def test_the_way_between_has_its_form() -> None:
+    shares = [step / 10 for step in range(11)]
+    expected = {
+        "linear": [2.0 - 1.7 * share for share in shares],
+        "cosine": [0.3 + 1.7 * math.cos(math.pi * share / 2) ** 2 for share in shares],
+        "step": [2.0] * 5 + [0.3] * 6,
+    }
+    for schedule, values in expected.items():
+        found = [ramp_value(ramp(schedule), step, 11) for step in range(11)]
+        assert found == pytest.approx(values, rel=1e-12), schedule
+
+
+def test_a_way_of_one_step_is_its_end_from_the_second_step_on() -> None:
+    assert [ramp_value(ramp("linear", steps=1), step, 9) for step in range(3)] == [2.0, 0.3, 0.3]
