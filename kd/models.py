@@ -30,6 +30,8 @@ from cache.manifest import Probe
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
+from kd.levers.adapters import add_adapters
+from kd.levers.inheritance import student_of
 from kd.validate import HUB_ID, remote_code_allowed
 
 
@@ -194,13 +196,33 @@ def allowed_remote_code(config: TeacherConfig) -> bool:
     return config.trust_remote_code
 
 
-def build_student(config: StudentConfig | None, tokenizer: PreTrainedTokenizerBase, context: int) -> PreTrainedModel:
-    """The student in float32 on the CPU, from its folder or fresh from torch's current random state."""
+def build_student(
+    config: StudentConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None = None,
+) -> PreTrainedModel:
+    """The student in float32 on the CPU: from its folder, out of the teacher, or fresh from torch's random state.
+
+    With adapters, which begin at random too, where it is to have some.
+    """
     assert config is not None, "JobConfig refuses a training job without a student"
+    student = _without_adapters(config, tokenizer, context, teacher)
+    return student if config.lora is None else add_adapters(student, config.lora)
+
+
+def _without_adapters(
+    config: StudentConfig, tokenizer: PreTrainedTokenizerBase, context: int, teacher: TeacherConfig | None
+) -> PreTrainedModel:
     if config.init is not None:
         return _fresh_llama(config.init, tokenizer, context)
-    assert config.model is not None
-    return load(resolve(config.model, config.revision), torch.float32)
+    if config.from_teacher is None:
+        assert config.model is not None
+        return load(resolve(config.model, config.revision), torch.float32)
+    assert teacher is not None, "JobConfig refuses a student out of a teacher that it does not have"
+    folder = resolve(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
+    whole = load(folder, torch.float32, teacher.gguf_file, allowed_remote_code(teacher))
+    return student_of(whole.eval(), config.from_teacher)
 
 
 def _fresh_llama(init: StudentInit, tokenizer: PreTrainedTokenizerBase, context: int) -> PreTrainedModel:
