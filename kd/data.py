@@ -3,6 +3,9 @@
     read_documents   files, globs, datasets    -> one text (or chat) per document
     encode           texts                     -> Documents: token ids, and in chats which of them are to be learned
     pack             Documents                 -> Sequences: (S, L) tokens with document boundaries and a target mask
+    mix              Sequences of each source  -> Sequences of all, in the shares of their weights
+
+All of it is a function of the text and the configuration: what is mixed or streamed names a cache by its tokens too.
 
 Shapes: S sequences, L tokens per sequence, N tokens of one document.
 """
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from cache.records import Sequences
-from kd.config.data import DataConfig, DatasetSpec
+from kd.config.data import DataConfig, DatasetSpec, Sources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPORT_SECONDS = 5.0
+#: Sequences that are packed at once: of a stream, no more than these are read beyond what is asked for.
+BLOCK_SEQUENCES = 64
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 # What a file that is not what its name says raises: not UTF-8, not gzip, torn, not readable.
 _UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)
@@ -70,6 +75,12 @@ class Document:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def split(self, place: int) -> tuple[Document, Document]:
+        """The document up to token ``place``, and the rest of it."""
+        parts = slice(place), slice(place, None)
+        first, rest = (Document(self.ids[i], None if self.trained is None else self.trained[i]) for i in parts)
+        return first, rest
+
     @property
     def targets(self) -> np.ndarray:
         """Whether each token is a target, (N,) bool."""
@@ -77,24 +88,49 @@ class Document:
 
 
 def load_corpus(config: DataConfig, tokenizer: PreTrainedTokenizerBase, monitor: Monitor = SILENT) -> Corpus:
-    """Read, tokenize and pack what ``config`` names."""
-    train = _load(config.train, "train", config, tokenizer, monitor)
+    """Read, tokenize and pack what ``config`` names; of a stream, no more than it takes."""
+    train = _load(config.train, "train", _wanted(config), config, tokenizer, monitor)
     if config.validation:
-        validation = _load(config.validation, "validation", config, tokenizer, monitor)
+        validation = _load(config.validation, "validation", config.max_eval_samples, config, tokenizer, monitor)
     else:
         train, validation = _hold_out(train, config.held_out_fraction)
     return Corpus(_first(train, config.max_train_samples), _first(validation, config.max_eval_samples))
 
 
+def _wanted(config: DataConfig) -> int | None:
+    """Training sequences to read, those that will be held out among them; None = all there are.
+
+    Text that ends is held out from its end, and so read to its end.
+    """
+    kept, fraction = config.max_train_samples, config.held_out_fraction
+    if kept is None or fraction == 0:
+        return kept
+    streamed = config.streaming and _datasets(config.train)
+    return next(n for n in itertools.count(kept) if n - _held_out(n, fraction) >= kept) if streamed else None
+
+
 def _load(
-    sources: Iterable[str | DatasetSpec],
+    sources: Sources,
     field: str,
+    wanted: int | None,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     monitor: Monitor,
 ) -> Sequences:
-    documents = encode(read_documents(sources, field, config), tokenizer, config)
-    return pack(_reported(documents, field, monitor), config, field, pad_id=_pad_id(tokenizer))
+    """The first ``wanted`` sequences of ``sources``: of one after the other, or of their mixture."""
+
+    def text_of(sources: Sources, field: str) -> Iterator[Sequences]:
+        documents = encode(read_documents(sources, field, config), tokenizer, config)
+        return packed(_reported(documents, field, monitor), config, field, _pad_id(tokenizer))
+
+    if not _is_mixture(sources, config):
+        return Sequences.concatenate(_until(text_of(sources, field), wanted))
+    texts = [text_of((source,), f"{field}.{number}") for number, source in enumerate(sources)]
+    sequences, ended = mix(texts, list(map(_weight, sources)), wanted)
+    if ended is not None:
+        what = f"data.{field}.{ended} ({_name(sources[ended])}) has no more text: the mixture ends with it"
+        monitor.emit("warning", message=f"{what}, after {len(sequences)} sequences of all sources.")
+    return sequences
 
 
 def _reported(documents: Iterator[Document], field: str, monitor: Monitor) -> Iterator[Document]:
@@ -111,7 +147,7 @@ def _reported(documents: Iterator[Document], field: str, monitor: Monitor) -> It
 
 def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
     """Split off the last ``fraction`` of the sequences, at least one: neighbours in a text stay on one side."""
-    held_out = max(1, round(len(train) * fraction)) if fraction > 0 else 0
+    held_out = _held_out(len(train), fraction)
     if held_out >= len(train):
         raise DataError(
             f"data.train gives {len(train)} sequence(s), too few to hold {held_out} out.",
@@ -121,8 +157,66 @@ def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
     return train.select(np.arange(cut)), train.select(np.arange(cut, len(train)))
 
 
+def _held_out(count: int, fraction: float) -> int:
+    return max(1, round(count * fraction)) if fraction > 0 else 0
+
+
 def _first(sequences: Sequences, count: int | None) -> Sequences:
     return sequences if count is None else sequences.select(np.arange(min(count, len(sequences))))
+
+
+# ---------------------------------------------------------------------- mixtures
+
+
+def mix(
+    texts: list[Iterator[Sequences]], weights: list[float], wanted: int | None = None
+) -> tuple[Sequences, int | None]:
+    """``wanted`` sequences of ``texts``, whose shares of the tokens are as ``weights``, from the beginning on.
+
+    The next sequence is always of the text that has given the fewest tokens for its weight (stride scheduling), so
+    no share is ever off by more than a sequence. Where that text has no more, the mixture ends, for the shares could
+    no longer hold: its number is returned too, else None.
+    """
+    rows = [_rows(text) for text in texts]
+    given, taken = [0.0] * len(rows), list[Sequences]()
+    while wanted is None or len(taken) < wanted:
+        turn = min(range(len(rows)), key=given.__getitem__)
+        if (row := next(rows[turn], None)) is None:
+            return Sequences.concatenate(taken), turn
+        taken.append(row)
+        given[turn] += int(text_lengths(row)[0]) / weights[turn]
+    return Sequences.concatenate(taken), None
+
+
+def _rows(text: Iterable[Sequences]) -> Iterator[Sequences]:
+    return (block.select(slice(row, row + 1)) for block in text for row in range(len(block)))
+
+
+def _until(text: Iterable[Sequences], wanted: int | None) -> Iterator[Sequences]:
+    """The blocks of ``text`` up to the one that holds sequence ``wanted``, cut there."""
+    for block in text:
+        yield _first(block, wanted)
+        wanted = None if wanted is None else wanted - len(block)
+        if wanted is not None and wanted <= 0:
+            return
+
+
+def _is_mixture(sources: Sources, config: DataConfig) -> bool:
+    """Whether shares matter: where a weight is given, and of streams, the first of which would be all that is read."""
+    weighed = any(_weight(source) != 1.0 for source in sources)
+    return len(sources) > 1 and (weighed or (config.streaming and _datasets(sources)))
+
+
+def _datasets(sources: Sources) -> bool:
+    return any(isinstance(source, DatasetSpec) for source in sources)
+
+
+def _name(source: str | DatasetSpec) -> str:
+    return source if isinstance(source, str) else source.path
+
+
+def _weight(source: str | DatasetSpec) -> float:
+    return source.weight if isinstance(source, DatasetSpec) else 1.0
 
 
 # ---------------------------------------------------------------------- reading
@@ -160,13 +254,13 @@ def read_documents(sources: Iterable[str | DatasetSpec], field: str, config: Dat
     """Yield where each document stands, and the document: a string, or the messages for ``format: messages``."""
     for source in sources:
         if isinstance(source, DatasetSpec):
-            yield from _rows(_open_dataset(source), str(source.path), config)
+            yield from _cells(_open_dataset(source, config.streaming), source.path, config)
             continue
         files = find_files(source)
         if not files:
             raise DataError(f"data.{field}: no file matches {source!r}.", "Give a file, a folder or a glob.")
         for file in files:
-            yield from _rows(_open_file(file, config), str(file), config)
+            yield from _cells(_open_file(file, config), str(file), config)
 
 
 def _open_file(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
@@ -210,11 +304,16 @@ def _open_text(path: Path) -> TextIO:
     return path.open(encoding="utf-8-sig")  # as UTF-8, and a byte order mark is not text
 
 
-def _open_dataset(spec: DatasetSpec) -> Iterable[dict[str, Any]]:
+def _open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
     from datasets import load_dataset
 
+    if streaming and "[" in spec.split:
+        detail = f"dataset {spec.path!r}: a stream cannot be sliced, but its split is {spec.split!r}."
+        raise DataError(detail, "Name the whole split, or set data.streaming to false.")
     try:
-        rows: Iterable[dict[str, Any]] = load_dataset(spec.path, spec.name, split=spec.split, revision=spec.revision)
+        rows: Iterable[dict[str, Any]] = load_dataset(
+            spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
+        )
     except Exception as error:  # the library raises a dozen unrelated classes for "not found", "gated", "offline"
         raise DataError(
             f"dataset {spec.path!r} (split {spec.split!r}) cannot be loaded: {type(error).__name__}: {error}",
@@ -223,7 +322,7 @@ def _open_dataset(spec: DatasetSpec) -> Iterable[dict[str, Any]]:
     return rows
 
 
-def _rows(rows: Iterable[dict[str, Any]], where: str, config: DataConfig) -> Iterator[tuple[str, Any]]:
+def _cells(rows: Iterable[dict[str, Any]], where: str, config: DataConfig) -> Iterator[tuple[str, Any]]:
     iterator = iter(rows)
     for number in itertools.count(1):
         try:
@@ -368,27 +467,58 @@ def pack(documents: Iterable[Document], config: DataConfig, field: str = "train"
     A document that is cut goes on in the next sequence as a piece of its own. Position t has a target where t + 1
     lies in the same piece and is trained. Nothing is dropped but, of chats, sequences without any target.
     """
-    kept = list(documents)
-    _require_text(kept, config, field)
-    tokens = _laid([each.ids for each in kept], config, _PAD)
-    start = _laid([_first_only(len(each)) for each in kept], config)
-    real, target = tokens != _PAD, np.zeros_like(start)
-    start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
-    start[:, 0] = True
-    target[:, :-1] = _laid([each.targets for each in kept], config)[:, 1:] & ~start[:, 1:]
-    sequences = Sequences(np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target)
-    return sequences if all(each.trained is None for each in kept) else _with_targets(sequences, field)
+    return Sequences.concatenate(packed(documents, config, field, pad_id))
 
 
-def _with_targets(sequences: Sequences, field: str) -> Sequences:
-    """Those that have a target: the others would cost a pass and teach nothing."""
-    useful = sequences.target_mask.any(axis=1)
-    if not useful.any():
+def packed(
+    documents: Iterable[Document], config: DataConfig, field: str = "train", pad_id: int = 0
+) -> Iterator[Sequences]:
+    """What ``pack`` gives, in blocks: a block takes no more documents than fill it."""
+    found = False
+    for number, block in enumerate(_blocks(documents, config)):
+        if number == 0:  # a full block, or all the text there is
+            _require_text(block, config, field)
+        sequences = _with_targets(block, _packed(block, config, pad_id))
+        found |= len(sequences) > 0
+        if len(sequences):
+            yield sequences
+    if not found:
         raise DataError(
             f"data.{field}: every token of the assistant's begins a sequence, where nothing predicts it.",
             "Raise data.sequence_length.",
         )
-    return sequences.select(useful)
+
+
+def _blocks(documents: Iterable[Document], config: DataConfig) -> Iterator[list[Document]]:
+    """Documents that fill ``BLOCK_SEQUENCES`` sequences or more, with nothing left over but by the last of them."""
+    held, tokens, enough = list[Document](), 0, BLOCK_SEQUENCES * config.sequence_length
+    begun = False
+    for document in documents:
+        held.append(document)
+        tokens += len(document)
+        if tokens >= enough:
+            spare = tokens % config.sequence_length if config.packing else 0
+            held[-1], rest = document.split(len(document) - spare)
+            yield held
+            held, tokens, begun = [rest] if spare else [], spare, True
+    if held or not begun:
+        yield held
+
+
+def _packed(documents: list[Document], config: DataConfig, pad_id: int) -> Sequences:
+    tokens = _laid([each.ids for each in documents], config, _PAD)
+    start = _laid([_first_only(len(each)) for each in documents], config)
+    real, target = tokens != _PAD, np.zeros_like(start)
+    start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
+    start[:, 0] = True
+    target[:, :-1] = _laid([each.targets for each in documents], config)[:, 1:] & ~start[:, 1:]
+    return Sequences(np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target)
+
+
+def _with_targets(documents: list[Document], sequences: Sequences) -> Sequences:
+    """Of chats, those that have a target: the others would cost a pass and teach nothing."""
+    whole = all(each.trained is None for each in documents)
+    return sequences if whole else sequences.select(sequences.target_mask.any(axis=1))
 
 
 def _laid(parts: list[np.ndarray], config: DataConfig, fill: np.uint32 | bool = False) -> np.ndarray:
@@ -427,3 +557,9 @@ def position_ids(document_start: np.ndarray) -> np.ndarray:
     """Positions (S, L) that restart at every document boundary; attention masks are built from them."""
     index = np.arange(document_start.shape[1])
     return index - np.maximum.accumulate(np.where(document_start, index, 0), axis=1)
+
+
+def text_lengths(sequences: Sequences) -> np.ndarray:
+    """Tokens of each sequence up to the last that is predicted, (S,): what follows is padding, or teaches nothing."""
+    places = np.arange(2, sequences.length + 2)  # a target at t predicts t + 1: t + 2 tokens
+    return np.max(np.where(sequences.target_mask, places, 0), axis=1)

@@ -13,8 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kd.config.data import DataConfig, DatasetSpec
-from kd.data import Corpus, Document, encode, find_files, load_corpus, pack, position_ids, read_documents
+from kd.data import (
+    Corpus,
+    Document,
+    encode,
+    find_files,
+    load_corpus,
+    mix,
+    pack,
+    packed,
+    position_ids,
+    read_documents,
+    text_lengths,
+)
 from kd.errors import DataError
+from kd.progress import Event, Monitor
 
 TEXTS = ["It was a dark night.", "“Straße” — naïve?\n\nYes.\u2028So.", "Third document, the last.\n"]
 ROWS = [{"text": text, "number": number} for number, text in enumerate(TEXTS)]
@@ -394,7 +407,7 @@ def test_a_file_of_chats_becomes_targets_on_the_answers_alone(tmp_path, tokenize
 some_documents = st.lists(st.lists(st.integers(1, 2**31), min_size=2, max_size=30), min_size=1, max_size=12)
 
 
-def packed(lists: list[list[int]], length: int, packing: bool):
+def packed_lists(lists: list[list[int]], length: int, packing: bool):
     documents = [Document(np.asarray(ids, np.uint32)) for ids in lists]
     return pack(documents, config(sequence_length=length, packing=packing), pad_id=0)
 
@@ -422,9 +435,9 @@ def test_packing_loses_nothing_and_cuts_only_at_boundaries(lists, length):
     total = sum(map(len, lists))
     if total < length:
         with pytest.raises(DataError, match="fewer than one sequence"):
-            packed(lists, length, True)
+            packed_lists(lists, length, True)
         return
-    sequences = packed(lists, length, True)
+    sequences = packed_lists(lists, length, True)
     expected, offset = [], 0
     for ids in lists:
         expected += cut(ids, offset, length)
@@ -437,7 +450,7 @@ def test_packing_loses_nothing_and_cuts_only_at_boundaries(lists, length):
 @settings(max_examples=150, deadline=None)
 @given(lists=some_documents, length=st.integers(8, 20))
 def test_without_packing_each_document_begins_a_sequence(lists, length):
-    sequences = packed(lists, length, False)
+    sequences = packed_lists(lists, length, False)
     expected = []
     for ids in lists:
         expected += cut(ids, 0, length)
@@ -451,7 +464,7 @@ def test_without_packing_each_document_begins_a_sequence(lists, length):
 def test_a_target_stands_exactly_where_the_next_token_is_in_the_same_piece_of_text(lists, length, packing):
     if packing and sum(map(len, lists)) < length:
         return
-    sequences = packed(lists, length, packing)
+    sequences = packed_lists(lists, length, packing)
     for row in range(len(sequences)):
         for t in range(length):
             inside = t + 1 < length and not sequences.document_start[row, t + 1]
@@ -502,9 +515,263 @@ def test_a_masked_document_has_targets_where_the_next_token_is_trained(talks, le
 def test_positions_count_from_the_start_of_each_piece(lists, length, packing):
     if packing and sum(map(len, lists)) < length:
         return
-    sequences = packed(lists, length, packing)
+    sequences = packed_lists(lists, length, packing)
     positions = position_ids(sequences.document_start).reshape(-1).tolist()
     assert positions == [place for piece in pieces(sequences) for place in range(len(piece))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    talks=st.lists(
+        st.lists(st.tuples(st.integers(1, 2**31), st.booleans()), min_size=2, max_size=40), min_size=1, max_size=12
+    ),
+    masked=st.booleans(),
+    length=st.integers(8, 12),
+    packing=st.booleans(),
+    block=st.integers(1, 3),
+)
+def test_blocks_hold_what_is_packed_at_once(talks, masked, length, packing, block):
+    columns = [map(np.asarray, zip(*talk, strict=True)) for talk in talks]
+    documents = [Document(ids.astype(np.uint32), trained if masked else None) for ids, trained in columns]
+    options, found = config(sequence_length=length, packing=packing), []
+    for size in (block, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kd.data.BLOCK_SEQUENCES", size)
+            try:
+                blocks = list(packed(documents, options))
+            except DataError as error:
+                found.append(str(error))
+                continue
+        joined = type(blocks[0]).concatenate(blocks)
+        found.append([getattr(joined, name).tolist() for name in joined.__dataclass_fields__])
+    assert found[0] == found[1]
+
+
+def test_a_block_takes_no_more_documents_than_fill_it():
+    read = itertools.count()
+    endless = (Document(np.full(20, next(read) + 1, np.uint32)) for _ in itertools.repeat(0))
+    blocks = packed(endless, config(sequence_length=10))
+    for end in (32, 64, 96):  # 64 sequences of 10 tokens a block
+        assert len(next(blocks)) == 64
+        assert next(read) - end in (0, 1, 2)  # each question counts too
+
+
+@settings(max_examples=100, deadline=None)
+@given(lists=some_documents, length=st.integers(8, 20))
+def test_the_length_of_a_sequence_ends_with_the_last_token_that_is_predicted(lists, length):
+    sequences = packed_lists(lists, length, False)
+    expected = [len(part) if len(part) > 1 else 0 for ids in lists for part in cut(ids, 0, length)]
+    assert text_lengths(sequences).tolist() == expected
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def dataset(folder: Path, texts: list[str], files: int = 1) -> DatasetSpec:
+    """A dataset in a folder of its own, its rows in so many files."""
+    folder.mkdir()
+    for number, part in enumerate(np.array_split(np.array(texts, dtype=object), files)):
+        write(folder, f"train-{number:05}.jsonl", [{"text": text} for text in part])
+    return DatasetSpec(path=str(folder))
+
+
+@pytest.fixture
+def paragraphs(tiny_text) -> list[str]:
+    return [part for part in tiny_text.read_text(encoding="utf-8").split("\n\n") if part.strip()]
+
+
+def test_a_stream_gives_the_first_sequences_and_reads_no_further(tmp_path, tokenizer, paragraphs, hub_caches):
+    spec = dataset(tmp_path / "set", paragraphs * 8, files=2)
+    whole = load_corpus(config(train=spec, sequence_length=16, validation_fraction=0), tokenizer)
+    second = tmp_path / "set" / "train-00001.jsonl"
+    second.write_text("not json\n", encoding="utf-8")
+    options = config(train=spec, sequence_length=16, validation_fraction=0, max_train_samples=30)
+    with pytest.raises(DataError, match="cannot be loaded: DatasetGenerationError"):
+        load_corpus(options, tokenizer)
+    streamed = load_corpus(options.model_copy(update={"streaming": True}), tokenizer)
+    assert np.array_equal(streamed.train.tokens, whole.train.tokens[:30])
+    assert np.array_equal(streamed.train.document_start, whole.train.document_start[:30])
+
+
+def test_text_is_one_cache_whether_streamed_or_not(tmp_path, tokenizer, paragraphs, hub_caches):
+    spec = dataset(tmp_path / "set", paragraphs, files=3)
+    options = config(train=spec, sequence_length=32, validation_fraction=0, max_train_samples=40)
+    hashes = {load_corpus(options.model_copy(update=each), tokenizer).sha256() for each in STREAMED_OR_NOT}
+    assert len(hashes) == 1
+
+
+STREAMED_OR_NOT = ({"streaming": True}, {"streaming": False})
+
+
+@pytest.mark.parametrize("fraction", [None, 0.1, 0.5])
+def test_of_a_stream_what_is_held_out_comes_after_what_is_kept(tmp_path, tokenizer, paragraphs, hub_caches, fraction):
+    spec = dataset(tmp_path / "set", paragraphs)
+    options = config(train=spec, sequence_length=16, validation_fraction=0)
+    whole = load_corpus(options, tokenizer).train.tokens
+    kept = {"validation_fraction": fraction, "max_train_samples": 60, "streaming": True}
+    split = load_corpus(options.model_copy(update=kept), tokenizer)
+    held = len(split.validation)
+    assert len(split.train) == 60 and held == max(1, round((60 + held) * (fraction or 0.02)))
+    assert np.array_equal(np.concatenate([split.train.tokens, split.validation.tokens]), whole[: 60 + held])
+
+
+def test_a_stream_that_ends_early_gives_what_it_has(tmp_path, tokenizer, paragraphs, hub_caches):
+    spec = dataset(tmp_path / "set", paragraphs)
+    options = config(train=spec, sequence_length=16)
+    whole = load_corpus(options, tokenizer)
+    ended = load_corpus(options.model_copy(update={"streaming": True, "max_train_samples": 10**6}), tokenizer)
+    assert ended.sha256() == whole.sha256()
+
+
+def test_a_held_out_stream_ends_where_it_is_told(tmp_path, tokenizer, tiny_text, paragraphs, hub_caches):
+    spec = dataset(tmp_path / "set", paragraphs)
+    counts = {"max_train_samples": 9, "max_eval_samples": 7}
+    options = config(train=str(tiny_text), validation=spec, sequence_length=16, streaming=True, **counts)
+    corpus = load_corpus(options, tokenizer)
+    assert (len(corpus.train), len(corpus.validation)) == (9, 7)
+
+
+def test_a_slice_of_a_stream_is_refused(tmp_path, paragraphs, hub_caches):
+    spec = dataset(tmp_path / "set", paragraphs).model_copy(update={"split": "train[:10%]"})
+    assert "a stream cannot be sliced, but its split is 'train[:10%]'" in refusal(
+        spec, streaming=True, max_train_samples=1
+    )
+
+
+# ---------------------------------------------------------------------- mixtures
+
+
+def sequences_of(token: int, count: int, length: int = 16, real: int | None = None):
+    """``count`` sequences of ``real`` tokens each, the rest padding; every token is ``token``."""
+    documents = [Document(np.full(real or length, token, np.uint32)) for _ in range(count)]
+    return pack(documents, config(sequence_length=length, packing=False))
+
+
+def shares(sequences, texts: int) -> np.ndarray:
+    """The share of each text in the tokens, by the first of each sequence."""
+    lengths = text_lengths(sequences)
+    given = np.array([lengths[sequences.tokens[:, 0] == number + 1].sum() for number in range(texts)])
+    return given / given.sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.2, 5), min_size=2, max_size=4),
+    real=st.lists(st.integers(2, 16), min_size=4, max_size=4),
+)
+def test_shares_are_never_off_by_more_than_a_sequence_of_each_text(weights, real):
+    texts = [sequences_of(number + 1, 200, real=real[number]) for number in range(len(weights))]
+    mixed, ended = mix([iter([text]) for text in texts], weights, 60)
+    assert ended is None and len(mixed) == 60
+    for count in range(1, 61):
+        given = shares(mixed.select(slice(count)), len(weights)) * text_lengths(mixed)[:count].sum()
+        ahead = given / np.array(weights)  # tokens for each unit of weight
+        assert ahead.max() - ahead.min() <= max(np.array(real[: len(weights)]) / np.array(weights)) + 1e-9
+
+
+def test_a_mixture_ends_with_the_first_text_that_does():
+    texts = [sequences_of(1, 100), sequences_of(2, 10), sequences_of(3, 100)]
+    mixed, ended = mix([iter([text]) for text in texts], [2.0, 1.0, 1.0])
+    assert ended == 1
+    assert np.bincount(mixed.tokens[:, 0])[1:].tolist() == [21, 10, 10]
+    assert mixed.tokens[:8, 0].tolist() == [1, 2, 3, 1, 1, 2, 3, 1]
+
+
+def told(corpus_options: DataConfig, tokenizer) -> tuple[Corpus, list[str]]:
+    """The corpus, and the warnings that came with it."""
+    events: list[Event] = []
+    corpus = load_corpus(corpus_options, tokenizer, Monitor(events.append))
+    return corpus, [event.data["message"] for event in events if event.type == "warning"]
+
+
+def kind_of(text: str) -> int:
+    """Which of three kinds of text this is a piece of: capitals, small letters, figures."""
+    return int(np.argmax([sum(map(test, text)) for test in (str.isupper, str.islower, str.isdigit)]))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_shares_of_a_real_mixture_are_within_two_percent(tmp_path, tokenizer, paragraphs, hub_caches, packing):
+    texts = ["\n\n".join(paragraphs[:20]).upper(), *(each.upper() for each in paragraphs[20:])]
+    first = dataset(tmp_path / "a", texts).model_copy(update={"weight": 3.0})
+    second = dataset(tmp_path / "b", [each.lower() for each in paragraphs]).model_copy(update={"weight": 0.5})
+    figures = ["".join(str(ord(letter) % 10) for letter in each) for each in paragraphs[:40]]
+    file = write(tmp_path, "c.jsonl", [{"text": text} for text in figures])  # a file weighs 1
+    options = config(train=(first, second, str(file)), sequence_length=32, packing=packing, validation_fraction=0.1)
+    corpus, warnings = told(options, tokenizer)
+    assert len(warnings) == 1 and "has no more text: the mixture ends with it" in warnings[0]
+    for part in (corpus.train, corpus.train.select(slice(len(corpus.train) // 2))):
+        kinds = [kind_of(tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in part.tokens]
+        tokens = np.bincount(kinds, text_lengths(part))
+        assert len(part) > 100
+        np.testing.assert_allclose(tokens / tokens.sum(), np.array([3, 0.5, 1]) / 4.5, atol=0.02)
+
+
+def test_every_source_of_a_mixture_keeps_its_own_order(tmp_path, tokenizer, paragraphs, hub_caches):
+    half = len(paragraphs) // 2
+    first = dataset(tmp_path / "a", paragraphs[:half]).model_copy(update={"weight": 2.0})
+    second = dataset(tmp_path / "b", paragraphs[half:])
+    options = config(train=(first, second), sequence_length=32, validation_fraction=0)
+    mixed = [row.tobytes() for row in load_corpus(options, tokenizer).train.tokens]
+    for source in (first, second):
+        alone = load_corpus(options.model_copy(update={"train": (source,)}), tokenizer).train.tokens
+        own = [row.tobytes() for row in alone]
+        found = [row for row in mixed if row in own]
+        assert found == own[: len(found)] and len(found) > 20
+
+
+def test_without_a_weight_all_text_is_read_one_source_after_the_other(tmp_path, tokenizer, paragraphs, hub_caches):
+    half = len(paragraphs) // 2
+    both = (dataset(tmp_path / "a", paragraphs[:half]), dataset(tmp_path / "b", paragraphs[half:]))
+    options = config(train=both, sequence_length=32, validation_fraction=0)
+    corpus, warnings = told(options, tokenizer)
+    whole = load_corpus(options.model_copy(update={"train": (dataset(tmp_path / "c", paragraphs),)}), tokenizer)
+    assert warnings == [] and corpus.sha256() == whole.sha256()
+
+
+def test_streams_are_mixed_in_equal_shares_without_a_weight(tmp_path, tokenizer, paragraphs, hub_caches):
+    half = len(paragraphs) // 2
+    both = (dataset(tmp_path / "a", paragraphs[:half]), dataset(tmp_path / "b", paragraphs[half:]))
+    options = config(train=both, sequence_length=32, validation_fraction=0, max_train_samples=20, streaming=True)
+    corpus, warnings = told(options, tokenizer)
+    alone = [load_corpus(options.model_copy(update={"train": (each,)}), tokenizer).train.tokens for each in both]
+    assert warnings == []
+    assert np.array_equal(corpus.train.tokens[0::2], alone[0][:10])
+    assert np.array_equal(corpus.train.tokens[1::2], alone[1][:10])
+
+
+def test_weights_name_the_data_of_a_cache(tmp_path, tokenizer, tiny_teacher, paragraphs, hub_caches):
+    """Other weights are other sequences, so another cache; the same weights are the same one."""
+    from kd.jobfile import parse_config
+    from kd.teacher import make_plan
+
+    half = len(paragraphs) // 2
+    first, second = dataset(tmp_path / "a", paragraphs[:half]), dataset(tmp_path / "b", paragraphs[half:])
+
+    def fingerprint(weight: float, **changes) -> str:
+        train = [first.model_dump(), second.model_dump() | {"weight": weight}]
+        data = {"train": train, "sequence_length": 32, "max_train_samples": 30} | changes
+        job = parse_config({"kind": "precompute", "teacher": {"model": str(tiny_teacher)}, "data": data})
+        return make_plan(job, tokenizer, load_corpus(job.data, tokenizer), tiny_teacher).identity.fingerprint
+
+    found = [fingerprint(1), fingerprint(2), fingerprint(3), fingerprint(2, streaming=True), fingerprint(2)]
+    assert len(set(found[:3])) == 3 and found[4] == found[1]
+    assert found[3] != found[1], "a stream is held out from where it is cut, not from its end"
+    same = {fingerprint(2, streaming=each, validation_fraction=0) for each in (True, False)}
+    assert len(same) == 1
+
+
+@pytest.mark.parametrize(
+    "texts, detail",
+    [
+        (["", " "], r"data\.train\.1 holds no text"),
+        (["Anne Elliot."], r"data\.train\.1 holds \d+ tokens, fewer than one"),
+    ],
+)
+def test_a_source_of_a_mixture_without_text_enough_is_named(tmp_path, tokenizer, paragraphs, hub_caches, texts, detail):
+    first = dataset(tmp_path / "a", paragraphs).model_copy(update={"weight": 2.0})
+    options = config(train=(first, dataset(tmp_path / "b", texts)), sequence_length=32)
+    with pytest.raises(DataError, match=detail):
+        load_corpus(options, tokenizer)
 
 
 # ---------------------------------------------------------------------- hold-out
