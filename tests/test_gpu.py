@@ -454,3 +454,15 @@ def test_fp16_skips_the_steps_whose_gradients_overflow(
     assert skipped[after] == pytest.approx(skipped[before], rel=1e-2), "only rounded to float16"
     assert 1.0 <= scale_of(runs / "trained") < 2.0**56
     assert trained[after] < 0.8 * trained[before]
+
+
+def test_phases_are_the_devices_time() -> None:
+    from kd.diagnostics.stopwatch import Stopwatch
+
+    clock = Stopwatch(torch.device("cuda"))
+    matrix = torch.randn(4096, 4096, device="cuda")
+    with clock.phase("product"):
+        for _ in range(50):
+            matrix @ matrix
+    (row,) = clock.table()
+    assert row.seconds > 50 * 2 * 4096**3 / 2e15, "no device is faster: the queue was measured, not the work"
