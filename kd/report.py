@@ -1,8 +1,9 @@
-"""What a run achieved, in numbers and as a page: report.json and report.md."""
+"""What a run achieved, in numbers, as a page and in pictures: report.json, report.md and PNG files."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ from cache.codec import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from kd.batches import Source
 from kd.checkpoint import Progress
 from kd.config.job import JobConfig
-from kd.evaluate import evaluate
-from kd.files import write_json, write_text
+from kd.evaluate import evaluate, evaluation_temperature
+from kd.evaluation.closer import BASELINE, BEFORE, STUDENT, Run, look_closer
+from kd.evaluation.comparison import TEACHER
+from kd.evaluation.pages import closing_sections, table_of_models
+from kd.evaluation.text import bits_per_byte
+from kd.files import read_json, write_json, write_text
+from kd.metrics import read_metrics
 from kd.models import head_of
 from kd.precision import Precision, pick_device
 from kd.progress import finite
@@ -28,37 +34,61 @@ Report = dict[str, Any]
 
 
 def make_report(
-    config: JobConfig, source: Source, saved: PreTrainedModel, progress: Progress, vocabulary: int
+    config: JobConfig,
+    source: Source,
+    saved: PreTrainedModel,
+    progress: Progress,
+    vocabulary: int,
+    run: Run | None = None,
 ) -> Report:
-    """Evaluate the student as it was saved and join that with what training and capture found; no NaN in it."""
+    """Evaluate the student as it was saved and join that with what training and capture found; no NaN in it.
+
+    With a ``run``, whose folder the pictures are drawn into, also all that ``config.evaluation`` asks for.
+    """
     device = pick_device()
     nn.Module.to(saved, device)
     precision = Precision.choose("fp32", device)
     options = required(config.train)
-    decoder = TargetDecoder.of(source, config.loss.temperature, device)
-    after = evaluate(saved, head_of(saved, vocabulary), source, decoder, options.batch_size, precision, device)
+    decoder, temperature = TargetDecoder.of(source, device), evaluation_temperature(config.loss)
+    head = head_of(saved, vocabulary)
+    after = evaluate(saved, head, source, decoder, options.batch_size, precision, device, temperature)
     before = progress.first_evaluation or {}
-    return finite(
-        {
-            "name": config.name,
-            "kind": config.kind,
-            "teacher": _teacher_name(config, source),
-            "alpha": config.loss.alpha,
-            "temperature": config.loss.temperature,
-            **_teacher_facts(source),
-            "student_perplexity_before": before.get("validation_perplexity"),
-            "student_perplexity": after.get("validation_perplexity"),
-            "validation_kl": after.get("validation_kl"),
-            "validation_agreement": after.get("validation_agreement"),
-            "steps": progress.step,
-            "kept_step": best_step(progress, options) or progress.step,
-            "tokens": progress.tokens,
-            "parameters": saved.num_parameters(),
-            "train_seconds": round(progress.seconds, 1),
-            "train_tokens_per_second": round(progress.tokens / progress.seconds, 1) if progress.seconds else None,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        }
-    )
+    report = {
+        "name": config.name,
+        "kind": config.kind,
+        "teacher": _teacher_name(config, source),
+        **config.loss.model_dump(mode="json", include={"alpha", "temperature", "divergence"}),
+        **_teacher_facts(source),
+        "student_perplexity_before": before.get("validation_perplexity"),
+        "student_perplexity": after.get("validation_perplexity"),
+        "student_calibration_error": after.get("validation_calibration_error"),
+        "evaluation_temperature": temperature,
+        "validation_kl": after.get("validation_kl"),
+        "validation_agreement": after.get("validation_agreement"),
+        "steps": progress.step,
+        "kept_step": best_step(progress, options) or progress.step,
+        "tokens": progress.tokens,
+        "parameters": saved.num_parameters(),
+        "train_seconds": round(progress.seconds, 1),
+        "train_tokens_per_second": round(progress.tokens / progress.seconds, 1) if progress.seconds else None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+    }
+    if run is not None:
+        report |= {"temperature_at_end": _last_temperature(run), **_told(run)}
+        report |= look_closer(config, source, saved, run, with_start=config.evaluation.teacher)
+    return finite(report)
+
+
+def _last_temperature(run: Run) -> float | None:
+    lines = read_metrics(run.training / "metrics.jsonl")
+    return next((line["temperature"] for line in reversed(lines) if line.get("temperature") is not None), None)
+
+
+def _told(run: Run) -> Report:
+    """What the run's checks found, and where its time went."""
+    lines = read_metrics(run.training / "metrics.jsonl")
+    verdicts = [{key: line[key] for key in ("step", "check", "ok", "message")} for line in lines if "check" in line]
+    return {"checks": verdicts, "profile": read_json(run.training / "profile.json")}
 
 
 def _teacher_name(config: JobConfig, source: Source) -> str | None:
@@ -87,24 +117,44 @@ def _teacher_facts(source: Source) -> Report:
 
 
 def write_report(run_dir: Path, report: Report) -> None:
-    """Write both forms."""
+    """Write both forms; the saved student, whose card shows the pictures too, gets copies of them."""
     write_json(run_dir / "report.json", report)
     write_text(run_dir / "report.md", render(report))
+    for name in report.get("plots") or ():
+        if (run_dir / "student").is_dir():
+            shutil.copyfile(run_dir / name, run_dir / "student" / name)
 
 
 def render(report: Report) -> str:
     """The report as Markdown."""
     lines = [f"# {report['name']}", "", _sentence(report), ""]
-    rows = (
-        ("teacher", "teacher_perplexity"),
-        ("student before training", "student_perplexity_before"),
-        ("student after training", "student_perplexity"),
-    )
-    table = [f"| {label} | {report[key]:,.2f} |" for label, key in rows if report.get(key) is not None]
-    if table:
-        lines += ["| held-out perplexity | |", "|---|---:|", *table, ""]
-    lines += [fact for fact in (_closeness(report), _cache(report), _speed(report)) if fact]
-    return "\n".join(lines) + "\n"
+    lines += table_of_models(_models(report), (report.get("evaluation") or {}).get("top_k", 0))
+    facts = (_closeness(report), _temperature(report), _cache(report), _speed(report))
+    lines += [fact for fact in facts if fact]
+    return "\n".join([*lines, *closing_sections(report)]) + "\n"
+
+
+def _models(report: Report) -> dict[str, dict[str, Any]]:
+    """What is known of every model; of those that nobody measured closely, what the records and the training say."""
+    evaluation = report.get("evaluation") or {}
+    measured = evaluation.get("models") or {}
+    known = {
+        TEACHER: report.get("teacher_perplexity"),
+        BEFORE: report.get("student_perplexity_before"),
+        STUDENT: report.get("student_perplexity"),
+    }
+    found = {
+        name: {
+            "perplexity": perplexity,
+            "bits_per_byte": bits_per_byte(math.log(perplexity), evaluation["tokens"], evaluation["bytes"])
+            if evaluation
+            else None,
+        }
+        for name, perplexity in known.items()
+        if perplexity is not None
+    }
+    order = (TEACHER, BEFORE, STUDENT, BASELINE)
+    return {name: found.get(name, {}) | measured.get(name, {}) for name in order if name in found or name in measured}
 
 
 def _sentence(report: Report) -> str:
@@ -113,16 +163,33 @@ def _sentence(report: Report) -> str:
         work += f" (the weights of step {report['kept_step']:,}, the best on the held-out text, were kept)"
     if report["teacher"] is None:
         return f"Trained on plain text: {work}."
-    return f"Distilled from `{report['teacher']}`: {work}, {report['alpha']:.0%} of the weight on the hard labels."
+    share = _hard_labels(report["alpha"])
+    return f"Distilled from `{report['teacher']}`: {work}, {share} of the weight on the hard labels."
+
+
+def _hard_labels(alpha: float | dict[str, Any]) -> str:
+    return f"{alpha['start']:.0%} to {alpha['end']:.0%}" if isinstance(alpha, dict) else f"{alpha:.0%}"
 
 
 def _closeness(report: Report) -> str:
     parts = []
     if report.get("validation_kl") is not None:
-        parts.append(f"KL(teacher ‖ student) is {report['validation_kl']:.3f} nats per held-out token")
+        temperature = report["evaluation_temperature"]
+        where = "" if temperature == 1.0 else f" at temperature {temperature:g}"
+        parts.append(f"KL(teacher ‖ student){where} is {report['validation_kl']:.3f} nats per held-out token")
     if report.get("validation_agreement") is not None:
         parts.append(f"both name the same best next token {report['validation_agreement']:.1%} of the time")
-    return f"- Closeness: {'; '.join(parts)}." if parts else ""
+    return f"- Closeness, by the teacher's records: {'; '.join(parts)}." if parts else ""
+
+
+def _temperature(report: Report) -> str:
+    """Nothing at T = 1; of one that moved, where it ended."""
+    temperature = report["temperature"]
+    if not isinstance(temperature, dict):
+        return "" if temperature == 1.0 else f"- Temperature: {temperature:g}."
+    how = f"learned ({temperature['mode']})" if "mode" in temperature else f"by schedule ({temperature['schedule']})"
+    end = report.get("temperature_at_end")
+    return f"- Temperature: {how}" + (f", {end:.3g} at the end." if end is not None else ".")
 
 
 def _cache(report: Report) -> str:

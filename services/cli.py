@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cache.errors import PotstillError
-from services.terminal import caches, estimate, exchange, jobs
+from services.terminal import caches, check, estimate, evaluate, exchange, jobs
 from services.terminal.console import (
     AsJson,
     Home,
@@ -44,6 +44,8 @@ app = typer.Typer(
 )
 app.add_typer(jobs.app)
 app.add_typer(estimate.app)
+app.add_typer(check.app)
+app.add_typer(evaluate.app)
 caches.cache_app.add_typer(exchange.app)
 app.add_typer(caches.app)
 

@@ -1,0 +1,247 @@
+"""The report: what of teacher, baseline, samples and pictures a job asks for is in it, and on the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kd.batches import PlainText
+from kd.checkpoint import Progress
+from kd.config.evaluation import EvaluationConfig
+from kd.data import Corpus
+from kd.errors import ConfigError, TokenizerMismatch
+from kd.evaluation.baseline import starting_student
+from kd.evaluation.closer import BASELINE, BEFORE, STUDENT, Run, look_closer, require_possible
+from kd.evaluation.comparison import TEACHER
+from kd.evaluation.plots import CONTEXT, CURVES, RELIABILITY
+from kd.files import read_json
+from kd.jobfile import parse_config
+from kd.models import vocabulary_size
+from kd.pipeline import open_source, precompute
+from kd.progress import SILENT, Event, Monitor
+from kd.report import make_report, render, write_report
+from kd.train import train
+from tests.test_kd_evaluation_comparison import assert_same_facts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def job(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
+    return {
+        "name": "tiny",
+        "teacher": {"model": str(tiny_teacher)},
+        "student": {"init": {"layers": 1, "hidden_size": 16}},
+        "data": {
+            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32, "max_train_samples": 12,
+            "max_eval_samples": 4,
+        },
+        "train": {
+            "max_steps": 4, "batch_size": 4, "eval_steps": 2, "save_steps": 2, "logging_steps": 1,
+            "learning_rate": 1e-2,
+        },
+    }  # fmt: skip
+
+
+class Trained:
+    """A job that was captured and trained, with all that a report is made from."""
+
+    def __init__(self, job: dict[str, Any], home: Path) -> None:
+        self.config, self.run_dir = parse_config(job), home / "run"
+        precompute(self.config, home, self.run_dir, SILENT)
+        self.tokenizer, self.source = open_source(self.config, home, self.run_dir, SILENT)
+        self.student = starting_student(self.config, self.tokenizer)
+        vocabulary = vocabulary_size(self.tokenizer)
+        self.progress: Progress = train(self.config, self.source, self.student, vocabulary, self.run_dir, SILENT)
+        self.events: list[Event] = []
+
+    def report(self, folder: Path, **evaluation: Any) -> dict[str, Any]:
+        """The report with that evaluation section, from a copy of the run."""
+        shutil.copytree(self.run_dir, folder)
+        wanted = self.config.evaluation.model_copy(update=evaluation)
+        config = self.config.model_copy(update={"evaluation": wanted})
+        run = Run(folder, self.tokenizer, Monitor(self.events.append))
+        return make_report(config, self.source, self.student, self.progress, vocabulary_size(self.tokenizer), run)
+
+
+@pytest.fixture(scope="module")
+def trained(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    torch.set_num_threads(1)
+    return Trained(job, tmp_path_factory.mktemp("home"))
+
+
+def test_by_default_the_student_s_calibration_and_bits_and_its_pictures(trained: Trained, tmp_path: Path) -> None:
+    report = trained.report(tmp_path / "run")
+    found = report["evaluation"]
+    assert list(found["models"]) == [STUDENT] and not {"samples", "tasks"} & found.keys()
+    measured = found["models"][STUDENT]
+    assert measured["perplexity"] == pytest.approx(report["student_perplexity"], rel=1e-5)
+    assert measured["calibration_error"] == pytest.approx(report["student_calibration_error"], rel=1e-5)
+    assert measured["loss"] * found["tokens"] / math.log(2) / found["bytes"] == pytest.approx(measured["bits_per_byte"])
+    assert found["tokens"] == trained.source.read([12, 13, 14, 15])[0].positions
+    assert report["plots"] == [CURVES, RELIABILITY]
+    page = render(report)
+    assert f"| {report['teacher_perplexity']:,.2f} |" in page and f"| {measured['bits_per_byte']:.4f} |" in page
+    assert f"]({CURVES})" in page and "10% of the weight on the hard labels" in page
+
+
+def test_whatever_is_asked_for_is_measured(trained: Trained, tmp_path: Path) -> None:
+    report = trained.report(tmp_path / "run", teacher=True, baseline=True, prompts=("She was",), max_new_tokens=4)
+    found = report["evaluation"]
+    assert list(found["models"]) == [BEFORE, STUDENT, BASELINE, TEACHER]
+    student, before, baseline, teacher = (found["models"][name] for name in (STUDENT, BEFORE, BASELINE, TEACHER))
+    first = trained.progress.first_evaluation or {}
+    assert before["perplexity"] == pytest.approx(first["validation_perplexity"], rel=1e-5)
+    assert student["perplexity"] == pytest.approx(report["student_perplexity"], rel=1e-5)
+    assert teacher["perplexity"] == pytest.approx(report["teacher_perplexity"], rel=2e-3)
+    assert "kl" not in teacher and teacher["reliability"]
+    last = [line for line in lines(tmp_path / "run" / "baseline") if line["type"] == "evaluation"][-1]
+    assert baseline["perplexity"] == pytest.approx(last["validation_perplexity"], rel=1e-5)
+    assert len({before["kl"], student["kl"], baseline["kl"]}) == 3
+    assert student["kl"] < before["kl"], "it has learned something"
+    assert {name: len(each) for name, each in found["samples"].items()} == {STUDENT: 1, TEACHER: 1}
+    assert report["plots"] == [CURVES, RELIABILITY, CONTEXT]
+
+    page = render(report)
+    for name in (TEACHER, BEFORE, STUDENT, BASELINE):
+        assert f"\n| {name} |" in page
+    assert page.index(f"| {TEACHER} |") < page.index(f"| {BEFORE} |") < page.index(f"| {BASELINE} |")
+    assert f"| {student['kl']:.4f} |" in page and f"| {student['agreement']:.1%} |" in page
+    assert f"    {found['samples'][STUDENT][0]['text'].splitlines()[0]}" in page
+    phases = [event.data.get("phase") for event in trained.events if event.type == "stage"]
+    assert {"loading the teacher", "measuring on the held-out text"} <= set(phases)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_it_is_written_in_both_forms_and_the_student_s_card_has_the_pictures(trained: Trained, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    report = trained.report(run_dir)
+    (run_dir / "student").mkdir()
+    write_report(run_dir, report)
+    assert read_json(run_dir / "report.json") == report
+    assert (run_dir / "report.md").read_text(encoding="utf-8") == render(report)
+    for name in report["plots"]:
+        assert (run_dir / name).read_bytes() == (run_dir / "student" / name).read_bytes()
+    again = trained.report(tmp_path / "again")
+    assert again == report, "the same run, the same report"
+
+
+def test_no_pictures_where_none_are_wanted(trained: Trained, tmp_path: Path) -> None:
+    report = trained.report(tmp_path / "run", plots=False)
+    assert report["plots"] == [] and not list((tmp_path / "run").glob("*.png"))
+    assert "![" not in render(report)
+
+
+def test_without_a_run_there_is_what_the_records_tell(trained: Trained) -> None:
+    config, vocabulary = trained.config, vocabulary_size(trained.tokenizer)
+    report = make_report(config, trained.source, trained.student, trained.progress, vocabulary)
+    assert "evaluation" not in report and report["validation_kl"] > 0
+    assert f"| {STUDENT} | {report['student_perplexity']:,.2f} |" in render(report)
+
+
+# ---------------------------------------------------------------------- the page
+
+
+BARE: dict[str, Any] = {
+    "name": "x", "teacher": "t", "alpha": 0.1, "temperature": 1.0, "evaluation_temperature": 1.0, "steps": 2,
+    "kept_step": 2, "tokens": 10, "parameters": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"alpha": {"schedule": "linear", "start": 0.5, "end": 0.1}}, "50% to 10% of the weight on the hard labels."),
+        ({"temperature": 2.0}, "- Temperature: 2."),
+        (
+            {"temperature": {"mode": "lookahead"}, "temperature_at_end": 1.3254},
+            "- Temperature: learned (lookahead), 1.33 at the end.",
+        ),
+        ({"temperature": {"schedule": "cosine"}, "temperature_at_end": None}, "- Temperature: by schedule (cosine)."),
+        ({"validation_kl": 0.5, "evaluation_temperature": 2.0}, "KL(teacher ‖ student) at temperature 2 is 0.500 nats"),
+        ({"evaluation": {"models": {}, "tasks": {"arc": {"acc": 0.25}}}}, "| arc | acc | 0.2500 |"),
+    ],
+)
+def test_the_page_says(changes: dict[str, Any], line: str) -> None:
+    assert line in render(BARE | changes)
+    assert line not in render(BARE)
+
+
+def test_a_sample_cannot_break_the_page() -> None:
+    samples = {STUDENT: [{"prompt": "# a\n\n```", "text": "| b |\n<i>"}]}
+    page = render(BARE | {"evaluation": {"models": {}, "samples": samples}})
+    assert "\n    # a\n    \n    ```\n" in page and "\n    | b |\n    <i>\n" in page
+
+
+# ---------------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"kind": "train", "teacher": None, "loss": {"alpha": 1.0}, "evaluation": {"teacher": True}}, "teacher"),
+        (
+            {
+                "teacher": {"model": "m", "backend": "http", "url": "http://127.0.0.1:1/v1", "tokenizer": "t"},
+                "cache": {"profile": "topk"},
+                "evaluation": {"teacher": True},
+            },
+            "teacher",
+        ),
+        ({"kind": "precompute", "student": None, "train": None, "evaluation": {"baseline": True}}, "baseline"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused_by_its_field(
+    job: dict[str, Any], changes: dict[str, Any], pointer: str
+) -> None:
+    student = {"init": {"layers": 1, "hidden_size": 16, "tokenizer": job["teacher"]["model"]}}
+    asked = EvaluationConfig(**changes["evaluation"])
+    config = parse_config({**job, "student": student} | changes | {"evaluation": {}})
+    with pytest.raises(ConfigError) as caught:  # of a whole job it is refused when it is read
+        require_possible(config.model_copy(update={"evaluation": asked}))
+    assert [problem.pointer for problem in caught.value.problems] == [f"/evaluation/{pointer}"]
+    require_possible(parse_config(job))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(trained: Trained, tmp_path: Path) -> None:
+    assert trained.config.teacher is not None
+    stranger = shutil.copytree(trained.config.teacher.model, tmp_path / "stranger")
+    content = read_json(stranger / "tokenizer.json")
+    (stranger / "tokenizer.json").write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    other = trained.config.teacher.model_copy(update={"model": str(stranger)})
+    wanted = trained.config.evaluation.model_copy(update={"teacher": True, "plots": False})
+    config = trained.config.model_copy(update={"teacher": other, "evaluation": wanted})
+    run = Run(tmp_path, trained.tokenizer)
+    with pytest.raises(TokenizerMismatch, match="do not encode text alike"):
+        look_closer(config, trained.source, trained.student, run, with_start=False)
+
+
+def test_where_nothing_is_held_out_nothing_is_measured(trained: Trained, tmp_path: Path) -> None:
+    rows, _ = trained.source.read([0, 1])
+    source = PlainText(Corpus(rows, rows.select(slice(0, 0))))
+    wanted = trained.config.evaluation.model_copy(update={"teacher": True, "prompts": ("She was",)})
+    config = trained.config.model_copy(update={"evaluation": wanted})
+    run = Run(tmp_path, trained.tokenizer, trained_in=trained.run_dir)
+    found = look_closer(config, source, trained.student, run, with_start=True)
+    assert (found["evaluation"]["models"], found["evaluation"]["tokens"], found["plots"]) == ({}, 0, [CURVES])
+    page = render(BARE | found)
+    assert "held-out text" not in page and "## Samples" in page
+
+
+def test_a_closer_look_twice_sees_the_same(trained: Trained, tmp_path: Path) -> None:
+    wanted = trained.config.evaluation.model_copy(update={"teacher": True, "plots": False})
+    config = trained.config.model_copy(update={"evaluation": wanted})
+    first, second = (
+        look_closer(config, trained.source, trained.student, Run(tmp_path, trained.tokenizer), with_start=True)
+        for _ in range(2)
+    )
+    assert_same_facts(first, second, rel=0)
