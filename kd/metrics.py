@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kd.checks.verdict import Verdict
 from kd.files import write_text
 from kd.progress import Monitor, finite
 
@@ -15,8 +17,12 @@ class MetricsLog:
 
     def __init__(self, path: Path, monitor: Monitor, step: int) -> None:
         self._path, self._monitor = path, monitor
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.forget(step)
+
+    def forget(self, step: int) -> None:
+        """Drop what is of steps after ``step``: the run goes on from there."""
+        kept = [line for line in read_metrics(self._path) if line["step"] <= step]
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def training(self, **values: Any) -> None:
         """A training step's metrics."""
@@ -25,6 +31,19 @@ class MetricsLog:
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         """An evaluation's metrics."""
         self._write("evaluation", {"step": step, **values})
+
+    def temperature(self, step: int, values: dict[str, float | None]) -> None:
+        """Where a learned temperature stands, at every step."""
+        self._write("temperature", {"step": step, **values})
+
+    def layers(self, step: int, norms: dict[str, float]) -> None:
+        """The norm of the gradient in each group of layers."""
+        self._write("layers", {"step": step, "grad_norms": norms})
+
+    def verdicts(self, step: int, verdicts: Iterable[Verdict]) -> None:
+        """What checks found; as events, these are the checks'."""
+        for verdict in verdicts:
+            self._write("check", {"step": step, **verdict.to_json()})
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:

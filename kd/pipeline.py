@@ -7,7 +7,7 @@
     capture      tokens, teacher          records in a sealed cache        kd/teacher.py, kd/sampling.py, cache/
     batch        cache                    Batch                            kd/batches.py
     train        batches                  student                          kd/train.py, kd/losses.py
-    report       student, held-out text   report.json, report.md           kd/evaluate.py, kd/report.py
+    report       student, held-out text   report.json, report.md, plots    kd/evaluate.py, kd/evaluation, kd/report.py
 
 Knows nothing of HTTP, Redis or Celery. Each stage is idempotent: called again with the same folders it uses the
 sealed cache and goes on from the newest checkpoint, so a job that runs twice finishes once.
@@ -18,8 +18,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from cache.profiles import unserved
@@ -30,16 +28,19 @@ from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
 from kd.data import load_corpus
 from kd.errors import ConfigError, Problem
+from kd.evaluation.baseline import starting_student
+from kd.evaluation.closer import Run, require_possible
 from kd.files import read_json, whole_folder, write_json
 from kd.precision import Precision, pick_device
 from kd.progress import SILENT, Monitor
 from kd.report import make_report, write_report
-from kd.student import save_dtype, save_student, write_provenance
+from kd.search.trials import search_students
+from kd.student import load_saved, save_dtype, save_student, write_provenance
 from kd.teacher import CachedRecords, Plan, capture, make_plan
 from kd.train import required, train
 from kd.validate import check_inputs
 
-ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl")
+ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
 
 
 def distill(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
@@ -51,13 +52,16 @@ def distill(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SIL
 
 
 def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
-    """Run one stage, ``precompute`` or ``train``; ``home`` holds the caches, ``run_dir`` is the job's own."""
+    """Run one stage of the job; ``home`` holds the caches, ``run_dir`` is the job's own."""
     if problems := check_inputs(config, Path(), home):
         raise ConfigError(problems)
+    require_possible(config)
+    if config.train is not None:  # what the device cannot do is refused before a teacher is read
+        Precision.choose(config.train.precision, pick_device(), config.train.tf32)
     models.hide_progress_bars()
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     monitor.emit("stage", stage=stage, phase="loading data")
-    run = precompute if stage == "precompute" else train_student
+    run = {"precompute": precompute, "train": train_student, "search": search}[stage]
     return run(config, home, run_dir, monitor)
 
 
@@ -69,24 +73,29 @@ def precompute(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
     return {"cache": summary}
 
 
+def search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Train many students from the sealed cache, to find the settings that suit it best."""
+    return search_students(config, home, run_dir, monitor, train_student)
+
+
 def train_student(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Train the student from the sealed cache (or on plain text), save it and report."""
     tokenizer, source = open_source(config, home, run_dir, monitor)
     config = cut_as(source, config)
     options, vocabulary = required(config.train), models.vocabulary_size(tokenizer)
-    torch.manual_seed(options.seed)
-    student = models.build_student(config.student, tokenizer, config.data.sequence_length)
+    student = starting_student(config, tokenizer)
     monitor.emit("stage", stage="train", phase="training")
     progress = train(config, source, student, vocabulary, run_dir, monitor)
 
     monitor.emit("stage", stage="train", phase="saving")
-    nn.Module.to(student, save_dtype(options, Precision.choose(options.precision, pick_device())))
+    precision = Precision.choose(options.precision, pick_device(), options.tf32)
     with whole_folder(run_dir / "student") as folder:
-        save_student(student, tokenizer, folder)
-        report = make_report(config, source, models.load(folder, torch.float32), progress, vocabulary)
+        save_student(student, tokenizer, folder, config.student, save_dtype(options, precision))
+        run = Run(run_dir, tokenizer, monitor)
+        report = make_report(config, source, load_saved(folder), progress, vocabulary, run)
         write_provenance(folder, config, report)
     write_report(run_dir, report)
-    artifacts = {name: str(run_dir / name) for name in ARTIFACTS}
+    artifacts = {name: str(run_dir / name) for name in (*ARTIFACTS, *report["plots"])}
     for name, path in artifacts.items():
         monitor.emit("artifact", name=name, path=path)
     return {"artifacts": artifacts, "report": report}
@@ -134,8 +143,13 @@ def require_served(config: JobConfig, store: Cache) -> None:
     """Raise ``ConfigError`` if the records cannot serve the loss: a job that names a sealed cache learns it here."""
     codec = store.identity.codec
     span = (codec.temperatures[0], codec.temperatures[1]) if codec.temperatures else None
-    if why := unserved(codec.profile, span, temperature=config.loss.temperature):
-        raise ConfigError([Problem("/loss/temperature", why + ".", f"See `kd cache info {store.folder.name}`.")])
+    for temperature in config.loss.temperatures:
+        if why := unserved(codec.profile, span, config.loss.divergence, temperature):
+            raise ConfigError([Problem("/loss", why + ".", f"See `kd cache info {store.folder.name}`.")])
+    if config.loss.features.weight > 0 and codec.profile != "hidden":
+        raise ConfigError(
+            [Problem("/loss/features", f"profile {codec.profile} keeps no hidden states.", "Use hidden.")]
+        )
 
 
 def cut_as(source: Source, config: JobConfig) -> JobConfig:

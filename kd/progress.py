@@ -6,9 +6,14 @@ supervisor, nobody) is not the run's business.
     type         data
     stage        {phase, and stage where it is known}               what is being done now
     progress     {done, total, unit, fraction, eta_seconds, tokens_per_second}
-    metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, learning_rate, grad_norm}
+    metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, alpha, learning_rate, grad_norm}
+    temperature  {step, temperature, temperature_gradient, temperature_margin}, where it is learned
+    layers       {step, grad_norms by group of layers}
+    check        {step, check, ok, message, remedy, facts}
+    profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement}
     cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused}
+    trial        {number, state, values, loss, why}, of a search
     checkpoint   {step, path}
     artifact     {name, path}
     warning      {message}

@@ -1,7 +1,8 @@
 """The training loop: batches -> loss -> step, flat, top to bottom, no callbacks.
 
-Everything that happens in a step is in ``train``. What it needs is made by the functions below it, in the order of
-use. State lives in a checkpoint; called again with the same folder the loop goes on from the newest whole one.
+Everything that happens in a step is in ``train``. What it needs is made by the functions below it and by the levers
+(``kd/levers``), in the order of use. State lives in a checkpoint; called again with the same folder the loop goes on
+from the newest whole one.
 """
 
 from __future__ import annotations
@@ -9,24 +10,47 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel, get_scheduler
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kd import checkpoint
-from kd.batches import Source, training_batches
+from kd.batches import Batch, Source, Waited, training_batches
 from kd.checkpoint import Progress, TrainState
+from kd.checks.gradients import gradients, layer_norms
+from kd.checks.initial import initial_loss
+from kd.checks.nonfinite import locate_nonfinite
+from kd.checks.parity import parity
+from kd.checks.verdict import Verdict
+from kd.checks.watch import Seconds, Watch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
-from kd.errors import TrainingError
-from kd.evaluate import evaluate
-from kd.losses import distillation_loss
+from kd.diagnostics.stopwatch import Stopwatch, flops_per_token, utilisation
+from kd.diagnostics.trace import Trace
+from kd.diagnostics.trackers import Trackers, telling
+from kd.errors import ConfigError, Problem, TrainingError
+from kd.evaluate import evaluate, evaluation_temperature
+from kd.files import write_json
+from kd.levers.averaging import Averager, serve, serving
+from kd.levers.checkpointing import checkpoint_activations
+from kd.levers.compiling import CompileReport, compile_student
+from kd.levers.features import Features
+from kd.levers.fitting import fitting, memory_errors, rehearse, resized
+from kd.levers.lookahead import LookAhead
+from kd.levers.memory import estimate_memory, free_memory, optimizer_bytes, peak_memory, reset_peak_memory
+from kd.levers.optimizers import make_optimizer
+from kd.levers.ramps import ramp_value
+from kd.levers.schedules import make_scheduler
+from kd.levers.temperature import Seen, TemperatureControl
+from kd.losses import LossTerms, Objective, distillation_loss
 from kd.metrics import MetricsLog
 from kd.models import head_of, require_context, require_document_isolation
-from kd.precision import Precision, pick_device, target_hidden_states
+from kd.precision import Precision, ScalerWatch, pick_device, target_hidden_states
 from kd.progress import Meter, Monitor
 from kd.targets import TargetDecoder
 
@@ -36,114 +60,213 @@ def train(
 ) -> Progress:
     """Train ``student`` in place on ``source``; returns where it ended. ``student`` holds the final (or best) weights.
 
-    Raises ``TrainingError`` on a NaN loss and ``Interrupted`` after a checkpoint when asked to stop.
+    Raises ``TrainingError`` where the loss is not finite, spikes too often, differs from a dense one or finds no
+    memory, and ``Interrupted`` after a checkpoint when asked to stop.
     """
-    options, alpha = required(config.train), config.loss.alpha
-    device, precision = pick_device(), Precision.choose(options.precision, pick_device())
+    options, checks, device = required(config.train), config.checks, pick_device()
+    precision = Precision.choose(options.precision, device, options.tf32)
     folder, steps = run_dir / "checkpoints", total_steps(options, source.train_count)
+    trackers = Trackers(config, options.report_to, run_dir, monitor)
+    monitor = telling(monitor, trackers)
 
-    # ---- model, optimiser, schedule
+    # ---- student
     nn.Module.to(student, device)
     require_context(student, config.data.sequence_length)
     head = head_of(student, vocabulary)
-    decoder = TargetDecoder.of(source, config.loss.temperature, device)
     if config.data.packing:
         require_document_isolation(student)
-    forward = prepare_forward(student, options)
-    optimizer = make_optimizer(student, options, device)
+    memory = estimate_memory(student, options, config.data.sequence_length, vocabulary, precision)
+    if warning := memory.warning(free_memory(device)):
+        monitor.emit("warning", message=warning)
+    checkpoint_activations(student, options.gradient_checkpointing)
+    compilation = compile_student(student, options.compile)
+
+    # ---- loss
+    objective, decoder = Objective.of(config.loss), TargetDecoder.of(source, device)
+    require_served(config, decoder)
+    temperature = TemperatureControl.of(config.loss.temperature, steps)
+    features = None
+    if config.loss.features.weight > 0 and decoder.head is not None:
+        features = Features.of(config.loss.features, head.weight.shape[1], decoder.head.weight.shape[1]).to(device)
+
+    def losses(batch: Batch, alpha: float, T: float | Tensor) -> LossTerms:
+        with clock.phase("forward"):
+            hidden_ND = target_hidden_states(student, batch, precision)
+        with clock.phase("head"):
+            targets = decoder.targets(batch.gold_N, batch.teacher, T)
+            terms = distillation_loss(hidden_ND, head, targets, objective.at(alpha), options.logits_chunk)
+            return terms if features is None else replace(terms, total=terms.total + features(hidden_ND, targets))
+
+    def rehearsal(batch: Batch) -> Tensor:
+        return losses(batch.to(device), ramp_value(config.loss.alpha, 0, steps), temperature.value(0)).total
+
+    def parity_now() -> Verdict:
+        batch = next(iter(training_batches(source, options, range(progress.step, progress.step + 1))))[0].to(device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            hidden_ND = target_hidden_states(student, batch, precision)
+        alpha, T = ramp_value(config.loss.alpha, progress.step, steps), temperature.at(progress.step)
+        targets = decoder.targets(batch.gold_N, batch.teacher, T)
+        return parity(hidden_ND, head, targets, objective.at(alpha), checks.parity_tokens)
+
+    # ---- optimiser, schedule, and all that a checkpoint holds
+    clock, trace = Stopwatch(device), Trace(run_dir / "trace.json", options.trace_steps)
+    optimizer = make_optimizer(student, features.parameters() if features else (), options, device)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     scheduler = make_scheduler(optimizer, options, steps)
     scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
-    progress = Progress()
-    state = TrainState(student, optimizer, scheduler, scaler, progress)
+    average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
+    parts = {"temperature": temperature if temperature.learned else None, "features": features, "average": average}
+    extras: dict[str, nn.Module] = {name: part for name, part in parts.items() if part is not None}
+    progress, watch = Progress(), Watch(config)
+    state = TrainState(student, optimizer, scheduler, scaler, progress, extras)
+    identity = resume_identity(config, source)
 
     # ---- resume
     torch.manual_seed(options.seed)
-    identity = resume_identity(config, source)
     for problem in checkpoint.load_newest(folder, state, identity):
         monitor.emit("warning", message=problem)
-    last = progress.step if ran_out_of_patience(progress, options) else steps
+    if options.auto_batch:
+        options = fitted(options, source, state, rehearsal, monitor)
+    ahead = None
+    if temperature.follows_held_out:
+        ahead = LookAhead(student, head, source, decoder, options.batch_size, precision, device)
+    watch.restore(progress.watch)
+    scale_watch = ScalerWatch(**progress.scale_watch)
     log = MetricsLog(run_dir / "metrics.jsonl", monitor, progress.step)
     meter = Meter(steps, "steps", done=progress.step)
-    batches = training_batches(
-        source, options.batch_size, options.gradient_accumulation_steps, options.seed, range(progress.step, last)
-    )
+    reset_peak_memory(device)
 
     def evaluate_now() -> dict[str, Any]:
-        found = evaluate(forward, head, source, decoder, options.batch_size, precision, device)
+        with clock.phase("evaluation"), serving(student, optimizer, average):
+            at = evaluation_temperature(config.loss)
+            found = evaluate(student, head, source, decoder, options.batch_size, precision, device, at)
         log.evaluation(progress.step, found)
+        log.verdicts(progress.step, watch.after_evaluation(found))
         return found
 
     if progress.first_evaluation is None:
         progress.first_evaluation = evaluate_now()
+    if checks.parity_tokens:
+        verdict = parity_now()
+        if progress.step == 0:  # a resumed run checks again, but its history has no second line of it
+            log.verdicts(0, [verdict])
+        verdict.require()
 
-    for micro_batches in batches:
-        began = time.monotonic()
-        # ---- forward and backward over the micro-batches; the mean is over the tokens of all of them
-        student.train()
-        count = sum(len(batch) for batch in micro_batches)
-        sums = torch.zeros(3, device=device, dtype=torch.float64)
-        for batch in micro_batches:
-            batch = batch.to(device)
-            hidden_ND = target_hidden_states(forward, batch, precision)
-            targets = decoder.targets(batch.gold_N, batch.teacher)
-            terms = distillation_loss(hidden_ND, head, targets, alpha)
-            scaler.scale(terms.total / max(count, 1)).backward()
-            sums += torch.stack([terms.total.detach(), terms.kd, terms.ce]).double()
-        loss, kd_loss, ce_loss = (sums / max(count, 1)).tolist()
+    while progress.step < steps and not ran_out_of_patience(progress, options):  # once, and after each roll-back
+        batches = Waited(training_batches(source, options, range(progress.step, steps)))
+        for micro_batches in batches:
+            began, step = time.monotonic(), progress.step
+            clock.add("data", batches.last)
+            alpha, T = ramp_value(config.loss.alpha, step, steps), temperature.at(step)
 
-        # ---- step
-        scaler.unscale_(optimizer)
-        grad_norm = float(nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm or math.inf))
-        # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no error.
-        if not math.isfinite(loss if precision.scales_loss else loss + grad_norm):
-            raise TrainingError(
-                f"At step {progress.step + 1} the loss is {loss} and the gradient's norm {grad_norm}.",
-                "The last checkpoint is whole. Lower train.learning_rate, add warmup_steps, or use precision fp32.",
-            )
-        learning_rate = scheduler.get_last_lr()[0]
-        scaler.step(optimizer)
-        scale = scaler.get_scale()
-        scaler.update()
-        if scaler.get_scale() >= scale:  # it falls where the gradients overflowed and the step was skipped
-            scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
-        progress.step += 1
-        progress.tokens += count
-        progress.seconds += time.monotonic() - began
+            # ---- forward and backward over the micro-batches; the mean is over the tokens of all of them
+            student.train()
+            count = max(sum(len(batch) for batch in micro_batches), 1)
+            sums = torch.zeros(4, device=device, dtype=torch.float64)
+            with memory_errors(options, str(memory)):
+                for batch in (micro_batch.to(device) for micro_batch in micro_batches):
+                    terms = losses(batch, alpha, T)
+                    with clock.phase("backward"):
+                        scaler.scale(terms.total / count).backward()
+                    sums += torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double()
+            loss, kd_loss, ce_loss, entropy = (sums / count).tolist()
 
-        # ---- report
-        monitor.emit("progress", **meter.advance(1, count))
-        if progress.step % options.logging_steps == 0 or progress.step == steps:
-            log.training(
-                step=progress.step,
-                loss=loss,
-                kd_loss=kd_loss if source.has_records else None,
-                ce_loss=ce_loss,
-                perplexity=perplexity(ce_loss),
-                temperature=config.loss.temperature,
-                learning_rate=learning_rate,
-                grad_norm=grad_norm,
-                tokens=progress.tokens,
-            )
+            # ---- is it sound?
+            scale = float(scaler.get_scale())
+            scaler.unscale_(optimizer)
+            reporting = (step + 1) % options.logging_steps == 0 or step + 1 == steps
+            layers = layer_norms(student) if reporting else {}
+            grad_norm = float(nn.utils.clip_grad_norm_(trained, options.max_grad_norm or math.inf))
+            # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no error.
+            if not math.isfinite(loss if precision.scales_loss else loss + grad_norm):
+                raise not_finite(step + 1, loss, grad_norm, locate_nonfinite(student, batch, precision), folder)
+            if step == 0:
+                log.verdicts(step, first_verdicts(config, student, ce_loss, vocabulary, precision.scales_loss))
+            if watch.spike(loss, ce_loss):
+                verdict = watch.spiked(step + 1, loss, progress.rollbacks, newest(folder))
+                if verdict.ok:
+                    go_back(folder, state, identity, watch)
+                    log.forget(progress.step)
+                    meter.done = progress.step
+                log.verdicts(progress.step, [verdict])
+                if verdict.ok:
+                    break
+                if newest(folder) is not None:  # without one there is nothing to fail with: the run goes on
+                    verdict.require()
 
-        # ---- evaluate, save, stop
-        improved = False
-        if progress.step % options.eval_steps == 0 or progress.step == steps:
-            improved = note_evaluation(progress, evaluate_now())
-        exhausted = ran_out_of_patience(progress, options)
-        keep_best = improved and options.early_stopping_patience is not None
-        stopping = monitor.should_stop()
-        if progress.step % options.save_steps == 0 or progress.step == steps or keep_best or exhausted or stopping:
-            path = checkpoint.save(folder, state, identity)
-            checkpoint.prune(folder, options.save_total_limit, best_step(progress, options))
-            monitor.emit("checkpoint", step=progress.step, path=str(path))
-        if exhausted:
-            break
-        if stopping and progress.step < steps:
-            monitor.check(f"at step {progress.step} of {steps}")
+            # ---- step
+            learning_rate = scheduler.get_last_lr()[0]
+            slope = ahead.slope(temperature, step, objective) if ahead is not None else None
+            with memory_errors(options, str(memory)), clock.phase("optimizer"):  # the first step makes its state
+                scaler.step(optimizer)
+                taken = scale_watch.update(scaler, step + 1)
+            if taken:  # else the gradients overflowed and the step was skipped
+                scheduler.step()
+                temperature.step(step, Seen(kd_loss, entropy, slope, scale))
+                if average is not None:
+                    average.update()
+            optimizer.zero_grad(set_to_none=True)
+            progress.step += 1
+            progress.tokens += count
+            progress.seconds += time.monotonic() - began
 
-    if (step := best_step(progress, options)) is not None:
-        checkpoint.load_model(folder / f"step-{step:08d}", student)
+            # ---- report
+            monitor.emit("progress", **meter.advance(1, count))
+            alarms = watch.after_step(loss, ce_loss, grad_norm, Seconds(batches.last, time.monotonic() - began))
+            log.verdicts(progress.step, alarms)
+            for alarm in (temperature.alarm(), scale_watch.alarm()):
+                if alarm is not None:
+                    monitor.emit("warning", message=alarm)
+            if temperature.learned:
+                log.temperature(progress.step, temperature.report())
+            if reporting:
+                log.training(
+                    step=progress.step,
+                    loss=loss,
+                    kd_loss=kd_loss if source.has_records else None,
+                    ce_loss=ce_loss,
+                    perplexity=perplexity(ce_loss),
+                    alpha=alpha,
+                    learning_rate=learning_rate,
+                    grad_norm=grad_norm,
+                    tokens=progress.tokens,
+                    **temperature.report(),
+                )
+                log.layers(progress.step, layers)
+
+            # ---- evaluate, save, stop
+            improved = False
+            if progress.step % options.eval_steps == 0 or progress.step == steps:
+                improved = note_evaluation(progress, evaluate_now())
+            exhausted = ran_out_of_patience(progress, options)
+            keep_best = improved and options.early_stopping_patience is not None
+            stopping = monitor.should_stop()
+            if progress.step % options.save_steps == 0 or progress.step == steps or keep_best or exhausted or stopping:
+                with clock.phase("checkpoint"):
+                    progress.watch, progress.scale_watch = watch.state(), asdict(scale_watch)
+                    path = checkpoint.save(folder, state, identity)
+                    checkpoint.prune(folder, options.save_total_limit, best_step(progress, options))
+                monitor.emit("checkpoint", step=progress.step, path=str(path))
+            # ---- the first step tells what was compiled, some later ones where the time goes
+            if compilation is not None:
+                log.verdicts(progress.step, [compiled(compilation.report())])
+                compilation = None
+            if (written := trace.step()) is not None:
+                monitor.emit("artifact", name=written.name, path=str(written))
+            if exhausted:
+                break
+            if stopping and progress.step < steps:
+                monitor.check(f"at step {progress.step} of {steps}")
+
+    # ---- leave the weights in the student that are to be saved
+    trace.close()
+    trackers.finish()
+    if meter.tokens:  # a run that finds everything done leaves the profile of the one that did it
+        flops = flops_per_token(student, vocabulary, config.data.sequence_length)
+        write_profile(run_dir, clock, progress, monitor, flops)
+    if (kept := best_step(progress, options)) is not None:
+        checkpoint.load_weights(folder / f"step-{kept:08d}", state)
+    serve(student, optimizer, average)
     return progress
 
 
@@ -164,40 +287,77 @@ def total_steps(options: TrainConfig, sequences: int) -> int:
     return max(1, math.ceil(options.epochs * sequences / (options.batch_size * options.gradient_accumulation_steps)))
 
 
-def prepare_forward(student: PreTrainedModel, options: TrainConfig) -> nn.Module:
-    """The module to call for hidden states, checkpointed and compiled as configured; it shares the weights."""
-    if options.gradient_checkpointing:
-        # transformers 5 gave the method a new name; both are the same.
-        enable = getattr(student, "activation_checkpointing_enable", student.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    if options.compile:
-        student.base_model.compile()
-    return student
+def require_served(config: JobConfig, decoder: TargetDecoder) -> None:
+    """Raise ``ConfigError`` where the records cannot serve the loss at every temperature it may come to."""
+    if not config.needs_cache:
+        return
+    try:
+        decoder.require(Objective.of(config.loss), *config.loss.temperatures)
+    except ValueError as error:
+        raise ConfigError([Problem("/loss", str(error), "See `kd cache info` for what a cache holds.")]) from error
 
 
-def make_optimizer(student: nn.Module, options: TrainConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU; weight decay on matrices only, for decaying norms and biases only shrinks their scale."""
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(
-        groups, lr=options.learning_rate, betas=betas, eps=options.adam_epsilon, fused=device.type == "cuda"
+def fitted(
+    options: TrainConfig, source: Source, state: TrainState, loss: Callable[[Batch], Tensor], monitor: Monitor
+) -> TrainConfig:
+    """``options`` with the largest micro-batch that fits, or was found to; a step has as many sequences."""
+    if state.progress.batch_size is not None:
+        return resized(options, state.progress.batch_size)
+    student: Any = state.model
+
+    def attempt(smaller: TrainConfig) -> None:
+        whole = smaller.model_copy(update={"order": "shuffled"})  # batches by length are cut to their text
+        batch = next(iter(training_batches(source, whole, range(1))))[0]
+        reserve = optimizer_bytes(student, smaller)
+        rehearse(lambda: loss(batch), [student, *state.extras.values()], reserve, student.device)
+
+    found = fitting(options, attempt)
+    if found != options:
+        monitor.emit("warning", message=f"batch_size {options.batch_size} does not fit: {found.batch_size} is used.")
+    state.progress.batch_size = found.batch_size
+    return found
+
+
+def first_verdicts(
+    config: JobConfig, student: PreTrainedModel, ce_loss: float, vocabulary: int, scaled: bool
+) -> list[Verdict]:
+    """What the first backward pass shows of student and loss."""
+    verdicts, fresh = [], config.student is not None and config.student.init is not None
+    if config.checks.initial_loss:
+        verdicts.append(initial_loss(ce_loss, vocabulary, fresh))
+    if config.checks.gradients:
+        verdicts.append(gradients(student, scaled))
+    return verdicts
+
+
+def compiled(report: CompileReport) -> Verdict:
+    """A graph that breaks is no error, but it is slower than it looks."""
+    facts = {"graphs": report.graphs, "breaks": list(report.breaks)}
+    remedy = "" if not report.breaks else "See TORCH_LOGS=graph_breaks for where."
+    return Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
+
+
+def not_finite(step: int, loss: float, grad_norm: float, where: str, checkpoints: Path) -> TrainingError:
+    """The error of a run that diverged: where the first NaN is, and what is left to go on from."""
+    kept = newest(checkpoints)
+    return TrainingError(
+        f"At step {step} the loss is {loss} and the gradient's norm {grad_norm}. {where}",
+        f"The last good checkpoint is {kept}. " * (kept is not None)
+        + "Lower train.learning_rate, add warmup_steps, or use precision fp32.",
     )
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, options: TrainConfig, steps: int) -> Any:
-    """The named schedule of ``transformers.get_scheduler``."""
-    extra = {key: int(value) if value == int(value) else value for key, value in options.lr_scheduler_kwargs.items()}
-    try:
-        return get_scheduler(options.lr_scheduler_type, optimizer, options.warmup_steps, steps, extra)
-    except (TypeError, ValueError) as error:
-        raise TrainingError(
-            f"lr_scheduler_type {options.lr_scheduler_type} cannot be made with lr_scheduler_kwargs {extra}: {error}",
-            "Set train.lr_scheduler_kwargs to what the schedule needs.",
-        ) from error
+def newest(checkpoints: Path) -> Path | None:
+    """The newest checkpoint, if there is one."""
+    return next(reversed(checkpoint.list_checkpoints(checkpoints)), None)
+
+
+def go_back(checkpoints: Path, state: TrainState, identity: str, watch: Watch) -> None:
+    """Go on from the newest whole checkpoint with half the learning rate; saved, so that a stop does not forget it."""
+    state.optimizer.zero_grad(set_to_none=True)
+    checkpoint.roll_back(checkpoints, state, identity)
+    watch.restore(state.progress.watch)
+    checkpoint.save(checkpoints, state, identity)
 
 
 def perplexity(loss: float) -> float:
@@ -230,11 +390,28 @@ def best_step(progress: Progress, options: TrainConfig) -> int | None:
     return progress.best_step if options.early_stopping_patience is not None and progress.best_step else None
 
 
+def write_profile(run_dir: Path, clock: Stopwatch, progress: Progress, monitor: Monitor, flops: float) -> None:
+    """profile.json: where this process spent its time, and how well it used its device."""
+    rate = progress.tokens / progress.seconds if progress.seconds else 0.0
+    profile = {
+        "phases": [phase.to_json() for phase in clock.table()],
+        "tokens_per_second": rate,
+        "mfu": utilisation(rate, flops, clock.device),
+        "peak_memory_bytes": peak_memory(clock.device),
+    }
+    write_json(run_dir / "profile.json", profile)
+    monitor.emit("profile", **profile)
+
+
 def resume_identity(config: JobConfig, source: Source) -> str:
     """What must be equal for a checkpoint to be resumed: all that shapes the weights, and nothing that does not."""
-    free = {"logging_steps", "save_steps", "save_total_limit"}
+    free = {
+        "logging_steps", "save_steps", "save_total_limit", "report_to", "trace_steps", "dataloader_num_workers",
+        "dataloader_prefetch_factor", "dataloader_pin_memory", "save_dtype",
+    }  # fmt: skip
+    cut_from_teacher = config.student is not None and config.student.from_teacher is not None
     content = [
-        config.model_dump_json(include={"student", "loss"}),
+        config.model_dump_json(include={"student", "loss"} | ({"teacher"} if cut_from_teacher else set())),
         required(config.train).model_dump_json(exclude=free),
         str(source.identity),
     ]
