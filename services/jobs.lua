@@ -10,6 +10,8 @@
 --
 -- kd:job:{id}           hash    the record: the truth about a job; nested values as JSON under dotted names
 -- kd:job:{id}:events    stream  type and data (JSON) of what happened, about the last 10 000
+-- kd:job:{id}:study     list    of a search: the journal of its Optuna study, one JSON line each
+-- kd:job:{id}:trials    hash    of a search: number of a trial -> id of its job, whose 'parent' is the search
 -- kd:jobs               zset    every job, by time of creation
 -- kd:open               zset    the queued and running ones, by time of creation
 -- kd:leases             zset    the running ones, by the time at which their lease ends
@@ -19,6 +21,7 @@
 --
 -- Fencing: claim hands out the next fence; whoever shows an older one is told "fenced" and changes nothing.
 -- Attempts: a claim starts a new one only where the last one died ('fresh'); a clean stop is the same attempt.
+-- A search is driven by the reconciler of an API, with a claim like any other; with it end the trials that are open.
 -- Times are milliseconds of this server's clock. Commands are those of Redis 6.2. No cluster: keys are computed.
 
 local DAY = 24 * 60 * 60
@@ -45,6 +48,10 @@ local function describe(id)
   return string.format('{"status":"%s","stage":"%s","attempt":%s,"error":%s}', unpack(fields))
 end
 
+local function expire_later(id, ...)
+  for _, part in ipairs({...}) do redis.call('EXPIRE', key(id) .. part, 30 * DAY) end
+end
+
 local function move(id, status, ...)
   set(id, 'status', status, ...)
   if status ~= 'running' then redis.call('ZREM', 'kd:leases', id) end
@@ -52,7 +59,8 @@ local function move(id, status, ...)
   if TERMINAL[status] then
     set(id, 'finished_at', now)
     redis.call('ZREM', 'kd:open', id)
-    redis.call('EXPIRE', key(id) .. ':events', 30 * DAY)
+    for _, trial in ipairs(redis.call('HVALS', key(id) .. ':trials')) do transitions.cancel(trial) end
+    expire_later(id, ':events', ':study', ':trials')
   end
   emit(id, 'status', describe(id))
   return status
@@ -173,7 +181,8 @@ end
 function transitions.expire(failure, limit)
   local ids = redis.call('ZRANGEBYSCORE', 'kd:leases', '-inf', now, 'LIMIT', 0, 100)
   for _, id in ipairs(ids) do
-    died(id, failure, limit)
+    -- Whoever drove a search held nothing that could be lost: the next one goes on, and no attempt died.
+    if get(id, 'stage') == 'search' then requeue(id) else died(id, failure, limit) end
     redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
   end
   return ids
@@ -191,6 +200,22 @@ function transitions.hints(stage, age)
     end
   end
   return ids
+end
+
+-- journal(id, fence, line, ...) -> go | fenced: adds to a search's study
+function transitions.journal(id, fence, ...)
+  if not holds(id, fence) then return 'fenced' end
+  redis.call('RPUSH', key(id) .. ':study', ...)
+  return 'go'
+end
+
+-- trial(id, fence, number, new_id, field, value, ...) -> the id of the trial's job, which is made once | fenced
+function transitions.trial(id, fence, number, new, ...)
+  if not holds(id, fence) then return 'fenced' end
+  if redis.call('HSETNX', key(id) .. ':trials', number, new) == 1 then
+    transitions.create(new, '', '', 'parent', id, ...)
+  end
+  return redis.call('HGET', key(id) .. ':trials', number)
 end
 
 return transitions[ARGV[1]](unpack(ARGV, 2))

@@ -132,10 +132,9 @@ class JobStore:
 
     def create(self, config: JobConfig, idempotency_key: str | None = None) -> Created:
         """Accept a job and queue its first stage; the same key with the same body gives the same job."""
-        body = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+        body = _body(config)
         key_sha = _sha256(idempotency_key) if idempotency_key else ""
-        fields = {"kind": config.kind, "name": config.name, "stage": config.stages[0], "config": body}
-        outcome, job_id = self._transition("create", new_id(), key_sha, _sha256(body), *_flat(fields))
+        outcome, job_id = self._transition("create", new_id(), key_sha, _sha256(body), *_flat(_new(config)))
         return Created(outcome, job_id)
 
     def cancel(self, job_id: str) -> bool:
@@ -205,6 +204,33 @@ class JobStore:
         """Put the stage back because its process died; the job fails with ``error`` at ``max_attempts``."""
         return cast(str, self._transition("fail_attempt", claim.id, claim.fence, json.dumps(error), max_attempts))
 
+    # -- from who drives a search
+
+    def journal(self, job_id: str, start: int) -> list[dict[str, Any]]:
+        """The lines of a search's study from number ``start`` on."""
+        lines = cast(list[str], self.redis.lrange(f"kd:job:{job_id}:study", start, -1))
+        return [json.loads(line) for line in lines]
+
+    def add_to_journal(self, claim: Claim, lines: Iterable[Mapping[str, Any]]) -> str:
+        """Add lines to the study of a search, all or none."""
+        return cast(str, self._transition("journal", claim.id, claim.fence, *map(json.dumps, lines)))
+
+    def create_trial(self, claim: Claim, number: int, config: JobConfig) -> str:
+        """Accept the job of a trial, once, however often it is asked for; returns its id, or "fenced"."""
+        head = (claim.id, claim.fence, number, new_id())
+        return cast(str, self._transition("trial", *head, *_flat(_new(config))))
+
+    def trials(self, job_id: str) -> dict[int, str]:
+        """The jobs of a search's trials, by number."""
+        found = cast(dict[str, str], self.redis.hgetall(f"kd:job:{job_id}:trials"))
+        return {int(number): trial for number, trial in found.items()}
+
+    def events(self, job_id: str, kind: str, after: str = "-") -> tuple[str, list[dict[str, Any]]]:
+        """The events of a kind since stream id ``after``, and the id to ask for next."""
+        entries: Any = self.redis.xrange(f"kd:job:{job_id}:events", after if after == "-" else f"({after}")
+        found = [json.loads(fields["data"]) for _, fields in entries if fields["type"] == kind]
+        return entries[-1][0] if entries else after, found
+
     # -- from the reconciler
 
     def now_ms(self) -> int:
@@ -223,6 +249,19 @@ class JobStore:
     def workers(self) -> list[str]:
         """Ids of the workers that have shown a sign of life."""
         return [key.removeprefix("kd:worker:") for key in self.redis.scan_iter("kd:worker:*", count=1000)]
+
+    def workers_of(self, stage: str) -> int:
+        """How many of them work on a stage."""
+        states = [self.redis.get(f"kd:worker:{worker}") for worker in self.workers()]
+        return sum(stage in json.loads(cast(str, state))["queues"] for state in states if state)
+
+
+def _body(config: JobConfig) -> str:
+    return json.dumps(config.model_dump(mode="json"), sort_keys=True)
+
+
+def _new(config: JobConfig) -> dict[str, str]:
+    return {"kind": config.kind, "name": config.name, "stage": config.stages[0], "config": _body(config)}
 
 
 def _claim(reply: list[Any] | None) -> Claim | None:

@@ -1,4 +1,7 @@
-"""Mends what a crash left behind: hints that were lost, and leases that nobody renews. Safe in many copies."""
+"""Mends what a crash left behind: hints that were lost, and leases that nobody renews. Drives searches, too.
+
+Safe in many copies.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from redis.exceptions import RedisError
 
 from services.jobs import JobStore
 from services.queue import publish
+from services.search import Searches
 from services.settings import STAGES, Settings
 
 INTERVAL_SECONDS = 1.0
@@ -23,6 +27,7 @@ class Reconciler:
 
     def __init__(self, store: JobStore, app: Celery, settings: Settings) -> None:
         self._store, self._app, self._settings = store, app, settings
+        self._searches = Searches(store, app, settings)
         self._contact_since: int | None = None
         self._last_contact = 0
 
@@ -46,6 +51,7 @@ class Reconciler:
         if self._has_watched_a_whole_lease():
             for job_id in self._store.expire(self._settings.max_attempts):
                 log.warning("%s: its lease ran out", job_id)
+        self._searches.step()
 
     def _has_watched_a_whole_lease(self) -> bool:
         """Whether every worker alive had a whole lease time to beat in.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Kind = Literal["distill", "precompute", "train"]
+Kind = Literal["distill", "precompute", "train", "search"]
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
@@ -68,8 +68,9 @@ class Job(View):
     id: str = Field(description="Sorts by time of creation.")
     kind: Kind
     name: str = Field(description="The name that the job was given.")
+    parent: str | None = Field(None, description="The search whose trial this job is; null for any other.")
     status: Status
-    stage: str = Field(description="The stage under way, or to come: precompute or train.")
+    stage: str = Field(description="The stage under way, or to come: precompute, train or search.")
     phase: str | None = Field(None, description="What the stage is doing, in a word or two.")
     cancel_requested: bool = Field(False, description="A cancel was asked for and waits for the run to save its state.")
     progress: Progress

@@ -8,7 +8,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-STAGES = ("precompute", "train")  #: the stages of a job, which are also the names of the two queues
+STAGES = ("precompute", "train")  #: the stages that workers run, which are also the names of the two queues
+SEARCH = "search"  #: the stage that the API's reconciler drives: a search waits for its trials, and needs no worker
 
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().resolve())]
 

@@ -23,7 +23,7 @@ from cache.errors import StorageError
 from services.child import STOPPED, describe
 from services.jobs import Claim, JobStore
 from services.process import Child, Outbox, start_child
-from services.settings import Settings
+from services.settings import SEARCH, Settings
 
 BEAT_SECONDS = 1.0
 LOG_TAIL_BYTES = 2000
@@ -137,7 +137,7 @@ class Attempt:
 
 def next_stage(kind: str, stage: str) -> str | None:
     """The stage after ``stage`` in a job of ``kind``."""
-    return "train" if (kind, stage) == ("distill", "precompute") else None
+    return {("distill", "precompute"): "train", ("search", "precompute"): SEARCH}.get((kind, stage))
 
 
 def _error(kind: str, detail: str, remedy: str) -> dict[str, str]:

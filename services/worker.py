@@ -57,7 +57,7 @@ class Worker:
             log.info("%s: %s", claim.id, status)
         finally:
             self.job, self._last_work = None, time.monotonic()
-        if status == "queued" and (job := self.store.get(claim.id)):
+        if status == "queued" and (job := self.store.get(claim.id)) and job.stage in STAGES:
             publish(self.app, claim.id, job.stage)
 
     def show_life(self) -> None:

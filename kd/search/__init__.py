@@ -1,0 +1,1 @@
+"""A search: many students from one cache, to find the settings that suit the job best."""

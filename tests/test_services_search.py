@@ -1,0 +1,485 @@
+"""A search through the service: trials are ordinary jobs, whoever drives may die, and nothing is done twice."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from kd.jobfile import load_config
+from kd.search.space import search_of
+from kd.search.study import make_study, new_trial, report, should_prune, suggest, tell
+from services.jobs import Batch, Claim, JobStore, connect
+from services.queue import PREFIX
+from services.schemas import Job
+from services.search import Fenced, Searches, StudyJournal
+from services.settings import Settings
+from tests.harness import ROOT, Parts, config, wait_until
+
+RATES = {"train.learning_rate": {"min": 1e-4, "max": 0.9, "log": True}}
+LEASE = 5.0
+
+
+def search_job(**changes: Any) -> dict[str, Any]:
+    search = {"space": RATES, "trials": 4, "sampler": "random", "pruner": "none", **changes.pop("search", {})}
+    steps = {"max_steps": 3, "eval_steps": 1}
+    return {"data": {"train": "text.txt", "validation_fraction": 0.1}, "train": steps, "search": search, **changes}
+
+
+class Played:
+    """A search whose trials are run by the test, as workers would, in the record only."""
+
+    def __init__(self, parts: Parts, folder: Path, **changes: Any) -> None:
+        self.parts, self.jobs = parts, parts.jobs
+        self.settings = Settings(home=folder, lease_seconds=LEASE)
+        self.id = self.jobs.create(config("sweep", "search", **search_job(**changes))).id
+        claim = self.jobs.claim(self.id, "precompute", "w", LEASE)
+        assert claim is not None
+        self.jobs.beat(claim, LEASE, Batch(1, ({"type": "cache", "data": {"fingerprint": "f" * 32}},)))
+        assert self.jobs.advance(claim, "search") == "queued"
+
+    def searches(self, client: Redis | None = None) -> Searches:
+        """A process that drives; with ``client`` in place of the usual connection."""
+        return Searches(JobStore(client) if client else self.jobs, self.parts.queue, self.settings)
+
+    def trials(self) -> dict[int, Job]:
+        return {number: self.parts.job(job_id) for number, job_id in sorted(self.jobs.trials(self.id).items())}
+
+    def work(self, losses: Callable[[Job, int], float] | None = None, steps: int = 3) -> int:
+        """Run every trial that waits; returns how many."""
+        count = 0
+        while claim := self.jobs.claim_oldest("train", "w", LEASE):
+            self.evaluate(
+                claim, *[(step, (losses or loss)(self.parts.job(claim.id), step)) for step in range(1, steps + 1)]
+            )
+            self.jobs.finish(claim, "succeeded")
+            count += 1
+        return count
+
+    def evaluate(self, claim: Claim, *losses: tuple[int, float | None]) -> str:
+        """Report held-out losses of a trial; returns what the beat heard."""
+        data = [{"step": step, "validation_loss": value} for step, value in losses]
+        number = self.jobs.redis.incr("batch")
+        return self.jobs.beat(claim, LEASE, Batch(number, tuple({"type": "evaluation", "data": each} for each in data)))
+
+    def status(self) -> str:
+        return self.parts.job(self.id).status
+
+    def to_its_end(self, searches: Searches) -> Job:
+        for _ in range(50):
+            searches.step()
+            if self.parts.job(self.id).ended:
+                return self.parts.job(self.id)
+            self.work()
+        raise AssertionError("the search does not end")
+
+
+def rate_of(job: Job) -> float:
+    rate: float = job.config["train"]["learning_rate"]
+    return rate
+
+
+def loss(job: Job, step: int) -> float:
+    return abs(math.log10(rate_of(job)) + 2) + 1 / step
+
+
+@pytest.fixture
+def play(parts: Parts, tmp_path: Path) -> Callable[..., Played]:
+    return lambda **changes: Played(parts, tmp_path, **changes)
+
+
+# ---------------------------------------------------------------------- one search, driven to its end
+
+
+def test_the_best_of_the_trials_is_found_and_written_down(play: Any, tmp_path: Path) -> None:
+    played = play()
+    job = played.to_its_end(played.searches())
+    trials = played.trials()
+    assert job.status == "succeeded" and list(trials) == [0, 1, 2, 3]
+    best = min(trials, key=lambda number: loss(trials[number], 3))
+    report = json.loads((tmp_path / "runs" / job.id / "report.json").read_text())
+    assert report["best"]["number"] == best == job.metrics.model_extra["best_trial"]
+    assert report["best"]["loss"] == pytest.approx(loss(trials[best], 3))
+    assert job.artifacts["student"] == str(tmp_path / "runs" / trials[best].id / "student")
+    written = load_config(Path(job.artifacts["best.yaml"]))
+    assert written.train is not None and written.train.learning_rate == rate_of(trials[best])
+    assert (job.progress.done, job.progress.total, job.progress.unit) == (4, 4, "trials")
+    told = [data for kind, data in played.parts.events(job.id) if kind == "trial"]
+    assert Counter(data["state"] for data in told) == {"running": 4, "complete": 4}
+
+
+def test_trials_are_ordinary_jobs_of_the_search(play: Any) -> None:
+    played = play()
+    played.to_its_end(played.searches())
+    for number, trial in played.trials().items():
+        assert (trial.kind, trial.status, trial.parent, trial.name) == (
+            "train",
+            "succeeded",
+            played.id,
+            f"sweep-{number:04d}",
+        )
+        assert trial.config["cache"]["fingerprint"] == "f" * 32 and trial.config["search"] is None
+    assert played.parts.job(played.id).parent is None
+    listed = played.jobs.page(100, None, None, None)
+    assert {job.id for job in listed} == {played.id, *(trial.id for trial in played.trials().values())}
+
+
+def test_as_many_trials_at_once_as_workers_train(play: Any) -> None:
+    played = play()
+    searches = played.searches()
+    searches.step()
+    assert len(played.trials()) == 1, "without a worker one trial waits"
+    for number, queues in enumerate((["train"], ["precompute", "train"], ["precompute"])):
+        played.jobs.redis.set(f"kd:worker:w{number}", json.dumps({"queues": queues, "job": None}), ex=30)
+    searches.step()
+    assert len(played.trials()) == 2
+    assert played.work() == 2
+    searches.step()
+    assert len(played.trials()) == 4
+
+
+def test_a_bad_trial_is_cancelled_early(play: Any) -> None:
+    played = play(search={"trials": 7, "pruner": "median"})
+    searches = played.searches()
+    for _ in range(5):
+        searches.step()
+        assert played.work(lambda job, step: 1 / step) == 1
+    searches.step()
+    claim = played.jobs.claim_oldest("train", "w", LEASE)
+    assert played.evaluate(claim, (1, 50.0)) == "go"
+    searches.step()
+    assert played.evaluate(claim) == "cancel"
+    played.jobs.finish(claim, "cancelled")
+    job = played.to_its_end(searches)
+    report = json.loads(Path(job.artifacts["report.json"]).read_text())
+    assert [row["number"] for row in report["trials"] if row["state"] == "pruned"] == [5]
+    assert played.trials()[5].status == "cancelled"
+
+
+def test_a_failed_or_cancelled_trial_is_not_the_end(play: Any) -> None:
+    played = play()
+    searches = played.searches()
+    searches.step()
+    error = {"type": "training_error", "detail": "The loss is nan.", "remedy": "Lower the rate."}
+    played.jobs.finish(played.jobs.claim_oldest("train", "w", LEASE), "failed", error)
+    searches.step()
+    played.jobs.cancel(played.trials()[1].id)
+    job = played.to_its_end(searches)
+    report = json.loads(Path(job.artifacts["report.json"]).read_text())
+    assert {row["number"]: row["why"] for row in report["trials"] if row["state"] == "failed"} == {
+        0: "The loss is nan. Lower the rate.",
+        1: "It was cancelled.",
+    }
+
+
+def test_where_every_trial_fails_the_search_fails_with_the_reason(play: Any) -> None:
+    played = play(search={"trials": 2})
+    searches = played.searches()
+    for _ in range(2):
+        searches.step()
+        claim = played.jobs.claim_oldest("train", "w", LEASE)
+        played.jobs.finish(claim, "failed", {"type": "training_error", "detail": "The loss is nan.", "remedy": ""})
+    searches.step()
+    job = played.parts.job(played.id)
+    assert job.status == "failed" and job.error is not None and "The loss is nan." in job.error.detail
+    assert [data["state"] for kind, data in played.parts.events(job.id) if kind == "trial"].count("failed") == 2
+
+
+def test_values_that_make_no_job_fail_their_trial_only(play: Any) -> None:
+    space = {
+        "train.optim": {"choices": ["adamw", "schedule_free"]},
+        "train.lr_scheduler_type": {"choices": ["constant", "cosine"]},
+    }
+    train = {"max_steps": 3, "eval_steps": 1, "lr_scheduler_type": "constant"}
+    played = play(train=train, search={"space": space, "trials": 8})
+    job = played.to_its_end(played.searches())
+    report = json.loads(Path(job.artifacts["report.json"]).read_text())
+    failed = [row for row in report["trials"] if row["state"] == "failed"]
+    assert failed and all("schedule_free needs" in row["why"] for row in failed)
+    assert set(played.trials()) == {row["number"] for row in report["trials"] if row not in failed}
+
+
+def test_a_sampler_that_needs_torch_is_refused(play: Any) -> None:
+    played = play(search={"sampler": "gp"})
+    played.searches().step()
+    error = played.parts.job(played.id).error
+    assert error is not None and error.type == "invalid_config" and "search.sampler" in error.detail
+
+
+# ---------------------------------------------------------------------- whoever drives may die
+
+
+class Flaky(Redis):
+    """A connection that breaks at one call, before or after the server has done it, and works no more."""
+
+    def __init__(self, url: str, at: int, after: bool) -> None:
+        sound = connect(url)
+        super().__init__(connection_pool=sound.connection_pool)
+        self._calls, self._at, self._after = 0, at, after
+
+    def execute_command(self, *arguments: Any, **options: Any) -> Any:
+        if arguments[0] not in ("EVALSHA", "SCRIPT LOAD"):
+            return super().execute_command(*arguments, **options)
+        self._calls += 1
+        if self._calls > self._at or (self._calls == self._at and not self._after):
+            raise RedisConnectionError("the driver is dead")
+        answer = super().execute_command(*arguments, **options)
+        if self._calls == self._at:
+            raise RedisConnectionError("the driver is dead")
+        return answer
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    """The rates that a search of three trials tries."""
+    job = config("sweep", "search", **search_job(search={"trials": 3}))
+    study, rates = make_study(job, Memory()), []
+    while trial := new_trial(study, search_of(job)):
+        rates.append(suggest(study, trial, search_of(job))["train.learning_rate"])
+        report(study, trial, 1, 1.0)
+        tell(study, trial, "complete")
+    return rates
+
+
+def expire_lease(played: Played) -> None:
+    """As if whoever drives had not been heard of for long."""
+    played.jobs.redis.zadd("kd:leases", {played.id: 0}, xx=True)
+    played.jobs.expire(max_attempts=1)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at", range(1, 34, 2))
+def test_a_driver_that_dies_at_any_change_is_followed_by_one_that_goes_on(
+    play: Any, undisturbed: list[float], at: int, after: bool
+) -> None:
+    played = play(search={"trials": 3})
+    dying = played.searches(Flaky(played.parts.server.url, at, after))
+    with pytest.raises(RedisConnectionError):
+        played.to_its_end(dying)
+    expire_lease(played)
+    job = played.to_its_end(played.searches())
+    assert job.status == "succeeded" and job.attempt <= 1, "who drives costs no attempt"
+    assert sorted(played.trials()) == [0, 1, 2]
+    assert len(played.jobs.page(100, None, None, "train")) == 3, "no trial was made twice"
+    assert [rate_of(trial) for trial in played.trials().values()] == undisturbed
+    statuses = played.parts.statuses(played.id)
+    assert [status for status in statuses if status in ("succeeded", "failed", "cancelled")] == ["succeeded"]
+
+
+class Overtaken(Flaky):
+    """A connection that sleeps through its lease before one call: somebody else drives when it goes on."""
+
+    overtake: Callable[[], None]
+
+    def execute_command(self, *arguments: Any, **options: Any) -> Any:
+        if arguments[0] == "EVALSHA":
+            self._calls += 1
+            if self._calls == self._at:
+                self.overtake()
+        return Redis.execute_command(self, *arguments, **options)
+
+
+@pytest.mark.parametrize("at", range(3, 32, 2))
+def test_a_driver_that_is_overtaken_at_any_change_does_no_more(play: Any, undisturbed: list[float], at: int) -> None:
+    played = play(search={"trials": 3})
+    slow, second = Overtaken(played.parts.server.url, at, False), played.searches()
+
+    def overtake() -> None:
+        expire_lease(played)
+        second.step()
+
+    slow.overtake = overtake
+    first = played.searches(slow)
+    for _ in range(5):
+        first.step()
+        played.work()
+    job = played.to_its_end(second)
+    assert job.status == "succeeded" and len(played.jobs.page(100, None, None, "train")) == 3
+    assert [rate_of(trial) for trial in played.trials().values()] == undisturbed
+    assert hinted(played) <= {trial.id for trial in played.trials().values()}
+
+
+def hinted(played: Played) -> set[str]:
+    """The jobs that workers are told of."""
+    messages = [json.loads(text) for text in played.jobs.redis.lrange(f"{PREFIX}train", 0, -1)]
+    return {json.loads(base64.b64decode(message["body"]))[0][0] for message in messages}
+
+
+def test_two_drivers_do_what_one_does_and_the_older_is_fenced(play: Any) -> None:
+    played = play()
+    first, second = played.searches(), played.searches()
+    first.step()
+    second.step()
+    assert len(played.trials()) == 1, "the second has nothing to drive"
+    expire_lease(played)
+    second.step()
+    first.step()  # fenced: lets go
+    assert played.work() == 1
+    first.step()
+    assert len(played.trials()) == 1
+    assert played.to_its_end(second).status == "succeeded"
+
+
+def test_who_lost_the_claim_changes_neither_study_nor_trials(play: Any) -> None:
+    played = play()
+    old = played.jobs.claim(played.id, "search", "a", LEASE)
+    expire_lease(played)
+    new = played.jobs.claim(played.id, "search", "b", LEASE)
+    with pytest.raises(Fenced):
+        StudyJournal(played.jobs, old).append_logs([{"op_code": 0}])
+    assert played.jobs.create_trial(old, 0, config("sweep-0000")) == "fenced"
+    assert (played.jobs.trials(played.id), played.jobs.journal(played.id, 0)) == ({}, [])
+    StudyJournal(played.jobs, new).append_logs([{"line": 0}, {"line": 1}])
+    assert list(StudyJournal(played.jobs, new).read_logs(1)) == [{"line": 1}]
+    first = played.jobs.create_trial(new, 0, config("sweep-0000"))
+    assert played.jobs.create_trial(new, 0, config("sweep-0000")) == first
+    assert played.jobs.trials(played.id) == {0: first}
+
+
+# ---------------------------------------------------------------------- cancel
+
+
+@pytest.mark.parametrize("driven", [True, False], ids=["driven", "between two drivers"])
+def test_cancelling_a_search_cancels_its_trials(play: Any, driven: bool) -> None:
+    played = play()
+    for number in range(2):
+        played.jobs.redis.set(f"kd:worker:w{number}", json.dumps({"queues": ["train"], "job": None}), ex=30)
+    searches = played.searches()
+    searches.step()
+    running = played.jobs.claim_oldest("train", "w", LEASE)
+    if not driven:
+        expire_lease(played)
+    played.jobs.cancel(played.id)
+    searches.step()
+    assert played.status() == "cancelled"
+    assert played.evaluate(running) == "cancel"
+    played.jobs.finish(running, "cancelled")
+    assert {trial.status for trial in played.trials().values()} == {"cancelled"}
+    searches.step()
+    assert len(played.trials()) == 2
+
+
+# ---------------------------------------------------------------------- with processes
+
+
+@pytest.fixture
+def live(new_parts: Callable[..., Parts]) -> Parts:
+    """API and one worker, whose child is tests/search_child.py."""
+    parts = new_parts(child_module="tests.search_child")
+    parts.start_api()
+    parts.start_worker()
+    return parts
+
+
+def kill_everything(parts: Parts) -> None:
+    """kill -9 of API and worker; the run under way dies with its worker."""
+    for process in parts._processes:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_a_search_survives_kill_9_of_api_and_worker(live: Parts) -> None:
+    changes = search_job(train={"max_steps": 20, "eval_steps": 1}, search={"trials": 3})
+    job_id = live.submit("sweep", "search", **changes)
+    for number in (0, 1):
+        wait_until(lambda: live.jobs.trials(job_id).get(number))  # noqa: B023
+        live.child_pid(live.jobs.trials(job_id)[number])
+        kill_everything(live)
+        live.start_api()
+        live.start_worker()
+    job = live.wait_for(job_id, "succeeded", "failed", seconds=90)
+    assert job.error is None and job.status == "succeeded"
+    listed = live.http.get("/jobs", params={"kind": "train"}).json()["data"]
+    assert sorted((each["name"], each["parent"]) for each in listed) == [
+        (f"sweep-{number:04d}", job_id) for number in range(3)
+    ]
+    trials = {number: live.job(trial) for number, trial in live.jobs.trials(job_id).items()}
+    best = min(trials, key=lambda number: loss(trials[number], 20))
+    assert load_config(Path(job.artifacts["best.yaml"])).train.learning_rate == rate_of(trials[best])  # type: ignore[union-attr]
+    assert live.http.get("/jobs", params={"kind": "search"}).json()["data"][0]["id"] == job_id
+
+
+def test_a_search_is_cancelled_over_http_with_the_trial_that_runs(live: Parts) -> None:
+    job_id = live.submit("sweep", "search", **search_job(train={"max_steps": 5000, "eval_steps": 1}))
+    wait_until(lambda: live.jobs.trials(job_id))
+    trial = live.jobs.trials(job_id)[0]
+    live.child_pid(trial)
+    assert live.http.post(f"/jobs/{job_id}/cancel").json()["cancel_requested"]
+    assert live.wait_for(job_id, "cancelled").status == "cancelled"
+    assert live.wait_for(trial, "cancelled").status == "cancelled"
+
+
+def test_the_api_drives_searches_without_torch() -> None:
+    program = """
+import sys
+import services.api
+from kd.search.study import make_study, new_trial, suggest, tell
+from tests.test_services_search import memory_study_runs
+memory_study_runs()
+print(sorted({"torch", "transformers", "scipy"} & {*sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+class Memory:
+    """A journal that nothing survives."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        yield from self.lines[log_number_from:]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        self.lines += logs
+
+
+def memory_study_runs() -> None:
+    """A study of a few trials with sampler and pruner, all in this process."""
+    job = config("sweep", "search", **search_job(search={"sampler": "tpe", "pruner": "hyperband", "trials": 15}))
+    study = make_study(job, Memory())
+    while trial := new_trial(study, search_of(job)):
+        values = suggest(study, trial, search_of(job))
+        report(study, trial, 1, values["train.learning_rate"])
+        should_prune(trial)
+        tell(study, trial, "complete")
+
+
+def test_a_real_search_through_the_service(new_parts: Any, tiny_teacher: Path, tiny_text: Path) -> None:
+    """Over HTTP, with real students: one capture, two trials that train from it, and the better one named."""
+    parts = new_parts(child_module="services.child", lease_seconds=15.0)
+    parts.start_api()
+    parts.start_worker()
+    job = {
+        "kind": "search",
+        "name": "sweep",
+        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
+        "student": {"init": {"layers": 1, "hidden_size": 16}},
+        "data": {"train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32, "max_train_samples": 8},
+        "cache": {"shard_sequences": 8},
+        "train": {"max_steps": 3, "batch_size": 4, "eval_steps": 3},
+        "evaluation": {"plots": False},
+        "search": {"space": {"train.learning_rate": {"choices": [1e-6, 1e-2]}}, "trials": 3, "sampler": "random"},
+    }
+    posted = parts.http.post("/jobs", json=job)
+    assert posted.status_code == 202, posted.text
+    done = parts.wait_for(posted.json()["id"], "succeeded", "failed", "cancelled", seconds=240)
+    assert done.error is None
+    trials = {number: parts.job(trial) for number, trial in parts.jobs.trials(done.id).items()}
+    assert {rate_of(trial) for trial in trials.values()} == {1e-6, 1e-2}
+    assert {trial.status for trial in trials.values()} == {"succeeded"}
+    assert rate_of(trials[done.metrics.model_extra["best_trial"]]) == 1e-2  # type: ignore[index]
+    assert (Path(done.artifacts["student"]) / "model.safetensors").is_file()
+    assert [path.name for path in parts.settings.caches.iterdir() if path.is_dir()] == [done.cache.fingerprint]
