@@ -5,7 +5,7 @@
 #              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
-# BENCH_FLAGS  passed to `make bench` and `make bench-cache`, for example BENCH_FLAGS="--student 30x576 --out table.md"
+# BENCH_FLAGS  passed to `make bench`, `bench-cache` and `bench-train`, for example BENCH_FLAGS="--out table.md"
 # SLOW=1       `make test` runs the tests marked slow too
 
 PYTHON      ?= python3
@@ -22,7 +22,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-cache up clean
+.PHONY: help install demo test lint format docs bench bench-cache bench-train bench-temperature up clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -62,6 +62,12 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 
 bench-cache: $(STAMP) ## Measure what a cache keeps for its bytes, beside what others store
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)
+
+bench-train: $(STAMP) ## Measure the training loop: step, loop, levers, where its time goes
+	$(BIN)/python bench/train.py $(BENCH_FLAGS)
+
+bench-temperature: $(STAMP) ## Compare temperatures that learn with the best fixed one (an hour on two cores)
+	$(BIN)/python bench/temperature.py $(BENCH_FLAGS)
 
 up: $(STAMP) ## Run the service in this terminal until Ctrl-C: server, API, workers
 	$(BIN)/kd up

@@ -62,7 +62,7 @@ from cache.testing import make_codec, make_identity
 from kd.batches import Batch, make_batch, step_indices
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
-from kd.losses import distillation_loss
+from kd.losses import Objective, distillation_loss
 from kd.models import Head, head_of, hide_progress_bars
 from kd.precision import Precision, pick_device, target_hidden_states
 from kd.recording import Recorder
@@ -173,7 +173,7 @@ def about_records(read: Callable[[], Records], tempered: Teacher) -> str:
 def step_task(sizes: Sizes, folder: Path) -> Task:
     student = llama(sizes, sizes.student, tie_word_embeddings=True)
     head, precision = head_of(student, sizes.vocabulary), Precision(DEVICE.type, sizes.torch_dtype)
-    optimizer = make_optimizer(student, TrainConfig(max_steps=1, learning_rate=1e-5), DEVICE)
+    optimizer = make_optimizer(student, (), TrainConfig(max_steps=1, learning_rate=1e-5), DEVICE)
     batch, decoder = recorded(sizes, folder, "threshold")
     labels_BT = F.pad(batch.tokens_BT[:, 1:], (0, 1), value=-100)
 
@@ -184,7 +184,7 @@ def step_task(sizes: Sizes, folder: Path) -> Task:
 
     def fused(targets: Callable[[], Targets], alpha: float) -> Tensor:
         hidden_ND = target_hidden_states(student, batch, precision)
-        return distillation_loss(hidden_ND, head, targets(), alpha).total / len(batch)
+        return distillation_loss(hidden_ND, head, targets(), Objective(alpha)).total / len(batch)
 
     def step(loss: Callable[[], Tensor]) -> None:
         loss().backward()
@@ -209,7 +209,8 @@ def head_task(sizes: Sizes, folder: Path) -> Task:
     decoded: dict[str, Callable[[], Targets]] = {}
     for profile in ("threshold", "tempered"):
         batch, decoder = recorded(one, folder, profile)
-        decoded[profile] = partial(decoder.targets, batch.gold_N, batch.teacher)
+        temperature = TEMPERATURE if profile == "tempered" else 1.0
+        decoded[profile] = partial(decoder.targets, batch.gold_N, batch.teacher, temperature)
     gold_N, head = batch.gold_N, Head(weight_VD, None, 1.0, None, vocabulary)
 
     def step(loss: Callable[[], Tensor]) -> None:
@@ -224,7 +225,7 @@ def head_task(sizes: Sizes, folder: Path) -> Task:
         return F.linear_cross_entropy(hidden_ND, weight_VD, gold_N, options=options)
 
     def fused(targets: Callable[[], Targets], alpha: float) -> Tensor:
-        return distillation_loss(hidden_ND, head, targets(), alpha).total / positions
+        return distillation_loss(hidden_ND, head, targets(), Objective(alpha)).total / positions
 
     losses = {
         "cross-entropy, all logits": plain,
@@ -353,10 +354,10 @@ def sealed(sizes: Sizes, folder: Path, sequences: Sequences, profile: str) -> Ca
 
 
 def recorded(sizes: Sizes, folder: Path, profile: str) -> tuple[Batch, TargetDecoder]:
-    """One batch with its records as training has it, and what decodes them; tempered ones at T = 2."""
+    """One batch with its records as training has it, and what decodes them."""
     store = sealed(sizes, folder, one_document_each(sizes, sizes.batch), profile)
     batch = make_batch(*store.read(range(sizes.batch))).to(DEVICE)
-    return batch, TargetDecoder(store.codec, TEMPERATURE if profile == "tempered" else 1.0)
+    return batch, TargetDecoder(store.codec)
 
 
 def forward_flops(sizes: Sizes, model: LlamaForCausalLM) -> float:

@@ -254,3 +254,41 @@ def settings_in_the_prose() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("section", "field"), settings_in_the_prose())
 def test_settings_in_the_prose_exist(section: str, field: str) -> None:
     assert field in JobConfig.model_json_schema()["$defs"][f"{section.title()}Config"]["properties"]
+
+
+# The table of levers
+
+
+def levers() -> set[str]:
+    """The fields that the table names, dotted; a name without a section has that of the one before it."""
+    rows = README.partition("## Levers")[2].partition("\n## ")[0]
+    found = set()
+    for row in re.findall(r"^\|[^|]*\| *(`[^|]*) *\|", rows, re.MULTILINE):
+        section = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            if name.startswith("kd "):
+                continue
+            section, name = name.rpartition(".")[::2] if "." in name else (section, name)
+            found.add(f"{section}.{name}")
+    return found
+
+
+def fields(*sections: str) -> set[str]:
+    roots = {name: field.annotation for name, field in JobConfig.model_fields.items()}
+    found = set()
+    for section in sections:
+        kind = next(each for each in getattr(roots[section], "__args__", [roots[section]]) if each is not type(None))
+        found |= {f"{section}.{name}" for name in kind.model_fields}
+    return found
+
+
+def test_every_lever_has_its_line_in_the_readme() -> None:
+    wanted = fields("loss", "train", "checks", "evaluation", "search") | {"student.from_teacher", "student.lora"}
+    assert wanted - levers() == set()
+
+
+def test_every_lever_of_the_readme_is_a_field() -> None:
+    known = fields("loss", "train", "checks", "evaluation", "search", "student", "data")
+    assert {name.replace("data.train[].weight", "data.train") for name in levers()} - known - {
+        "data.train[].weight"
+    } == set()
