@@ -5,6 +5,7 @@
 #              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
+# TEST_WORKERS processes that run tests, each with one thread for arithmetic; 2 is for two cores
 # BENCH_FLAGS  passed to `make bench`, `bench-cache` and `bench-train`, for example BENCH_FLAGS="--out table.md"
 # SLOW=1       `make test` runs the tests marked slow too
 
@@ -13,6 +14,7 @@ TORCH_INDEX ?=
 DEMO_FLAGS  ?=
 TEST_FLAGS  ?=
 BENCH_FLAGS ?=
+TEST_WORKERS ?= 2
 SLOW        ?=
 
 BIN   := .venv/bin
@@ -42,7 +44,7 @@ demo: $(STAMP) ## Distil a small teacher on this machine, through the whole serv
 	$(BIN)/kd demo $(DEMO_FLAGS)
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/pytest $(if $(SLOW),,-m "not slow") $(TEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile $(if $(SLOW),,-m "not slow") $(TEST_FLAGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)
