@@ -220,6 +220,7 @@ def train(
             if temperature.learned:
                 log.temperature(progress.step, temperature.report())
             if reporting:
+                clock.settle()
                 log.training(
                     step=progress.step,
                     loss=loss,

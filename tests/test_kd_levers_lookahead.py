@@ -267,7 +267,7 @@ def test_the_held_out_sequences_come_in_turn_as_a_function_of_the_step() -> None
 
 
 def test_nothing_held_out_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"nothing is held out.*data\.held_out_fraction"):
+    with pytest.raises(TrainingError, match=r"nothing is held out.*data\.validation_fraction"):
         look_ahead(make_student(), make_source(held_out=0))
 
 
