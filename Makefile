@@ -5,7 +5,7 @@
 #              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
-# TEST_WORKERS processes that run tests, each with one thread for arithmetic; 2 is for two cores
+# TEST_WORKERS processes that run tests, each with one arithmetic thread; 0 runs them in one, which disturbs timing least
 # BENCH_FLAGS  passed to `make bench`, `bench-cache` and `bench-train`, for example BENCH_FLAGS="--out table.md"
 # SLOW=1       `make test` runs the tests marked slow too
 
@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 DEMO_FLAGS  ?=
 TEST_FLAGS  ?=
 BENCH_FLAGS ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 0
 SLOW        ?=
 
 BIN   := .venv/bin
