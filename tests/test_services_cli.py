@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -40,6 +41,7 @@ def kd(*arguments: object, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """The command as a terminal starts it: where this test run is a job in the background, Ctrl-C is ignored in it."""
     return subprocess.Popen(
         [*KD, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -48,6 +50,7 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
         cwd=ROOT,
         env=os.environ | {"NO_COLOR": "1"} | environment,
         start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 -- sets one signal
     )
 
 
