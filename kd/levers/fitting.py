@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
+from kd.levers.memory import free_memory
+
+SPARE = 0.1
 
 # What torch and the libraries below it say where they raise no class of their own.
 _PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "alloc_failed")
@@ -115,9 +118,11 @@ def rehearse(loss: Callable[[], Tensor], modules: Sequence[nn.Module], reserve: 
     """Run ``loss`` forward and backward twice in training mode; ``modules`` and random state are then as before.
 
     Twice, because the second micro-batch of a step finds the gradients of the first. ``reserve`` bytes are held
-    meanwhile for what is not there before the first step: the optimiser's state.
+    meanwhile for what is not there before the first step: the optimiser's state. So is ``SPARE`` of what is free, for
+    no allocator finds room twice in the same places: a batch that only just fits would fail at some later step.
     """
     modes = [module.training for module in modules]
+    reserve += round(SPARE * (free_memory(device) or 0))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         held = torch.empty(reserve, dtype=torch.uint8, device=device)
         try:
