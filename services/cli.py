@@ -93,7 +93,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
 ) -> None:
     """Run the API alone; KD_REDIS_URL names the job store."""
-    from services.api import serve as serve_api
+    from services.api.app import serve as serve_api
 
     _log()
     serve_api(_with_store(make_settings(host=host, port=port)))
@@ -105,7 +105,7 @@ def worker(
 ) -> None:
     """Run one worker alone; KD_REDIS_URL names the job store."""
     from services.settings import STAGES
-    from services.worker import run as work
+    from services.worker.consumer import run as work
 
     names = [name.strip() for name in queues.split(",")]
     if strange := set(names) - set(STAGES):

@@ -26,12 +26,12 @@ from kd.jobfile import parse_config
 from kd.search.report import row_of, search_report, write_search
 from kd.search.space import search_of, trial_job
 from kd.search.study import Outcome, make_study, new_trial, open_trials, report, should_prune, suggest, tell
-from services.child import describe
 from services.jobs import Claim, JobStore
-from services.process import Outbox
 from services.queue import publish
 from services.schemas import Job
 from services.settings import SEARCH, Settings
+from services.worker.child import describe
+from services.worker.process import Outbox
 
 if TYPE_CHECKING:
     from kd.search.study import Trial

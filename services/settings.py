@@ -43,7 +43,7 @@ class Settings(BaseSettings):
     )
     trust_remote_code: bool = Field(False, description="Whether a job may run Python code that comes with a model.")
     child_module: str = Field(
-        "services.child",
+        "services.worker.child",
         pattern=r"^[A-Za-z_][\w.]*$",
         description="Module that runs one stage in a process of its own.",
     )

@@ -14,7 +14,7 @@ from typing import Any
 from kd.config.job import JobConfig
 from kd.errors import DataError, Interrupted
 from kd.progress import Monitor
-from services.child import main
+from services.worker.child import main
 
 STEPS = 60
 STEP_SECONDS = 0.05

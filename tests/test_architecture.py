@@ -145,7 +145,7 @@ import json, sys
 from pathlib import Path
 from fastapi.testclient import TestClient
 from kd.jobfile import load_config
-from services.api import create_app
+from services.api.app import create_app
 from services.settings import Settings
 
 root, home = map(Path, sys.argv[1:])

@@ -83,7 +83,7 @@ class Saboteur:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_random_moments_it_ends_in_the_same_student(new_parts: Callable[..., Parts], job: JobConfig) -> None:
-    parts = new_parts(child_module="services.child", max_attempts=100)
+    parts = new_parts(child_module="services.worker.child", max_attempts=100)
     parts.start_api()  # its reconciler takes back what a killed worker held
     saboteur = Saboteur(parts)
     began = time.monotonic()

@@ -118,7 +118,7 @@ def test_copied_files_exist(command: list[str]) -> None:
 
 
 def routes() -> list[tuple[str, re.Pattern[str]]]:
-    from services.api import create_app
+    from services.api.app import create_app
     from services.settings import Settings
 
     paths = create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"]
@@ -156,7 +156,7 @@ def test_curl_bodies_are_jobs(body: str) -> None:
 
 
 def test_the_readme_shows_every_route_in_curl_or_prose() -> None:
-    from services.api import create_app
+    from services.api.app import create_app
     from services.settings import Settings
 
     paths = create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"]

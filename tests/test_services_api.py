@@ -314,10 +314,10 @@ def test_the_openapi_document_describes_every_answer(http: httpx.Client) -> None
 def test_the_api_process_never_imports_torch(tmp_path: Path, text: str) -> None:
     """Not on import, and not while it answers either."""
     code = f"""
-import sys, services.api
+import sys, services.api.app
 from fastapi.testclient import TestClient
 from services.settings import Settings
-client = TestClient(services.api.create_app(Settings(redis_url="redis://127.0.0.1:1/0", home={str(tmp_path)!r})))
+client = TestClient(services.api.app.create_app(Settings(redis_url="redis://127.0.0.1:1/0", home={str(tmp_path)!r})))
 assert client.post("/jobs", json={valid("quick", text)!r}).status_code == 503
 assert client.get("/caches").status_code == 200
 print([name for name in ("torch", "transformers", "datasets") if name in sys.modules])

@@ -87,7 +87,7 @@ import json, sys
 from pathlib import Path
 from fastapi.testclient import TestClient
 from cache.testing import make_cache
-from services.api import create_app
+from services.api.app import create_app
 from services.settings import Settings
 
 home, body = Path(sys.argv[1]), json.loads(sys.argv[2])

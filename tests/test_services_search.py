@@ -423,7 +423,7 @@ def test_a_search_is_cancelled_over_http_with_the_trial_that_runs(live: Parts) -
 def test_the_api_drives_searches_without_torch() -> None:
     program = """
 import sys
-import services.api
+import services.api.app
 from kd.search.study import make_study, new_trial, suggest, tell
 from tests.test_services_search import memory_study_runs
 memory_study_runs()
@@ -459,7 +459,7 @@ def memory_study_runs() -> None:
 
 def test_a_real_search_through_the_service(new_parts: Any, tiny_teacher: Path, tiny_text: Path) -> None:
     """Over HTTP, with real students: one capture, two trials that train from it, and the better one named."""
-    parts = new_parts(child_module="services.child", lease_seconds=15.0)
+    parts = new_parts(child_module="services.worker.child", lease_seconds=15.0)
     parts.start_api()
     parts.start_worker()
     job = {

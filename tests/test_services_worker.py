@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from services.process import Outbox, child_environment
 from services.queue import publish
+from services.worker.process import Outbox, child_environment
 from tests.harness import ROOT, Parts, config, is_alive, wait_until
 from tests.scripted_child import STEPS
 
@@ -277,6 +277,6 @@ def test_the_outbox_keeps_all_but_stale_progress() -> None:
 
 
 def test_the_worker_never_imports_torch(tmp_path: Path) -> None:
-    code = "import services.worker, sys; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    code = "import services.worker.consumer, sys; print([*{'torch', 'transformers', 'datasets'} & {*sys.modules}])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert out.stdout.strip() == "[]"

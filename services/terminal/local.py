@@ -15,9 +15,9 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, Interrupted
 from kd.progress import Event, Monitor
 from kd.validate import check_inputs
-from services.child import locked
 from services.settings import Settings
 from services.terminal.follow import Display
+from services.worker.child import locked
 
 
 def run_here(config: JobConfig, settings: Settings, run_dir: Path, console: Console) -> dict[str, Any]:

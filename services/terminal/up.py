@@ -2,7 +2,7 @@
 
     kd up --+-- valkey-server     (unless KD_REDIS_URL names one)
             +-- services.api
-            +-- services.worker   (one or more) -- services.child
+            +-- services.worker   (one or more) -- services.worker.child
 
 What a part prints goes to ``KD_HOME``/logs. The parts end when this process does, however it ends; the store, if
 this process is killed, lives on and is adopted by the next one.
@@ -25,8 +25,8 @@ from redis.exceptions import RedisError
 from cache.errors import PotstillError
 from services.embedded import ServerError, free_port, is_free, redis_url
 from services.jobs import connect
-from services.process import module_command, package_environment
 from services.settings import Settings
+from services.worker.process import module_command, package_environment
 
 TEND_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0

@@ -16,9 +16,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import logging
 import re
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -35,11 +33,10 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from kd.estimate import estimate_by_table
 from kd.validate import check_inputs
-from services import problems
-from services.events import event_client, follow
+from services.api import problems
+from services.api.events import event_client, follow
+from services.api.problems import ApiProblem, responses
 from services.jobs import JobStore, connect
-from services.lifeline import die_with_parent
-from services.problems import ApiProblem, responses
 from services.queue import celery_app, publish
 from services.reconciler import Reconciler
 from services.schemas import (
@@ -264,14 +261,3 @@ def serve(settings: Settings) -> None:
     app = create_app(settings)
     config = uvicorn.Config(app, host=settings.host, port=settings.port, timeout_graceful_shutdown=3, access_log=False)
     Server(config).run()
-
-
-def main() -> None:
-    """``python -m services.api``, as ``kd up`` starts it: it ends when ``kd up`` does."""
-    die_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    serve(Settings())
-
-
-if __name__ == "__main__":
-    main()

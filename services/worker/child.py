@@ -1,4 +1,4 @@
-"""One stage of one job, in a process of its own: ``python -m services.child``, started by ``services.supervisor``.
+"""One stage of one job, in a process of its own: ``python -m services.worker.child``, started by the supervisor.
 
 stdin     one line, {stage, config, home, run_dir}; its end means that the supervisor is gone
 stdout    JSON lines: the events of kd.progress, then {"type": "result"} or {"type": "error"}
@@ -118,7 +118,7 @@ def _read_line() -> bytes:
     while not line.endswith(b"\n"):
         byte = os.read(0, 65536)
         if not byte:
-            raise SystemExit("services.child is started by a worker, which tells it on stdin what to do.")
+            raise SystemExit("services.worker.child is started by a worker, which tells it on stdin what to do.")
         line += byte
     return line
 

@@ -20,10 +20,10 @@ from redis.exceptions import RedisError
 
 from cache.disk import storage_errors
 from cache.errors import StorageError
-from services.child import STOPPED, describe
 from services.jobs import Claim, JobStore
-from services.process import Child, Outbox, start_child
 from services.settings import SEARCH, Settings
+from services.worker.child import STOPPED, describe
+from services.worker.process import Child, Outbox, start_child
 
 BEAT_SECONDS = 1.0
 LOG_TAIL_BYTES = 2000

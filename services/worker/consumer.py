@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -17,10 +15,9 @@ from celery import Celery, signals
 from redis.exceptions import RedisError
 
 from services.jobs import Claim, JobStore, connect
-from services.lifeline import die_with_parent
 from services.queue import PREFIX, TASK, celery_app, publish
 from services.settings import STAGES, Settings
-from services.supervisor import Attempt
+from services.worker.supervisor import Attempt
 
 SIGN_OF_LIFE_SECONDS = 5.0
 SIGN_OF_LIFE_TTL = 30
@@ -105,14 +102,3 @@ def run(settings: Settings, queues: list[str]) -> None:
         life.join()
         with suppress(RedisError):
             store.redis.delete(f"kd:worker:{worker.id}")
-
-
-def main() -> None:
-    """``python -m services.worker [queue ...]``, as ``kd up`` starts it: it ends when ``kd up`` does."""
-    die_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    run(Settings(), sys.argv[1:] or list(STAGES))
-
-
-if __name__ == "__main__":
-    main()
