@@ -20,8 +20,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from cache.errors import CacheCorrupt
 from cache.profiles import unserved
-from cache.store import Cache, open_cache
+from cache.store import Cache, open_cache, verify
 from kd import models
 from kd.batches import PlainText, Source
 from kd.config.job import JobConfig
@@ -60,6 +61,8 @@ def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor:
         Precision.choose(config.train.precision, pick_device(), config.train.tf32)
     models.hide_progress_bars()
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
+    if config.kind == "verify":
+        return verify_cache(config, home, run_dir, monitor)
     monitor.emit("stage", stage=stage, phase="loading data")
     run = {"precompute": precompute, "train": train_student, "search": search}[stage]
     return run(config, home, run_dir, monitor)
@@ -71,6 +74,21 @@ def precompute(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
     write_json(run_dir / "cache.json", {**summary, "inputs": cache_inputs(config)})
     monitor.emit("cache", **summary)
     return {"cache": summary}
+
+
+def verify_cache(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Compare every digest of a sealed cache; raises ``CacheCorrupt`` that names what is damaged."""
+    folder = home / "caches" / str(config.cache.fingerprint)
+    monitor.emit("stage", stage="precompute", phase="verifying")
+    monitor.emit("cache", fingerprint=config.cache.fingerprint)
+    damage = verify(folder)
+    write_json(run_dir / "verify.json", {"fingerprint": config.cache.fingerprint, "problems": damage})
+    monitor.emit("artifact", name="verify.json", path=str(run_dir / "verify.json"))
+    if damage:
+        raise CacheCorrupt(
+            f"{folder} is damaged: {'; '.join(damage[:10])}.", "Delete it and capture it again, or restore a backup."
+        )
+    return {"cache": {"fingerprint": config.cache.fingerprint}}
 
 
 def search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kd.config.job import JobConfig
+from kd.config.placement import PLACEMENT
 
 INTRODUCTION = """\
 # Configuration
@@ -29,6 +30,8 @@ _TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", 
 def render() -> str:
     """The whole page, as markdown."""
     schema = JobConfig.model_json_schema()
+    # What a job is comes before what it asks of the service, which pydantic puts first: it is inherited.
+    schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] in PLACEMENT))
     definitions, places = schema["$defs"], dict[str, list[str]]()
     for place, name in _below("", schema, definitions):
         places.setdefault(name, []).append(place)
@@ -51,8 +54,8 @@ def _held(field: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for option in _alternatives(field):
         if "items" in option:
             yield from (("[]", inner) for inner in _alternatives(option["items"]))
-        elif "additionalProperties" in option and "properties" not in option:
-            yield from ((".*", inner) for inner in _alternatives(option["additionalProperties"]))
+        elif option.get("type") == "object" and "properties" not in option:
+            yield from ((".*", inner) for inner in _alternatives(_values(option)))
         else:
             yield "", option
 
@@ -112,12 +115,19 @@ def _kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
     if option.get("type") == "array":
         return "list of " + _value(option["items"], definitions)
     if option.get("type") == "object":
-        return f"mapping of names to {_value(option['additionalProperties'], definitions)}s"
+        kind, _, limits = _value(_values(option), definitions).partition(" ")
+        return f"mapping of names to {kind}s {limits}".strip()
     if "enum" in option or "const" in option:
         return ", ".join(f"`{choice}`" for choice in option.get("enum", [option.get("const")]))
     bounds = [text.format(f"{option[key]:.10g}") for key, text in _BOUNDS.items() if key in option]
     pattern = [f"matching `{_cell(option['pattern'])}`"] if "pattern" in option else []
     return " ".join([_TYPES[option["type"]], ", ".join(bounds + pattern)]).strip()
+
+
+def _values(option: dict[str, Any]) -> dict[str, Any]:
+    """What a mapping's values are; one whose names follow a pattern says it under that pattern."""
+    values: dict[str, Any] = option.get("additionalProperties") or next(iter(option["patternProperties"].values()))
+    return values
 
 
 def _default(field: dict[str, Any]) -> str:

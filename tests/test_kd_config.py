@@ -18,6 +18,7 @@ from kd.config.data import DataConfig, DatasetSpec
 from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
 from kd.config.loss import FeatureConfig, LearnedTemperature, LossConfig, Ramp
+from kd.config.placement import Resources
 from kd.config.search import Dimension, SearchConfig
 from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher, StudentInit
 from kd.config.teacher import TeacherConfig
@@ -109,6 +110,7 @@ LEVELS = [
     ("evaluation", EvaluationConfig, JOB),
     ("search", SearchConfig, SEARCHING),
     ("search.space.x", Dimension, SEARCHING),
+    ("resources", Resources, JOB),
 ]
 
 
@@ -347,6 +349,18 @@ BOUNDS = [
     ("search.sampler", ["grid"], ["tpe", "gp", "random"]),
     ("search.pruner", ["asha"], ["none", "median", "hyperband"]),
     ("search.seed", [-1, 2**32], [0, 2**32 - 1]),
+    (
+        "labels",
+        [{"": "x"}, {"a b": "x"}, {"a": "x\n"}, {"a" * 64: "x"}, {str(n): "x" for n in range(17)}],
+        [{"a": "x/1"}],
+    ),
+    ("priority", [-1, 10, 1.5], [0, 9]),
+    ("depends_on", [["job"], ["job_" + "a" * 25], ["job_" + "a" * 26] * 33], [["job_" + "a" * 26]]),
+    ("deadline_seconds", [0, 31_622_401, "soon"], [1, 31_622_400]),
+    ("max_attempts", [0, 1001], [1, 1000]),
+    ("resources.gpus", [-1, 65, 0.5], [0, 64]),
+    ("resources.memory", [0, "16 Gigs", "2PiB", -1], [1, "16GiB", "1.5 GB", "80G"]),
+    ("webhook", ["host/path", "ftp://host", "https://a b", "https://h/" + "a" * 2048], ["https://host/path"]),
 ]
 #: The jobs that hold the sections of a path, the first one that has its beginning.
 HOLDERS = {

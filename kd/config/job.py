@@ -16,21 +16,22 @@ from kd.config.checks import ChecksConfig
 from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
 from kd.config.loss import LearnedTemperature, LossConfig
+from kd.config.placement import Placement
 from kd.config.search import SearchConfig
-from kd.config.section import Section
 from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
 from kd.config.train import TrainConfig
 
 
-class JobConfig(Section):
+class JobConfig(Placement):
     """A whole job."""
 
-    kind: Literal["distill", "precompute", "train", "search"] = Field(
+    kind: Literal["distill", "precompute", "train", "search", "verify"] = Field(
         "distill",
         description=(
             "distill = precompute then train; precompute = capture the teacher only; train = from a sealed cache, or "
-            "on plain text with alpha 1; search = precompute, then train many students to find the best settings."
+            "on plain text with alpha 1; search = precompute, then train many students to find the best settings; "
+            "verify = read a sealed cache whole and compare every digest."
         ),
     )
     name: str = Field(
@@ -53,12 +54,13 @@ class JobConfig(Section):
     @property
     def needs_cache(self) -> bool:
         """Whether training reads the teacher's records: not where the hard labels have all the weight."""
-        return self.kind != "train" or not self.loss.hard_labels_only
+        return self.kind not in ("train", "verify") or (self.kind == "train" and not self.loss.hard_labels_only)
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages that this kind of job runs, in order; also the names of the service's queues."""
-        return {"distill": ("precompute", "train"), "search": ("precompute", "search")}.get(self.kind, (self.kind,))
+        of_kind = {"train": ("train",), "distill": ("precompute", "train"), "search": ("precompute", "search")}
+        return of_kind.get(self.kind, ("precompute",))
 
     @property
     def _holds_out(self) -> bool:
@@ -70,7 +72,7 @@ class JobConfig(Section):
         if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
             reason = " with loss.features" if self.loss.alpha == 1.0 else " with loss.alpha below 1"
             raise ValueError(f"teacher is required for kind {self.kind}{reason if self.kind == 'train' else ''}")
-        if self.kind == "precompute":
+        if self.kind in ("precompute", "verify"):
             return self
         if self.student is None:
             raise ValueError(f"student is required for kind {self.kind}")
@@ -161,6 +163,10 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _text_or_a_sealed_cache(self) -> Self:
+        if self.kind == "verify":
+            if self.cache.fingerprint is None:
+                raise ValueError("cache.fingerprint is required for kind verify: the sealed cache to read")
+            return self
         if self.cache.fingerprint is not None and self.kind != "train":
             raise ValueError(
                 f"cache.fingerprint names a sealed cache, which kind {self.kind} would capture: use kind train"

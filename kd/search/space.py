@@ -50,6 +50,7 @@ def trial_job(config: JobConfig, overrides: Overrides, fingerprint: str, number:
     """
     data = best_job(config, overrides).model_dump(mode="json")
     data |= {"kind": "train", "name": trial_name(config, number)}
+    data |= {"depends_on": [], "deadline_seconds": None, "webhook": None}  # which the search as a whole has
     data["cache"] |= {"fingerprint": fingerprint}
     data["evaluation"] |= {"teacher": False, "baseline": False, "prompts": [], "tasks": []}
     return parse_config(data)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from cache.disk import storage_errors
 from kd.config.job import JobConfig
+from kd.config.placement import PLACEMENT
 from kd.config.search import Dimension, SearchConfig
 from kd.errors import TrainingError
 from kd.search.space import Overrides, ends, search_of
@@ -65,8 +66,9 @@ def make_study(config: JobConfig, journal: Journal) -> Study:
 
 
 def job_digest(config: JobConfig) -> str:
-    """Equal for jobs that may go on with each other's search: they differ in name or number of trials, at most."""
-    data = config.model_dump(mode="json", exclude={"name": True, "search": {"trials"}})
+    """Equal for jobs that may go on with each other's search: they differ in name, trials and placement, at most."""
+    free: dict[str, Any] = {"name": True, "search": {"trials"}} | dict.fromkeys(PLACEMENT, True)
+    data = config.model_dump(mode="json", exclude=free)
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
