@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,22 +18,34 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kd.config.job import JobConfig
-from services.schemas import Job
+from services.schemas import Action, Job, Status, WorkerState, links_of
 
 SCRIPT = Path(__file__).with_name("jobs.lua").read_text(encoding="utf-8")
-NULL = "null"
+MENDED = 100  #: open jobs that one call of mend looks at
+MOST_CONNECTIONS = 10_000  #: of one client; the library's own limit of 100 refuses the 101st request or stream
+SCAN = 1000  #: records that one page of a listing looks at, at most
 
 #: Which events change the record, and under which prefix their data goes there.
 SECTION_OF_EVENT = {"progress": "progress", "metrics": "metrics", "evaluation": "metrics", "cache": "cache"}
+JSON_FIELDS = ("config", "error", "labels", "depends_on")
+SERIES = ("metrics", "evaluation", "temperature")  #: events whose data is kept by step
 
 LOST = {
     "type": "worker_lost",
     "detail": "The worker was not heard of for longer than its lease: it died, or lost its connection to Redis.",
-    "remedy": "Look into the worker's log and the host's memory, then post the job again.",
+    "remedy": "Look into the worker's log and the host's memory, then retry the job.",
+}
+LATE = {
+    "type": "deadline_exceeded",
+    "detail": "The job had not ended when its deadline passed.",
+    "remedy": "Retry it with a longer deadline_seconds; it goes on from its last checkpoint.",
 }
 
-Reply = Literal["go", "cancel", "fenced"]
-Outcome = Literal["succeeded", "failed", "cancelled"]
+Reply = Literal["go", "cancel", "pause", "fenced"]
+Outcome = Literal["succeeded", "failed"]
+
+_SAMPLE = re.compile(r"(\w+)\{(.*)\}")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def connect(url: str, timeout: float = 2.0) -> Redis:
@@ -44,16 +57,60 @@ def connect(url: str, timeout: float = 2.0) -> Redis:
         socket_timeout=timeout,
         socket_connect_timeout=timeout,
         socket_keepalive=True,
+        max_connections=MOST_CONNECTIONS,
         retry=Retry(NoBackoff(), 0),
     )
 
 
 @dataclass(frozen=True)
-class Created:
-    """The answer to a create: ``replayed`` = this key made the job earlier, ``conflict`` = from another body."""
+class Caller:
+    """Who asks: the name of an API key, and whether it sees the jobs of every other one."""
 
-    outcome: Literal["created", "replayed", "conflict"]
+    name: str
+    sees_all: bool = False
+
+
+LOCAL = Caller("local", sees_all=True)  #: everybody, where there are no keys
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known of the request that made a job; its traces and logs bear these names."""
+
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True)
+class Created:
+    """The answer to a create.
+
+    ``replayed`` = this key made the job ``id`` earlier, ``conflict`` = from another body; ``quota`` = the caller has
+    ``detail`` open jobs; ``bad_dependency`` = job ``id`` cannot be waited for, for it is ``detail``.
+    """
+
+    outcome: Literal["created", "replayed", "conflict", "quota", "bad_dependency"]
     id: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The answer to an action: ``already`` = it was so before, ``illegal`` = not from ``status``."""
+
+    outcome: Literal["done", "already", "illegal", "unknown"]
+    status: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a worker has: GPUs, and bytes of each (of the host, where it has none)."""
+
+    gpus: int = 0
+    memory: int = 1 << 62
+
+
+ANY = Capacity(gpus=64)
 
 
 @dataclass(frozen=True)
@@ -64,6 +121,9 @@ class Claim:
     fence: int
     attempt: int
     config: dict[str, Any]
+    owner: str = "local"
+    request_id: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +136,44 @@ class Batch:
     def fields(self) -> dict[str, str]:
         """What the events change in the record: the last word on each field."""
         return {name: value for event in self.events for name, value in fields_of(event).items()}
+
+
+@dataclass(frozen=True)
+class JobQuery:
+    """Which jobs a listing shows; None = any."""
+
+    caller: Caller = LOCAL
+    status: Status | None = None
+    kind: str | None = None
+    label: tuple[str, str] | None = None
+    parent: str | None = None
+    created_after: datetime | None = None
+
+    def wants(self, job: Job) -> bool:
+        """Whether the job is of the kind, label and parent asked for; owner, status and time are the index's."""
+        return (
+            self.kind in (None, job.kind)
+            and self.parent in (None, job.parent)
+            and (self.label is None or job.labels.get(self.label[0]) == self.label[1])
+        )
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """A part of a listing; a short one, even an empty one, may have others after it."""
+
+    jobs: list[Job]
+    next_cursor: int | None
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A webhook that is due: event ``event_id`` of a job, after so many failed tries."""
+
+    job_id: str
+    event_id: str
+    url: str
+    tries: int
 
 
 def new_id() -> str:
@@ -97,23 +195,25 @@ def fields_of(event: Mapping[str, Any]) -> dict[str, str]:
     return {f"{SECTION_OF_EVENT[kind]}.{name}": json.dumps(value) for name, value in data.items()}
 
 
-def job_of(record: Mapping[str, str]) -> Job:
-    """The job that a hash describes; dotted fields become nested values again."""
+def job_of(record: Mapping[str, str], **more: Any) -> Job:
+    """The job that a hash describes, with ``more`` that is kept elsewhere; dotted fields become nested values again."""
     nested: dict[str, dict[str, Any]] = {"progress": {}, "metrics": {}, "cache": {}, "artifacts": {}}
     for name, value in record.items():
         section, dot, inner = name.partition(".")
         if dot:
             nested.setdefault(section, {})[inner] = json.loads(value)
-    plain = {name: value for name, value in record.items() if "." not in name}
-    plain.pop("cancel", None)
     return Job.model_validate(
         {
-            **plain,
+            **{name: value for name, value in record.items() if "." not in name},
             **nested,
             "cache": nested["cache"] or None,
-            "config": json.loads(record["config"]),
-            "error": json.loads(record["error"]),
-            "cancel_requested": record.get("cancel") == "1",
+            **{
+                name: json.loads(record[name]) for name in ("config", "error", "labels", "depends_on") if name in record
+            },
+            "resources": {name: record[name] for name in ("gpus", "memory") if name in record},
+            "request_id": record.get("request_id") or None,
+            "links": links_of(record["id"]),
+            **more,
         }
     )
 
@@ -121,63 +221,174 @@ def job_of(record: Mapping[str, str]) -> Job:
 class JobStore:
     """Jobs in Redis. Every change is one call of ``jobs.lua``; every method may raise ``RedisError``."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, max_attempts: int = 3) -> None:
+        """``max_attempts`` is for jobs that do not name their own number."""
         self.redis = client
+        self._max_attempts = max_attempts
         self._script = client.register_script(SCRIPT)
 
     def _transition(self, name: str, *arguments: str | int | float) -> Any:
         return self._script(args=[name, *arguments])
 
-    # -- from outside
+    # -- from a client
 
-    def create(self, config: JobConfig, idempotency_key: str | None = None) -> Created:
-        """Accept a job and queue its first stage; the same key with the same body gives the same job."""
-        body = _body(config)
-        key_sha = _sha256(idempotency_key) if idempotency_key else ""
-        outcome, job_id = self._transition("create", new_id(), key_sha, _sha256(body), *_flat(_new(config)))
-        return Created(outcome, job_id)
+    def create(
+        self,
+        config: JobConfig,
+        caller: Caller = LOCAL,
+        key: str | None = None,
+        max_open: int | None = None,
+        origin: Origin = Origin(),
+    ) -> Created:
+        """Accept a job and queue its first stage; the same ``key`` of the same caller gives the same job for a day."""
+        head = _as_caller(caller)
+        sha = _sha256(json.dumps([caller.name, key])) if key else ""
+        fields = self._new(config) | {"request_id": origin.request_id, "traceparent": origin.traceparent}
+        limit = "" if max_open is None else max_open
+        outcome, *rest = self._transition(
+            "create", new_id(), *head, sha, _sha256(fields["config"]), limit, *_flat(fields)
+        )
+        if outcome == "quota":
+            return Created(outcome, "", rest[0])
+        return Created(outcome, *rest)
 
-    def cancel(self, job_id: str) -> bool:
-        """Cancel a queued job at once and ask a running one to stop; False for an unknown job."""
-        return self._transition("cancel", job_id) is not None
+    def _new(self, config: JobConfig) -> dict[str, str]:
+        """The fields of a new record that its configuration decides."""
+        needs = config.resources
+        fields = {
+            "kind": config.kind,
+            "name": config.name,
+            "stage": config.stages[0],
+            "config": _body(config),
+            "labels": json.dumps(config.labels),
+            "priority": config.priority,
+            "depends_on": json.dumps(list(dict.fromkeys(config.depends_on))),
+            "max_attempts": config.max_attempts or self._max_attempts,
+            "deadline_seconds": config.deadline_seconds,
+            "gpus": needs.gpus,
+            "memory": needs.memory,
+            "webhook": config.webhook,
+            "cache.fingerprint": config.cache.fingerprint and json.dumps(config.cache.fingerprint),
+        }
+        return {name: str(value) for name, value in fields.items() if value is not None}
 
-    def get(self, job_id: str) -> Job | None:
-        """The job, or None."""
-        record = cast(dict[str, str], self.redis.hgetall(f"kd:job:{job_id}"))
-        return job_of(record) if record else None
+    def change(self, action: Action, job_id: str) -> Change:
+        """Cancel, pause, resume, retry or delete a job; a run under way hears of it with its next beat."""
+        return Change(*self._transition("change", action, job_id))
 
-    def newest(self, after: str | None = None) -> Iterator[Job]:
-        """Jobs from the newest to the oldest, or from the one that follows job ``after``; ``KeyError`` if unknown."""
-        start = 0
-        if after is not None:
-            rank = cast(int | None, self.redis.zrevrank("kd:jobs", after))
-            if rank is None:
-                raise KeyError(after)
-            start = rank + 1
-        while ids := cast(list[str], self.redis.zrevrange("kd:jobs", start, start + 99)):
-            yield from self._read(ids)
-            start += len(ids)
+    def get(self, job_id: str, caller: Caller = LOCAL) -> Job | None:
+        """The job, or None where there is none that the caller may see."""
+        found = list(self._read([job_id]))
+        return found[0] if found and (caller.sees_all or found[0].owner == caller.name) else None
+
+    def version(self, job_id: str) -> int | None:
+        """The version of the record: it grows with every change."""
+        version = cast(str | None, self.redis.hget(f"kd:job:{job_id}", "version"))
+        return int(version) if version else None
 
     def _read(self, ids: Sequence[str]) -> Iterator[Job]:
         pipeline = self.redis.pipeline(transaction=False)
         for job_id in ids:
             pipeline.hgetall(f"kd:job:{job_id}")
-        yield from (job_of(record) for record in pipeline.execute())
+        records = [record for record in pipeline.execute() if record]
+        for record in records:  # answered in this order below
+            pipeline.smembers(f"kd:job:{record['id']}:waits")
+            pipeline.zrank(f"kd:queue:{record['stage']}", record["id"])
+        around = pipeline.execute() if records else []
+        pace: dict[str, float | None] = {}
+        for record, waits_for, position in zip(records, around[::2], around[1::2], strict=True):
+            more = {"waits_for": sorted(waits_for), "queue_position": position}
+            if position is not None:
+                stage = record["stage"]
+                pace[stage] = pace[stage] if stage in pace else self._seconds_per_job(stage)
+                more["estimated_start_at"] = _in_seconds((position + 1) * pace[stage]) if pace[stage] else None
+            yield job_of(record, **more)
 
-    def page(self, limit: int, after: str | None, status: str | None, kind: str | None) -> list[Job]:
-        """Up to ``limit`` jobs, newest first, of the given status and kind."""
-        wanted = (job for job in self.newest(after) if status in (None, job.status) and kind in (None, job.kind))
-        return list(islice(wanted, limit))
+    def _seconds_per_job(self, stage: str) -> float | None:
+        """How often a place in the queue becomes free, by the mean duration of earlier jobs; None if unknown."""
+        workers, seconds, runs = self.workers_of(stage), 0.0, 0.0
+        for name, labels, value in self.counters():
+            if labels.get("status") == "succeeded":
+                seconds += value if name == "kd_job_duration_seconds_sum" else 0
+                runs += value if name == "kd_job_duration_seconds_count" else 0
+        return seconds / runs / workers if workers and runs else None
 
-    # -- from the worker
+    def page(self, query: JobQuery, limit: int, cursor: int | None = None) -> JobPage:
+        """Up to ``limit`` jobs, newest first, from the one after ``cursor``; looks at no more than ``SCAN`` records."""
+        who = "*" if query.caller.sees_all else query.caller.name
+        index, found, looked = f"kd:index:{who}:{query.status or '*'}", list[Job](), 0
+        oldest = _after(query.created_after) if query.created_after else "-inf"
+        sieved = (query.kind, query.label, query.parent) != (None, None, None)
+        size = 1 + (max(limit, 99) if sieved else limit)
+        while looked < SCAN:
+            newest = "+inf" if cursor is None else f"({cursor}"
+            entries: Any = self.redis.zrevrangebyscore(index, newest, oldest, start=0, num=size, withscores=True)
+            jobs = {job.id: job for job in self._read([job_id for job_id, _ in entries])}
+            for job_id, score in entries:
+                if len(found) == limit:
+                    return JobPage(found, cursor)
+                cursor = int(score)
+                if job_id in jobs and query.wants(jobs[job_id]):
+                    found.append(jobs[job_id])
+            if len(entries) < size:
+                return JobPage(found, None)
+            looked += len(entries)
+        return JobPage(found, cursor)
 
-    def claim(self, job_id: str, stage: str, owner: str, lease_seconds: float) -> Claim | None:
-        """Take a queued stage, or None where it is not queued: a hint came twice, or too late."""
-        return _claim(self._transition("claim", job_id, stage, owner, _ms(lease_seconds)))
+    def events(
+        self, job_id: str, after: str = "0", limit: int | None = None, types: Iterable[str] | None = None
+    ) -> list[tuple[str, str, dict[str, Any]]]:
+        """Stream id, type and data of what happened after stream id ``after``, oldest first."""
+        wanted, found = set(types or ()), list[tuple[str, str, dict[str, Any]]]()
+        while True:
+            entries: Any = self.redis.xrange(f"kd:job:{job_id}:events", f"({after}", count=1000)
+            for after, fields in entries:
+                if not wanted or fields["type"] in wanted:
+                    found.append((after, fields["type"], json.loads(fields["data"])))
+                if limit is not None and len(found) == limit:
+                    return found
+            if len(entries) < 1000:
+                return found
 
-    def claim_oldest(self, stage: str, owner: str, lease_seconds: float) -> Claim | None:
-        """Take the job that has waited for ``stage`` the longest, if there is one."""
-        return _claim(self._transition("claim_oldest", stage, owner, _ms(lease_seconds)))
+    def metrics(self, job_id: str, after_step: int = -1, series: Sequence[str] = SERIES) -> list[dict[str, Any]]:
+        """What is known of each step after ``after_step``, in their order; long histories are thinned out evenly."""
+        points: dict[int, dict[str, Any]] = {}
+        for name in series:
+            for text in cast(list[str], self.redis.zrangebyscore(f"kd:job:{job_id}:{name}", f"({after_step}", "+inf")):
+                point = json.loads(text)
+                points.setdefault(point["step"], {}).update(point)
+        return [points[step] for step in sorted(points)]
+
+    # -- caches
+
+    def caches_of(self, caller: Caller) -> set[str] | None:
+        """Fingerprints that the caller's jobs made or read; None = it may see every cache."""
+        return None if caller.sees_all else cast(set[str], self.redis.smembers(f"kd:caches:{caller.name}"))
+
+    def cache_users(self, fingerprint: str) -> list[str]:
+        """Open jobs that make or read a cache."""
+        jobs = sorted(cast(set[str], self.redis.smembers(f"kd:cache:{fingerprint}:jobs")))
+        return [job_id for job_id in jobs if self.redis.zscore("kd:open", job_id) is not None]
+
+    def forget_cache(self, caller: Caller, fingerprint: str) -> bool:
+        """Take a cache from the caller's list; returns whether some other key still has it in its own."""
+        self.redis.srem(f"kd:caches:{caller.name}", fingerprint)
+        owners = self.redis.scan_iter("kd:caches:*", count=1000)
+        return any(self.redis.sismember(owner, fingerprint) for owner in owners)
+
+    # -- from a worker
+
+    def claim(
+        self, job_id: str, stage: str, worker: str, lease_seconds: float, capacity: Capacity = ANY
+    ) -> Claim | None:
+        """Take a queued stage, or None where it is not queued (a hint came twice, or too late) or does not fit."""
+        tail = (stage, worker, _ms(lease_seconds), capacity.gpus, capacity.memory)
+        return _claim(self._transition("claim", job_id, *tail))
+
+    def claim_next(self, stage: str, worker: str, lease_seconds: float, capacity: Capacity = ANY) -> Claim | None:
+        """Take the first job in the queue of ``stage`` that fits: by priority, then age."""
+        tail = (stage, worker, _ms(lease_seconds), capacity.gpus, capacity.memory)
+        return _claim(self._transition("claim_next", *tail))
 
     def beat(self, claim: Claim, lease_seconds: float, batch: Batch) -> Reply:
         """Renew the lease and deliver events; the reply says whether to go on."""
@@ -189,20 +400,47 @@ class JobStore:
         return cast(Reply, self._transition("beat", *head, *_flat(fields), *events))
 
     def advance(self, claim: Claim, stage: str) -> str:
-        """Queue the next stage."""
+        """Queue the next stage; returns the status now, or "fenced"."""
         return cast(str, self._transition("advance", claim.id, claim.fence, stage))
 
     def finish(self, claim: Claim, outcome: Outcome, error: Mapping[str, str] | None = None) -> str:
-        """End the job."""
+        """End the job; returns the status now, or "fenced"."""
         return cast(str, self._transition("finish", claim.id, claim.fence, outcome, json.dumps(error)))
 
     def release(self, claim: Claim) -> str:
-        """Put the stage back: it was stopped cleanly, and the attempt does not count."""
+        """Let go of a run that was stopped cleanly; the attempt does not count. Returns the status now, or "fenced".
+
+        The status decides what it means: queued again, or paused, cancelled, or failed for its deadline.
+        """
         return cast(str, self._transition("release", claim.id, claim.fence))
 
-    def fail_attempt(self, claim: Claim, error: Mapping[str, str], max_attempts: int) -> str:
-        """Put the stage back because its process died; the job fails with ``error`` at ``max_attempts``."""
-        return cast(str, self._transition("fail_attempt", claim.id, claim.fence, json.dumps(error), max_attempts))
+    def fail_attempt(self, claim: Claim, error: Mapping[str, str]) -> str:
+        """Put the stage back because its process died; the job fails with ``error`` once its attempts are spent."""
+        return cast(str, self._transition("fail_attempt", claim.id, claim.fence, json.dumps(error)))
+
+    def show_worker(self, state: WorkerState, ttl_seconds: int) -> None:
+        """A worker's sign of life."""
+        pipeline = self.redis.pipeline()
+        pipeline.set(f"kd:worker:{state.id}", state.model_dump_json(), ex=ttl_seconds)
+        pipeline.sadd("kd:workers", state.id)
+        pipeline.execute()
+
+    def hide_worker(self, worker: str) -> None:
+        """It has ended."""
+        self.redis.delete(f"kd:worker:{worker}")
+        self.redis.srem("kd:workers", worker)
+
+    def workers(self) -> list[WorkerState]:
+        """The workers that have shown a sign of life of late."""
+        ids = sorted(cast(set[str], self.redis.smembers("kd:workers")))
+        states = cast(list[str | None], self.redis.mget([f"kd:worker:{name}" for name in ids])) if ids else []
+        if gone := [name for name, state in zip(ids, states, strict=True) if state is None]:
+            self.redis.srem("kd:workers", *gone)
+        return [WorkerState.model_validate_json(state) for state in states if state]
+
+    def workers_of(self, stage: str) -> int:
+        """How many of them serve a stage."""
+        return sum(stage in worker.stages for worker in self.workers())
 
     # -- from who drives a search
 
@@ -218,18 +456,12 @@ class JobStore:
     def create_trial(self, claim: Claim, number: int, config: JobConfig) -> str:
         """Accept the job of a trial, once, however often it is asked for; returns its id, or "fenced"."""
         head = (claim.id, claim.fence, number, new_id())
-        return cast(str, self._transition("trial", *head, *_flat(_new(config))))
+        return cast(str, self._transition("trial", *head, *_flat(self._new(config))))
 
     def trials(self, job_id: str) -> dict[int, str]:
         """The jobs of a search's trials, by number."""
         found = cast(dict[str, str], self.redis.hgetall(f"kd:job:{job_id}:trials"))
         return {int(number): trial for number, trial in found.items()}
-
-    def events(self, job_id: str, kind: str, after: str = "-") -> tuple[str, list[dict[str, Any]]]:
-        """The events of a kind since stream id ``after``, and the id to ask for next."""
-        entries: Any = self.redis.xrange(f"kd:job:{job_id}:events", after if after == "-" else f"({after}")
-        found = [json.loads(fields["data"]) for _, fields in entries if fields["type"] == kind]
-        return entries[-1][0] if entries else after, found
 
     # -- from the reconciler
 
@@ -238,34 +470,88 @@ class JobStore:
         seconds, microseconds = self.redis.time()
         return seconds * 1000 + microseconds // 1000
 
-    def expire(self, max_attempts: int) -> list[str]:
+    def expire(self) -> list[str]:
         """Take back the jobs whose lease has run out; returns their ids."""
-        return cast(list[str], self._transition("expire", json.dumps(LOST), max_attempts))
+        return cast(list[str], self._transition("expire", json.dumps(LOST)))
+
+    def due(self) -> list[str]:
+        """Fail the jobs whose deadline has passed, or stop their runs for it; returns their ids."""
+        return cast(list[str], self._transition("due", json.dumps(LATE)))
+
+    def mend(self, start: int, lease_seconds: float) -> tuple[int, list[str]]:
+        """Put back what open jobs have lost, from place ``start`` on; returns where to go on, and their ids."""
+        following, *ids = self._transition("mend", start, MENDED, _ms(lease_seconds))
+        return int(following), ids
 
     def unannounced(self, stage: str, age_seconds: float) -> list[str]:
         """Queued jobs that no worker was told of for ``age_seconds``; the caller publishes them now."""
         return cast(list[str], self._transition("hints", stage, _ms(age_seconds)))
 
-    def workers(self) -> list[str]:
-        """Ids of the workers that have shown a sign of life."""
-        return [key.removeprefix("kd:worker:") for key in self.redis.scan_iter("kd:worker:*", count=1000)]
+    def due_webhooks(self, lease_seconds: float, limit: int) -> list[Delivery]:
+        """Webhooks to send now, which nobody else is given for ``lease_seconds``."""
+        flat: list[str] = self._transition("webhooks", _ms(lease_seconds), limit)
+        rows = zip(*[iter(flat)] * 4, strict=True)
+        return [Delivery(job_id, event_id, url, int(tries)) for job_id, event_id, url, tries in rows]
 
-    def workers_of(self, stage: str) -> int:
-        """How many of them work on a stage."""
-        states = [self.redis.get(f"kd:worker:{worker}") for worker in self.workers()]
-        return sum(stage in json.loads(cast(str, state))["queues"] for state in states if state)
+    def webhook_done(self, delivery: Delivery, warning: str = "") -> None:
+        """It has arrived; or it is given up, with a ``warning`` among the job's events."""
+        self._transition("webhook", delivery.job_id, delivery.event_id, "", warning)
+
+    def webhook_failed(self, delivery: Delivery, delay_seconds: float) -> None:
+        """Try it again later."""
+        self._transition("webhook", delivery.job_id, delivery.event_id, _ms(delay_seconds), "")
+
+    # -- counted
+
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter that GET /metrics shows."""
+        text = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+        self.redis.hincrbyfloat("kd:counters", f"{name}{{{text}}}", amount)
+
+    def counters(self) -> list[tuple[str, dict[str, str], float]]:
+        """Every counter: name, labels and value."""
+        found = []
+        for field, value in cast(dict[str, str], self.redis.hgetall("kd:counters")).items():
+            match = _SAMPLE.fullmatch(field)
+            assert match is not None, field
+            found.append((match[1], dict(_LABEL.findall(match[2])), float(value)))
+        return found
+
+    def statuses(self) -> dict[str, int]:
+        """How many jobs have each status."""
+        names = cast(tuple[str, ...], Status.__args__)  # type: ignore[attr-defined]
+        pipeline = self.redis.pipeline(transaction=False)
+        for status in names:
+            pipeline.zcard(f"kd:index:*:{status}")
+        return dict(zip(names, pipeline.execute(), strict=True))
+
+    def queue_depths(self, stages: Iterable[str]) -> dict[str, int]:
+        """How many jobs wait for each stage."""
+        return {stage: self.redis.zcard(f"kd:queue:{stage}") for stage in stages}
 
 
 def _body(config: JobConfig) -> str:
     return json.dumps(config.model_dump(mode="json"), sort_keys=True)
 
 
-def _new(config: JobConfig) -> dict[str, str]:
-    return {"kind": config.kind, "name": config.name, "stage": config.stages[0], "config": _body(config)}
+def _in_seconds(seconds: float) -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+def _after(moment: datetime) -> int:
+    """The first microsecond whose job is shown with a later time: records tell it in milliseconds."""
+    return ((moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1) + 1) * 1000
+
+
+def _as_caller(caller: Caller) -> tuple[str, int]:
+    return caller.name, int(caller.sees_all)
 
 
 def _claim(reply: list[Any] | None) -> Claim | None:
-    return Claim(reply[0], int(reply[1]), int(reply[2]), json.loads(reply[3])) if reply else None
+    if not reply:
+        return None
+    job_id, fence, attempt, config, *rest = reply
+    return Claim(job_id, int(fence), int(attempt), json.loads(config), *rest)
 
 
 def _flat(fields: Mapping[str, str]) -> Iterable[str]:

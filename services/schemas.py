@@ -7,9 +7,20 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Kind = Literal["distill", "precompute", "train", "search"]
-Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+Kind = Literal["distill", "precompute", "train", "search", "verify"]
+Status = Literal["waiting", "queued", "running", "cancelling", "pausing", "paused", "succeeded", "failed", "cancelled"]
+Action = Literal["cancel", "pause", "resume", "retry", "delete"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+ACTIVE: frozenset[str] = frozenset({"running", "cancelling", "pausing"})  #: a worker has the job
+
+#: From which statuses a client may ask for what; ``jobs.lua`` says what comes of it.
+TRANSITIONS: dict[Action, frozenset[str]] = {
+    "cancel": frozenset({"waiting", "queued", "paused", "running", "pausing"}),
+    "pause": frozenset({"waiting", "queued", "running"}),
+    "resume": frozenset({"paused", "pausing"}),
+    "retry": frozenset({"failed", "cancelled"}),
+    "delete": TERMINAL,
+}
 
 
 class View(BaseModel):
@@ -26,6 +37,7 @@ class Progress(View):
     unit: str | None = Field(None, description="What is counted, for example sequences or steps.")
     fraction: float | None = Field(None, description="Share done, 0 to 1.")
     eta_seconds: float | None = Field(None, description="Seconds left at the present pace.")
+    tokens: int | None = Field(None, description="Tokens done by the process under way.")
     tokens_per_second: float | None = Field(None, description="Tokens a second of the process under way.")
 
 
@@ -62,28 +74,69 @@ class JobError(View):
     remedy: str = Field("", description="What to do about it.")
 
 
+class JobResources(View):
+    """What a worker must have to run the job; null = nothing in particular."""
+
+    gpus: int | None = None
+    memory: int | None = Field(None, description="Bytes of each GPU, or of the host.")
+
+
+class JobLinks(View):
+    """Where the rest about a job is."""
+
+    self: str
+    events: str
+    stream: str
+    metrics: str
+    logs: str
+    checkpoints: str
+    artifacts: str
+
+
+def links_of(job_id: str) -> JobLinks:
+    """The paths below a job."""
+    own, parts = f"/jobs/{job_id}", ("events", "metrics", "logs", "checkpoints", "artifacts")
+    below = {part: f"{own}/{part}" for part in parts}
+    return JobLinks.model_validate({"self": own, "stream": f"{own}/events/stream", **below})
+
+
 class Job(View):
     """A job, as it stands."""
 
     id: str = Field(description="Sorts by time of creation.")
     kind: Kind
     name: str = Field(description="The name that the job was given.")
+    owner: str = Field("local", exclude=True)
     parent: str | None = Field(None, description="The search whose trial this job is; null for any other.")
+    labels: dict[str, str] = Field(default_factory=dict, description="Words to find it by.")
     status: Status
+    reason: str | None = Field(None, description="Why it waits or ended, in a word: dependencies, deadline_exceeded.")
     stage: str = Field(description="The stage under way, or to come: precompute, train or search.")
     phase: str | None = Field(None, description="What the stage is doing, in a word or two.")
-    cancel_requested: bool = Field(False, description="A cancel was asked for and waits for the run to save its state.")
+    priority: int = Field(5, description="Of queued jobs the highest goes first, 0 to 9.")
+    depends_on: list[str] = Field(default_factory=list, description="Jobs that must succeed before it is queued.")
+    waits_for: list[str] = Field(default_factory=list, description="Those of them that have not succeeded yet.")
+    resources: JobResources = Field(default_factory=JobResources, description="What a worker must have.")
+    queue_position: int | None = Field(None, description="Jobs before it in the queue; null unless queued.")
+    estimated_start_at: datetime | None = Field(
+        None, description="By the mean duration of earlier jobs; null where there are none, or unless queued."
+    )
+    worker: str | None = Field(None, description="The worker that has it; null unless one has.")
     progress: Progress
     metrics: Metrics
     cache: JobCache | None = Field(None, description="Null until it is known.")
     error: JobError | None = Field(None, description="Null unless the job failed.")
     attempt: int = Field(description="Attempts begun; only one that died is followed by another.")
+    max_attempts: int = Field(3, description="Attempts that may die before it fails; a retry begins to count anew.")
     version: int = Field(description="Grows with every change of the record.")
     created_at: datetime
     queued_at: datetime | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
     heartbeat_at: datetime | None = Field(None, description="When the worker was last heard of.")
+    deadline_at: datetime | None = Field(None, description="When it fails if it has not ended; null = never.")
+    request_id: str | None = Field(None, description="The request that made it, as the logs name it.")
+    links: JobLinks
     artifacts: dict[str, str] = Field(description="Name to path of what the job has produced: student, report.")
     config: dict[str, Any] = Field(
         description="The job with its defaults filled in; the shape is that of the body of POST /jobs."
@@ -93,6 +146,32 @@ class Job(View):
     def ended(self) -> bool:
         """Whether nothing more will happen to it."""
         return self.status in TERMINAL
+
+
+class Device(View):
+    """What a worker computes on."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    name: str = ""
+    index: str = Field("", description="Numbers of its GPUs, for example 0 or 0,1; empty for cpu.")
+    count: int = Field(0, description="GPUs.")
+    memory_bytes: int = Field(0, description="Of each GPU, or of the host.")
+
+
+class WorkerState(View):
+    """A worker's own sign of life."""
+
+    id: str
+    host: str = ""
+    pid: int = 0
+    stages: list[str] = Field(default_factory=list, description="The queues that it serves.")
+    device: Device = Field(default_factory=Device)
+    job: str | None = Field(None, description="What it works on; null while idle.")
+    attempt: int | None = None
+    stopping: bool = False
+    version: str = ""
+    started_at: datetime | None = None
+    beat_at: datetime | None = Field(None, description="When it was last heard of.")
 
 
 class JobList(View):
@@ -167,13 +246,6 @@ class Health(View):
     """A sign of life."""
 
     status: Literal["ok"] = "ok"
-
-
-class Readiness(View):
-    """The service can take jobs; with no worker they wait."""
-
-    status: Literal["ready"] = "ready"
-    workers: int = Field(description="Workers heard of within the last half minute.")
 
 
 class FieldProblem(View):

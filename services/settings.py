@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlsplit
 
-from pydantic import AfterValidator, Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 STAGES = ("precompute", "train")  #: the stages that workers run, which are also the names of the two queues
 SEARCH = "search"  #: the stage that the API's reconciler drives: a search waits for its trials, and needs no worker
 
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().resolve())]
+
+
+def _split(value: object) -> object:
+    """``"a, b"`` as the environment has it, as a list."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Paths = Annotated[tuple[AbsolutePath, ...], NoDecode, BeforeValidator(_split)]
 
 
 class Settings(BaseSettings):
@@ -25,6 +35,9 @@ class Settings(BaseSettings):
     root: AbsolutePath = Field(Path(), description="Folder against which the relative paths of a job resolve.")
     redis_url: str | None = Field(
         None, repr=False, description="Redis or Valkey to use; without it the bundled Valkey is started."
+    )
+    redis_password_file: Path | None = Field(
+        None, description="File with the password of KD_REDIS_URL, for a URL that is to hold none."
     )
     host: str = Field("127.0.0.1", description="Address that the API listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port that the API listens on; 0 = any free one.")
@@ -42,11 +55,56 @@ class Settings(BaseSettings):
         1800.0, gt=0, le=604800, description="A run that reports nothing for so long is killed and retried."
     )
     trust_remote_code: bool = Field(False, description="Whether a job may run Python code that comes with a model.")
+    api_keys_file: AbsolutePath | None = Field(
+        None, description="The API's keys, as `kd keys` writes them; without it everybody on this host may do anything."
+    )
+    api_key: str | None = Field(None, repr=False, description="The key that the command line shows to the API.")
+    allowed_hosts: Words = Field(
+        ("127.0.0.1", "localhost", "[::1]"), description="Host names by which the API may be called; * = any."
+    )
+    allowed_origins: Words = Field((), description="Web origins whose pages may call the API from a browser.")
+    model_allow_list: AbsolutePath | None = Field(
+        None, description="File of models that jobs may name, one id or folder a line; without it any that is found."
+    )
+    data_roots: Paths = Field(
+        (), description="Folders that jobs may read besides KD_ROOT and the caches. With none and no keys: any folder."
+    )
+    remote_hosts: Words = Field((), description="Hosts that a job's URLs may name: remote teachers, text on the web.")
+    webhook_hosts: Words = Field((), description="Hosts that webhooks may be sent to; none = webhooks are off.")
+    webhook_secret_file: AbsolutePath | None = Field(None, description="The secret that signs webhooks, whsec_...")
+    quota_open_jobs: int = Field(100, ge=1, description="Jobs of one key that may be open at a time.")
+    rate_post: int = Field(60, ge=1, description="Requests of one key that change something, a minute.")
+    rate_get: int = Field(600, ge=1, description="Requests of one key that only read, a minute.")
+    rate_sse: int = Field(20, ge=1, description="Event streams that one key may hold open.")
+    log_format: Literal["console", "json"] = Field("console", description="How the log is written.")
+    otlp_endpoint: str | None = Field(None, description="OpenTelemetry collector (OTLP over HTTP); none = no traces.")
+    devices: str | None = Field(
+        None, description="Devices of a worker: cpu, or GPU numbers as 0,1; without it the first GPU that is free."
+    )
+    outage_seconds: float = Field(
+        3600.0, gt=0, description="A run whose worker cannot reach Redis for so long saves its state and ends."
+    )
+    disk_floor_bytes: int = Field(1 << 30, ge=0, description="With less free on the data disk no job is accepted.")
     child_module: str = Field(
         "services.worker.child",
         pattern=r"^[A-Za-z_][\w.]*$",
         description="Module that runs one stage in a process of its own.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_password(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The password of the file goes into the URL here, so that no other module knows of it."""
+        url, file = values.get("redis_url"), values.get("redis_password_file")
+        if not url or not file:
+            return values
+        try:
+            password = Path(file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ValueError(f"KD_REDIS_PASSWORD_FILE: {file}: {error.strerror}") from None
+        parts = urlsplit(url)
+        place = parts.netloc.rpartition("@")[2]
+        return {**values, "redis_url": parts._replace(netloc=f":{quote(password, safe='')}@{place}").geturl()}
 
     @property
     def caches(self) -> Path:
@@ -60,5 +118,10 @@ class Settings(BaseSettings):
     def environment(self) -> dict[str, str]:
         """The settings as the environment variables of a subprocess."""
         values = self.model_dump(mode="json", exclude_none=True)
-        plain = {name: int(value) if isinstance(value, bool) else value for name, value in values.items()}
-        return {f"KD_{name.upper()}": str(value) for name, value in plain.items()}
+        return {f"KD_{name.upper()}": _as_text(value) for name, value in values.items()}
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
