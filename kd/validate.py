@@ -9,20 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kd.config.job import JobConfig
+from kd.confinement import Confinement, confinement_problems, no_such_cache
 from kd.data import SUFFIXES, find_files, suffix_of
 from kd.errors import Problem
 from kd.search.space import space_problems
 
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?\Z")
 FREE_BYTES = 64 * 2**20
 _PLAIN_TEXT = 2**16
 
 
-def check_inputs(config: JobConfig, root: Path, home: Path) -> list[Problem]:
+def check_inputs(config: JobConfig, root: Path, home: Path, limits: Confinement | None = None) -> list[Problem]:
     """Every problem of a search's space, and every one that the file system shows.
 
-    Relative paths are taken from ``root``, output goes below ``home``.
+    Relative paths are taken from ``root``, output goes below ``home``. Where the job names what ``limits`` do not
+    grant, nothing that it names is looked at; None = everything is granted.
     """
+    if limits is not None and (refused := confinement_problems(config, root, limits)):
+        return [*space_problems(config), *refused]
     files = [*_models(config, root), *_texts(config, root), *_sealed(config, home)]
     return [*space_problems(config), *files, *_allowed("", _storage(home))]
 
@@ -59,11 +63,13 @@ def _teacher_is_run(config: JobConfig) -> bool:
 
 
 def _allowed(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:
-    """``problems``, or that looking for them is not allowed."""
+    """``problems``, or that looking for them is not possible."""
     try:
         yield from problems
     except PermissionError as error:
         yield Problem(pointer, f"{error.filename} may not be looked at.", "Check the mode and owner of its folders.")
+    except (OSError, ValueError) as error:  # a name too long, a loop of links, a byte that no path may have
+        yield Problem(pointer, f"it cannot be looked at: {error}.", "Check how it is written.")
 
 
 def _tokenizer(pointer: str, name: str, root: Path) -> Iterator[Problem]:
@@ -116,7 +122,7 @@ def _listing(folder: Path, pattern: str) -> str:
 def _sealed(config: JobConfig, home: Path) -> Iterator[Problem]:
     name = config.cache.fingerprint
     if name is not None and config.needs_cache and not (home / "caches" / name / "manifest.json").is_file():
-        yield Problem("/cache/fingerprint", f"there is no sealed cache {name!r} below {home}.", "See `kd cache ls`.")
+        yield no_such_cache(name, home)
 
 
 # ---------------------------------------------------------------------- text

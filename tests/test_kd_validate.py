@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kd.errors import Problem
+from kd.errors import ConfigError, Problem
 from kd.jobfile import parse_config
 from kd.validate import FREE_BYTES, check_inputs
 
@@ -150,6 +150,31 @@ def test_bad_input_is_located_and_has_a_remedy(bad_root, monkeypatch, changes, p
     assert problem.pointer == pointer
     assert detail in problem.detail
     assert problem.remedy
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "y/" * 3000, "a\0b", "a\0/*", "org/x\n", "\ud800/*", "loop/x"], ids=ascii)
+def test_a_name_that_no_file_can_have_is_a_problem_and_no_crash(root, name):
+    (root / "loop").symlink_to(root / "loop")
+    jobs = [
+        {"teacher": {"model": name}},
+        {"student": {"model": name}},
+        {"student": {"init": {"layers": 1, "hidden_size": 32, "tokenizer": name}}},
+        {"data": {"train": name}},
+        {"data": {"train": "text", "validation": name}},
+    ]
+    for changes in jobs:
+        try:
+            config = parse_config(job(**changes))
+        except ConfigError:  # of no form at all
+            continue
+        found = check_inputs(config, root, root / "home")
+        assert found or changes.get("student") or changes.get("teacher")  # which may be names on the hub
+        assert all(each.detail for each in found)
+
+
+def test_a_hub_id_ends_where_it_ends(root):
+    (problem,) = check(root, teacher={"model": "org/x\n"})
+    assert problem.pointer == "/teacher/model"
 
 
 def test_every_problem_is_listed(bad_root):

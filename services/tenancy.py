@@ -1,0 +1,47 @@
+"""Whose a job is, and what it may therefore name: the operator's settings and the record, as a ``Confinement``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kd.confinement import AllowedModel, Confinement, read_allow_list
+from services.jobs import LOCAL, Caller, JobStore
+from services.settings import Settings
+
+
+def confinement_of(settings: Settings, store: JobStore, owner: str) -> Confinement:
+    """What a job of ``owner`` may name: of the service's own folder, the runs and caches of the owner's other jobs.
+
+    An admin's key sees every job, but its jobs read no others than it owns: the worker knows owners, and no keys.
+    Raises ``StorageError`` where the list of models cannot be read; the predicates raise ``RedisError``.
+    """
+    caller = LOCAL if owner == LOCAL.name else Caller(owner)
+    models = read_allow_list(settings.model_allow_list)
+    secret = (settings.api_keys_file, settings.webhook_secret_file, settings.model_allow_list)
+
+    def may_read_cache(fingerprint: str) -> bool:
+        known = store.caches_of(caller)
+        return known is None or fingerprint in known
+
+    return Confinement(
+        home=settings.home,
+        roots=_roots(settings, models or ()),
+        denied=tuple(file for file in secret if file is not None),
+        models=models,
+        hosts=settings.remote_hosts,
+        remote_code=settings.trust_remote_code,
+        may_read_run=lambda job_id: caller.sees_all or store.get(job_id, caller) is not None,
+        may_read_cache=may_read_cache,
+    )
+
+
+def _roots(settings: Settings, models: tuple[AllowedModel, ...]) -> tuple[Path, ...]:
+    """Where jobs may read. Without keys whoever calls is the user of this host, who may read what the service may."""
+    if settings.api_keys_file is None and not settings.data_roots:
+        return (Path(settings.root.anchor),)
+    return (settings.root, *settings.data_roots, *_folders(models))
+
+
+def _folders(models: tuple[AllowedModel, ...]) -> list[Path]:
+    """The folders of the list: what the operator lists may be read wherever it lies."""
+    return [path.resolve() for model in models if (path := Path(model.name).expanduser()).is_absolute()]
