@@ -169,6 +169,11 @@ def require_capture(config: JobConfig) -> None:
         raise ConfigError([Problem("/kind", f"a job of kind {config.kind} captures nothing to estimate.")])
 
 
+def vocabulary_size(config: JobConfig, root: Path) -> int:
+    """Tokens that the tokenizer of the job's teacher knows; by its config.json, or a guess, where it is not at hand."""
+    return _Tokenizer.find(config, root).size
+
+
 def free_bytes(folder: Path) -> int:
     """Bytes left on the disk of ``folder``, which need not exist."""
     existing = next(each for each in (folder, *folder.resolve().parents) if each.exists())
@@ -263,10 +268,14 @@ class _Tokenizer:
         """The teacher's, where its file is on this machine."""
         path = _teacher_file(config, root, "tokenizer.json")
         if path is None:
-            return cls(int(_shape(config, root).get("vocab_size") or _MEASURED_VOCABULARY))
+            size = _shape(config, root).get("vocab_size")
+            return cls(size if isinstance(size, int) and size > 1 else _MEASURED_VOCABULARY)
         from tokenizers import Tokenizer
 
-        inner = Tokenizer.from_file(str(path))
+        try:
+            inner = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library has no class of its own for this
+            raise _unreadable("tokenizer.json", error) from None
         return cls(max(inner.get_vocab(with_added_tokens=True).values()) + 1, inner)
 
     def count(self, text: str) -> int:
@@ -312,13 +321,20 @@ def hidden_width(folder: Path) -> int:
 
 def _width_in(shape: dict[str, Any]) -> int:
     names = ("hidden_size", "n_embd", "d_model", "dim")
-    return next((int(shape[name]) for name in names if shape.get(name)), 0)
+    return next((shape[name] for name in names if isinstance(shape.get(name), int)), 0)
 
 
 def _json(path: Path) -> dict[str, Any]:
     """A config.json with what concerns text at its top, empty where there is none."""
-    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {**document, **document.get("text_config", {})}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {**document, **(document.get("text_config") or {})}
+    except (ValueError, TypeError, AttributeError) as error:  # no JSON, or of another shape
+        raise _unreadable(path.name, error) from None
+
+
+def _unreadable(name: str, error: Exception) -> ConfigError:
+    return ConfigError([Problem("/teacher/model", f"its {name} cannot be read: {error}.", "Save the model again.")])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,11 @@ def test_a_wrong_job_is_a_wrong_job(job_file: Path, tmp_path: Path) -> None:
     assert "no file matches" in done.stderr
 
 
-def test_a_dry_run_answers_and_queues_nothing(service: Parts, tiny_teacher: Path, tiny_text: Path) -> None:
+def test_a_dry_run_answers_and_queues_nothing(
+    new_parts: Callable[..., Parts], tiny_teacher: Path, tiny_text: Path
+) -> None:
+    service = new_parts(data_roots=(tiny_teacher, tiny_text.parent))
+    service.start_api()
     before = service.http.get("/jobs").json()
     answer = service.http.post("/jobs?dry_run=true", json=body(tiny_teacher, tiny_text))
     assert answer.status_code == 200, answer.text
@@ -92,7 +97,8 @@ from services.settings import Settings
 
 home, body = Path(sys.argv[1]), json.loads(sys.argv[2])
 folder = make_cache(home / "caches")
-client = TestClient(create_app(Settings(redis_url="redis://127.0.0.1:1/0", home=home)))
+settings = Settings(redis_url="redis://127.0.0.1:1/0", home=home, data_roots=sys.argv[3:])
+client = TestClient(create_app(settings), base_url="http://127.0.0.1")
 answers = [client.post("/jobs?dry_run=true", json=body), client.get(f"/caches/{folder.name}")]
 heavy = sorted({"torch", "transformers", "datasets"} & set(sys.modules))
 print(json.dumps([[answer.status_code for answer in answers], heavy]))
@@ -100,7 +106,8 @@ print(json.dumps([[answer.status_code for answer in answers], heavy]))
 
 
 def test_a_dry_run_needs_neither_torch_nor_redis(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DRY_RUN, str(tmp_path), json.dumps(body(tiny_teacher, tiny_text))]
+    job = json.dumps(body(tiny_teacher, tiny_text))
+    command = [sys.executable, "-c", DRY_RUN, str(tmp_path), job, str(tiny_teacher), str(tiny_text.parent)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [[200, 200], []]

@@ -169,7 +169,7 @@ def test_rm_spares_what_an_unfinished_job_of_the_embedded_store_uses(home: Path,
     assert f"is used by {job_id}" in refused.stderr
     assert names(home) == {ONE, TWO, TOPK}, "nothing is removed where one is refused"
     assert kd(home, "rm", TWO, "--yes").returncode == 0
-    parts.jobs.cancel(job_id)
+    parts.jobs.change("cancel", job_id)
     assert kd(home, "rm", ONE, "--yes").returncode == 0
     assert names(home) == {TOPK}
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 
+from services import logs, telemetry
 from services.api.app import serve
 from services.lifeline import die_with_parent
 from services.settings import Settings
 
 
-def main() -> None:
+def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT."""
-    die_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    serve(Settings())
+    logs.configure(settings)
+    telemetry.configure(settings.otlp_endpoint, "api")
+    try:
+        serve(settings)
+    finally:
+        telemetry.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent(signal.SIGTERM)
+    run(Settings())

@@ -13,6 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from services.jobs import MOST_CONNECTIONS
 from services.schemas import TERMINAL
 
 POLL_MS = 1000
@@ -22,7 +23,13 @@ PAGE = 500
 def event_client(url: str) -> Redis:
     """A client for streams: one connection per listener, time-outs longer than the polls."""
     return Redis.from_url(
-        url, protocol=2, decode_responses=True, socket_timeout=5, socket_connect_timeout=2, retry=Retry(NoBackoff(), 0)
+        url,
+        protocol=2,
+        decode_responses=True,
+        socket_timeout=5,
+        socket_connect_timeout=2,
+        max_connections=MOST_CONNECTIONS,
+        retry=Retry(NoBackoff(), 0),
     )
 
 
@@ -33,7 +40,7 @@ async def follow(
     while not stopping():
         try:
             # The status first: seen as ended before the stream is read, nothing can follow what is read.
-            ended = await client.hget(f"kd:job:{job_id}", "status") in TERMINAL
+            ended = (await client.hget(f"kd:job:{job_id}", "status") or "failed") in TERMINAL  # or deleted
             entries = await _read(client, job_id, after, wait=not ended)
         except RedisError:
             await asyncio.sleep(POLL_MS / 1000)

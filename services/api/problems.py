@@ -9,47 +9,88 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from redis.exceptions import RedisError, ResponseError
 from starlette.exceptions import HTTPException
-from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cache.errors import PotstillError
 from kd.errors import ConfigError, Problem
 from kd.jobfile import problems_of
-from services.schemas import FieldProblem, ProblemDocument
+from services.api.views import ProblemDetails
+from services.logs import request_id
+from services.schemas import FieldProblem
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = "2"
+BODY_BYTES = 1 << 20  #: of one request
 
 TITLES = {
     400: ("malformed-request", "The request cannot be read"),
+    401: ("unauthenticated", "An API key is needed"),
+    403: ("forbidden", "Not allowed"),
     404: ("not-found", "Not found"),
     405: ("method-not-allowed", "Method not allowed"),
+    409: ("conflict", "The state of things does not allow it"),
     413: ("too-large", "The request is too large"),
+    415: ("unsupported-media-type", "The body is of another media type"),
+    416: ("range-not-satisfiable", "There are no such bytes"),
     422: ("invalid-job", "The request is not valid"),
+    429: ("too-many-requests", "Too many requests"),
     500: ("internal", "Internal error"),
     503: ("store-unavailable", "The job store does not answer"),
+    507: ("disk-full", "The disk of the data folder is nearly full"),
+}
+
+#: Headers that come with a problem, for the OpenAPI description.
+HEADERS = {
+    401: {"WWW-Authenticate": "How to authenticate: Bearer."},
+    429: {"Retry-After": "Seconds to wait."},
+    503: {"Retry-After": "Seconds to wait."},
 }
 
 log = logging.getLogger("potstill.api")
 
 
 class ApiProblem(Exception):
-    """An answer that is a problem document."""
+    """An answer that is a problem document; ``members`` are further ones of the document."""
 
-    def __init__(self, status: int, detail: str, remedy: str = "", slug: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        remedy: str = "",
+        slug: str | None = None,
+        *,
+        errors: Iterable[Problem] = (),
+        headers: Mapping[str, str] | None = None,
+        members: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(detail)
         self.status, self.detail, self.remedy, self.slug = status, detail, remedy, slug
+        self.errors, self.headers, self.members = tuple(errors), dict(headers or {}), dict(members or {})
 
 
-def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+Answers = dict[int | str, dict[str, Any]]  #: descriptions for the OpenAPI document, by status
+
+
+def responses(*statuses: int) -> Answers:
     """The problems that an operation may answer with, for its OpenAPI description."""
-    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
-    return {status: {"description": TITLES[status][1], "content": content} for status in statuses}
+    return {status: _described(status) for status in statuses}
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of ``app`` with a problem document."""
+def _described(status: int) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/ProblemDetails"}
+    described: dict[str, Any] = {"description": TITLES[status][1], "content": {MEDIA_TYPE: {"schema": schema}}}
+    if status in HEADERS:
+        named = HEADERS[status].items()
+        described["headers"] = {name: {"description": text, "schema": {"type": "string"}} for name, text in named}
+    return described
+
+
+def install(app: FastAPI, routes: Iterable[APIRoute]) -> None:
+    """Answer every error of ``app`` with a problem document; ``routes`` are those that a 405 may name methods of."""
+    app.state.routes = tuple(routes)
     app.add_exception_handler(ApiProblem, _on_problem)
     app.add_exception_handler(ConfigError, _on_config_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -66,34 +107,43 @@ def respond(
     slug: str | None = None,
     errors: Iterable[Problem] = (),
     headers: Mapping[str, str] | None = None,
+    members: Mapping[str, Any] | None = None,
 ) -> Response:
     """The problem document as a response."""
     default_slug, title = TITLES.get(status, ("error", "Error"))
-    document = ProblemDocument(
+    document = ProblemDetails(
         type=f"urn:potstill:problem:{slug or default_slug}",
         title=title,
         status=status,
         detail=detail,
         remedy=remedy,
         instance=request.url.path,
+        request_id=request_id.get() or None,
         errors=[FieldProblem(**problem.to_json()) for problem in errors],
+        **(members or {}),
     )
-    return JSONResponse(document.model_dump(), status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
+    content = document.model_dump(mode="json", exclude_none=True)
+    return JSONResponse(content, status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
 
 
-def _on_problem(request: Request, error: Any) -> Response:
-    return respond(request, error.status, error.detail, error.remedy, error.slug)
+async def _on_problem(request: Request, error: Any) -> Response:
+    return respond(
+        request, error.status, error.detail, error.remedy, error.slug, error.errors, error.headers, error.members
+    )
 
 
-def _on_config_error(request: Request, error: Any) -> Response:
+async def _on_config_error(request: Request, error: Any) -> Response:
     return respond(request, 422, f"{len(error.problems)} problem(s): {error.detail}", errors=error.problems)
 
 
-def _on_validation_error(request: Request, error: Any) -> Response:
+async def _on_validation_error(request: Request, error: Any) -> Response:
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         detail = f"The body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}."
         return respond(request, 400, detail, "Send a JSON object; kd submit sends a YAML file as one.")
+    if any(isinstance(item.get("input"), bytes) for item in errors):
+        detail = "The body is not declared as JSON."
+        return respond(request, 415, detail, "Send it with the header Content-Type: application/json.")
     elsewhere = {number: problem for number, item in enumerate(errors) if (problem := _beside_the_job(item))}
     inside = [{**item, "loc": item["loc"][1:]} for number, item in enumerate(errors) if number not in elsewhere]
     problems = [*elsewhere.values(), *problems_of(inside)]
@@ -106,17 +156,13 @@ def _beside_the_job(item: Mapping[str, Any]) -> Problem | None:
         return Problem("", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.")
     if item["loc"] == ("body",) and item["type"] == "missing":
         return Problem("", "the request has no body.", "Send a job as JSON with Content-Type: application/json.")
-    if isinstance(item.get("input"), bytes):
-        return Problem(
-            "", "the body is not declared as JSON.", "Send it with the header Content-Type: application/json."
-        )
     return None
 
 
-def _on_redis_error(request: Request, error: Any) -> Response:
-    # A plain ResponseError is a mistake of ours, save for the one by which a server with a full disk refuses to write.
-    if type(error) is ResponseError and not str(error).startswith("MISCONF"):
-        return _on_anything_else(request, error)
+async def _on_redis_error(request: Request, error: Any) -> Response:
+    # A plain ResponseError is a mistake of ours, save for those by which a full server refuses to write.
+    if type(error) is ResponseError and not str(error).startswith(("MISCONF", "OOM")):
+        return await _on_anything_else(request, error)
     log.warning("%s %s: Redis does not serve: %s", request.method, request.url.path, error)
     detail = f"The job store (Redis) does not serve: {type(error).__name__}. Running jobs go on; nothing is lost."
     headers = {"Retry-After": RETRY_SECONDS}
@@ -125,7 +171,7 @@ def _on_redis_error(request: Request, error: Any) -> Response:
     )
 
 
-def _on_http_exception(request: Request, error: Any) -> Response:
+async def _on_http_exception(request: Request, error: Any) -> Response:
     if error.status_code == 405:
         allowed = ", ".join(sorted(_allowed_methods(request))) or error.headers["Allow"]
         return respond(
@@ -143,13 +189,20 @@ def _on_http_exception(request: Request, error: Any) -> Response:
 
 
 def _allowed_methods(request: Request) -> set[str]:
-    """The union over every operation of this path: the framework names only the first one's."""
-    paths = request.app.openapi()["paths"].items()
-    found = (operations for path, operations in paths if compile_path(path)[0].match(request.url.path))
-    return {method.upper() for operations in found for method in operations}
+    """The union over every route of this path, of which the framework names only the first one's.
+
+    Where a route has this very path, those whose parameters it could fill do not count.
+    """
+    path = request.url.path.removeprefix("/v1")
+    matching = [route for route in request.app.state.routes if route.path_regex.match(path)]
+    own = [route for route in matching if route.path == path]
+    return {method for route in own or matching for method in route.methods}
 
 
-def _on_anything_else(request: Request, error: Exception) -> Response:
+async def _on_anything_else(request: Request, error: Exception) -> Response:
+    if isinstance(error, PotstillError):
+        log.warning("%s %s: %s", request.method, request.url.path, error)
+        return respond(request, 500, error.detail, error.remedy, error.type.replace("_", "-"))
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return respond(
         request,
@@ -183,16 +236,3 @@ class BodyLimit:
 def _declared_length(scope: Scope) -> int:
     declared = dict(scope.get("headers", ())).get(b"content-length", b"0")
     return int(declared) if declared.isdigit() else 0
-
-
-def describe(app: FastAPI) -> None:
-    """Put the problem document's schema where the responses of every operation refer to it."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        schema = ProblemDocument.model_json_schema(ref_template="#/components/schemas/{model}")
-        document["components"]["schemas"] |= schema.pop("$defs") | {"ProblemDocument": schema}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

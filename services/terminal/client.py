@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -14,6 +15,8 @@ from cache.errors import PotstillError
 from services.schemas import TERMINAL
 
 PATIENCE_SECONDS = 120.0
+RANGE_NOT_SATISFIABLE = 416
+ID_LENGTH = len("job_") + 26
 
 
 class Unreachable(PotstillError):
@@ -33,12 +36,17 @@ class Refused(PotstillError):
 
 
 class Client:
-    """Talks to one server."""
+    """Talks to one server, as the owner of ``key``."""
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, key: str | None = None) -> None:
         self._server = server
         local = any(host in server for host in ("127.0.0.1", "localhost"))  # never through a proxy
-        self._http = httpx.Client(base_url=server, timeout=httpx.Timeout(10, read=30), trust_env=not local)
+        self._http = httpx.Client(
+            base_url=server,
+            timeout=httpx.Timeout(10, read=30),
+            trust_env=not local,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -54,12 +62,28 @@ class Client:
         """The JSON that a POST answers with."""
         return self._call("POST", path, json=body)
 
+    def delete(self, path: str, **query: Any) -> None:
+        """Delete what is at ``path``."""
+        self._call("DELETE", path, params=query)
+
+    def bytes_from(self, path: str, start: int) -> bytes:
+        """What follows byte ``start`` of a file that grows; empty where nothing does."""
+        answer = self._answer("GET", path, headers={"Range": f"bytes={start}-"})
+        return b"" if answer.status_code == RANGE_NOT_SATISFIABLE else _checked(answer).content
+
+    def text(self, path: str, **query: Any) -> str:
+        """The text at ``path``."""
+        return _checked(self._answer("GET", path, params=query)).text
+
     def _call(self, method: str, path: str, **options: Any) -> Any:
+        answer = _checked(self._answer(method, path, **options))
+        return answer.json() if answer.content else None
+
+    def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            answer = self._http.request(method, path, **options)
+            return self._http.request(method, path, **options)
         except httpx.TransportError as error:
             raise self._unreachable(error) from None
-        return _content(answer)
 
     def _unreachable(self, error: Exception) -> Unreachable:
         return Unreachable(
@@ -69,11 +93,11 @@ class Client:
 
     def job(self, name: str) -> dict[str, Any]:
         """The job with that id, with the only id that begins so, or the newest one for ``last``."""
-        if name == "last":
-            found = list(islice(self.jobs(), 1))
-        else:
-            full = name if name.startswith("job_") else f"job_{name}"
-            found = [job for job in self.jobs() if job["id"].startswith(full)]
+        full = name if name.startswith("job_") else f"job_{name}"
+        if len(full) == ID_LENGTH:
+            return dict(self.get("/jobs/" + quote(full, safe="")))
+        every = self.jobs()
+        found = list(islice(every, 1)) if name == "last" else [job for job in every if job["id"].startswith(full)]
         if len(found) != 1:
             ids = ", ".join(job["id"] for job in found[:5])
             raise Refused(404, f"{name!r} names {len(found)} jobs" + (f": {ids}." if ids else "."), "See `kd jobs ls`.")
@@ -110,11 +134,11 @@ class Client:
             time.sleep(0.5)
 
     def _stream(self, job_id: str, last: str | None) -> Iterator[dict[str, str]]:
-        headers = {"Last-Event-ID": last} if last else {}
-        with self._http.stream("GET", f"/jobs/{job_id}/events", headers=headers) as answer:
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
+        with self._http.stream("GET", f"/jobs/{job_id}/events/stream", headers=headers) as answer:
             if not answer.is_success:
                 answer.read()
-                _content(answer)
+                _checked(answer)
             yield from _parse(answer.iter_lines())
 
 
@@ -130,9 +154,10 @@ def _parse(lines: Iterator[str]) -> Iterator[dict[str, str]]:
             event = {}
 
 
-def _content(answer: httpx.Response) -> Any:
+def _checked(answer: httpx.Response) -> httpx.Response:
+    """The answer, where it is one; raises ``Refused``."""
     if answer.is_success:
-        return answer.json()
+        return answer
     document: Mapping[str, Any] = {}
     if answer.headers.get("content-type", "").startswith("application/problem+json"):
         document = answer.json()

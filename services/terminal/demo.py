@@ -38,7 +38,7 @@ def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> 
     overrides = [(), BASELINE] if baseline else [()]
     configs = [load_config(root / EXAMPLE, changes) for changes in overrides]
     settings = settings.model_copy(update={"root": root, "port": 0, "host": "127.0.0.1"})
-    with running(settings, 1, err.print) as running_settings, Client(running_settings.server) as client:
+    with running(settings, 1, err.print) as running_settings, _client(running_settings) as client:
         err.print(f"the service is up at {running_settings.server}, with its data in {settings.home}")
         jobs = [_post_and_follow(client, config, err) for config in configs]
     for job in jobs:
@@ -48,8 +48,12 @@ def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> 
     return 0 if all(job["status"] == "succeeded" for job in jobs) else 1
 
 
+def _client(settings: Settings) -> Client:
+    return Client(settings.server, settings.api_key)
+
+
 def _root(settings: Settings) -> Path:
-    for root in (settings.root, Path(__file__).resolve().parent.parent):
+    for root in (settings.root, Path(__file__).resolve().parents[2]):
         if (root / EXAMPLE).is_file():
             return root
     raise PotstillError(f"The example {EXAMPLE} is not here.", "Run `kd demo` in the folder of the source code.")

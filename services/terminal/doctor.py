@@ -74,10 +74,11 @@ def _disk(settings: Settings) -> Finding:
 
 def _server(settings: Settings) -> Finding:
     try:
-        with Client(settings.server) as client:
-            ready = client.get("/readyz")
+        with Client(settings.server, settings.api_key) as client:
+            client.get("/readyz")
+            workers = client.get("/workers")["data"]
     except Unreachable:
         return Finding("service", False, f"none at {settings.server}; `kd up` starts one", needed=False)
     except Refused as error:
         return Finding("service", False, str(error), needed=False)
-    return Finding("service", True, f"{settings.server}, {ready['workers']} worker(s)", needed=False)
+    return Finding("service", True, f"{settings.server}, {len(workers)} worker(s)", needed=False)

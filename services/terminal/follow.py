@@ -10,6 +10,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from services.schemas import TERMINAL
+
 LINE_SECONDS = 10.0
 
 
@@ -77,13 +79,12 @@ class Display:
 
     def _on_status(self, data: dict[str, Any]) -> None:
         self._stage = data.get("stage") or self._stage
-        if data["status"] in ("succeeded", "failed", "cancelled"):
+        if data["status"] in ("cancelling", "pausing"):
+            self._say(f"{data['status']}: the run saves its state and stops")
+        elif data["status"] in (*TERMINAL, "paused"):
             self._say(data["status"])
         else:
             self._plain(f"{self._stage}: {data['status']}")
-
-    def _on_cancel(self, data: dict[str, Any]) -> None:
-        self._say("cancel requested: the run saves its state and stops")
 
     def _bar(self) -> TaskID:
         if self._stage not in self._bars:

@@ -147,10 +147,7 @@ def _unfinished_jobs(settings: Settings, fingerprint: str) -> Iterator[str]:
         return
     try:
         with connect(url, STORE_TIMEOUT) as client:
-            for job in JobStore(client).newest():
-                named = {job.cache.fingerprint if job.cache else None, job.config.get("cache", {}).get("fingerprint")}
-                if fingerprint in named and not job.ended:
-                    yield job.id
+            yield from JobStore(client).cache_users(fingerprint)
     except RedisError:
         return
 
