@@ -86,14 +86,14 @@ class CacheWriter:
         """The shards still to be written; sealed ones are read in full and count only if every byte is as sealed."""
         return [index for index in range(self.identity.shard_count) if not self._sound(index)]
 
-    def write_shard(self, index: int, sequences: Sequences, records: Records) -> None:
-        """Write and seal shard ``index``, which holds the sequences ``identity.shard_range(index)``.
+    def write_shard(self, index: int, sequences: Sequences, records: Records) -> int:
+        """Write and seal shard ``index``, which holds the sequences ``identity.shard_range(index)``; returns its bytes.
 
         Raises ``ValueError`` where the data does not fit the identity, ``StorageError`` where the disk refuses.
         """
         self._require_fit(index, sequences, records)
         arrays = shard_arrays(sequences, records, self.codec)
-        self._publish(_shard_name(index), arrays, lambda folder: Seal.of(folder, sequences, records))
+        return self._publish(_shard_name(index), arrays, lambda folder: Seal.of(folder, sequences, records)).bytes
 
     def write_head(self, arrays: Arrays) -> None:
         """Write and seal the teacher's LM head, which a hidden cache keeps once; one that lies sealed is left alone."""
@@ -101,7 +101,7 @@ class CacheWriter:
         if seal is None or seal.problems(self.folder / HEAD):
             self._publish(HEAD, arrays, Seal.of_folder)
 
-    def _publish(self, name: str, arrays: Arrays, sealed: Callable[[Path], Seal]) -> None:
+    def _publish(self, name: str, arrays: Arrays, sealed: Callable[[Path], Seal]) -> Seal:
         """Write a folder of arrays whole or not at all, then its seal; until then the cache is incomplete."""
         temporary = self.folder / f"{TEMPORARY}{name.replace('/', '-')}"
         with storage_errors(self.folder):
@@ -114,6 +114,7 @@ class CacheWriter:
             finally:
                 remove(temporary)
             write_file(_seal_file(self.folder, name), seal.to_bytes())
+        return seal
 
     def sealed_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of array ``name`` in the first sealed shard; None where no shard is sealed."""

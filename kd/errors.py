@@ -6,7 +6,8 @@ PotstillError (cache.errors)
 ├── DataError             missing, empty, too short, or not in the declared format
 ├── TokenizerMismatch     student and cache do not share a tokenizer
 ├── FidelityError         a cache's records are not what the live teacher says
-├── TrainingError         the loss became NaN, or a checkpoint cannot be resumed
+├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
+│   └── NotFinite         the loss became NaN
 └── Interrupted           the run was asked to stop, and has saved what it needs to go on
 """
 
@@ -72,6 +73,12 @@ class TrainingError(PotstillError):
     """Training cannot go on."""
 
     type = "training_error"
+
+
+class NotFinite(TrainingError):
+    """The loss or its gradient became NaN or infinite."""
+
+    type = "nan_loss"
 
 
 class Interrupted(PotstillError):

@@ -7,7 +7,6 @@ Shapes: B sequences of a micro-batch, T tokens, N positions of one sequence that
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +48,7 @@ from kd.progress import Meter, Monitor
 from kd.recording import Recorder
 from kd.remote import RemoteTeacher, remote_sha256
 
-WAITING_SECONDS = 30.0
+CAPTURE = "another job's capture of the same cache"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,8 @@ def capture(plan: Plan, root: Path, monitor: Monitor) -> dict[str, Any]:
     if (found := find_sealed(folder, plan.identity)) is not None:
         return summarise(found, reused=True)
 
-    with open_for_capture(root, plan.identity, _Waiting(monitor)) as writer:
+    lock = root / f"{plan.identity.fingerprint}.lock"
+    with open_for_capture(root, plan.identity, lambda: monitor.wait_for(CAPTURE, lock, "precompute")) as writer:
         if (found := find_sealed(folder, plan.identity)) is not None:
             return summarise(found, reused=True)
         positions = plan.corpus.train.positions + plan.corpus.validation.positions
@@ -87,19 +87,6 @@ def capture(plan: Plan, root: Path, monitor: Monitor) -> dict[str, Any]:
         teacher = fill(writer, plan, monitor)
         writer.finish(_provenance(plan), check_fidelity(writer.readable(), plan, teacher, monitor))
     return summarise(open_cache(folder, plan.identity), reused=False)
-
-
-class _Waiting:
-    """Called while another job captures the same cache: says so now and then, for silence is taken for a hang."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor, self._said = monitor, -math.inf
-
-    def __call__(self) -> None:
-        if time.monotonic() - self._said > WAITING_SECONDS:
-            self._said = time.monotonic()
-            self._monitor.emit("stage", stage="precompute", phase="waiting for another job's capture of the same cache")
-        self._monitor.check("while another job captures the same cache")
 
 
 def find_sealed(folder: Path, identity: CacheIdentity) -> Cache | None:
@@ -147,9 +134,13 @@ def fill(writer: CacheWriter, plan: Plan, monitor: Monitor) -> Reader | None:
                 parts.append(records)
                 left -= count
                 monitor.emit("progress", **meter.advance(count, len(records)))
+                monitor.alive()
                 if left:
                     monitor.check(f"in shard {index + 1} of {len(sizes)}")
-            writer.write_shard(index, sequences, Records.concatenate(parts))
+            monitor.alive(stepping=False)
+            began = time.monotonic()
+            written = writer.write_shard(index, sequences, Records.concatenate(parts))
+            monitor.emit("shard", bytes=written, seconds=time.monotonic() - began)
             if index != missing[-1]:
                 monitor.check(f"after shard {index + 1} of {len(sizes)}")
         return teacher

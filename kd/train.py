@@ -33,7 +33,7 @@ from kd.config.train import TrainConfig
 from kd.diagnostics.stopwatch import Stopwatch, flops_per_token, utilisation
 from kd.diagnostics.trace import Trace
 from kd.diagnostics.trackers import Trackers, telling
-from kd.errors import ConfigError, Problem, TrainingError
+from kd.errors import ConfigError, NotFinite, Problem
 from kd.evaluate import evaluate, evaluation_temperature
 from kd.files import write_json
 from kd.levers.averaging import Averager, serve, serving
@@ -137,6 +137,7 @@ def train(
     reset_peak_memory(device)
 
     def evaluate_now() -> dict[str, Any]:
+        monitor.alive(stepping=False)
         with clock.phase("evaluation"), serving(student, optimizer, average):
             at = evaluation_temperature(config.loss)
             found = evaluate(student, head, source, decoder, options.batch_size, precision, device, at)
@@ -156,6 +157,7 @@ def train(
         batches = Waited(training_batches(source, options, range(progress.step, steps)))
         for micro_batches in batches:
             began, step = time.monotonic(), progress.step
+            monitor.alive(stepping=compilation is None)
             clock.add("data", batches.last)
             alpha, T = ramp_value(config.loss.alpha, step, steps), temperature.at(step)
 
@@ -185,6 +187,7 @@ def train(
             if watch.spike(loss, ce_loss):
                 verdict = watch.spiked(step + 1, loss, progress.rollbacks, newest(folder))
                 if verdict.ok:
+                    monitor.alive(stepping=False)
                     go_back(folder, state, identity, watch)
                     log.forget(progress.step)
                     meter.done = progress.step
@@ -245,6 +248,7 @@ def train(
             if progress.step % options.save_steps == 0 or progress.step == steps or keep_best or exhausted or stopping:
                 with clock.phase("checkpoint"):
                     progress.watch, progress.scale_watch = watch.state(), asdict(scale_watch)
+                    monitor.alive(stepping=False)
                     path = checkpoint.save(folder, state, identity)
                     checkpoint.prune(folder, options.save_total_limit, best_step(progress, options))
                 monitor.emit("checkpoint", step=progress.step, path=str(path))
@@ -338,10 +342,10 @@ def compiled(report: CompileReport) -> Verdict:
     return Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
 
 
-def not_finite(step: int, loss: float, grad_norm: float, where: str, checkpoints: Path) -> TrainingError:
+def not_finite(step: int, loss: float, grad_norm: float, where: str, checkpoints: Path) -> NotFinite:
     """The error of a run that diverged: where the first NaN is, and what is left to go on from."""
     kept = newest(checkpoints)
-    return TrainingError(
+    return NotFinite(
         f"At step {step} the loss is {loss} and the gradient's norm {grad_norm}. {where}",
         f"The last good checkpoint is {kept}. " * (kept is not None)
         + "Lower train.learning_rate, add warmup_steps, or use precision fp32.",

@@ -14,6 +14,7 @@ import fcntl
 import importlib
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -170,10 +171,21 @@ class EmbeddedServer:
             if process.poll() is not None or time.monotonic() > deadline:
                 _end(process)
                 tail = (self._folder / "server.log").read_text(errors="replace")[-600:].strip()
-                raise ServerError(
-                    f"The server {self._binary} did not start: {tail}", f"Its data lie in {self._folder}."
-                )
+                raise ServerError(f"The server {self._binary} did not start: {tail}", self._remedy(tail))
             time.sleep(0.02)
+
+    def _remedy(self, tail: str) -> str:
+        """What to do about a server that does not start; a damaged log can be cut off where the damage begins."""
+        damaged = re.search(r"(?:append only file|AOF file) (\S+\.aof)\b", tail)
+        if damaged is None:
+            return f"Its data lie in {self._folder}."
+        tool = str(self._folder / f"{self._binary.stem.partition('-')[0]}-check-aof")
+        link = shlex.join(["ln", "-s", str(self._binary), tool])
+        repair = shlex.join([tool, "--fix", str(self._folder / "appendonlydir" / damaged[1])])
+        return (
+            f"Its data in {self._folder} are damaged. Copy that folder, then run: {link} && {repair}. "
+            "Job records written after the damage are lost; caches and runs are not."
+        )
 
     def _answers(self) -> bool:
         """Whether a server with our password, and with its data in our folder, answers at our port."""

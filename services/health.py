@@ -30,7 +30,7 @@ def worker(settings: Settings) -> str:
     except RedisError as error:
         return f"Redis does not answer: {error}"
     host = socket.gethostname()
-    return "" if any(name.rpartition(":")[0] == host for name in workers) else f"no worker of {host} shows life"
+    return "" if any(state.host == host for state in workers) else f"no worker of {host} shows life"
 
 
 def main() -> int:

@@ -8,8 +8,10 @@ The record in Redis (``jobs.lua``) is what holds; the reconciler sends lost hint
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from celery import Celery
+from kombu.connection import Connection
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
@@ -43,10 +45,19 @@ CONFIGURATION = {
 log = logging.getLogger("potstill.queue")
 
 
+class PromptConnection(Connection):
+    """Tries again every two seconds: the library's own waits grow to half a minute while a server is away."""
+
+    def _ensure_connection(self, *arguments: Any, **options: Any) -> Any:
+        prompt = {"interval_step": 0, "interval_max": 2} | options
+        return super()._ensure_connection(*arguments, **prompt)  # type: ignore[no-untyped-call]
+
+
 def celery_app(redis_url: str, socket_timeout: float = 10.0) -> Celery:
     """The Celery application of API and worker; the API wants a shorter ``socket_timeout`` (seconds)."""
     app = Celery("potstill", broker=redis_url, set_as_current=False)
     app.conf.update(CONFIGURATION)
+    app.amqp.Connection = PromptConnection
     app.conf.broker_transport_options = {
         "ack_emulation": False,
         "socket_timeout": socket_timeout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,20 +12,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cache.disk import locked, storage_errors
 from kd.config.job import JobConfig
-from kd.errors import DataError, Interrupted
-from kd.progress import Monitor
+from kd.errors import DataError, Interrupted, TrainingError
+from kd.progress import Meter, Monitor
 from services.worker.child import main
 
 STEPS = 60
 STEP_SECONDS = 0.05
+CAPTURE_SECONDS = 3.0
 
 
 def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Do as the name says."""
     (run_dir / "pid").write_text(str(os.getpid()))
     monitor.emit("stage", stage=stage, phase="loading")
-    script = SCRIPTS[config.name]
+    script = quick if config.name == "captures" and stage == "train" else SCRIPTS[config.name]
     script(run_dir, monitor)
     if stage == "precompute":
         monitor.emit("cache", fingerprint="f" * 32, bytes_per_token=12.5, tokens=100, reused=False)
@@ -68,6 +71,43 @@ def with_kin(run_dir: Path, monitor: Monitor) -> None:
     endless(run_dir, monitor)
 
 
+def stays_alone(run_dir: Path, monitor: Monitor) -> None:
+    """Starts another process, and says and hears nothing: as a loop in C would that holds the interpreter."""
+    kin = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    (run_dir / "kin").write_text(str(kin.pid))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    time.sleep(300)
+
+
+def captures(run_dir: Path, monitor: Monitor) -> None:
+    """As a capture: one process at a time, and who comes later finds the work done."""
+    root = run_dir.parent.parent / "caches"
+    root.mkdir(exist_ok=True)
+    lock, sealed = root / f"{'f' * 32}.lock", root / "sealed"
+    with locked(lock, lambda: monitor.wait_for("another job's capture", lock, "precompute")):
+        if sealed.exists():
+            return
+        (run_dir / "captured").touch()
+        for _ in range(int(CAPTURE_SECONDS / STEP_SECONDS)):
+            monitor.check("between two shards")
+            time.sleep(STEP_SECONDS)
+        sealed.touch()
+
+
+def counts(run_dir: Path, monitor: Monitor) -> None:
+    meter = Meter(3, "steps")
+    for _ in range(3):
+        monitor.emit("progress", **meter.advance(1, 100))
+    for seconds in (0.3, 7.0):
+        monitor.emit("shard", bytes=1000, seconds=seconds)
+        monitor.alive()
+
+
+def hangs_in_its_loop(run_dir: Path, monitor: Monitor) -> None:
+    monitor.alive()
+    time.sleep(300)
+
+
 def stubborn(run_dir: Path, monitor: Monitor) -> None:
     for _ in range(6000):
         monitor.emit("progress", done=1, total=2, unit="steps", fraction=0.5)
@@ -84,6 +124,28 @@ def fails(run_dir: Path, monitor: Monitor) -> None:
 
 def buggy(run_dir: Path, monitor: Monitor) -> None:
     _ = 1 / len(os.environ.get("NO_SUCH_VARIABLE", ""))
+
+
+def hungry(run_dir: Path, monitor: Monitor) -> None:
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        raise TrainingError("Memory ran out at step 3.", "Lower train.batch_size.") from error
+
+
+def eats(run_dir: Path, monitor: Monitor) -> None:
+    """Takes more memory than there is."""
+    (run_dir / "ready").touch()
+    while not (run_dir / "go").exists():
+        time.sleep(0.05)
+    eaten = []
+    while True:
+        eaten.append(bytearray(b"x") * 2**24)
+
+
+def fills(run_dir: Path, monitor: Monitor) -> None:
+    with storage_errors(run_dir):
+        raise OSError(errno.ENOSPC, "No space left on device", str(run_dir / "shard"))
 
 
 def exits(run_dir: Path, monitor: Monitor) -> None:
@@ -110,7 +172,7 @@ def reports(run_dir: Path, monitor: Monitor) -> None:
 
 
 def environment(run_dir: Path, monitor: Monitor) -> None:
-    (run_dir / "environment").write_text("\n".join(os.environ))
+    (run_dir / "environment").write_text("\n".join(f"{name}={value}" for name, value in os.environ.items()))
 
 
 SCRIPTS = {
@@ -120,6 +182,13 @@ SCRIPTS = {
         steps,
         endless,
         with_kin,
+        stays_alone,
+        captures,
+        counts,
+        hangs_in_its_loop,
+        hungry,
+        eats,
+        fills,
         stubborn,
         silent,
         fails,

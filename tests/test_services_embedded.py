@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -164,10 +165,20 @@ def test_damaged_data_are_reported_and_not_thrown_away(folder: Path, server: Emb
     content = log.read_bytes()
     log.write_bytes(content[:500] + b"garbage" + content[507:])
     again = EmbeddedServer(folder, find_binary())
-    with pytest.raises(ServerError, match="did not start"):
+    with pytest.raises(ServerError, match="did not start") as error:
         again.start()
     again.stop()
     assert len(log.read_bytes()) == len(content)
+    commands = re.search(r"run: (.+) && (.+)\. Job records", error.value.remedy)
+    assert commands is not None
+    link, repair = map(shlex.split, commands.groups())
+    subprocess.run(link, check=True)
+    subprocess.run(repair, input=b"y\n", check=True, capture_output=True)
+    repaired = EmbeddedServer(folder, find_binary())
+    repaired.start()
+    with connect(repaired.url) as client:
+        assert 0 < client.dbsize() < 100, "what came before the damage is there"
+    repaired.stop()
 
 
 def test_the_order_of_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from redis.exceptions import RedisError
 
-from services.queue import publish
-from services.worker.process import Outbox, child_environment
+from services.jobs import Caller, Claim
+from services.queue import PREFIX, publish
+from services.worker import process
+from services.worker.devices import Device
+from services.worker.failures import describe
+from services.worker.parking import is_free
+from services.worker.process import Hearing, Outbox, child_environment
+from services.worker.supervisor import Attempt, until_answered
 from tests.harness import ROOT, Parts, config, is_alive, wait_until
 from tests.scripted_child import STEPS
 
@@ -28,6 +37,19 @@ def started(parts: Parts, name: str, kind: str = "train") -> tuple[str, int]:
 
 def steps_done(parts: Parts, job_id: str) -> list[int]:
     return [int(line) for line in (parts.settings.run_dir(job_id) / "steps").read_text().split()]
+
+
+def resumed(parts: Parts, job_id: str) -> None:
+    assert parts.jobs.change("resume", job_id).outcome == "done"
+    publish(parts.queue, job_id, parts.job(job_id).stage)
+
+
+def attempted(parts: Parts, name: str, **changes: object) -> tuple[str, Claim]:
+    """A job that this very process has claimed."""
+    job_id = parts.jobs.create(config(name, **changes)).id
+    claim = parts.jobs.claim(job_id, "train", "here", parts.settings.lease_seconds)
+    assert claim is not None
+    return job_id, claim
 
 
 def test_a_job_succeeds_and_its_record_tells_how(service: Parts) -> None:
@@ -91,7 +113,7 @@ def test_a_process_that_ends_without_a_word_leaves_its_log(service: Parts) -> No
 
 def test_cancel_lets_the_run_save_and_end(service: Parts) -> None:
     job_id, pid = started(service, "endless")
-    service.jobs.cancel(job_id)
+    service.jobs.change("cancel", job_id)
     job = service.wait_for(job_id, "cancelled", "failed", "succeeded")
     assert job.status == "cancelled"
     assert not is_alive(pid)
@@ -104,7 +126,6 @@ def test_a_killed_child_is_replaced_until_its_attempts_are_used_up(service: Part
     assert job.error is not None
     assert job.error.type == "worker_lost"
     assert "signal 9 (SIGKILL)" in job.error.detail
-    assert "out of memory" in job.error.remedy
     assert service.statuses(job.id) == ["queued", "running"] * 3 + ["failed"]
 
 
@@ -122,13 +143,14 @@ def test_everything_that_a_run_started_ends_with_it(service: Parts) -> None:
     kin = int(wait_until(lambda: (file := service.settings.run_dir(job_id) / "kin").exists() and file.read_text()))
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(kin), 10)
-    service.jobs.cancel(job_id)
+    service.jobs.change("cancel", job_id)
     service.wait_for(job_id, "cancelled")
 
 
 def test_the_child_gets_no_secrets_and_this_copy_of_the_code(service: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     job = service.wait_for(service.submit("environment"), "succeeded", "failed")
-    names = (service.settings.run_dir(job.id) / "environment").read_text().split("\n")
+    lines = (service.settings.run_dir(job.id) / "environment").read_text().split("\n")
+    names = [line.partition("=")[0] for line in lines]
     assert "PATH" in names
     assert "KD_REDIS_URL" not in names
     monkeypatch.setenv("HF_HOME", "/models")
@@ -173,7 +195,7 @@ def test_a_run_that_does_not_stop_is_killed_after_the_grace(new_parts: MakeParts
     parts = new_parts(stop_grace_seconds=0.5)
     parts.start_worker()
     job_id, pid = started(parts, "stubborn")
-    parts.jobs.cancel(job_id)
+    parts.jobs.change("cancel", job_id)
     assert parts.wait_for(job_id, "cancelled", "failed").status == "cancelled"
     assert not is_alive(pid)
 
@@ -244,6 +266,8 @@ def test_a_second_process_waits_for_the_run_folder(service: Parts) -> None:
         "config": service.job(job_id).config,
         "home": str(service.settings.home),
         "run_dir": str(service.settings.run_dir(job_id)),
+        "patience": 60,
+        "confinement": None,
     }
     second = subprocess.Popen(
         [sys.executable, "-m", "tests.scripted_child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
@@ -251,12 +275,14 @@ def test_a_second_process_waits_for_the_run_folder(service: Parts) -> None:
     assert second.stdin is not None
     second.stdin.write(json.dumps(order).encode() + b"\n")
     second.stdin.flush()
+    kin = Path(f"/proc/{second.pid}/task/{second.pid}/children")
+    wait_until(kin.read_text)  # its guard: it has read the order
     time.sleep(1.0)
     assert second.poll() is None, "it waits"
     second.terminate()
     assert second.wait(5) == 75
     assert second.communicate()[0] == b"", "it has not run anything"
-    service.jobs.cancel(job_id)
+    service.jobs.change("cancel", job_id)
     service.wait_for(job_id, "cancelled")
 
 
@@ -280,3 +306,428 @@ def test_the_worker_never_imports_torch(tmp_path: Path) -> None:
     code = "import services.worker.consumer, sys; print([*{'torch', 'transformers', 'datasets'} & {*sys.modules}])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert out.stdout.strip() == "[]"
+
+
+# Pause and resume
+
+
+def test_a_pause_saves_and_a_resume_goes_on_in_the_same_attempt(service: Parts) -> None:
+    job_id, pid = started(service, "steps")
+    wait_until(lambda: service.job(job_id).progress.done)
+    assert service.jobs.change("pause", job_id).status == "pausing"
+    job = service.wait_for(job_id, "paused", "failed", "succeeded", "queued")
+    assert (job.status, job.worker) == ("paused", None)
+    assert not is_alive(pid)
+    done = steps_done(service, job_id)
+    time.sleep(1)
+    assert steps_done(service, job_id) == done, "nothing runs on"
+    resumed(service, job_id)
+    job = service.wait_for(job_id, "succeeded", "failed")
+    assert (job.status, job.attempt) == ("succeeded", 1)
+    assert steps_done(service, job_id) == list(range(STEPS))
+    assert service.statuses(job_id) == ["queued", "running", "pausing", "paused", "queued", "running", "succeeded"]
+
+
+def test_a_resume_that_comes_before_the_pause_took_hold_loses_nothing(service: Parts) -> None:
+    job_id, _ = started(service, "steps")
+    wait_until(lambda: service.job(job_id).progress.done)
+    service.jobs.change("pause", job_id)
+    service.jobs.change("resume", job_id)
+    job = service.wait_for(job_id, "succeeded", "failed", "paused")
+    assert (job.status, job.attempt) == ("succeeded", 1)
+    assert steps_done(service, job_id) == list(range(STEPS))
+
+
+def test_a_deadline_lets_the_run_save_and_then_fails_it(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.start_api()
+    parts.start_worker()
+    job = parts.wait_for(parts.submit("endless", deadline_seconds=3), "failed", "cancelled", "succeeded")
+    assert job.error is not None
+    assert (job.status, job.error.type) == ("failed", "deadline_exceeded")
+    assert "Stopped on request" in (parts.settings.run_dir(job.id) / "log.txt").read_text()
+
+
+# Nobody writes who has lost the job
+
+
+def test_a_frozen_worker_s_run_ends_itself_and_another_one_goes_on(new_parts: MakeParts) -> None:
+    parts = new_parts(lease_seconds=2.0)
+    parts.start_api()
+    frozen = parts.start_worker()
+    job_id, pid = started(parts, "steps")
+    wait_until(lambda: parts.job(job_id).progress.done)
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: not is_alive(pid), process.LEAST_PATIENCE_SECONDS + 3)
+        parts.start_worker()
+        job = parts.wait_for(job_id, "succeeded", "failed")
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+    assert (job.status, job.attempt) == ("succeeded", 2)
+    assert steps_done(parts, job_id) == list(range(STEPS))
+    assert parts.wait_for(parts.submit("quick"), "succeeded", "failed").status == "succeeded"
+    time.sleep(1)
+    assert parts.statuses(job_id).count("succeeded") == 1
+
+
+def test_what_a_run_started_dies_with_a_worker_that_is_killed(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    worker = parts.start_worker()
+    job_id, pid = started(parts, "stays-alone")
+    kin = int(wait_until(lambda: (file := parts.settings.run_dir(job_id) / "kin").exists() and file.read_text()))
+    os.kill(pid, signal.SIGSTOP)
+    worker.kill()
+    wait_until(lambda: not is_alive(pid) and not is_alive(kin), 2)
+
+
+def test_a_run_that_is_stopped_by_a_signal_is_killed_once_it_is_fenced(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.start_worker()
+    job_id, pid = started(parts, "steps")
+    os.kill(pid, signal.SIGSTOP)
+    parts.jobs.redis.hincrby(f"kd:job:{job_id}", "fence", 1)
+    wait_until(lambda: not is_alive(pid), 5)
+
+
+def test_a_run_that_is_stopped_by_a_signal_is_silent_and_replaced(new_parts: MakeParts) -> None:
+    parts = new_parts(silence_seconds=2.0)
+    parts.start_worker()
+    job_id, pid = started(parts, "steps")
+    wait_until(lambda: parts.job(job_id).progress.done)
+    os.kill(pid, signal.SIGSTOP)
+    job = parts.wait_for(job_id, "succeeded", "failed")
+    assert (job.status, job.attempt) == ("succeeded", 2)
+    assert steps_done(parts, job_id) == list(range(STEPS))
+
+
+def test_a_loop_that_hangs_is_found_long_before_the_silence_of_loading(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "STEP_SECONDS", 1.0)
+    job_id, claim = attempted(parts, "hangs-in-its-loop", max_attempts=1)
+    began = time.monotonic()
+    ended = Attempt(parts.jobs, parts.settings, claim, "train", Device(), threading.Event()).run()
+    assert ended.status == "failed"
+    assert time.monotonic() - began < parts.settings.silence_seconds / 2
+    job = parts.job(job_id)
+    assert job.error is not None
+    assert (job.error.type, "reported nothing for 1 s" in job.error.detail) == ("worker_lost", True)
+
+
+def test_patience_follows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("services.worker.process.time.monotonic", lambda: clock[0])
+    hearing = Hearing(at=0.0)
+
+    def hear(at: float, kind: str, **data: object) -> None:
+        clock[0] = at
+        hearing.note({"type": kind, "data": data})
+
+    assert hearing.patience(1800) == 1800, "it loads"
+    hear(1000, "alive", stepping=True)
+    assert hearing.patience(1800) == 300, "what loading took says nothing of a step"
+    hear(1060, "alive", stepping=True)
+    assert hearing.patience(1800) == 600
+    hear(1070, "metrics", step=1)
+    assert hearing.patience(1800) == 600
+    hear(1071, "alive", stepping=False)
+    assert hearing.patience(1800) == 1800, "an evaluation or a checkpoint may take long"
+    hear(2000, "alive", stepping=True)
+    assert hearing.patience(1800) == 600, "and it says nothing of a step either"
+    hear(2001, "stage", phase="saving")
+    assert hearing.patience(1800) == 1800
+    clock[0] = 3802
+    assert hearing.silent(1800)
+
+
+# Redis is away
+
+
+def test_a_run_that_nobody_can_hear_of_saves_its_state_in_the_end(new_parts: MakeParts) -> None:
+    parts = new_parts(outage_seconds=2.0, lease_seconds=1.0)
+    parts.start_api()
+    parts.start_worker()
+    job_id, pid = started(parts, "steps")
+    wait_until(lambda: parts.job(job_id).progress.done)
+    server = parts.server.pid
+    os.kill(server, signal.SIGSTOP)
+    try:
+        wait_until(lambda: not is_alive(pid), 15)
+        before = len(steps_done(parts, job_id))
+        assert before < STEPS
+    finally:
+        os.kill(server, signal.SIGCONT)
+    job = parts.wait_for(job_id, "succeeded", "failed")
+    assert (job.status, job.attempt) == ("succeeded", 1)
+    assert steps_done(parts, job_id) == list(range(STEPS))
+
+
+def test_a_worker_that_is_to_end_does_not_wait_for_redis() -> None:
+    stopping, tries = threading.Event(), []
+
+    def never() -> str:
+        tries.append(len(tries))
+        stopping.set()
+        raise RedisError
+
+    assert until_answered(never, stopping) == "lost"
+    assert len(tries) == 2
+
+
+def test_a_deaf_worker_ends_to_be_started_again(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.jobs.redis.lpush(f"{PREFIX}train", "a hint that no consumer takes")
+    code = (
+        "from services.worker import consumer; from services.settings import Settings; "
+        "from services.jobs import JobStore, connect; from services.worker.devices import Device; "
+        "consumer.DEAF_SECONDS = consumer.SIGN_OF_LIFE_SECONDS = 0.5; settings = Settings(); "
+        "store = JobStore(connect(settings.redis_url)); "
+        "consumer.Worker(settings, None, store, ['train'], Device()).show_life()"
+    )
+    deaf = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | parts.settings.environment(),
+        timeout=30,
+        capture_output=True,
+        text=True,
+    )
+    assert deaf.returncode == 1
+    assert "this worker ends, to be started again" in deaf.stderr
+
+
+# One capture for all
+
+
+def test_jobs_that_need_one_cache_share_its_capture(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.start_worker()
+    parts.start_worker()
+    first = parts.submit("captures", "distill")
+    parts.child_pid(first)
+    second = parts.submit("captures", "distill")
+    parts.child_pid(second)
+    waiting = wait_until(lambda: "waiting" in ((job := parts.job(second)).phase or "") and job)
+    assert (waiting.status, waiting.phase) == ("running", "waiting for another job's capture")
+    assert parts.wait_for(parts.submit("quick"), "succeeded", seconds=2.5).attempt == 1, "its device is free meanwhile"
+    assert parts.job(first).stage == "precompute"
+    for job_id in (first, second):
+        job = parts.wait_for(job_id, "succeeded", "failed")
+        assert (job.status, job.attempt) == ("succeeded", 1)
+    captured = [(parts.settings.run_dir(job_id) / "captured").exists() for job_id in (first, second)]
+    assert captured == [True, False], "the teacher was read once"
+
+
+def test_a_job_that_waits_for_a_capture_hears_of_a_pause_and_a_cancel(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.start_worker()
+    lock = parts.settings.caches / f"{'f' * 32}.lock"
+    lock.parent.mkdir()
+    with held(lock):
+        jobs = [parts.submit("captures", "precompute") for _ in range(3)]
+        for job_id in jobs:
+            wait_until(lambda job_id=job_id: "waiting" in (parts.job(job_id).phase or ""))
+        parts.jobs.change("cancel", jobs[0])
+        parts.jobs.change("pause", jobs[1])
+        parts.wait_for(jobs[0], "cancelled", seconds=5)
+        parts.wait_for(jobs[1], "paused", seconds=5)
+        time.sleep(2 * parts.settings.lease_seconds)
+        assert parts.job(jobs[2]).status == "running", "its lease is kept"
+    assert parts.wait_for(jobs[2], "succeeded", "failed").attempt == 1
+
+
+def test_sigterm_lets_go_of_a_job_that_waits_for_a_capture(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    worker = parts.start_worker()
+    lock = parts.settings.caches / f"{'f' * 32}.lock"
+    lock.parent.mkdir()
+    with held(lock):
+        job_id = parts.submit("captures", "precompute")
+        wait_until(lambda: "waiting" in (parts.job(job_id).phase or ""))
+        worker.terminate()
+        assert worker.wait(10) == 0
+        assert (parts.job(job_id).status, parts.job(job_id).attempt) == ("queued", 1)
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """The lock of a capture, held by another process for the time of the block."""
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert not is_free(lock)
+    try:
+        yield
+    finally:
+        holder.communicate()
+    assert is_free(lock)
+    assert is_free(lock.with_name("no such file"))
+
+
+# What is said of a failure
+
+
+@pytest.mark.parametrize(("name", "word"), [("hungry", "out_of_memory"), ("fills", "disk_full")])
+def test_memory_and_disk_have_words_of_their_own(service: Parts, name: str, word: str) -> None:
+    job = service.wait_for(service.submit(name), "failed", "succeeded")
+    assert job.error is not None
+    assert job.error.type == word
+    assert job.error.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nIf you ..."), "out_of_memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."), "out_of_memory"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("no room"), "out_of_memory"),
+        (ValueError("out of memory"), "internal"),
+        (RuntimeError("shape mismatch"), "internal"),
+    ],
+)
+def test_the_libraries_words_for_it_are_known(error: Exception, word: str) -> None:
+    found = describe(error)
+    assert found["type"] == word
+    assert "\n" not in found["detail"]
+    assert found["remedy"]
+
+
+def test_a_run_that_the_kernel_killed_for_its_memory_says_so(parts: Parts) -> None:
+    with control_group(2**28) as group:
+        _, claim = attempted(parts, "eats", max_attempts=1)
+        program = (
+            "import os, sys, json, threading; from services.jobs import *; from services.settings import Settings; "
+            "from services.worker.supervisor import Attempt; from services.worker.devices import Device; "
+            "open(sys.argv[1], 'w').write(str(os.getpid())); settings = Settings(); "
+            "claim = Claim(**json.loads(sys.argv[2])); "
+            "store = JobStore(connect(settings.redis_url)); "
+            "print(Attempt(store, settings, claim, 'train', Device(), threading.Event()).run().status)"
+        )
+        (parts.settings.run_dir(claim.id)).mkdir(parents=True)
+        (parts.settings.run_dir(claim.id) / "go").touch()
+        out = subprocess.run(
+            [sys.executable, "-c", program, str(group / "cgroup.procs"), json.dumps(vars(claim))],
+            cwd=ROOT,
+            env=os.environ | parts.settings.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert out.stdout.strip() == "failed", out.stderr
+    job = parts.job(claim.id)
+    assert job.error is not None
+    assert job.error.type == "out_of_memory"
+    assert "the container ran out of memory" in job.error.detail
+    assert "batch_size" in job.error.remedy
+
+
+@contextmanager
+def control_group(limit: int) -> Iterator[Path]:
+    """A control group with a limit of memory; skipped where none can be made, which takes root."""
+    folder = Path("/sys/fs/cgroup/memory") / f"kd-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(limit))
+    except OSError as error:
+        pytest.skip(f"no control group of the first version can be made: {error}")
+    yield folder
+    wait_until(lambda: not (folder / "cgroup.procs").read_text().split())
+    folder.rmdir()
+
+
+# Who may read what
+
+
+def test_a_link_that_is_turned_after_the_post_is_noticed(new_parts: MakeParts, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "real.txt").write_text("text")
+    (texts / "link.txt").symlink_to(texts / "real.txt")
+    parts = new_parts(data_roots=(texts,))
+    good = parts.submit("quick", data={"train": str(texts / "link.txt")})
+    parts.start_worker()
+    assert parts.wait_for(good, "succeeded", "failed").status == "succeeded"
+    (texts / "link.txt").unlink()
+    (texts / "link.txt").symlink_to("/etc/passwd")
+    job = parts.wait_for(parts.submit("quick", data={"train": str(texts / "link.txt")}), "succeeded", "failed")
+    assert job.error is not None
+    assert job.error.type == "invalid_config"
+    assert "outside the folders" in job.error.detail
+    assert "root:" not in (parts.settings.run_dir(job.id) / "log.txt").read_text()
+
+
+def test_a_job_reads_no_run_of_another_owner(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.start_worker()
+    theirs = parts.jobs.create(config("quick"), Caller("them")).id
+    publish(parts.queue, theirs, "train")
+    parts.wait_for(theirs, "succeeded")
+    (parts.settings.run_dir(theirs) / "text.txt").write_text("secret")
+    wanted = config("quick", data={"train": str(parts.settings.run_dir(theirs) / "text.txt")})
+    for owner, status in (("us", "failed"), ("them", "succeeded")):
+        job_id = parts.jobs.create(wanted, Caller(owner)).id
+        publish(parts.queue, job_id, "train")
+        assert parts.wait_for(job_id, "succeeded", "failed").status == status
+
+
+def test_no_secret_stands_in_a_command_line(service: Parts) -> None:
+    job_id, pid = started(service, "endless")
+    password = service.server.url.split(":")[2].split("@")[0]
+    lines = {file: file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")}
+    assert any(b"scripted_child" in line for line in lines.values())
+    assert not [file for file, line in lines.items() if password.encode() in line]
+    assert password.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    service.jobs.change("cancel", job_id)
+    service.wait_for(job_id, "cancelled")
+
+
+# What is told of it
+
+
+def test_the_most_urgent_job_goes_first(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.start_worker()
+    job_id, _ = started(parts, "endless")
+    low, high = parts.submit("quick", priority=1), parts.submit("quick", priority=9)
+    parts.jobs.change("cancel", job_id)
+    later, sooner = (parts.wait_for(each, "succeeded").started_at for each in (low, high))
+    assert sooner is not None and later is not None
+    assert sooner < later
+
+
+def test_what_runs_do_is_counted(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    parts.start_worker()
+    parts.wait_for(parts.submit("counts"), "succeeded")
+
+    def counted() -> dict[str, float]:
+        found = parts.jobs.counters()
+        return {name + labels.get("le", ""): value for name, labels, value in found if "kd_job" not in name}
+
+    wait_until(lambda: counted().get("kd_train_tokens_total") == 300)
+    assert counted()["kd_cache_written_bytes_total"] == 2000
+    assert counted()["kd_cache_chunk_write_seconds_sum"] == pytest.approx(7.3)
+    assert counted()["kd_cache_chunk_write_seconds_bucket0.5"] == 1
+    assert counted()["kd_cache_chunk_write_seconds_bucket10"] == 2
+    assert counted()["kd_cache_chunk_write_seconds_bucket+Inf"] == counted()["kd_cache_chunk_write_seconds_count"] == 2
+    job_id = parts.submit("counts")
+    parts.wait_for(job_id, "succeeded")
+    wait_until(lambda: counted()["kd_train_tokens_total"] == 600)
+    kinds = {kind for kind, _ in parts.events(job_id)}
+    assert not kinds & {"alive", "shard"}, "these are for the supervisor"
+
+
+def test_the_log_says_which_job_attempt_and_fence(new_parts: MakeParts) -> None:
+    parts = new_parts(log_format="json")
+    parts.start_worker()
+    job = parts.wait_for(parts.submit("quick"), "succeeded")
+    (file,) = (parts.settings.home / "logs").glob("services.worker-*.log")
+    wait_until(lambda: "stage train ends" in file.read_text())
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    begun = next(line for line in lines if line["msg"] == "stage train begins")
+    assert (begun["job_id"], begun["attempt"], begun["fence"]) == (job.id, 1, 1)

@@ -31,6 +31,8 @@ from services.worker.process import module_command, package_environment
 TEND_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 LONGEST_PAUSE_SECONDS = 30.0
+#: Where a server is reached that listens on every address.
+REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # nosec B104 -- not bound
 
 Say = Callable[[str], None]
 
@@ -114,7 +116,8 @@ def _with_port(settings: Settings) -> Settings:
             "Stop what listens there, or take another port: --port 0 finds a free one.",
         )
     port = settings.port or free_port()
-    return settings.model_copy(update={"port": port, "server": f"http://{settings.host}:{port}"})
+    host = REACHED_AT.get(settings.host, settings.host)
+    return settings.model_copy(update={"port": port, "server": f"http://{host}:{port}"})
 
 
 def _require_store(url: str) -> None:
@@ -133,15 +136,17 @@ def _parts(settings: Settings, workers: int) -> list[Part]:
 
 
 def _await_api(settings: Settings, api: Part, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline, answer = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:
         if api.process is None or api.process.poll() is not None:
             break
         with suppress(httpx.TransportError):
-            if httpx.get(f"{settings.server}/readyz", timeout=5, trust_env=False).is_success:
+            response = httpx.get(f"{settings.server}/readyz", timeout=5, trust_env=False)
+            if response.is_success:
                 return
+            answer = response.text
         time.sleep(0.05)
-    raise StartError(f"The API did not start: {api.tail()}", f"See {api.log}.")
+    raise StartError(f"The API did not start: {answer or api.tail()}", f"See {api.log}.")
 
 
 def _tend(parts: list[Part], ensure_store: Callable[[], None], stopping: threading.Event, say: Say) -> None:

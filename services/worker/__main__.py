@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 
+from services import logs
 from services.lifeline import die_with_parent
 from services.settings import STAGES, Settings
-from services.worker.consumer import run
+from services.worker import consumer
 
 
-def main() -> None:
+def run(settings: Settings, queues: list[str]) -> None:
     """Work until SIGTERM."""
-    die_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    run(Settings(), sys.argv[1:] or list(STAGES))
+    logs.configure(settings)
+    consumer.run(settings, queues)
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent(signal.SIGTERM)
+    run(Settings(), sys.argv[1:] or list(STAGES))

@@ -1,10 +1,11 @@
 """One stage of one job, in a process of its own: ``python -m services.worker.child``, started by the supervisor.
 
-stdin     one line, {stage, config, home, run_dir}; its end means that the supervisor is gone
-stdout    JSON lines: the events of kd.progress, then {"type": "result"} or {"type": "error"}
+stdin     one line, an ``Order`` (process.py), then a byte now and then; its end, or silence, means that the
+          supervisor is gone: this process is killed with all that it has started
+stdout    JSON lines: the events of kd.progress, then {"type": "result"}, {"type": "error"} or {"type": "elsewhere"}
 stderr    the run's log; whatever the run prints goes there too
 SIGTERM   save, then end
-exit      0 done, 1 failed, 75 stopped on request with everything saved
+exit      0 done, 1 failed, 75 stopped on request with everything saved, 76 another process does the same work
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from cache.disk import storage_errors
-from cache.errors import PotstillError
 from kd.config.job import JobConfig
+from kd.confinement import require_confined
 from kd.errors import Interrupted
 from kd.jobfile import parse_config
-from kd.progress import Event, Monitor, finite
+from kd.progress import Elsewhere, Event, Monitor, finite
 from services.lifeline import die_with_parent, die_with_stdin
+from services.telemetry import traced_stage
+from services.worker.failures import describe
 
-DONE, FAILED, STOPPED = 0, 1, 75
+DONE, FAILED, STOPPED, ELSEWHERE = 0, 1, 75, 76
 LOCK_SECONDS = 30.0
 
 StageRunner = Callable[[str, JobConfig, Path, Path, Monitor], dict[str, Any]]
@@ -49,13 +52,22 @@ def main(run_stage: StageRunner = run_stage_of_pipeline) -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     events = Events()
-    job = json.loads(_read_line())
-    die_with_stdin()
-    run_dir = Path(job["run_dir"])
+    order = json.loads(_read_line())
+    die_with_stdin(order["patience"])
+    return attempt(run_stage, order, events, stop)
+
+
+def attempt(run_stage: StageRunner, order: dict[str, Any], events: Events, stop: threading.Event) -> int:
+    """Run the stage alone in its run folder, and tell how it ended."""
+    run_dir, stage = Path(order["run_dir"]), order["stage"]
     try:
-        with storage_errors(run_dir), locked(run_dir, stop):
-            config, monitor = parse_config(job["config"]), Monitor(events.send, stop.is_set)
-            result = run_stage(job["stage"], config, Path(job["home"]), run_dir, monitor)
+        with storage_errors(run_dir), locked(run_dir, stop), traced_stage(stage, events.send) as listen:
+            config, monitor = parse_config(order["config"]), Monitor(listen, stop.is_set, patient=False)
+            require_confined(config, Path(), order["confinement"])
+            result = run_stage(stage, config, Path(order["home"]), run_dir, monitor)
+    except Elsewhere as error:
+        events.send(Event("elsewhere", {"lock": str(error.lock)}))
+        return ELSEWHERE
     except Interrupted as error:
         sys.stderr.write(f"{error}\n")
         return STOPPED
@@ -83,16 +95,6 @@ class Events:
                 line = line[os.write(self._pipe, line) :]
 
 
-def describe(error: Exception) -> dict[str, str]:
-    """The error as the job's record shows it; one that nobody foresaw names its class and its place."""
-    if isinstance(error, PotstillError):
-        return error.to_json()
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    detail = f"{type(error).__name__}: {error}{place}"
-    return {"type": "internal", "detail": detail, "remedy": "The traceback is in log.txt in the job's run folder."}
-
-
 @contextmanager
 def locked(run_dir: Path, stop: threading.Event) -> Iterator[None]:
     """Hold the run folder alone, so that a process that lost its lease cannot write beside its successor."""
@@ -114,13 +116,14 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _read_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 65536)
-        if not byte:
+    """The first line; of what comes after it, which are signs of life, some may be lost here."""
+    read = b""
+    while b"\n" not in read:
+        part = os.read(0, 65536)
+        if not part:
             raise SystemExit("services.worker.child is started by a worker, which tells it on stdin what to do.")
-        line += byte
-    return line
+        read += part
+    return read.partition(b"\n")[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The process that runs a stage, seen from its supervisor: started, listened to, stopped, killed with all its kin."""
+"""The process that runs a stage, seen from its supervisor: started, listened to, stopped, killed with all its kin.
+
+It is given a byte on stdin with every turn of the supervisor's loop, and ends itself where none comes (lifeline).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,19 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import services
 from services.jobs import Batch
 from services.settings import Settings
+from services.worker.tally import Tally
 
 BATCH_EVENTS = 500
+STEP_SECONDS = 300.0
+STEPS_OF_SILENCE = 10
+LEAST_PATIENCE_SECONDS = 5.0
 
 #: What a run may need of the worker's environment; KD_REDIS_URL, which holds a password, is not among it.
 KEPT_VARIABLES = re.compile(
@@ -78,14 +85,44 @@ class Outbox:
 
 
 @dataclass
+class Hearing:
+    """When the run was last heard of, and how long it may be silent: little while it says that a loop turns."""
+
+    at: float = field(default_factory=time.monotonic)
+    stepping: bool = False
+    longest_step: float = 0.0
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Something was heard."""
+        now = time.monotonic()
+        if self.stepping:
+            self.longest_step = max(self.longest_step, now - self.at)
+        if event["type"] in ("alive", "stage"):
+            self.stepping = event["type"] == "alive" and event["data"]["stepping"]
+        self.at = now
+
+    def patience(self, silence_seconds: float) -> float:
+        """Seconds: of a loop, minutes, or ten times its longest step; of anything else ``silence_seconds``."""
+        if not self.stepping:
+            return silence_seconds
+        return min(silence_seconds, max(STEP_SECONDS, STEPS_OF_SILENCE * self.longest_step))
+
+    def silent(self, silence_seconds: float) -> bool:
+        """Whether it has said nothing for too long."""
+        return time.monotonic() - self.at > self.patience(silence_seconds)
+
+
+@dataclass
 class Child:
     """The process that does the work, the leader of a process group of its own."""
 
     process: subprocess.Popen[bytes]
     outbox: Outbox
+    tally: Tally = field(default_factory=Tally)
+    hearing: Hearing = field(default_factory=Hearing)
     result: dict[str, Any] | None = None
     error: dict[str, str] | None = None
-    heard: float = field(default_factory=time.monotonic)
+    elsewhere: Path | None = None
     kill_at: float | None = None
     kill_reason: str = ""
 
@@ -102,14 +139,29 @@ class Child:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.heard = time.monotonic()
             event = json.loads(line)
-            if event["type"] == "result":
+            self.hearing.note(event)
+            self.tally.note(event)
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        match event["type"]:
+            case "result":
                 self.result = event["data"]
-            elif event["type"] == "error":
+            case "error":
                 self.error = event["data"]
-            else:
+            case "elsewhere":
+                self.elsewhere = Path(event["data"]["lock"])
+            case "alive" | "shard":
+                pass  # heard, and counted
+            case _:
                 self.outbox.put(event)
+
+    def show_life(self) -> None:
+        """Tell it that its supervisor is alive."""
+        assert self.process.stdin is not None
+        with suppress(BlockingIOError, BrokenPipeError):  # nobody reads: it has ended, or its guard was stopped
+            os.write(self.process.stdin.fileno(), b".")
 
     def stop(self, grace_seconds: float) -> None:
         """Ask it, once, to save and end; it is killed after ``grace_seconds``."""
@@ -130,28 +182,48 @@ class Child:
         self._reader.join(timeout=10)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # an order that was not taken
+                    pipe.close()
 
 
-def start_child(settings: Settings, stage: str, config: dict[str, Any], run_dir: Path) -> Child:
-    """Start the process; its output goes to ``run_dir``/log.txt."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "log.txt").open("ab") as log_file:
+@dataclass(frozen=True)
+class Order:
+    """What a child is to do; ``confinement`` is what its job may name (``kd.confinement``)."""
+
+    stage: str
+    config: dict[str, Any]
+    home: str
+    run_dir: str
+    patience: float
+    confinement: dict[str, Any] | None = None
+
+
+def order_of(settings: Settings, stage: str, config: dict[str, Any], run_dir: Path, limits: dict[str, Any]) -> Order:
+    """The order for a stage; a child that hears nothing for the time of a lease is nobody's, and ends."""
+    patience = max(settings.lease_seconds, LEAST_PATIENCE_SECONDS)
+    return Order(stage, config, str(settings.home), str(run_dir), patience, limits)
+
+
+def start_child(settings: Settings, order: Order, environment: dict[str, str]) -> Child:
+    """Start the process, with ``environment`` besides what it needs; its output goes to log.txt in its run folder."""
+    folder = Path(order.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.txt").open("ab") as log_file:
         process = subprocess.Popen(
             module_command(settings.child_module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,
             cwd=settings.root,
-            env=child_environment(),
+            env=child_environment() | environment,
             start_new_session=True,
         )
-    order = {"stage": stage, "config": config, "home": str(settings.home), "run_dir": str(run_dir)}
     child = Child(process, Outbox())
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it died at once; its exit code tells
-        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
         process.stdin.flush()
+    os.set_blocking(process.stdin.fileno(), False)
     return child
 
 
