@@ -30,7 +30,7 @@ from services.jobs import Claim, JobStore
 from services.queue import publish
 from services.schemas import Job
 from services.settings import SEARCH, Settings
-from services.worker.child import describe
+from services.worker.failures import describe
 from services.worker.process import Outbox
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Searches:
 
     def step(self) -> None:
         """Take what waits, and let each search go one step on; may raise ``RedisError``."""
-        while claim := self._store.claim_oldest(SEARCH, self._owner, self._settings.lease_seconds):
+        while claim := self._store.claim_next(SEARCH, self._owner, self._settings.lease_seconds):
             self._drivers[claim.id] = Driver(self._store, self._app, self._settings, claim)
         for job_id, driver in list(self._drivers.items()):
             if not self._goes_on(driver):
@@ -106,16 +106,18 @@ class Driver:
         self.claim = claim
         self._store, self._app, self._settings = store, app, settings
         self._outbox, self._read_up_to = Outbox(), dict[int, str]()
+        self._paused: set[int] = set()  # trials that somebody has paused by themselves
         self._begun = False
 
     def step(self) -> bool:
         """Beat, hear of the trials under way, start others; returns whether there is more to do."""
-        if self._beat() == "cancel":
-            self._store.finish(self.claim, "cancelled")  # which cancels the open trials
+        if self._beat() != "go":
+            self._store.release(self.claim)  # cancelled or paused now, and so are the trials that are open
             return False
         if not self._begun:
             self._begin()
         jobs = self._store.trials(self.claim.id)
+        self._paused.clear()
         for trial in open_trials(self._study):
             self._follow(trial, jobs.get(trial.number))
         self._start()
@@ -144,7 +146,7 @@ class Driver:
     def _start(self) -> None:
         """As many trials at once as there are workers for them."""
         slots = max(1, self._store.workers_of("train"))
-        while len(open_trials(self._study)) < slots:
+        while len(open_trials(self._study)) - len(self._paused) < slots:
             trial = new_trial(self._study, search_of(self._config))
             if trial is None:
                 return
@@ -173,16 +175,18 @@ class Driver:
         self._take_losses(trial, job_id)
         if trial.user_attrs.get("stopped") or (not job.ended and should_prune(trial)):
             trial.set_user_attr("stopped", True)  # so that a driver after this one knows why the job was cancelled
-            self._store.cancel(job_id)
+            self._store.change("cancel", job_id)
             self._end(trial, job_id, "pruned")
         elif job.ended:
             self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], _why(job))
+        elif job.status == "paused":
+            self._paused.add(trial.number)
 
     def _take_losses(self, trial: Trial, job_id: str) -> None:
-        after = self._read_up_to.get(trial.number, "-")
-        self._read_up_to[trial.number], found = self._store.events(job_id, "evaluation", after)
-        for evaluation in found:
-            report(self._study, trial, evaluation["step"], evaluation.get("validation_loss"))
+        for event_id, kind, data in self._store.events(job_id, self._read_up_to.get(trial.number, "0")):
+            self._read_up_to[trial.number] = event_id
+            if kind == "evaluation":
+                report(self._study, trial, data["step"], data.get("validation_loss"))
 
     def _end(self, trial: Trial, job_id: str | None, outcome: Outcome, why: str = "") -> None:
         tell(self._study, trial, outcome, why)

@@ -20,9 +20,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from kd.jobfile import load_config
 from kd.search.space import search_of
 from kd.search.study import make_study, new_trial, report, should_prune, suggest, tell
-from services.jobs import Batch, Claim, JobStore, connect
+from services.jobs import Batch, Caller, Claim, JobQuery, JobStore, connect
 from services.queue import PREFIX
-from services.schemas import Job
+from services.schemas import Job, WorkerState
 from services.search import Fenced, Searches, StudyJournal
 from services.settings import Settings
 from tests.harness import ROOT, Parts, config, wait_until
@@ -59,7 +59,7 @@ class Played:
     def work(self, losses: Callable[[Job, int], float] | None = None, steps: int = 3) -> int:
         """Run every trial that waits; returns how many."""
         count = 0
-        while claim := self.jobs.claim_oldest("train", "w", LEASE):
+        while claim := self.jobs.claim_next("train", "w", LEASE):
             self.evaluate(
                 claim, *[(step, (losses or loss)(self.parts.job(claim.id), step)) for step in range(1, steps + 1)]
             )
@@ -131,8 +131,8 @@ def test_trials_are_ordinary_jobs_of_the_search(play: Any) -> None:
         )
         assert trial.config["cache"]["fingerprint"] == "f" * 32 and trial.config["search"] is None
     assert played.parts.job(played.id).parent is None
-    listed = played.jobs.page(100, None, None, None)
-    assert {job.id for job in listed} == {played.id, *(trial.id for trial in played.trials().values())}
+    listed = played.jobs.page(JobQuery(), 100)
+    assert {job.id for job in listed.jobs} == {played.id, *(trial.id for trial in played.trials().values())}
 
 
 def test_as_many_trials_at_once_as_workers_train(play: Any) -> None:
@@ -140,8 +140,8 @@ def test_as_many_trials_at_once_as_workers_train(play: Any) -> None:
     searches = played.searches()
     searches.step()
     assert len(played.trials()) == 1, "without a worker one trial waits"
-    for number, queues in enumerate((["train"], ["precompute", "train"], ["precompute"])):
-        played.jobs.redis.set(f"kd:worker:w{number}", json.dumps({"queues": queues, "job": None}), ex=30)
+    for number, stages in enumerate((["train"], ["precompute", "train"], ["precompute"])):
+        played.jobs.show_worker(WorkerState(id=f"w{number}", stages=stages), 30)
     searches.step()
     assert len(played.trials()) == 2
     assert played.work() == 2
@@ -156,11 +156,11 @@ def test_a_bad_trial_is_cancelled_early(play: Any) -> None:
         searches.step()
         assert played.work(lambda job, step: 1 / step) == 1
     searches.step()
-    claim = played.jobs.claim_oldest("train", "w", LEASE)
+    claim = played.jobs.claim_next("train", "w", LEASE)
     assert played.evaluate(claim, (1, 50.0)) == "go"
     searches.step()
     assert played.evaluate(claim) == "cancel"
-    played.jobs.finish(claim, "cancelled")
+    assert played.jobs.release(claim) == "cancelled"
     job = played.to_its_end(searches)
     report = json.loads(Path(job.artifacts["report.json"]).read_text())
     assert [row["number"] for row in report["trials"] if row["state"] == "pruned"] == [5]
@@ -172,9 +172,9 @@ def test_a_failed_or_cancelled_trial_is_not_the_end(play: Any) -> None:
     searches = played.searches()
     searches.step()
     error = {"type": "training_error", "detail": "The loss is nan.", "remedy": "Lower the rate."}
-    played.jobs.finish(played.jobs.claim_oldest("train", "w", LEASE), "failed", error)
+    played.jobs.finish(played.jobs.claim_next("train", "w", LEASE), "failed", error)
     searches.step()
-    played.jobs.cancel(played.trials()[1].id)
+    played.jobs.change("cancel", played.trials()[1].id)
     job = played.to_its_end(searches)
     report = json.loads(Path(job.artifacts["report.json"]).read_text())
     assert {row["number"]: row["why"] for row in report["trials"] if row["state"] == "failed"} == {
@@ -188,7 +188,7 @@ def test_where_every_trial_fails_the_search_fails_with_the_reason(play: Any) -> 
     searches = played.searches()
     for _ in range(2):
         searches.step()
-        claim = played.jobs.claim_oldest("train", "w", LEASE)
+        claim = played.jobs.claim_next("train", "w", LEASE)
         played.jobs.finish(claim, "failed", {"type": "training_error", "detail": "The loss is nan.", "remedy": ""})
     searches.step()
     job = played.parts.job(played.id)
@@ -255,7 +255,7 @@ def undisturbed() -> list[float]:
 def expire_lease(played: Played) -> None:
     """As if whoever drives had not been heard of for long."""
     played.jobs.redis.zadd("kd:leases", {played.id: 0}, xx=True)
-    played.jobs.expire(max_attempts=1)
+    played.jobs.expire()
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -271,7 +271,7 @@ def test_a_driver_that_dies_at_any_change_is_followed_by_one_that_goes_on(
     job = played.to_its_end(played.searches())
     assert job.status == "succeeded" and job.attempt <= 1, "who drives costs no attempt"
     assert sorted(played.trials()) == [0, 1, 2]
-    assert len(played.jobs.page(100, None, None, "train")) == 3, "no trial was made twice"
+    assert len(played.jobs.page(JobQuery(kind="train"), 100).jobs) == 3, "no trial was made twice"
     assert [rate_of(trial) for trial in played.trials().values()] == undisturbed
     statuses = played.parts.statuses(played.id)
     assert [status for status in statuses if status in ("succeeded", "failed", "cancelled")] == ["succeeded"]
@@ -305,7 +305,7 @@ def test_a_driver_that_is_overtaken_at_any_change_does_no_more(play: Any, undist
         first.step()
         played.work()
     job = played.to_its_end(second)
-    assert job.status == "succeeded" and len(played.jobs.page(100, None, None, "train")) == 3
+    assert job.status == "succeeded" and len(played.jobs.page(JobQuery(kind="train"), 100).jobs) == 3
     assert [rate_of(trial) for trial in played.trials().values()] == undisturbed
     assert hinted(played) <= {trial.id for trial in played.trials().values()}
 
@@ -354,20 +354,131 @@ def test_who_lost_the_claim_changes_neither_study_nor_trials(play: Any) -> None:
 def test_cancelling_a_search_cancels_its_trials(play: Any, driven: bool) -> None:
     played = play()
     for number in range(2):
-        played.jobs.redis.set(f"kd:worker:w{number}", json.dumps({"queues": ["train"], "job": None}), ex=30)
+        played.jobs.show_worker(WorkerState(id=f"w{number}", stages=["train"]), 30)
     searches = played.searches()
     searches.step()
-    running = played.jobs.claim_oldest("train", "w", LEASE)
+    running = played.jobs.claim_next("train", "w", LEASE)
     if not driven:
         expire_lease(played)
-    played.jobs.cancel(played.id)
+    played.jobs.change("cancel", played.id)
     searches.step()
     assert played.status() == "cancelled"
     assert played.evaluate(running) == "cancel"
-    played.jobs.finish(running, "cancelled")
+    assert played.jobs.release(running) == "cancelled"
     assert {trial.status for trial in played.trials().values()} == {"cancelled"}
     searches.step()
     assert len(played.trials()) == 2
+
+
+# ---------------------------------------------------------------------- pause, resume, deadline
+
+
+def two_at_once(played: Played) -> Claim:
+    """Two workers: one trial runs, the other waits."""
+    for number in range(2):
+        played.jobs.show_worker(WorkerState(id=f"w{number}", stages=["train"]), 30)
+    played.searches().step()
+    running = played.jobs.claim_next("train", "w", LEASE)
+    assert running is not None
+    return running
+
+
+@pytest.mark.parametrize("driven", [True, False], ids=["driven", "between two drivers"])
+def test_trials_pause_with_their_search_and_resume_with_it(play: Any, driven: bool) -> None:
+    played = play(search={"trials": 3})
+    running = two_at_once(played)
+    expire_lease(played)
+    searches = played.searches()
+    if driven:
+        searches.step()
+    assert played.jobs.change("pause", played.id).status == ("pausing" if driven else "paused")
+    searches.step()
+    assert played.status() == "paused"
+    assert played.evaluate(running, (1, 5.0)) == "pause" and played.jobs.release(running) == "paused"
+    assert {trial.status for trial in played.trials().values()} == {"paused"}
+    for _ in range(3):
+        searches.step()
+    assert played.work() == 0 and len(played.trials()) == 2, "nothing moves"
+    assert played.jobs.change("resume", played.id).status == "queued"
+    assert {trial.status for trial in played.trials().values()} == {"queued"}
+    job = played.to_its_end(searches)
+    assert job.status == "succeeded" and job.attempt <= 1 and len(played.trials()) == 3
+    assert {trial.status for trial in played.trials().values()} == {"succeeded"}
+
+
+def test_a_trial_made_while_the_pause_came_is_paused_too(play: Any) -> None:
+    played = play()
+    claim = played.jobs.claim(played.id, "search", "a", LEASE)
+    played.jobs.change("pause", played.id)
+    trial = played.jobs.create_trial(claim, 0, config("sweep-0000"))
+    assert played.parts.job(trial).status == "paused"
+    assert played.jobs.release(claim) == "paused"
+    played.jobs.change("resume", played.id)
+    assert played.to_its_end(played.searches()).status == "succeeded" and played.parts.job(trial).status == "succeeded"
+
+
+def test_a_search_resumed_before_its_driver_heard_of_the_pause_goes_on(play: Any) -> None:
+    played = play()
+    searches = played.searches()
+    searches.step()
+    played.jobs.change("pause", played.id)
+    assert played.jobs.change("resume", played.id).status == "running"
+    assert played.to_its_end(searches).status == "succeeded"
+    assert played.parts.statuses(played.id).count("paused") == 0
+
+
+def test_a_trial_paused_by_itself_holds_up_no_other(play: Any) -> None:
+    played = play(search={"trials": 3})
+    searches = played.searches()
+    searches.step()
+    first = played.trials()[0].id
+    played.jobs.change("pause", first)
+    for _ in range(4):
+        searches.step()
+        played.work()
+    assert [trial.status for trial in played.trials().values()] == ["paused", "succeeded", "succeeded"]
+    assert played.status() == "running", "it waits for the paused one"
+    played.jobs.change("resume", first)
+    assert played.to_its_end(searches).status == "succeeded"
+
+
+def test_cancelling_a_paused_search_cancels_its_trials(play: Any) -> None:
+    played = play()
+    searches = played.searches()
+    searches.step()
+    played.jobs.change("pause", played.id)
+    searches.step()
+    assert played.jobs.change("cancel", played.id).status == "cancelled"
+    assert {trial.status for trial in played.trials().values()} == {"cancelled"}
+
+
+def test_a_search_whose_deadline_passes_fails_with_its_trials_cancelled(play: Any) -> None:
+    played = play(deadline_seconds=3600, webhook="https://example.org/")
+    searches = played.searches()
+    searches.step()
+    assert {trial.deadline_at for trial in played.trials().values()} == {None}, "the search's is enough"
+    assert all(trial.config["webhook"] is None for trial in played.trials().values())
+    played.jobs.redis.zadd("kd:deadlines", {played.id: 0}, xx=True)
+    assert played.jobs.due() == [played.id]
+    searches.step()
+    job = played.parts.job(played.id)
+    assert job.status == "failed" and job.error is not None and job.error.type == "deadline_exceeded"
+    assert {trial.status for trial in played.trials().values()} == {"cancelled"}
+
+
+def test_trials_belong_to_whoever_asked_for_the_search(parts: Parts, tmp_path: Path) -> None:
+    settings, owner = Settings(home=tmp_path, lease_seconds=LEASE), Caller("alice")
+    wanted = config("sweep", "search", **search_job(labels={"team": "x"}, priority=9))
+    job_id = parts.jobs.create(wanted, owner).id
+    claim = parts.jobs.claim(job_id, "precompute", "w", LEASE)
+    assert claim is not None
+    parts.jobs.beat(claim, LEASE, Batch(1, ({"type": "cache", "data": {"fingerprint": "f" * 32}},)))
+    parts.jobs.advance(claim, "search")
+    Searches(parts.jobs, parts.queue, settings).step()
+    trial = parts.jobs.trials(job_id)[0]
+    assert parts.jobs.get(trial, Caller("bob")) is None
+    found = parts.jobs.get(trial, owner)
+    assert found is not None and (found.labels, found.priority) == ({"team": "x"}, 9)
 
 
 # ---------------------------------------------------------------------- with processes
@@ -415,7 +526,7 @@ def test_a_search_is_cancelled_over_http_with_the_trial_that_runs(live: Parts) -
     wait_until(lambda: live.jobs.trials(job_id))
     trial = live.jobs.trials(job_id)[0]
     live.child_pid(trial)
-    assert live.http.post(f"/jobs/{job_id}/cancel").json()["cancel_requested"]
+    assert live.http.post(f"/jobs/{job_id}/cancel").json()["status"] == "cancelling"
     assert live.wait_for(job_id, "cancelled").status == "cancelled"
     assert live.wait_for(trial, "cancelled").status == "cancelled"
 
@@ -459,7 +570,8 @@ def memory_study_runs() -> None:
 
 def test_a_real_search_through_the_service(new_parts: Any, tiny_teacher: Path, tiny_text: Path) -> None:
     """Over HTTP, with real students: one capture, two trials that train from it, and the better one named."""
-    parts = new_parts(child_module="services.worker.child", lease_seconds=15.0)
+    roots = [tiny_teacher, tiny_text.parent]
+    parts = new_parts(child_module="services.worker.child", lease_seconds=15.0, data_roots=roots)
     parts.start_api()
     parts.start_worker()
     job = {
