@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cache.errors import PotstillError
-from services.terminal import caches, check, estimate, evaluate, exchange, jobs
+from services.terminal import backup, caches, check, estimate, evaluate, exchange, jobs, keys
 from services.terminal.console import (
     AsJson,
     Home,
@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from services.settings import Settings
 
 FAILED, INVALID, UNREACHABLE = 1, 2, 3
-EXIT_OF_ERROR = {"invalid_config": INVALID, "unreachable": UNREACHABLE}
+EXIT_OF_ERROR = {
+    "invalid_config": INVALID,
+    "keys_error": INVALID,
+    "unsafe_bind": INVALID,
+    "unreachable": UNREACHABLE,
+}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,19 +53,26 @@ app.add_typer(check.app)
 app.add_typer(evaluate.app)
 caches.cache_app.add_typer(exchange.app)
 app.add_typer(caches.app)
+app.add_typer(keys.app)
+app.add_typer(backup.app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        out.print(version("potstill"))
+        raise typer.Exit
 
 
 @app.callback()
 def kd(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show tracebacks.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Potstill: knowledge distillation as a service."""
-    if version:
-        from importlib.metadata import version as version_of
-
-        out.print(version_of("potstill"))
-        raise typer.Exit
 
 
 # ---------------------------------------------------------------------- the service
@@ -93,9 +105,8 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
 ) -> None:
     """Run the API alone; KD_REDIS_URL names the job store."""
-    from services.api.app import serve as serve_api
+    from services.api.__main__ import run as serve_api
 
-    _log()
     serve_api(_with_store(make_settings(host=host, port=port)))
 
 
@@ -105,12 +116,11 @@ def worker(
 ) -> None:
     """Run one worker alone; KD_REDIS_URL names the job store."""
     from services.settings import STAGES
-    from services.worker.consumer import run as work
+    from services.worker.__main__ import run as work
 
     names = [name.strip() for name in queues.split(",")]
     if strange := set(names) - set(STAGES):
         raise typer.BadParameter(f"{', '.join(strange)}: stages are {', '.join(STAGES)}", param_hint="--queues")
-    _log()
     work(_with_store(make_settings()), names)
 
 
@@ -197,12 +207,6 @@ def _print_report(report: dict[str, Any], as_json: bool) -> None:
         out.print(page.read_text(encoding="utf-8"), markup=False)
 
 
-def _log() -> None:
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-
-
 def _interrupt_on_signals() -> None:
     """SIGINT and SIGTERM both raise KeyboardInterrupt; a shell starts background jobs with SIGINT ignored."""
     import signal
@@ -222,6 +226,9 @@ def main() -> None:
         if verbose:
             err.print_exception()
         sys.exit(code)
+    except ModuleNotFoundError as error:  # the base install has what the API needs, and no torch
+        complain(f"{error.name} is not installed.", "pip install 'potstill[worker]' has all that a run needs.")
+        sys.exit(FAILED)
     except Exception as error:
         complain(f"{type(error).__name__}: {error}", "" if verbose else "`kd -v ...` shows where.")
         if verbose:

@@ -54,7 +54,8 @@ def new_parts(_server_binary: Path, tmp_path: Path) -> Iterator[Callable[..., Pa
 @pytest.fixture(scope="module")
 def service(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     """API and worker, with the scripted child; shared by the tests of a module, which leave them running."""
-    parts = Parts(tmp_path_factory.mktemp("service"))
+    folder = tmp_path_factory.mktemp("service")
+    parts = Parts(folder, data_roots=(tmp_path_factory.getbasetemp(),), rate_post=10**6, rate_get=10**6)
     parts.start_api()
     parts.start_worker()
     yield parts

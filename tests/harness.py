@@ -79,7 +79,7 @@ class Parts:
             child_module=child_module,
             **{"lease_seconds": 2.0, "stop_grace_seconds": 5.0, "silence_seconds": 30.0, **settings},
         )
-        self.jobs = JobStore(connect(self.server.url))
+        self.jobs = JobStore(connect(self.server.url), self.settings.max_attempts)
         self.queue = celery_app(self.server.url, socket_timeout=2.0)
         self.http = httpx.Client(base_url=self.settings.server, timeout=10)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -116,7 +116,7 @@ class Parts:
     def start_worker(self, *queues: str) -> subprocess.Popen[bytes]:
         """A worker, ready to work."""
         process = self.start("services.worker", *queues)
-        wait_until(lambda: any(worker.endswith(f":{process.pid}") for worker in self.jobs.workers()))
+        wait_until(lambda: any(worker.pid == process.pid for worker in self.jobs.workers()))
         return process
 
     def submit(self, name: str, kind: str = "train", **changes: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -66,6 +67,11 @@ def job_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder / f"{name}.yaml"
 
     return write
+
+
+def test_the_version_needs_no_command() -> None:
+    done = kd("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, importlib.metadata.version("potstill")), done.stderr
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
@@ -142,7 +148,7 @@ def test_ctrl_c_of_a_watch_leaves_the_job_running(service: Parts) -> None:
     assert watch.wait(10) == 130
     assert f"kd jobs cancel {job_id}" in watch.communicate()[1]
     assert service.job(job_id).status == "running"
-    service.jobs.cancel(job_id)
+    service.jobs.change("cancel", job_id)
     service.wait_for(job_id, "cancelled")
 
 
@@ -283,7 +289,7 @@ def test_up_runs_everything_and_one_signal_stops_it(
     job_id = kd("submit", job_file("endless"), "--detach", "--server", server).stdout.strip()
     wait_until(lambda: httpx.get(f"{server}/jobs/{job_id}").json()["progress"]["done"])
     processes = descendants(process.pid)
-    assert len(processes) == 4, "server, API, worker and its child"
+    assert len(processes) == 5, "server, API, worker, its child and what guards that"
     process.send_signal(number)
     assert process.wait(20) == 0
     assert [pid for pid in processes if is_alive(pid)] == []
