@@ -19,6 +19,8 @@ from services.queue import publish
 from services.schemas import TERMINAL, Job
 from tests.harness import Parts, wait_until
 
+pytestmark = pytest.mark.alone
+
 FAULTS = 10
 PATIENCE = 120.0
 
@@ -28,6 +30,7 @@ def job(tiny_teacher: Path, tiny_text: Path) -> JobConfig:
     return parse_config(
         {
             "name": "faults",
+            "max_attempts": 100,
             "teacher": {"model": str(tiny_teacher), "batch_size": 2},
             "student": {"init": {"layers": 1, "hidden_size": 32}},
             "data": {"train": str(tiny_text), "sequence_length": 32, "max_eval_samples": 8},
@@ -83,7 +86,7 @@ class Saboteur:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_random_moments_it_ends_in_the_same_student(new_parts: Callable[..., Parts], job: JobConfig) -> None:
-    parts = new_parts(child_module="services.worker.child", max_attempts=100)
+    parts = new_parts(child_module="services.worker.child")
     parts.start_api()  # its reconciler takes back what a killed worker held
     saboteur = Saboteur(parts)
     began = time.monotonic()
