@@ -5,8 +5,9 @@
 #              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
-# TEST_WORKERS processes that run tests, each with one arithmetic thread; 0 runs them in one, which disturbs timing least
+# TEST_WORKERS processes that run tests, each with one arithmetic thread; those marked alone follow in one process
 # BENCH_FLAGS  passed to `make bench`, `bench-cache` and `bench-train`, for example BENCH_FLAGS="--out table.md"
+# CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # SLOW=1       `make test` runs the tests marked slow too
 
 PYTHON      ?= python3
@@ -14,17 +15,21 @@ TORCH_INDEX ?=
 DEMO_FLAGS  ?=
 TEST_FLAGS  ?=
 BENCH_FLAGS ?=
-TEST_WORKERS ?= 0
+CHAOS_FLAGS ?=
+TEST_WORKERS ?= 2
 SLOW        ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+# Status 5 = nothing selected, which TEST_FLAGS may well mean for one of the two.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(if $(SLOW),, and not slow)" $(TEST_FLAGS) || test $$? = 5
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-cache bench-train bench-temperature up clean
+.PHONY: help install demo test lint format docs bench bench-cache bench-train bench-temperature bench-service chaos \
+        fuzz sbom audit up clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -44,7 +49,8 @@ demo: $(STAMP) ## Distil a small teacher on this machine, through the whole serv
 	$(BIN)/kd demo $(DEMO_FLAGS)
 
 test: $(STAMP) ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile $(if $(SLOW),,-m "not slow") $(TEST_FLAGS)
+	$(call PYTEST,-n $(TEST_WORKERS) --dist loadfile,not alone)
+	$(call PYTEST,-n 0,alone)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)
@@ -55,9 +61,11 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: $(STAMP) ## Write docs/configuration.md from the descriptions in kd/config
+docs: $(STAMP) ## Write docs/configuration.md and docs/api.md from the descriptions in the code
 	$(BIN)/python -m kd.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+	$(BIN)/python -m services.api.reference > docs/api.md.new
+	mv docs/api.md.new docs/api.md
 
 bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios in one run
 	$(BIN)/python bench/speed.py $(BENCH_FLAGS)
@@ -70,6 +78,21 @@ bench-train: $(STAMP) ## Measure the training loop: step, loop, levers, where it
 
 bench-temperature: $(STAMP) ## Compare temperatures that learn with the best fixed one (an hour on two cores)
 	$(BIN)/python bench/temperature.py $(BENCH_FLAGS)
+
+bench-service: $(STAMP) ## Measure the API under load, with thousands of jobs stored and hundreds of streams open
+	$(BIN)/python bench/service.py $(BENCH_FLAGS)
+
+chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs run; ends with what was found (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/chaos.py $(CHAOS_FLAGS)
+
+fuzz: $(STAMP) ## Ask the API everything that its OpenAPI document allows, and what it does not (schemathesis)
+	KD_FUZZ_EXAMPLES=200 $(BIN)/pytest -n 0 tests/test_schemathesis.py
+
+sbom: $(STAMP) ## Write sbom.json, the CycloneDX bill of materials
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
+audit: $(STAMP) ## Look for known holes: bandit, and pip-audit (needs a network)
+	KD_AUDIT=1 $(BIN)/pytest -n 0 -k "bandit or hole" tests/test_security.py
 
 up: $(STAMP) ## Run the service in this terminal until Ctrl-C: server, API, workers
 	$(BIN)/kd up
