@@ -127,6 +127,9 @@ def literals(settings: Settings, environment: Mapping[str, str] = os.environ) ->
     return tuple(sorted({word for word in given if len(word) >= SHORTEST_SECRET}, key=len, reverse=True))
 
 
+ELSEWHERE = ("exception", "color_message")  #: told last; and uvicorn's text once more, with codes for a terminal
+
+
 class Handler(logging.StreamHandler[Any]):
     """Writes to stderr. A line that cannot be formatted is told of without its arguments: these may hold secrets."""
 
@@ -180,7 +183,7 @@ def _is_secret(name: str, value: Any) -> bool:
 def _in_order(event: EventDict) -> dict[str, Any]:
     """The fields that every line has, then the others, then a traceback."""
     known = {name: event[name] for name in FIELDS if name in event}
-    others = {name: value for name, value in event.items() if name not in (*FIELDS, "exception")}
+    others = {name: value for name, value in event.items() if name not in (*FIELDS, *ELSEWHERE)}
     trace = {"exception": event["exception"]} if "exception" in event else {}
     return known | others | trace
 

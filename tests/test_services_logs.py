@@ -115,7 +115,7 @@ def fields_of(*arguments: Any, **record: Any) -> dict[str, Any]:
 
 def test_a_json_line_tells_whom_it_concerns() -> None:
     with bound(job_id="job_1", attempt=2, fence=0, request_id=""):
-        fields = fields_of("stage %s", "train", extra={"steps": [1, 2], "path": ROOT})
+        fields = fields_of("stage %s", "train", extra={"steps": [1, 2], "path": ROOT, "color_message": "%s"})
     assert list(fields)[:4] == ["ts", "level", "logger", "msg"]
     assert datetime.fromisoformat(fields.pop("ts")).tzinfo is not None
     assert fields == {
