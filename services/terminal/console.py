@@ -69,6 +69,8 @@ def plain(value: Any) -> str:
     """A JSON value for people."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {plain(item)}" for name, item in value.items() if item is not None)
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 

@@ -92,8 +92,8 @@ def jobs_show(job: JobName, server: Server = None, as_json: AsJson = False) -> N
     if as_json:
         print_json(record)
         return
-    shown = {name: value for name, value in record.items() if name != "config" and value not in (None, {})}
-    table(["", ""], [[name, plain(value)] for name, value in shown.items()])
+    rows = [[name, plain(value)] for name, value in record.items() if name not in ("config", "links")]
+    table(["", ""], [[name, text] for name, text in rows if text])
 
 
 @jobs_app.command("cancel")
