@@ -86,6 +86,17 @@ FORGOTTEN: Answers = {204: {"description": "It is forgotten."}}
 
 # ---------------------------------------------------------------------- taking a job
 
+EXAMPLE = {
+    "name": "tiny",
+    "teacher": {"model": "examples/austen/teacher"},
+    "student": {"init": {"layers": 1, "hidden_size": 64}},
+    "data": {"train": "examples/austen/text/persuasion.txt", "max_train_samples": 64},
+    "train": {"max_steps": 20},
+}
+JobBody = Annotated[
+    JobConfig, Body(openapi_examples={"tiny": {"summary": "Of the example's teacher", "value": EXAMPLE}})
+]
+
 
 @router.post(
     "/jobs",
@@ -95,7 +106,7 @@ FORGOTTEN: Answers = {204: {"description": "It is forgotten."}}
     responses=ESTIMATED | TAKEN | responses(400, 404, 413, 415, 422, 429, 503, 507),
 )
 def create_job(
-    config: JobConfig,
+    config: JobBody,
     response: Response,
     desk: TheDesk,
     idempotency_key: IdempotencyKey = None,
@@ -111,7 +122,7 @@ def create_job(
 
 
 @router.post("/jobs/validate", dependencies=WRITE, responses=responses(400, 413, 415, 422, 429, 503, 507))
-def validate_job(config: JobConfig, desk: TheDesk) -> JobPlan:
+def validate_job(config: JobBody, desk: TheDesk) -> JobPlan:
     """Say what a job would be and need, or everything that is wrong with it; no job is taken."""
     desk.require_admissible(config)
     return plan_job(config, desk.service.settings, desk.service.store.workers())
