@@ -160,9 +160,15 @@ class Worker:
             os._exit(1)
 
 
+def _leave(*_: Any) -> None:
+    """On SIGTERM while the worker starts; from then on Celery has handlers of its own."""
+    raise SystemExit(0)
+
+
 def run(settings: Settings, stages: list[str]) -> None:
     """Work until SIGTERM, upon which the run under way saves its state and goes back to the queue."""
     assert settings.redis_url is not None
+    signal.signal(signal.SIGTERM, _leave)
     telemetry.configure(settings.otlp_endpoint, "worker")
     device = take(settings.devices, settings.home)
     app, store = celery_app(settings.redis_url), JobStore(connect(settings.redis_url), settings.max_attempts)
