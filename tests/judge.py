@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cache.disk import file_sha256, files_below
-from cache.store import open_cache, verify
+from cache.disk import TEMPORARY, file_sha256, files_below
+from cache.store import MANIFEST, open_cache, verify
 from cache.testing import make_cache
 from services.schemas import TERMINAL, Job
 from tests.chaos import Answer, Chaos, Injury, Order, Soak
@@ -202,6 +202,12 @@ def job_violations(parts: Parts, job_id: str, name: str, spare: Path) -> list[st
 # ---------------------------------------------------------------------- a whole soak
 
 
+def left_over(caches: Path) -> list[str]:
+    """Temporary folders in sealed caches; what a killed and then cancelled job never sealed is for `kd cache gc`."""
+    sealed = [manifest.parent for manifest in caches.glob(f"*/{MANIFEST}")]
+    return [f"left over: {path}" for folder in sealed for path in folder.rglob(f"{TEMPORARY}*")]
+
+
 class Verdict:
     """All that a soak has not kept, and how long each kind of fault took to get over."""
 
@@ -221,7 +227,7 @@ class Verdict:
         for order in self.soak.orders:
             yield from self._of(order, spare)
         yield from (f"orphan: process {pid} of {job}" for pid, job in self.cluster.runs_alive().items())
-        yield from (f"left over: {path}" for path in self.parts.settings.caches.rglob(".tmp-*"))
+        yield from left_over(self.parts.settings.caches)
 
     def _nothing_lost(self) -> Iterator[str]:
         wanted = {order.id for order in self.soak.orders}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos import Answer, Cluster, Order, Plan, Soak, Wish
 from tests.harness import ROOT
-from tests.judge import Line, Verdict, allowed_ends, history, promised_answers, render, versions, writers
+from tests.judge import Line, Verdict, allowed_ends, history, left_over, promised_answers, render, versions, writers
 
 pytestmark = pytest.mark.alone
 
@@ -98,6 +98,13 @@ def test_the_ends_that_wishes_allow() -> None:
     assert ends(("cancel", "cancelled"), ("retry", None)) == {"succeeded", "cancelled"}
     assert ends(name="poison") == {"failed"}
     assert ends(parent="cancelled") == {"cancelled"}
+
+
+def test_a_leftover_in_a_sealed_cache_is_seen_and_one_in_a_cache_that_nobody_sealed_is_garbage(tmp_path: Path) -> None:
+    for name in ("sealed", "given-up"):
+        (tmp_path / name / ".tmp-shards-000000").mkdir(parents=True)
+    (tmp_path / "sealed" / "manifest.json").touch()
+    assert left_over(tmp_path) == [f"left over: {tmp_path / 'sealed' / '.tmp-shards-000000'}"]
 
 
 def test_the_command_of_make_chaos_says_what_it_takes() -> None:
