@@ -529,6 +529,7 @@ print([name for name in ("torch", "transformers", "datasets") if name in sys.mod
     assert run.stdout.strip() == "[]", run.stderr
 
 
+@pytest.mark.alone
 def test_without_redis_the_api_answers_quickly_and_says_so(new_parts: MakeParts, tmp_path: Path) -> None:
     text = inputs(tmp_path / "inputs")
     parts = new_parts(**UNLIMITED | {"data_roots": (tmp_path / "inputs",)})
@@ -551,7 +552,7 @@ def test_without_redis_the_api_answers_quickly_and_says_so(new_parts: MakeParts,
     with ThreadPoolExecutor(100) as pool:
         began = time.monotonic()
         answers = list(pool.map(lambda _: httpx.get(f"{parts.settings.server}/jobs/{job_id}", timeout=20), range(100)))
-        assert time.monotonic() - began < 10  # one after the other they would take 200 s
+        assert time.monotonic() - began < 5
     assert {answer.status_code for answer in answers} == {503}
     assert parts.answers("/healthz"), "the process itself is well"
     process = parts.server._process
