@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -12,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from cache.disk import file_sha256, files_below
 from kd.config.job import JobConfig
 from kd.jobfile import parse_config
-from services.queue import publish
-from services.schemas import TERMINAL, Job
+from services.schemas import TERMINAL
 from tests.harness import Parts, wait_until
+from tests.real_job import outcome, submit
 
 pytestmark = pytest.mark.alone
 
@@ -38,22 +36,6 @@ def job(tiny_teacher: Path, tiny_text: Path) -> JobConfig:
             "train": {"max_steps": 150, "batch_size": 4, "save_steps": 10, "eval_steps": 50, "logging_steps": 25},
         }
     )
-
-
-def submit(parts: Parts, config: JobConfig) -> str:
-    shutil.rmtree(parts.settings.caches, ignore_errors=True)  # every job captures anew
-    job_id = parts.jobs.create(config).id
-    publish(parts.queue, job_id, config.stages[0])
-    return job_id
-
-
-def outcome(parts: Parts, job: Job) -> dict[str, str]:
-    """Hashes of what the job made: the student's weights and every file of the cache."""
-    assert job.status == "succeeded", job.error
-    assert job.cache is not None and job.cache.fingerprint is not None
-    student = parts.settings.run_dir(job.id) / "student" / "model.safetensors"
-    folder = parts.settings.caches / job.cache.fingerprint
-    return {"student": file_sha256(student)} | {name: file_sha256(folder / name) for name in files_below(folder)}
 
 
 class Saboteur:
