@@ -99,7 +99,9 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """The keys in the file that were not revoked, oldest first."""
     _state(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # else half of a line that is being added may be seen
+            lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
     entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
