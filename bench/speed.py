@@ -1,13 +1,15 @@
 """How much distillation costs beyond what there is to do without it: one table, of ratios measured in one run.
 
     python bench/speed.py [--quick] [--teacher 16x2048] [--student 16x1024] [--batch 8] [--rounds 7] [--out FILE]
+    python bench/speed.py --tasks head --head 16384x2048x248320
 
 task        the first variant, speed 1        what is compared with it
 capture     the teacher's bare forward        reading its records, of profile threshold and of profile tempered;
                                               reading and sealing them on disk
 step        cross-entropy on all logits       the fused head: on hard labels alone, on the teacher's records
-head        cross-entropy on all logits       the same without the model around it; torch's own chunked loss; records of
-                                              profile tempered at T = 2
+head        cross-entropy on all logits       the same without the model around it; torch's own chunked loss; on a GPU
+                                              Liger's and cut cross-entropy where they are installed; records of profile
+                                              tempered at T = 2
 loader      the student's step on records     reading a cache in random order and making batches of it
 
 The bare forward is the teacher's own, with its head: the logits of the whole batch. Records are those that a small
@@ -35,12 +37,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -230,6 +233,7 @@ def head_task(sizes: Sizes, folder: Path) -> Task:
     losses = {
         "cross-entropy, all logits": plain,
         "torch's linear_cross_entropy": chunked,
+        **{name: partial(loss, hidden_ND, weight_VD, gold_N) for name, loss in peers().items()},
         HARD: partial(fused, partial(Targets, gold_N), 1.0),
         RECORDS: partial(fused, decoded["threshold"], ALPHA),
         TEMPERED: partial(fused, decoded["tempered"], ALPHA),
@@ -238,6 +242,23 @@ def head_task(sizes: Sizes, folder: Path) -> Task:
         del losses["torch's linear_cross_entropy"]
     flops = 6.0 * positions * width * vocabulary
     return Task({name: Variant(partial(step, loss), flops) for name, loss in losses.items()}, positions)
+
+
+def peers() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Others' heads on hard labels, of (hidden states, weight, labels): those that are installed, on a GPU."""
+    found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    if DEVICE.type != "cuda":
+        return found
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss()
+        found["Liger's fused cross-entropy"] = lambda x, w, y: liger(w, x, y)
+    if importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cut cross-entropy"] = linear_cross_entropy
+    return found
 
 
 def loader_task(sizes: Sizes, folder: Path) -> Task:
@@ -369,14 +390,14 @@ def forward_flops(sizes: Sizes, model: LlamaForCausalLM) -> float:
 # ---------------------------------------------------------------------- running them
 
 
-def bench(sizes: Sizes) -> str:
-    """Measure every task; the table as text, with the machine above it."""
+def bench(sizes: Sizes, tasks: Sequence[str]) -> str:
+    """Measure the tasks; the table as text, with the machine above it."""
     hide_progress_bars()
     torch.set_float32_matmul_precision("high")  # as training sets it
     machine = measure_machine(sizes.torch_dtype, sizes.product)
     rows, notes = [], []
     with fresh_processes(PRELOAD) as pool:
-        for name in TASKS:
+        for name in tasks:
             print(f"measuring: {name}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 task = TASKS[name](sizes, Path(folder))
@@ -441,12 +462,19 @@ def shape(text: str) -> tuple[int, int]:
     return layers, width
 
 
+def head_shape(text: str) -> tuple[int, int, int]:
+    positions, width, vocabulary = map(int, text.split("x"))
+    return positions, width, vocabulary
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Print what distillation costs, as ratios measured in one run.")
     parser.add_argument(
         "--teacher", type=shape, metavar="LAYERSxWIDTH", help="a random Llama's; width a multiple of 64"
     )
     parser.add_argument("--student", type=shape, metavar="LAYERSxWIDTH")
+    parser.add_argument("--head", type=head_shape, metavar="POSITIONSxWIDTHxVOCABULARY", help="of the head alone")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--vocabulary", type=int, help="of both models")
     parser.add_argument("--length", type=int, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, help="sequences")
@@ -458,9 +486,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = vars(parse_arguments())
-    out, quick = given.pop("out"), given.pop("quick")
+    out, quick, tasks = given.pop("out"), given.pop("quick"), given.pop("tasks")
     sizes = replace(QUICK if quick else SIZES[DEVICE.type], **{name: each for name, each in given.items() if each})
-    text = bench(sizes)
+    text = bench(sizes, tasks)
     print(text)
     if out:
         out.write_text(text + "\n", encoding="utf-8")
