@@ -28,6 +28,7 @@ from torch import Tensor
 from kd.config.loss import Divergence, LearnedTemperature, LossConfig, Ramp
 from kd.divergences import diverge, logit_gradient, slope_N
 from kd.models import Head
+from kd.student_rows import StudentRows, kernels_run
 from kd.targets import Chunk, Distribution, SparseTarget, Targets, TopTarget
 
 CPU_ELEMENTS = 12 * 2**20  # logits of a chunk: 48 MiB in float32; of half as many, matrix products take a tenth longer
@@ -160,6 +161,11 @@ class _Work:
     def student_temperature(self) -> float:
         return 1.0 if self.objective.teacher_only else self.targets.temperature_value
 
+    def in_kernels(self, hidden_ND: Tensor) -> bool:
+        """Whether the kernels of ``kd.student_rows`` can do it: they know entries, hard labels and forward KL."""
+        sparse = self.targets.teacher is None or isinstance(self.targets.teacher, SparseTarget)
+        return sparse and self.objective.divergence == "forward_kl" and kernels_run(hidden_ND)
+
     def parts(self, device: torch.device, dtype: torch.dtype) -> Iterator[_Part]:
         """The N positions in runs of a chunk."""
         targets, weight_N = self.targets, self.weight_N
@@ -179,6 +185,11 @@ class _Part:
     gold_N: Tensor
     teacher: Chunk | None
     weight_N: Tensor | None
+
+    @property
+    def entries(self) -> SparseTarget | None:
+        """The teacher's, where it is entries."""
+        return self.teacher if isinstance(self.teacher, SparseTarget) else None
 
     def weighted(self, value: float, like: Tensor) -> float | Tensor:
         """``value`` times the token weights, (n, 1)."""
@@ -236,17 +247,25 @@ class _Pass:
         alpha = self.work.objective.alpha
         return (1.0 - alpha) * self.kd + alpha * (self.ce + self.smoothing) + self.z
 
+    @property
+    def wants_slope(self) -> bool:
+        """Whether the student's own entropy is of use: to the gradient for a temperature that it has, too."""
+        return self.d_temperature is not None and not self.work.objective.teacher_only
+
     def run(self, hidden_ND: Tensor) -> None:
         """All chunks."""
+        chunk = self._chunk_in_kernels if self.work.in_kernels(hidden_ND) else self._chunk
         for part in self.work.parts(hidden_ND.device, torch.promote_types(hidden_ND.dtype, torch.float32)):
-            self._chunk(part, hidden_ND)
+            chunk(part, hidden_ND)
 
     def _chunk(self, part: _Part, hidden_ND: Tensor) -> None:
         """One chunk; what it makes is freed when it returns, so that there are two buffers of its size and not four."""
-        head = self.work.head
+        head, objective = self.work.head, self.work.objective
         s_NV = head.logits(hidden_ND[part.rows])
         logq_NV = torch.log_softmax(s_NV, 1)
-        hard = self._hard(part, s_NV, logq_NV)
+        gold_s_N, gold_logq_N = (each.gather(1, part.gold_N[:, None])[:, 0] for each in (s_NV, logq_NV))
+        mean_N = -logq_NV.mean(1) if objective.label_smoothing > 0.0 else None
+        hard = self._labels(-gold_logq_N, mean_N, gold_s_N - gold_logq_N)
         kept_NV = s_NV if head.softcap else None
         del s_NV
         soft_NV = self._soft(part, logq_NV)
@@ -254,17 +273,39 @@ class _Pass:
             g_NV = self._gradient(part, logq_NV, soft_NV, hard)
             self._through_head(part.rows, hidden_ND, _through_transform(g_NV, kept_NV, head))
 
-    def _hard(self, part: _Part, s_NV: Tensor, logq_NV: Tensor) -> float | Tensor:
-        """Sum up what there is without a teacher; returns the factor of softmax(s) in its gradient."""
+    def _chunk_in_kernels(self, part: _Part, hidden_ND: Tensor) -> None:
+        """The same of entries or hard labels on a GPU, where the logits become their gradient in one buffer."""
+        head, objective, temperature = self.work.head, self.work.objective, self.work.student_temperature
+        alpha, e = objective.alpha, objective.label_smoothing
+        student = StudentRows.of(
+            hidden_ND[part.rows],
+            head,
+            part.gold_N,
+            part.entries,
+            temperature,
+            smoothing=e > 0.0,
+            slope=self.wants_slope,
+        )
+        hard = self._labels(student.nll_N, student.mean_nll_N, student.lse_N)
+        if part.entries is not None:
+            self.entropy += part.entries.entropy_N.sum(dtype=torch.float64)
+            self._forward_kl(part, part.entries, student.expected_N, student.negentropy_N, student.logq_E)
+        if self.wants_logits:
+            soft = 0.0 if part.entries is None else (1.0 - alpha) * temperature
+            g_NV = student.gradient_(hard, part.weighted(soft, student.nll_N), alpha * (1.0 - e), alpha * e)
+            self._through_head(part.rows, hidden_ND, g_NV)
+
+    def _labels(self, nll_N: Tensor, mean_nll_N: Tensor | None, lse_N: Tensor) -> float | Tensor:
+        """Sum up what there is without a teacher; returns the factor of softmax(s) in its gradient.
+
+        ``nll_N`` is the hard label's -log q, ``mean_nll_N`` the mean of all tokens', needed for label smoothing.
+        """
         alpha, z, e = self.work.objective.alpha, self.work.objective.z_loss, self.work.objective.label_smoothing
-        gold_N1 = part.gold_N[:, None]
-        nll_N = -logq_NV.gather(1, gold_N1)[:, 0]
         self.ce += nll_N.sum(dtype=torch.float64)
-        if e > 0.0:
-            self.smoothing += e * (-logq_NV.mean(1) - nll_N).sum(dtype=torch.float64)
+        if mean_nll_N is not None:
+            self.smoothing += e * (mean_nll_N - nll_N).sum(dtype=torch.float64)
         if z == 0.0:
             return alpha
-        lse_N = s_NV.gather(1, gold_N1)[:, 0] + nll_N
         self.z += z * lse_N.double().square().sum()
         return alpha + 2.0 * z * lse_N[:, None]
 
@@ -282,27 +323,33 @@ class _Pass:
         if not by_sums:
             assert isinstance(teacher, Distribution)
             return self._diverge(part, teacher, logq_NV)
-        self._forward_kl(part, teacher, logq_NV)
+        negentropy_N = torch.linalg.vecdot(logq_NV.exp(), logq_NV) if self.wants_slope else None
+        logq_E = part.entries.at(logq_NV) if part.entries is not None and self.d_weights_E is not None else None
+        self._forward_kl(part, teacher, teacher.expected_N(logq_NV), negentropy_N, logq_E)
         if temperature == 1.0 or not self.wants_logits:
             return None
         g_NV = logq_NV.exp_()
         teacher.subtract_(g_NV, 1.0)
         return g_NV.mul_(part.weighted((1.0 - self.work.objective.alpha) * temperature, g_NV))
 
-    def _forward_kl(self, part: _Part, teacher: Chunk, logq_NV: Tensor) -> None:
-        """-E_p[log q] - H, and its slopes in T, in the entries' weights and in H."""
-        work, expected_N = self.work, teacher.expected_N(logq_NV)
+    def _forward_kl(
+        self, part: _Part, teacher: Chunk, expected_N: Tensor, negentropy_N: Tensor | None, logq_E: Tensor | None
+    ) -> None:
+        """-E_p[log q] - H, and its slopes in T, in the entries' weights and in H.
+
+        The slopes need E_q[log q] (``wants_slope``), and log q of the entries.
+        """
+        work = self.work
         kl_N = -expected_N - teacher.entropy_N
         self.kd += work.scale * part.sum(kl_N)
-        if self.d_temperature is not None and not work.objective.teacher_only:
-            along_N = torch.linalg.vecdot(logq_NV.exp(), logq_NV) - expected_N
-            slope = part.sum(2.0 * kl_N - along_N) * work.student_temperature
+        if self.d_temperature is not None and negentropy_N is not None:
+            slope = part.sum(2.0 * kl_N - (negentropy_N - expected_N)) * work.student_temperature
             self.d_temperature += (1.0 - work.objective.alpha) * slope.to(self.d_temperature.device)
-        if self.d_weights_E is not None and self.d_entropy_N is not None:
+        if self.d_weights_E is not None and self.d_entropy_N is not None and logq_E is not None:
             assert isinstance(teacher, SparseTarget) and isinstance(work.targets.teacher, SparseTarget)
             share_N = (-work.soft * torch.ones_like(kl_N)) if part.weight_N is None else -work.soft * part.weight_N
             self.d_entropy_N[part.rows] = share_N
-            self.d_weights_E[work.targets.teacher.entries(part.rows)] = teacher.spread(share_N) * teacher.at(logq_NV)
+            self.d_weights_E[work.targets.teacher.entries(part.rows)] = teacher.spread(share_N) * logq_E
 
     def _diverge(self, part: _Part, teacher: Distribution, logq_NV: Tensor) -> Tensor | None:
         """Any divergence of whole distributions, its slope in T, and its gradient."""
@@ -342,7 +389,7 @@ class _Pass:
         """From the gradient with respect to x Wᵀ + b to those of x, W and b."""
         head = self.work.head
         if self.d_bias is not None:
-            self.d_bias[: head.vocabulary] += g_NV.sum(0)
+            self.d_bias[: head.vocabulary] += g_NV.sum(0, dtype=self.d_bias.dtype)
         g_NV = g_NV.to(hidden_ND.dtype)
         if self.d_hidden_ND is not None:
             torch.mm(g_NV, head.weight, out=self.d_hidden_ND[rows])
@@ -381,9 +428,11 @@ def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) 
 
 
 def _add_product(sum_VD: Tensor, a_VN: Tensor, b_ND: Tensor) -> None:
-    """sum += a b, in place where the dtypes allow it."""
+    """sum += a b, in place and without rounding a b where dtypes and device allow it."""
     if a_VN.dtype == sum_VD.dtype:
         sum_VD.addmm_(a_VN, b_ND)
+    elif a_VN.is_cuda and sum_VD.dtype == torch.float32:
+        torch.addmm(sum_VD, a_VN, b_ND, out_dtype=torch.float32, out=sum_VD)
     else:
         sum_VD += a_VN @ b_ND
 

@@ -217,11 +217,15 @@ class SparseTarget:
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Each position's value for each of its entries, (E,)."""
-        return values_N[self._rows_E]
+        return values_N[self.rows_E]
 
     def expected_N(self, s_NV: Tensor) -> Tensor:
         """sum_i w_i s_i of each position, float64."""
-        return torch.segment_reduce(self.weights_E * self.at(s_NV), "sum", lengths=self.offsets_N1.diff(), unsafe=True)
+        return self.sum_N(self.weights_E * self.at(s_NV))
+
+    def sum_N(self, values_E: Tensor) -> Tensor:
+        """The sum of each position's entries."""
+        return torch.segment_reduce(values_E, "sum", lengths=self.offsets_N1.diff(), unsafe=True)
 
     def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """q - share * w, in place."""
@@ -231,13 +235,13 @@ class SparseTarget:
 
     def best_N(self) -> Tensor:
         """The heaviest of each position's leaders (of equals the smallest id), -1 where it has none."""
-        rank_E = torch.arange(len(self.ids_E), device=self.ids_E.device) - self.offsets_N1[self._rows_E]
-        leads_E = rank_E < self.leaders_N[self._rows_E]
+        rank_E = torch.arange(len(self.ids_E), device=self.ids_E.device) - self.offsets_N1[self.rows_E]
+        leads_E = rank_E < self.leaders_N[self.rows_E]
         weight_E = self.weights_E.masked_fill(~leads_E, -1.0)
-        top_N = weight_E.new_zeros(len(self.leaders_N)).scatter_reduce(0, self._rows_E, weight_E, "amax")
+        top_N = weight_E.new_zeros(len(self.leaders_N)).scatter_reduce(0, self.rows_E, weight_E, "amax")
         none = torch.iinfo(torch.int64).max
-        best_E = self.ids_E.masked_fill(weight_E < top_N[self._rows_E], none)
-        best_N = self.ids_E.new_full((len(self.leaders_N),), none).scatter_reduce(0, self._rows_E, best_E, "amin")
+        best_E = self.ids_E.masked_fill(weight_E < top_N[self.rows_E], none)
+        best_N = self.ids_E.new_full((len(self.leaders_N),), none).scatter_reduce(0, self.rows_E, best_E, "amin")
         return best_N.masked_fill(self.leaders_N == 0, -1)
 
     @cached_property
@@ -246,12 +250,13 @@ class SparseTarget:
         return [int(offset) for offset in self.offsets_N1.tolist()]
 
     @cached_property
-    def _rows_E(self) -> Tensor:
+    def rows_E(self) -> Tensor:
+        """The position of each entry."""
         return _spread(torch.arange(len(self.leaders_N), device=self.ids_E.device), self.offsets_N1.diff(), self.ids_E)
 
     def _places(self, vocabulary: int) -> Tensor:
         """The place of each entry in a flattened (N, V)."""
-        return self._rows_E * vocabulary + self.ids_E
+        return self.rows_E * vocabulary + self.ids_E
 
 
 def threshold_target(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:

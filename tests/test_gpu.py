@@ -35,6 +35,7 @@ from kd.pipeline import distill
 from kd.progress import Event, Monitor
 from kd.recording import Recorder
 from kd.sampling import Chance, Sampler
+from kd.student_rows import kernels_run
 from kd.targets import SparseTarget, TargetDecoder, Targets, tempered_target
 from tests.test_kd_losses import V, dense_loss, random_entries, random_targets, relative
 
@@ -343,6 +344,38 @@ def test_every_kind_of_target_equals_the_dense_float64_reference(
 ) -> None:
     head = random_head(V, 64, dtype, True, None)
     require_parity(random_targets(1, kind, temperature), head, dtype, tolerance, 0.3, chunk=5)
+
+
+def of_tokens(positions: int, vocabulary: int) -> Targets:
+    generator = torch.Generator().manual_seed(3)
+    gold_N = torch.randint(0, vocabulary, (positions,), generator=generator)
+    return on_gpu(Targets(gold_N, random_entries(generator, positions, vocabulary)))
+
+
+def outcome(targets: Targets, head: Head, dtype: torch.dtype) -> list[Tensor]:
+    """Loss, and the gradients for hidden states and weight."""
+    generator = torch.Generator(GPU).manual_seed(4)
+    hidden_ND = torch.randn(len(targets), head.weight.shape[1], generator=generator, device=GPU).to(dtype)
+    leaves = [hidden_ND.requires_grad_(), head.weight.detach().clone().requires_grad_()]
+    terms = distillation_loss(leaves[0], replace(head, weight=leaves[1]), targets, Objective(0.1), chunk=300)
+    terms.total.backward()
+    return [terms.total.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [50_257, 151_936])
+def test_the_kernels_equal_the_plain_pass_and_themselves(
+    vocabulary: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows of many blocks, and of a length that nothing divides."""
+    head, targets = on_gpu(random_head(vocabulary, 64, dtype, False, 30.0)), of_tokens(700, vocabulary)
+    assert kernels_run(torch.ones(1, 2, dtype=dtype, device=GPU))
+    found, again = outcome(targets, head, dtype), outcome(targets, head, dtype)
+    for first, second in zip(found, again, strict=True):
+        assert torch.equal(first, second), "neither atomics nor an order may decide a bit"
+    monkeypatch.setattr("kd.losses.kernels_run", lambda hidden_ND: False)
+    for ours, plain in zip(found, outcome(targets, head, dtype), strict=True):
+        assert relative(ours, plain.double()) < tolerance
 
 
 # ---------------------------------------------------------------------- a whole job
