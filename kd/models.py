@@ -280,9 +280,16 @@ class Head:
     softcap: float | None
     vocabulary: int
 
-    def project(self, hidden_ND: Tensor) -> Tensor:
-        """z = x Wᵀ + b, (N, V) in float32 or better, of the real vocabulary: padding does not exist here."""
-        z_NV = nn.functional.linear(hidden_ND, self.weight[: self.vocabulary].to(hidden_ND.dtype))
+    def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """z = x Wᵀ + b, (N, V) in float32 or better, of the real vocabulary: padding does not exist here.
+
+        ``room_NV`` is memory of the dtype of ``hidden_ND`` to put x Wᵀ in, where no gradient is wanted.
+        """
+        weight_VD = self.weight[: self.vocabulary].to(hidden_ND.dtype)
+        if room_NV is None:
+            z_NV = nn.functional.linear(hidden_ND, weight_VD)
+        else:
+            z_NV = torch.mm(hidden_ND, weight_VD.T, out=room_NV)
         z_NV = z_NV.to(torch.promote_types(z_NV.dtype, torch.float32))
         return z_NV if self.bias is None else z_NV + self.bias[: self.vocabulary]
 
@@ -291,9 +298,9 @@ class Head:
         z_NV = z_NV * self.scale if self.scale != 1.0 else z_NV
         return self.softcap * torch.tanh(z_NV / self.softcap) if self.softcap else z_NV
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """The model's logits (N, V)."""
-        return self.transform(self.project(hidden_ND))
+    def logits(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """The model's logits (N, V), which may lie in ``room_NV`` (``project``)."""
+        return self.transform(self.project(hidden_ND, room_NV))
 
 
 def head_of(model: PreTrainedModel, vocabulary: int) -> Head:

@@ -43,7 +43,7 @@ class Recorder:
             return self._whole([self._read(hidden_ND[rows], gold_N[rows]) for rows in chunks], places)
         chance = Chance.of(self.codec, number, positions_N, hidden_ND.device)
         samples = [
-            self._sampler.sample(self.head.logits(hidden_ND[rows]), gold_N[rows], chance.rows(rows)) for rows in chunks
+            self._sampler.sample(self._logits(hidden_ND[rows]), gold_N[rows], chance.rows(rows)) for rows in chunks
         ]
         return self.codec.encode_sample(joined(samples), places)
 
@@ -59,13 +59,24 @@ class Recorder:
             "transform": np.array([head.scale, head.softcap or 0.0]),
         }
 
+    def _logits(self, hidden_ND: Tensor) -> Tensor:
+        """A chunk's logits, which the next call may write over: fresh memory costs as much as a pass over it."""
+        room = self._rooms.get(hidden_ND.dtype)
+        if room is None or len(room) < len(hidden_ND):
+            self._rooms[hidden_ND.dtype] = room = hidden_ND.new_empty(len(hidden_ND), self.head.vocabulary)
+        return self.head.logits(hidden_ND, room[: len(hidden_ND)])
+
+    @cached_property
+    def _rooms(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
     @cached_property
     def _sampler(self) -> Sampler:
         return Sampler(self.codec, self.nodes)
 
     def _read(self, hidden_ND: Tensor, gold_N: Tensor) -> tuple[np.ndarray, ...]:
         """Gold log-probability and entropy of N positions, and what the profile keeps besides."""
-        logp_NV = torch.log_softmax(self.head.logits(hidden_ND), -1).clamp_(min=LOWEST)
+        logp_NV = torch.log_softmax(self._logits(hidden_ND), -1).clamp_(min=LOWEST)
         entropy_N = -by_row(torch.linalg.vecdot, logp_NV.exp(), logp_NV)
         if not torch.isfinite(entropy_N).all():
             remedy = "Run it in float32 or bfloat16 (teacher.dtype)."

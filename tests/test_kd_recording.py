@@ -231,7 +231,7 @@ class Exact(Head):
     A matrix product of other shapes rounds otherwise; that is the teacher's, and not what is tested here.
     """
 
-    def project(self, hidden_ND: Tensor) -> Tensor:
+    def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
         return self.weight.T[hidden_ND[:, 0].long() % self.weight.shape[1], : self.vocabulary]
 
 

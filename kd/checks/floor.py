@@ -24,7 +24,7 @@ _ITERATIONS = 60
 class _Free(Head):
     """No head at all: what goes in are the logits."""
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
+    def logits(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
         """The logits themselves."""
         return hidden_ND
 
