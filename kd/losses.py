@@ -19,6 +19,7 @@ Shapes: N positions that have a target, n of them in a chunk, V vocabulary, D hi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -431,10 +432,21 @@ def _add_product(sum_VD: Tensor, a_VN: Tensor, b_ND: Tensor) -> None:
     """sum += a b, in place and without rounding a b where dtypes and device allow it."""
     if a_VN.dtype == sum_VD.dtype:
         sum_VD.addmm_(a_VN, b_ND)
-    elif a_VN.is_cuda and sum_VD.dtype == torch.float32:
+    elif a_VN.is_cuda and sum_VD.dtype == torch.float32 and _adds_wide(a_VN.device, a_VN.dtype):
         torch.addmm(sum_VD, a_VN, b_ND, out_dtype=torch.float32, out=sum_VD)
     else:
         sum_VD += a_VN @ b_ND
+
+
+@functools.cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of ``dtype`` can be added to float32 on this GPU: not every build of torch has the operation."""
+    sum_DD, ones_DD = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(sum_DD, ones_DD, ones_DD, out_dtype=torch.float32, out=sum_DD)
+    except RuntimeError:
+        return False
+    return bool((sum_DD == 17.0).all())
 
 
 def _subtract_gold_(g_NV: Tensor, gold_N: Tensor, share: float) -> None:

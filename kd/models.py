@@ -280,6 +280,11 @@ class Head:
     softcap: float | None
     vocabulary: int
 
+    @property
+    def plain(self) -> bool:
+        """Whether x Wᵀ are the logits."""
+        return self.bias is None and self.scale == 1.0 and not self.softcap
+
     def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
         """z = x Wᵀ + b, (N, V) in float32 or better, of the real vocabulary: padding does not exist here.
 

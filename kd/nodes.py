@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from cache.codec import PARTITION_STEP, Codec, fixed_point
+from kd.block_sizes import LOWEST
 from kd.errors import ModelError
 from kd.models import Head
-from kd.sampling import LOWEST, Sampler, partition, tail_logprobs
+from kd.sampling import Sampler, partition, tail_logprobs
 from kd.targets import hermite
 
 #: Means over positions and temperatures, of |error of the tail's log-mass| and of |error of the head's mass|.
@@ -73,7 +74,8 @@ def choose_nodes(hidden_ND: Tensor, gold_N: Tensor, head: Head, codec: Codec) ->
 
 def _split(logits_NV: Tensor, gold_N: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the tail, and of what is not in it; ``LOWEST`` where a token is the other's."""
-    sizes, _, _ = Sampler(codec).split(logits_NV, gold_N)
+    sampler = Sampler(codec)
+    sizes, _ = sampler.split(logits_NV, sampler.known(gold_N))
     tail_NV = tail_logprobs(logits_NV, sizes, slice(None))
     explicit_NV = torch.log_softmax(logits_NV, -1).masked_fill_(tail_NV > LOWEST, LOWEST)
     return tail_NV, explicit_NV

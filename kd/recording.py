@@ -15,9 +15,11 @@ from torch import Tensor
 from cache.codec import Codec, Places, bfloat16_bits
 from cache.profiles import PROFILES
 from cache.records import Records
+from kd.block_sizes import LOWEST
 from kd.errors import ModelError
 from kd.models import Head
-from kd.sampling import LOWEST, Chance, Sampler, by_row, joined, log_sum
+from kd.sampling import Chance, Sampler, by_row, joined, log_sum
+from kd.student_rows import kernels_run
 
 #: Logits held at once. The head's matrix product wants many rows; more than this and memory is all that grows.
 LOGIT_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
@@ -60,11 +62,17 @@ class Recorder:
         }
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
-        """A chunk's logits, which the next call may write over: fresh memory costs as much as a pass over it."""
+        """A chunk's logits, which the next call may write over: fresh memory costs as much as a pass over it.
+
+        In float32 or better, but for kernels that widen what they read.
+        """
         room = self._rooms.get(hidden_ND.dtype)
         if room is None or len(room) < len(hidden_ND):
             self._rooms[hidden_ND.dtype] = room = hidden_ND.new_empty(len(hidden_ND), self.head.vocabulary)
-        return self.head.logits(hidden_ND, room[: len(hidden_ND)])
+        room_NV = room[: len(hidden_ND)]
+        if self.codec.profile == "threshold" and self.head.plain and kernels_run(hidden_ND):
+            return torch.mm(hidden_ND, self.head.weight[: self.head.vocabulary].T, out=room_NV)
+        return self.head.logits(hidden_ND, room_NV)
 
     @cached_property
     def _rooms(self) -> dict[torch.dtype, Tensor]:

@@ -1,4 +1,5 @@
-"""Two Triton kernels for a GPU: what the loss needs of each row of logits, and the gradient written over them.
+"""Triton kernels for a GPU: what the loss needs of each row of logits, and the gradient written over them; and what a
+capture needs of rows and of blocks of the vocabulary.
 
 The logits stay in the dtype of the matrix product that made them, are read twice and written once. All else is float32
 in registers: what the model does to its logits (``kd.models.Head``), both softmaxes, and their sums. The few entries of
@@ -13,6 +14,7 @@ Needs triton, which CUDA builds of torch come with. Under ``TRITON_INTERPRET=1``
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +40,22 @@ class Rows:
     mean_N: Tensor | None
 
 
-def reduce_rows(z_NV: Tensor, head: Head, temperature: float, total: bool = False, mean: bool = False) -> Rows:
-    """The sums of each row; ``z_NV`` is x Wᵀ, before the head's bias, scale and soft cap."""
+#: A head that leaves x Wᵀ as it is.
+PLAIN = Head(torch.empty(0), None, 1.0, None, 0)
+
+
+def reduce_rows(
+    z_NV: Tensor,
+    head: Head = PLAIN,
+    temperature: float = 1.0,
+    total: bool = False,
+    mean: bool = False,
+    least: float = -math.inf,
+) -> Rows:
+    """The sums of each row; ``z_NV`` is x Wᵀ, before the head's bias, scale and soft cap.
+
+    A logit below ``least`` counts as that: where one is -inf, ``mean`` needs it.
+    """
     lse_N, soft_lse_N, total_N, mean_N = z_NV.new_empty((4, len(z_NV)), dtype=torch.float32)
     tempered = temperature != 1.0 or mean
     _reduce[(len(z_NV),)](
@@ -54,6 +70,7 @@ def reduce_rows(z_NV: Tensor, head: Head, temperature: float, total: bool = Fals
         1.0 / temperature,
         head.scale,
         head.softcap or 1.0,
+        least,
         BIASED=head.bias is not None,
         CAPPED=bool(head.softcap),
         TEMPERED=tempered,
@@ -63,6 +80,27 @@ def reduce_rows(z_NV: Tensor, head: Head, temperature: float, total: bool = Fals
         num_warps=WARPS,
     )
     return Rows(lse_N, soft_lse_N if tempered else lse_N, total_N if total else None, mean_N if mean else None)
+
+
+def reduce_blocks(s_NV: Tensor, lse_N: Tensor, block: int, least: float) -> tuple[Tensor, Tensor]:
+    """Sum and maximum (N, J) of softmax(s) over each ``block`` of tokens; a logit counts as ``least`` or more."""
+    blocks = triton.cdiv(s_NV.shape[1], block)
+    sums_NJ, largest_NJ = s_NV.new_empty((2, len(s_NV), blocks), dtype=torch.float32)
+    grid = (len(s_NV), triton.cdiv(blocks * block, WRITE_BLOCK))
+    _blocks[grid](
+        s_NV,
+        lse_N,
+        sums_NJ,
+        largest_NJ,
+        s_NV.shape[1],
+        s_NV.stride(0),
+        blocks,
+        least,
+        BLOCKS=max(WRITE_BLOCK // block, 1),
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return sums_NJ, largest_NJ
 
 
 def write_gradient_(
@@ -119,6 +157,7 @@ def _reduce(  # type: ignore[no-untyped-def]
     beta,
     scale,
     softcap,
+    least,
     BIASED: tl.constexpr,
     CAPPED: tl.constexpr,
     TEMPERED: tl.constexpr,
@@ -138,12 +177,13 @@ def _reduce(  # type: ignore[no-untyped-def]
         inside = columns < vocabulary
         z = tl.load(z_NV + row * stride + columns, mask=inside, other=0.0)
         s = _student(z, bias_V, columns, inside, scale, softcap, BIASED, CAPPED)
-        s_or_least = tl.where(inside, s, -float("inf"))
-        top = tl.maximum(best, tl.max(s_or_least, 0))
-        sum_B = sum_B * tl.exp(best - top) + tl.exp(s_or_least - top)
+        s = tl.where(s < least, least, s)  # NaN stays NaN
+        s_or_none = tl.where(inside, s, -float("inf"))
+        top = tl.maximum(best, tl.max(s_or_none, 0))
+        sum_B = sum_B * tl.exp(best - top) + tl.exp(s_or_none - top)
         if TEMPERED:
             kept = tl.exp(beta * (best - top))
-            share_B = tl.exp(beta * (s_or_least - top))
+            share_B = tl.exp(beta * (s_or_none - top))
             soft_B = soft_B * kept + share_B
             if MEAN:
                 product_B = product_B * kept + tl.where(inside, share_B * s, 0.0)
@@ -158,6 +198,32 @@ def _reduce(  # type: ignore[no-untyped-def]
             tl.store(mean_N + row, tl.sum(product_B, 0) / soft)
     if TOTAL:
         tl.store(total_N + row, tl.sum(total_B, 0))
+
+
+@triton.jit
+def _blocks(  # type: ignore[no-untyped-def]
+    s_NV,
+    lse_N,
+    sums_NJ,
+    largest_NJ,
+    vocabulary,
+    stride,
+    blocks,
+    least,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some blocks of a row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = columns < vocabulary
+    s = tl.load(s_NV + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    s = tl.where(s < least, least, s)
+    p = tl.where(inside, tl.exp(s - tl.load(lse_N + row)), 0.0)
+    place = row * blocks + block
+    tl.store(sums_NJ + place, tl.sum(p, 1), mask=block < blocks)
+    tl.store(largest_NJ + place, tl.max(p, 1), mask=block < blocks)
 
 
 @triton.jit

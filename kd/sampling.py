@@ -28,13 +28,12 @@ from torch import Tensor
 
 from cache.codec import Codec, Sample
 from cache.random import PURPOSE_TAIL, permutation, uniforms
+from kd.block_sizes import BLOCK, LOWEST, BlockSizes
 from kd.errors import ModelError
+from kd.student_rows import kernels_run
 
-BLOCK = 64
 #: Logits that are worked on at once: on a CPU several passes over them should find them in its cache.
 PASS_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-#: What a probability of 0 has for a logarithm: 0 * -inf is NaN.
-LOWEST = -1e4
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,15 @@ class Sizes:
     size_NJB: Tensor
     largest_NJ: Tensor
 
+    @property
+    def sums_NJ(self) -> Tensor:
+        """The sum of each block's."""
+        return self.size_NJB.sum(-1)
+
+    def of_blocks(self, rows_M: Tensor, blocks_M: Tensor) -> Tensor:
+        """The sizes of some blocks, (M, 64)."""
+        return self.size_NJB[rows_M, blocks_M]
+
 
 class Sampler:
     """Takes samples of logits for profile threshold, or for profile tempered with its log-partition at some nodes."""
@@ -84,28 +92,38 @@ class Sampler:
 
         Raises ``ModelError`` where logits are NaN or infinite; -inf is a token that cannot come.
         """
-        s_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        sizes, known_NK, (rows_H, ids_H) = self.split(s_NV, gold_N)
-        tail_count, tail_ids = _tail(sizes.size_NJB, chance, self.codec.threshold)
+        wide, known_NK = torch.promote_types(logits_NV.dtype, torch.float32), self.known(gold_N)
+        sizes: Sizes | BlockSizes
+        if self.codec.profile == "threshold" and kernels_run(logits_NV):
+            sizes = BlockSizes.of(logits_NV, known_NK, self.codec.threshold)
+            _require_finite(sizes)
+            rows_H, ids_H = sizes.head
+        else:
+            logits_NV = logits_NV.to(wide)
+            sizes, (rows_H, ids_H) = self.split(logits_NV, known_NK)
+        tail_count, tail_ids = _tail(sizes, chance, self.codec.threshold)
         found = Sample(
-            known_logprobs=(s_NV.gather(1, known_NK) - sizes.lse_N[:, None]).cpu().numpy(),
+            known_logprobs=(logits_NV.gather(1, known_NK).to(wide) - sizes.lse_N[:, None]).cpu().numpy(),
             entropy=sizes.entropy_N.clone().cpu().numpy(),  # the next call writes over it
             head_count=torch.bincount(rows_H, minlength=len(gold_N)).cpu().numpy(),
             head_ids=ids_H.cpu().numpy(),
-            head_logprobs=(s_NV[rows_H, ids_H] - sizes.lse_N[rows_H]).cpu().numpy(),
+            head_logprobs=(logits_NV[rows_H, ids_H].to(wide) - sizes.lse_N[rows_H]).cpu().numpy(),
             tail_count=tail_count,
             tail_ids=tail_ids,
         )
-        return found if self.codec.profile == "threshold" else self._tempered(found, s_NV, sizes)
+        return found if isinstance(sizes, BlockSizes) else self._tempered(found, logits_NV, sizes)
 
-    def split(self, s_NV: Tensor, gold_N: Tensor) -> tuple[Sizes, Tensor, tuple[Tensor, Tensor]]:
-        """Known ids (N, 1 + K), rows and ids (H,) of heads, and the sizes, which are 0 but in the tail."""
-        known_NK = torch.cat([gold_N[:, None], gold_N.new_tensor([self.codec.always_keep]).expand(len(gold_N), -1)], 1)
+    def split(self, s_NV: Tensor, known_NK: Tensor) -> tuple[Sizes, tuple[Tensor, Tensor]]:
+        """The sizes, which are 0 but in the tail, and rows and ids (H,) of heads."""
         sizes = self._read(s_NV)
         sizes.size_NJB.flatten(1).scatter_(1, known_NK, 0.0)
         head = _above(sizes, self.codec.threshold)
         sizes.size_NJB.flatten(1)[head] = 0.0
-        return sizes, known_NK, head
+        return sizes, head
+
+    def known(self, gold_N: Tensor) -> Tensor:
+        """The next token and the always_keep ids, (N, 1 + K)."""
+        return torch.cat([gold_N[:, None], gold_N.new_tensor([self.codec.always_keep]).expand(len(gold_N), -1)], 1)
 
     def _read(self, s_NV: Tensor) -> Sizes:
         """One pass over the logits, a few rows at a time: all but its first step find them in the processor's cache."""
@@ -125,9 +143,7 @@ class Sampler:
                 torch.mean(torch.stack(proposals), 0, out=p_nV)
             sizes.size_NJB[rows].flatten(1)[:, :vocabulary] = p_nV
             torch.amax(sizes.size_NJB[rows], -1, out=sizes.largest_NJ[rows])
-        if not (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all():
-            remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
-            raise ModelError(f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy)
+        _require_finite(sizes)
         return sizes
 
     def _room(self, s_NV: Tensor) -> Sizes:
@@ -142,7 +158,9 @@ class Sampler:
         return Sizes(*(getattr(kept, field.name)[:positions] for field in fields(Sizes)))
 
     def _tempered(self, found: Sample, s_NV: Tensor, sizes: Sizes) -> Sample:
-        """``found`` with what other temperatures need: the tail's log-probabilities, and its log-partition."""
+        """``found`` with what other temperatures need, if any: the tail's log-probabilities, and its log-partition."""
+        if self.codec.profile == "threshold":
+            return found
         betas = self.codec.nodes(self.nodes)
         rows_M = torch.from_numpy(np.repeat(np.arange(len(s_NV)), found.tail_count)).to(s_NV.device)[:, None]
         tail_ME = s_NV[rows_M, torch.from_numpy(found.tail_ids).to(s_NV.device)] - sizes.lse_N[rows_M]
@@ -176,20 +194,28 @@ def _above(sizes: Sizes, threshold: float) -> tuple[Tensor, Tensor]:
     return rows_b[which_H], blocks_b[which_H] * BLOCK + place_H
 
 
-def _tail(size_NJB: Tensor, chance: Chance, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+def _require_finite(sizes: Sizes | BlockSizes) -> None:
+    if not (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all():
+        remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
+        raise ModelError(f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy)
+
+
+def _tail(sizes: Sizes | BlockSizes, chance: Chance, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Counts (N,) and ids (M, E), ascending within a record and draw, from the sizes that are left."""
-    running_NJ = size_NJB.sum(-1)[:, chance.order_J].cumsum(1, dtype=torch.float64)
+    running_NJ = sizes.sums_NJ[:, chance.order_J].cumsum(1, dtype=torch.float64)
     rest_N = running_NJ[:, -1]
     # Where all of the vocabulary is known or head, nothing is left to draw from.
     count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
     ids = [
-        _draw(size_NJB, running_NJ, count_N, uniform_N, chance.order_J)
+        _draw(sizes, running_NJ, count_N, uniform_N, chance.order_J)
         for uniform_N in chance.uniform_NE.unbind(1)
     ]  # fmt: skip
     return count_N.cpu().numpy(), np.stack(ids, axis=1)
 
 
-def _draw(size_NJB: Tensor, running_NJ: Tensor, count_N: Tensor, uniform_N: Tensor, order_J: Tensor) -> np.ndarray:
+def _draw(
+    sizes: Sizes | BlockSizes, running_NJ: Tensor, count_N: Tensor, uniform_N: Tensor, order_J: Tensor
+) -> np.ndarray:
     """The ids (M,) under the points of one draw: the block of each point first, then the place inside it.
 
     Two levels, because a running sum over all of V must be in float64 (in float32 its error would rival the small
@@ -204,7 +230,7 @@ def _draw(size_NJB: Tensor, running_NJ: Tensor, count_N: Tensor, uniform_N: Tens
     drawn_Nm = slot_m < count_N[:, None]
     rows_M = drawn_Nm.nonzero()[:, 0]
     block_M = order_J[block_Nm[drawn_Nm]]
-    inside_MB = size_NJB[rows_M, block_M].double().cumsum(-1)
+    inside_MB = sizes.of_blocks(rows_M, block_M).double().cumsum(-1)
     offset_M1 = (points_Nm - before_Nm)[drawn_Nm][:, None]
     last_M = (inside_MB < inside_MB[:, -1:]).sum(-1)
     place_M = torch.minimum(torch.searchsorted(inside_MB, offset_M1, right=True)[:, 0], last_M)

@@ -16,10 +16,11 @@ from torch import Tensor
 from cache.codec import Codec, Places, Sample
 from cache.records import Records
 from kd import sampling
+from kd.block_sizes import BLOCK, LOWEST
 from kd.errors import ModelError
 from kd.losses import Objective, distillation_loss
 from kd.models import Head
-from kd.sampling import BLOCK, LOWEST, Chance, Sampler, partition
+from kd.sampling import Chance, Sampler, partition
 from kd.targets import Columns, SparseTarget, TargetDecoder
 
 NODES = 5
@@ -119,11 +120,16 @@ class Case:
 
 
 @st.composite
-def cases(draw: Any, vocabularies: tuple[int, ...] = (2, 3, 63, 64, 65, 300, 2048), rows: int = 5) -> Case:
+def cases(
+    draw: Any,
+    vocabularies: tuple[int, ...] = (2, 3, 63, 64, 65, 300, 2048),
+    rows: int = 5,
+    profiles: tuple[str, ...] = ("threshold", "tempered"),
+) -> Case:
     vocabulary, seed = draw(st.sampled_from(vocabularies)), draw(st.integers(0, 10_000))
     kept = tuple(draw(st.lists(st.integers(0, vocabulary - 1), max_size=3, unique=True)))
     codec = make_codec(
-        draw(st.sampled_from(["threshold", "tempered"])),
+        draw(st.sampled_from(profiles)),
         vocabulary,
         draw(st.sampled_from([1 / 255, 0.0155, 0.04, 0.125, 0.5])),
         always_keep=kept,

@@ -141,22 +141,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kd import row_kernels
 
-flags = {"_reduce": ["BIASED", "CAPPED", "TEMPERED", "TOTAL", "MEAN"], "_write": ["BIASED", "CAPPED", "TEMPERED"]}
+flags = {
+    "_reduce": ["BIASED", "CAPPED", "TEMPERED", "TOTAL", "MEAN"],
+    "_write": ["BIASED", "CAPPED", "TEMPERED"],
+    "_blocks": ["BLOCKS"],
+}
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 for name, switches in flags.items():
     kernel = getattr(row_kernels, name)
-    for dtype, on in itertools.product(("bf16", "fp16", "fp32"), (False, True)):
+    for dtype, on in itertools.product(("bf16", "fp32"), (False, True)):
         constants = dict.fromkeys(switches, on) | {"BLOCK": 4096}
+        if name == "_blocks":
+            constants = {"BLOCKS": 32, "BLOCK": 64}
         types = {}
         for argument in kernel.arg_names:
             if argument in constants:
                 types[argument] = "constexpr"
-            elif argument.startswith(("z_", "bias_")):
+            elif argument.startswith(("z_", "s_", "bias_")):
                 types[argument] = "*" + dtype
-            elif argument.endswith("_N"):
+            elif argument.endswith(("_N", "_NJ")):
                 types[argument] = "*fp32"
             else:
-                types[argument] = "i32" if argument in ("vocabulary", "stride") else "fp32"
+                types[argument] = "i32" if argument in ("vocabulary", "stride", "blocks") else "fp32"
         source = ASTSource(kernel, types, {(kernel.arg_names.index(key),): value for key, value in constants.items()})
         built = triton.compile(source, target=target, options={"num_warps": row_kernels.WARPS})
         spilled = [line for line in built.asm["ptx"].splitlines() if ".local" in line]
@@ -165,6 +171,7 @@ for name, switches in flags.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [75, 80, 90, 100])
 def test_the_kernels_compile_for(capability: int, tmp_path: os.PathLike[str]) -> None:
     """Turing, Ampere, Hopper, Blackwell: to machine code, by the assembler that triton brings."""
