@@ -142,9 +142,10 @@ class StudentRows:
         return self.z_NV
 
     def _column(self, factor: float | Tensor) -> Tensor:
-        """(n,) in float32 of a number, or of (n, 1)."""
-        column = torch.as_tensor(factor, dtype=torch.float32, device=self.z_NV.device)
-        return column.expand(len(self.z_NV), 1)[:, 0].contiguous()
+        """(n,) in float32 of (n, 1), or of a number, which is filled in on the device: to copy it there would wait."""
+        if isinstance(factor, Tensor):
+            return factor[:, 0].float()
+        return self.z_NV.new_full((len(self.z_NV),), factor, dtype=torch.float32)
 
     def _dense(self, factors: _Factors, s_E: Tensor, rows_E: Tensor) -> Tensor:
         """What the kernel writes for some tokens, before the head's transform."""
