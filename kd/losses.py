@@ -33,6 +33,7 @@ from kd.student_rows import StudentRows, kernels_run
 from kd.targets import Chunk, Distribution, SparseTarget, Targets, TopTarget
 
 CPU_ELEMENTS = 12 * 2**20  # logits of a chunk: 48 MiB in float32; of half as many, matrix products take a tenth longer
+CPU_POSITIONS = 1024  # of a small vocabulary: products gain no more from rows, and less memory is nearer
 GPU_ELEMENTS, GPU_SHARE = 2**28, 1 / 32  # at most, and of the free memory: a chunk has some copies
 
 
@@ -119,7 +120,7 @@ def distillation_loss(
 def chunk_positions(vocabulary: int, device: torch.device) -> int:
     """How many positions have their logits in memory at a time; on a GPU as many as a share of what is free holds."""
     if device.type != "cuda":
-        return max(CPU_ELEMENTS // vocabulary, 1)
+        return max(min(CPU_ELEMENTS // vocabulary, CPU_POSITIONS), 1)
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(min(int(free * GPU_SHARE) // 4, GPU_ELEMENTS) // vocabulary, 1)

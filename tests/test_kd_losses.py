@@ -280,8 +280,10 @@ def test_gradients_are_handed_over_once() -> None:
 
 
 def test_a_chunk_holds_a_constant_of_logits_on_a_cpu() -> None:
-    sizes = [chunk_positions(vocabulary, torch.device("cpu")) * vocabulary for vocabulary in (61, 49_152, 262_144)]
+    cpu = torch.device("cpu")
+    sizes = [chunk_positions(vocabulary, cpu) * vocabulary for vocabulary in (12_288, 49_152, 262_144)]
     assert all(0.98 * max(sizes) < size <= 12 * 2**20 for size in sizes)
+    assert chunk_positions(61, cpu) == chunk_positions(12_000, cpu) == 1024
     assert chunk_positions(10**9, torch.device("cpu")) == 1
 
 
