@@ -285,16 +285,19 @@ class Head:
         """Whether x Wᵀ are the logits."""
         return self.bias is None and self.scale == 1.0 and not self.softcap
 
-    def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
-        """z = x Wᵀ + b, (N, V) in float32 or better, of the real vocabulary: padding does not exist here.
+    def product(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """x Wᵀ, (N, V) in the dtype of ``hidden_ND``, of the real vocabulary: padding does not exist here.
 
-        ``room_NV`` is memory of the dtype of ``hidden_ND`` to put x Wᵀ in, where no gradient is wanted.
+        ``room_NV`` is memory of that dtype to put it in, where no gradient is wanted.
         """
         weight_VD = self.weight[: self.vocabulary].to(hidden_ND.dtype)
         if room_NV is None:
-            z_NV = nn.functional.linear(hidden_ND, weight_VD)
-        else:
-            z_NV = torch.mm(hidden_ND, weight_VD.T, out=room_NV)
+            return nn.functional.linear(hidden_ND, weight_VD)
+        return torch.mm(hidden_ND, weight_VD.T, out=room_NV)
+
+    def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """z = x Wᵀ + b, (N, V) in float32 or better; ``room_NV`` as of ``product``."""
+        z_NV = self.product(hidden_ND, room_NV)
         z_NV = z_NV.to(torch.promote_types(z_NV.dtype, torch.float32))
         return z_NV if self.bias is None else z_NV + self.bias[: self.vocabulary]
 

@@ -71,7 +71,7 @@ class Recorder:
             self._rooms[hidden_ND.dtype] = room = hidden_ND.new_empty(len(hidden_ND), self.head.vocabulary)
         room_NV = room[: len(hidden_ND)]
         if self.codec.profile == "threshold" and self.head.plain and kernels_run(hidden_ND):
-            return torch.mm(hidden_ND, self.head.weight[: self.head.vocabulary].T, out=room_NV)
+            return self.head.product(hidden_ND, room_NV)
         return self.head.logits(hidden_ND, room_NV)
 
     @cached_property

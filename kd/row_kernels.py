@@ -7,7 +7,7 @@ a record are not the kernels' business: ``kd.student_rows`` gathers their logits
 
 A row may be longer than its vocabulary: ``z_NV`` is what a slice of a wider buffer is, so that rows can be aligned.
 
-Bytes of each logit in bfloat16: 2 read, then 2 read and 2 written; PyTorch's own operations move 30 for the same.
+Bytes of each logit in bfloat16: 2 read, then 2 read and 2 written; counted so, PyTorch's own operations move some 30.
 
 Needs triton, which CUDA builds of torch come with. Under ``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly.
 """

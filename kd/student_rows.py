@@ -80,7 +80,7 @@ class StudentRows:
 
         width = -(-head.vocabulary // ALIGNMENT) * ALIGNMENT
         z_NV = hidden_ND.new_empty(len(hidden_ND), width)[:, : head.vocabulary]
-        torch.mm(hidden_ND, head.weight.T, out=z_NV)
+        head.product(hidden_ND, z_NV)
         gold_s_N = _logits(z_NV[torch.arange(len(gold_N), device=gold_N.device), gold_N], gold_N, head)
         s_E = None if target is None else _logits(z_NV[target.rows_E, target.ids_E], target.ids_E, head)
         rows = reduce_rows(z_NV, head, temperature, total=smoothing, mean=slope)
