@@ -29,6 +29,7 @@ from cache.records import offsets_of
 _SYMBOLS = np.arange(256)
 _BITS = np.where(_SYMBOLS < 16, 0, _SYMBOLS // 8 - 1).astype(np.uint8)
 _BASE = np.where(_SYMBOLS < 16, _SYMBOLS, (8 + _SYMBOLS % 8) << np.minimum(_BITS, 20)).astype(np.uint32)
+_MASK = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).astype(np.uint32)  # so many ones
 
 
 def classes_of(ids: list[NDArray[Any]], vocabulary_size: int) -> NDArray[np.uint8]:
@@ -73,7 +74,7 @@ def pack(ranks: NDArray[Any], counts: NDArray[Any], entries: NDArray[Any]) -> Pa
     return Packed(symbols.astype(np.uint8), bits[: int(starts[-1])].astype(np.uint8), starts)
 
 
-def _bit_places(exponent: NDArray[np.int64], entries: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _bit_places(exponent: NDArray[Any], entries: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where each entry's bits begin, (E,), and the first byte of each sequence, (S + 1,)."""
     running = offsets_of(exponent)
     used = np.diff(running[entries])
@@ -82,14 +83,15 @@ def _bit_places(exponent: NDArray[np.int64], entries: NDArray[Any]) -> tuple[NDA
     return running[:-1] + np.repeat(shift, np.diff(entries)), starts
 
 
-def unpack(symbols: NDArray[np.uint8], bits: NDArray[np.uint8], counts: NDArray[Any]) -> NDArray[np.int64]:
-    """The ranks (E,) of one sequence's records; the inverse of ``pack``."""
-    wide = np.concatenate([bits, np.zeros(3, np.uint8)]).astype(np.uint32)
+def unpack(
+    symbols: NDArray[np.uint8], bits: NDArray[np.uint8], counts: NDArray[Any], entries: NDArray[Any]
+) -> NDArray[np.int64]:
+    """The ranks (E,) of whole sequences end to end; the inverse of ``pack``, for any sequences in any order."""
     length = _BITS[symbols]
-    place = np.cumsum(length, dtype=np.int64) - length
-    byte = place >> 3
-    word = wide[byte] | (wide[byte + 1] << np.uint32(8)) | (wide[byte + 2] << np.uint32(16))
-    low = (word >> (place & 7).astype(np.uint32)) & ((np.uint32(1) << length.astype(np.uint32)) - np.uint32(1))
+    place, _ = _bit_places(length, entries)
+    padded = np.concatenate([bits, np.zeros(4, np.uint8)])
+    words: NDArray[np.uint32] = np.ndarray(len(bits) + 1, "<u4", padded, strides=(1,))  # the four bytes from each on
+    low = (words[place >> 3] >> (place & 7).astype(np.uint32)) & _MASK[length]
     running = np.cumsum(_BASE[symbols] + low, dtype=np.int64)
     first = offsets_of(counts)[:-1]
     before = np.concatenate([np.zeros(1, np.int64), running])[first]

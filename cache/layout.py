@@ -63,22 +63,36 @@ def _code(name: str, ids: NDArray[Any], logprobs: NDArray[Any] | None, cut: _Cut
     return arrays | ({} if logprobs is None else {f"{name}_logprobs": logprobs[order]}), packed.starts
 
 
-def from_arrays(read: Callable[[str, int], NDArray[Any]], order: NDArray[Any], codec: Codec, draw: int) -> Arrays:
-    """The columns of one sequence, with the tails of one draw.
+def one_sequence(read: Callable[[str, int], NDArray[Any]], codec: Codec, draw: int) -> Arrays:
+    """The arrays of one sequence as they are stored, with the tails of one draw.
 
-    ``read(name, column)`` gives the sequence's rows of an array, cut by that column of ``offsets``; ``order`` is the
-    token at each rank, in the type of ids.
+    ``read(name, column)`` gives the sequence's rows of an array, cut by that column of ``offsets``.
     """
-    columns = {name: read(name, _POSITIONS) for name in _plain(codec)}
+    found = {name: read(name, _POSITIONS) for name in _plain(codec)}
+    if not PROFILES[codec.profile].sampled:
+        return found
+    tail = f"tail_{draw}"
+    found |= {f"head_{name}": read(f"head_{name}", _HEADS) for name in ("symbols", "logprobs")}
+    found |= {"head_bits": read("head_bits", _HEAD_BITS), "tail_bits": read(f"{tail}_bits", _FIRST_TAIL_BITS + draw)}
+    values = ("symbols", "logprobs") if codec.profile == "tempered" else ("symbols",)
+    return found | {f"tail_{name}": read(f"{tail}_{name}", _TAILS) for name in values}
+
+
+def from_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec) -> Arrays:
+    """The columns of sequences (at least one) from ``one_sequence`` of each, in their order.
+
+    ``orders`` has for each the token at each rank, in the type of ids. They are decoded all at once: it is the number
+    of calls that costs.
+    """
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if not PROFILES[codec.profile].sampled:
         return columns
-    tail = f"tail_{draw}"
-    heads = unpack(read("head_symbols", _HEADS), read("head_bits", _HEAD_BITS), columns["head_count"])
-    tails = unpack(
-        read(f"{tail}_symbols", _TAILS), read(f"{tail}_bits", _FIRST_TAIL_BITS + draw), columns["tail_count"]
-    )
-    columns |= {"head_ids": order[heads], "head_logprobs": read("head_logprobs", _HEADS), "tail_ids": order[tails]}
-    return columns | ({"tail_logprobs": read(f"{tail}_logprobs", _TAILS)} if codec.profile == "tempered" else {})
+    for name in ("head", "tail"):
+        cuts = offsets_of(np.array([len(part[f"{name}_symbols"]) for part in parts]))
+        symbols, bits = columns.pop(f"{name}_symbols"), columns.pop(f"{name}_bits")
+        ranks = np.split(unpack(symbols, bits, columns[f"{name}_count"], cuts), cuts[1:-1])
+        columns[f"{name}_ids"] = np.concatenate([order[part] for order, part in zip(orders, ranks, strict=True)])
+    return columns
 
 
 def token_order(classes: NDArray[np.uint8], codec: Codec) -> NDArray[Any]:

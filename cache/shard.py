@@ -20,7 +20,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, Codec, id_dtype
 from cache.disk import file_sha256, files_below
 from cache.errors import CacheCorrupt
-from cache.layout import TOKEN_CLASSES, Arrays, from_arrays, to_arrays, token_order
+from cache.layout import TOKEN_CLASSES, Arrays, one_sequence, to_arrays, token_order
 from cache.manifest import ShardEntry, parse, signed_json, verified_json
 from cache.profiles import PROFILES
 from cache.records import Records, Sequences, offsets_of
@@ -196,6 +196,7 @@ class Folder:
         self.seal = seal
         self.nbytes = 0
         self._arrays: dict[str, Any] = {}
+        self._rows: dict[str, int] = {}
         self._chunks: dict[tuple[str, int], NDArray[Any]] = {}
 
     def whole(self, name: str) -> NDArray[Any]:
@@ -208,9 +209,9 @@ class Folder:
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows ``start`` to ``stop`` of array ``name`` as stored; a copy only where they lie in several chunks."""
-        size = self._array(name).chunks[0]
         if start == stop:
             return np.empty((0, *self._array(name).shape[1:]), self._array(name).dtype)
+        size = self._chunk_rows(name)
         first = start // size
         parts = [self._chunk(name, number) for number in range(first, (stop - 1) // size + 1)]
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -220,6 +221,12 @@ class Folder:
         if name not in self._arrays:
             self._arrays[name] = self._open(name)
         return self._arrays[name]
+
+    def _chunk_rows(self, name: str) -> int:
+        """Rows of a chunk; asked for with every slice, so not left to zarr, which works it out anew."""
+        if name not in self._rows:
+            self._rows[name] = int(self._array(name).chunks[0])
+        return self._rows[name]
 
     def _open(self, name: str) -> Any:
         path = f"{name}/zarr.json"
@@ -239,11 +246,11 @@ class Folder:
         return self._chunks[name, number]
 
     def _decode(self, name: str, number: int) -> NDArray[Any]:
-        array = self._array(name)
+        array, size = self._array(name), self._chunk_rows(name)
         key = ".".join(["c", str(number), *["0"] * (array.ndim - 1)])
         try:
             (self.folder / name / key).stat()
-            chunk = np.asarray(array[number * array.chunks[0] : (number + 1) * array.chunks[0]])
+            chunk = np.asarray(array[number * size : (number + 1) * size])
         except (FileNotFoundError, ValueError, RuntimeError, TypeError, LookupError) as error:
             raise self._corrupt(f"{name}, chunk {key}", error) from error
         chunk.flags.writeable = False
@@ -261,13 +268,10 @@ class Shard(Folder):
         self.codec = codec
         self.offsets = self.whole("offsets").astype(np.int64)
         sampled = PROFILES[codec.profile].sampled
-        self._order = token_order(self.whole(TOKEN_CLASSES), codec) if sampled else np.empty(0)
+        self.order = token_order(self.whole(TOKEN_CLASSES), codec) if sampled else np.empty(0)
 
     def sequence(self, row: int, draw: int = 0) -> Arrays:
-        """Tokens, boundaries, mask and record columns of sequence ``row`` of this shard, with the tails of ``draw``."""
+        """Tokens, boundaries, mask and record arrays of sequence ``row`` as stored, with the tails of ``draw``."""
         first, last = self.offsets[row].tolist(), self.offsets[row + 1].tolist()
         parts = {name: self.rows(name, row, row + 1) for name in PER_SEQUENCE}
-        columns = from_arrays(
-            lambda name, column: self.rows(name, first[column], last[column]), self._order, self.codec, draw
-        )
-        return parts | columns
+        return parts | one_sequence(lambda name, cut: self.rows(name, first[cut], last[cut]), self.codec, draw)

@@ -36,7 +36,7 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
-from cache.layout import Arrays
+from cache.layout import Arrays, from_arrays
 from cache.manifest import (
     CacheIdentity,
     FidelityRow,
@@ -240,8 +240,8 @@ class Cache:
         numbers = np.fromiter(indices, np.int64)
         chosen = np.broadcast_to(np.asarray(draws) % self.codec.draws, numbers.shape)
         with self._lock, storage_errors(self.folder):
-            parts = [self._stored(*pair) for pair in zip(numbers.tolist(), chosen.tolist(), strict=True)]
-        stored = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            found = [self._stored(*pair) for pair in zip(numbers.tolist(), chosen.tolist(), strict=True)]
+        stored = from_arrays([part for part, _ in found], [order for _, order in found], self.codec)
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
@@ -255,11 +255,12 @@ class Cache:
             folder = Folder(self.folder / HEAD, seal)
             return {name: folder.whole(name) for name in ("weight", "bias", "transform")}
 
-    def _stored(self, number: int, draw: int) -> Arrays:
+    def _stored(self, number: int, draw: int) -> tuple[Arrays, NDArray[Any]]:
         if not 0 <= number < len(self):
             raise IndexError(f"A sequence number must lie in [0, {len(self)}), but got {number}.")
         index, row = divmod(number, self.identity.codec.shard_sequences)
-        return self._shard(index).sequence(row, draw)
+        shard = self._shard(index)
+        return shard.sequence(row, draw), shard.order
 
     def _shard(self, index: int) -> Shard:
         if index not in self._shards:

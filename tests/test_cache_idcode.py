@@ -20,17 +20,19 @@ def make_sets(seed: int, vocabulary_size: int, positions: int, largest: int) -> 
     return np.concatenate([np.empty(0, int), *sets]), counts
 
 
-def read(packed: Packed, counts: np.ndarray, entries: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Sequence after sequence, as a shard is read."""
-    parts = [
-        unpack(
-            packed.symbols[entries[s] : entries[s + 1]],
-            packed.bits[packed.starts[s] : packed.starts[s + 1]],
-            counts[positions[s] : positions[s + 1]],
-        )
-        for s in range(len(entries) - 1)
-    ]
-    return np.concatenate([np.empty(0, int), *parts])
+def read(
+    packed: Packed, counts: np.ndarray, entries: np.ndarray, positions: np.ndarray, chosen: list[int] | None = None
+) -> np.ndarray:
+    """The ranks of ``chosen`` sequences (all of them), cut out as from a shard and decoded together."""
+    chosen = list(range(len(entries) - 1)) if chosen is None else chosen
+
+    def cut(values: np.ndarray, cuts: np.ndarray) -> list[np.ndarray]:
+        return [values[:0], *(values[cuts[s] : cuts[s + 1]] for s in chosen)]
+
+    symbols = cut(packed.symbols, entries)
+    ends = np.cumsum([len(part) for part in symbols])
+    bits, records = cut(packed.bits, packed.starts), cut(counts, positions)
+    return unpack(np.concatenate(symbols), np.concatenate(bits), np.concatenate(records), ends)
 
 
 @settings(deadline=None, max_examples=150)
@@ -40,13 +42,19 @@ def read(packed: Packed, counts: np.ndarray, entries: np.ndarray, positions: np.
     positions=st.integers(0, 20),
     largest=st.sampled_from([0, 1, 3, 40, 255]),
     cuts=st.lists(st.integers(0, 20), max_size=3),
+    data=st.data(),
 )
-def test_every_set_of_ranks_comes_back_from_every_sequence_alone(seed, vocabulary_size, positions, largest, cuts):
+def test_every_set_of_ranks_comes_back_from_any_sequences_in_any_order(
+    seed, vocabulary_size, positions, largest, cuts, data
+):
     ranks, counts = make_sets(seed, vocabulary_size, positions, largest)
     ends = np.array([0, *sorted(min(cut, positions) for cut in cuts), positions])
     entries = offsets_of(counts)[ends]
     packed = pack(ranks, counts, entries)
     assert read(packed, counts, entries, ends).tolist() == ranks.tolist()
+    chosen = data.draw(st.lists(st.integers(0, len(entries) - 2), max_size=4))
+    expected = np.concatenate([ranks[:0], *(ranks[entries[s] : entries[s + 1]] for s in chosen)])
+    assert read(packed, counts, entries, ends, chosen).tolist() == expected.tolist()
     assert packed.symbols.dtype == packed.bits.dtype == np.uint8
     assert packed.starts[-1] == len(packed.bits)
 
