@@ -136,6 +136,41 @@ def _token_weights(targets: Targets, objective: Objective) -> Tensor | None:
     return (weight_N / weight_N.nanmean()).nan_to_num(nan=1.0)
 
 
+# ---------------------------------------------------------------------- chunks
+
+
+@dataclass(frozen=True)
+class Part:
+    """The targets of one chunk: positions ``rows``."""
+
+    rows: slice
+    gold_N: Tensor
+    teacher: Chunk | None
+    weight_N: Tensor | None
+
+    @property
+    def entries(self) -> SparseTarget | None:
+        """The teacher's, where it is entries."""
+        return self.teacher if isinstance(self.teacher, SparseTarget) else None
+
+    def weighted(self, value: float, like: Tensor) -> float | Tensor:
+        """``value`` times the token weights, (n, 1)."""
+        return value if self.weight_N is None else (self.weight_N * value).to(like.dtype)[:, None]
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """The weighted sum, float64."""
+        values_N = values_N.double()
+        return values_N.sum() if self.weight_N is None else values_N @ self.weight_N
+
+
+def in_parts(targets: Targets, size: int, dtype: torch.dtype, weight_N: Tensor | None = None) -> Iterator[Part]:
+    """The N positions in runs of ``size``, their probabilities in ``dtype``; ``weight_N`` weighs positions."""
+    for start in range(0, len(targets), size):
+        rows = slice(start, min(start + size, len(targets)))
+        chunk = None if targets.teacher is None else targets.teacher.chunk(rows, dtype)
+        yield Part(rows, targets.gold_N[rows], chunk, None if weight_N is None else weight_N[rows])
+
+
 # ---------------------------------------------------------------------- the pass
 
 
@@ -167,40 +202,6 @@ class _Work:
         """Whether the kernels of ``kd.student_rows`` can do it: they know entries, hard labels and forward KL."""
         sparse = self.targets.teacher is None or isinstance(self.targets.teacher, SparseTarget)
         return sparse and self.objective.divergence == "forward_kl" and kernels_run(hidden_ND)
-
-    def parts(self, device: torch.device, dtype: torch.dtype) -> Iterator[_Part]:
-        """The N positions in runs of a chunk."""
-        targets, weight_N = self.targets, self.weight_N
-        size = self.chunk or chunk_positions(self.head.vocabulary, device)
-        for start in range(0, len(targets), size):
-            rows = slice(start, min(start + size, len(targets)))
-            chunk = None if targets.teacher is None else targets.teacher.chunk(rows, dtype)
-            weight = None if weight_N is None else weight_N[rows]
-            yield _Part(rows, targets.gold_N[rows], chunk, weight)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The targets of one chunk."""
-
-    rows: slice
-    gold_N: Tensor
-    teacher: Chunk | None
-    weight_N: Tensor | None
-
-    @property
-    def entries(self) -> SparseTarget | None:
-        """The teacher's, where it is entries."""
-        return self.teacher if isinstance(self.teacher, SparseTarget) else None
-
-    def weighted(self, value: float, like: Tensor) -> float | Tensor:
-        """``value`` times the token weights, (n, 1)."""
-        return value if self.weight_N is None else (self.weight_N * value).to(like.dtype)[:, None]
-
-    def sum(self, values_N: Tensor) -> Tensor:
-        """The weighted sum, float64."""
-        values_N = values_N.double()
-        return values_N.sum() if self.weight_N is None else values_N @ self.weight_N
 
 
 @dataclass
@@ -257,10 +258,12 @@ class _Pass:
     def run(self, hidden_ND: Tensor) -> None:
         """All chunks."""
         chunk = self._chunk_in_kernels if self.work.in_kernels(hidden_ND) else self._chunk
-        for part in self.work.parts(hidden_ND.device, torch.promote_types(hidden_ND.dtype, torch.float32)):
+        work, dtype = self.work, torch.promote_types(hidden_ND.dtype, torch.float32)
+        size = work.chunk or chunk_positions(work.head.vocabulary, hidden_ND.device)
+        for part in in_parts(work.targets, size, dtype, work.weight_N):
             chunk(part, hidden_ND)
 
-    def _chunk(self, part: _Part, hidden_ND: Tensor) -> None:
+    def _chunk(self, part: Part, hidden_ND: Tensor) -> None:
         """One chunk; what it makes is freed when it returns, so that there are two buffers of its size and not four."""
         head, objective = self.work.head, self.work.objective
         s_NV = head.logits(hidden_ND[part.rows])
@@ -275,7 +278,7 @@ class _Pass:
             g_NV = self._gradient(part, logq_NV, soft_NV, hard)
             self._through_head(part.rows, hidden_ND, _through_transform(g_NV, kept_NV, head))
 
-    def _chunk_in_kernels(self, part: _Part, hidden_ND: Tensor) -> None:
+    def _chunk_in_kernels(self, part: Part, hidden_ND: Tensor) -> None:
         """The same of entries or hard labels on a GPU, where the logits become their gradient in one buffer."""
         head, objective, temperature = self.work.head, self.work.objective, self.work.student_temperature
         alpha, e = objective.alpha, objective.label_smoothing
@@ -311,7 +314,7 @@ class _Pass:
         self.z += z * lse_N.double().square().sum()
         return alpha + 2.0 * z * lse_N[:, None]
 
-    def _soft(self, part: _Part, logq_NV: Tensor) -> Tensor | None:
+    def _soft(self, part: Part, logq_NV: Tensor) -> Tensor | None:
         """Sum up the divergence; returns its gradient, None where it comes with the hard label's (``_gradient``)."""
         teacher, temperature = part.teacher, self.work.student_temperature
         if teacher is None:
@@ -335,7 +338,7 @@ class _Pass:
         return g_NV.mul_(part.weighted((1.0 - self.work.objective.alpha) * temperature, g_NV))
 
     def _forward_kl(
-        self, part: _Part, teacher: Chunk, expected_N: Tensor, negentropy_N: Tensor | None, logq_E: Tensor | None
+        self, part: Part, teacher: Chunk, expected_N: Tensor, negentropy_N: Tensor | None, logq_E: Tensor | None
     ) -> None:
         """-E_p[log q] - H, and its slopes in T, in the entries' weights and in H.
 
@@ -353,7 +356,7 @@ class _Pass:
             self.d_entropy_N[part.rows] = share_N
             self.d_weights_E[work.targets.teacher.entries(part.rows)] = teacher.spread(share_N) * logq_E
 
-    def _diverge(self, part: _Part, teacher: Distribution, logq_NV: Tensor) -> Tensor | None:
+    def _diverge(self, part: Part, teacher: Distribution, logq_NV: Tensor) -> Tensor | None:
         """Any divergence of whole distributions, its slope in T, and its gradient."""
         work, objective, temperature = self.work, self.work.objective, self.work.student_temperature
         found = diverge(objective.divergence, objective.beta, teacher.logp_NV, logq_NV)
@@ -370,7 +373,7 @@ class _Pass:
         g_NV = logit_gradient(found.a_NV, logq_NV.exp())
         return g_NV.mul_(part.weighted((1.0 - objective.alpha) * temperature, g_NV))
 
-    def _gradient(self, part: _Part, logq_NV: Tensor, soft_NV: Tensor | None, hard: float | Tensor) -> Tensor:
+    def _gradient(self, part: Part, logq_NV: Tensor, soft_NV: Tensor | None, hard: float | Tensor) -> Tensor:
         """The gradient with respect to s, written over ``logq_NV``."""
         alpha, e = self.work.objective.alpha, self.work.objective.label_smoothing
         if soft_NV is not None and isinstance(hard, float) and hard == 0.0:
@@ -461,36 +464,3 @@ def _through_transform(g_NV: Tensor, s_NV: Tensor | None, head: Head) -> Tensor:
     if s_NV is not None and head.softcap:
         g_NV = g_NV.mul_(s_NV.div_(head.softcap).square_().neg_().add_(1.0))
     return g_NV.mul_(head.scale) if head.scale != 1.0 else g_NV
-
-
-# ---------------------------------------------------------------------- evaluation
-
-
-@dataclass(frozen=True)
-class Score:
-    """Sums over N positions of an evaluation, in nats; ``kd`` is KL at the targets' T, without the T^2 of the loss.
-
-    On ``agreed`` of the ``comparable`` positions the student's best token is the teacher's.
-    """
-
-    ce: float
-    kd: float | None
-    agreed: int
-    comparable: int
-
-
-@torch.no_grad()
-def score(hidden_ND: Tensor, head: Head, targets: Targets, chunk: int | None = None) -> Score:
-    """Cross-entropy, KL to the teacher, and top-1 agreement where the teacher's best token is known."""
-    ce, kd, agreed, comparable = 0.0, 0.0, 0, 0
-    work, temperature = _Work(head, targets, Objective(), None, chunk), targets.temperature_value
-    for part in work.parts(hidden_ND.device, torch.promote_types(hidden_ND.dtype, torch.float32)):
-        logq_NV = torch.log_softmax(head.logits(hidden_ND[part.rows]), 1)
-        ce -= float(logq_NV.gather(1, part.gold_N[:, None]).sum(dtype=torch.float64))
-        if part.teacher is not None:
-            best_N = part.teacher.best_N()
-            agreed += int((logq_NV.argmax(-1) == best_N).sum())
-            comparable += int((best_N >= 0).sum())
-            soft_NV = logq_NV if temperature == 1.0 else torch.log_softmax(logq_NV.div_(temperature), 1)
-            kd -= float((part.teacher.expected_N(soft_NV) + part.teacher.entropy_N).sum())
-    return Score(ce, None if targets.teacher is None else kd, agreed, comparable)

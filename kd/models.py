@@ -375,6 +375,13 @@ def hidden_states(model: nn.Module, tokens_BT: Tensor, positions_BT: Tensor | No
     return inner(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the body, in order; none where the model keeps them in no list of their number."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    return next((list(each) for each in lists if len(each) == count), [])
+
+
 def require_context(model: PreTrainedModel, sequence_length: int) -> None:
     """Raise ``ModelError`` if sequences are longer than the model's context.
 

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from kd.evaluation.calibration import Calibration, calibrate
+from kd.evaluate import score
+from kd.evaluation.calibration import BINS, Calibration
 from kd.models import Head
+from kd.targets import Targets
 
 
 def by_hand(confidence: list[float], right: list[bool], bins: int) -> tuple[float, list[dict[str, float]]]:
@@ -60,18 +62,17 @@ def test_nothing_has_no_error() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
-def test_a_head_is_calibrated_by_its_best_token_a_chunk_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_calibrated_by_its_best_token_a_chunk_at_a_time(chunk: int) -> None:
     torch.manual_seed(2)
     weight, hidden_ND = torch.randn(40, 8) * 2, torch.randn(33, 8)
     head = Head(weight, torch.randn(40), 0.5, 3.0, 37)  # three padded rows, a scale and a cap
     gold_N = torch.randint(0, 37, (33,))
     gold_N[::2] = head.logits(hidden_ND)[::2].argmax(1)
-    monkeypatch.setattr("kd.evaluation.calibration.CHUNK_ELEMENTS", chunk * 37)
-    found = calibrate(hidden_ND, head, gold_N, bins=10)
+    found = score(hidden_ND, head, Targets(gold_N), chunk).calibration
 
     z_NV = (hidden_ND.double() @ weight.double().T + head.bias.double())[:, :37] * 0.5
     p_NV = (3.0 * torch.tanh(z_NV / 3.0)).softmax(1)
     confidence_N, place_N = p_NV.max(1)
-    error, curve = by_hand(confidence_N.tolist(), (place_N == gold_N).tolist(), 10)
+    error, curve = by_hand(confidence_N.tolist(), (place_N == gold_N).tolist(), BINS)
     assert found.error == pytest.approx(error, rel=1e-5)
     assert [pytest.approx(point, rel=1e-5) for point in curve] == found.curve()

@@ -25,8 +25,8 @@ from transformers import (
 
 from kd.config.train import Checkpointing
 from kd.errors import ModelError
-from kd.levers.checkpointing import checkpoint_activations, decoder_layers, group_sizes
-from kd.models import hidden_states
+from kd.levers.checkpointing import checkpoint_activations, group_sizes
+from kd.models import decoder_layers, hidden_states
 
 LAYERS = 7
 SHAPE: dict[str, Any] = {

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from kd.config.loss import Divergence, LossConfig
 from kd.dense_loss import dense_loss as dense_loss_of
-from kd.losses import Objective, chunk_positions, distillation_loss, score
+from kd.evaluate import score
+from kd.losses import Objective, chunk_positions, distillation_loss
 from kd.models import Head
 from kd.targets import DenseTarget, HiddenTarget, SparseTarget, Target, Targets, TopTarget
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kd.checks.verdict import Verdict
 from kd.levers.optimizers import layer_groups
@@ -37,7 +38,7 @@ def gradients(student: nn.Module, scaled: bool = False) -> Verdict:
     )
 
 
-def layer_norms(student: nn.Module) -> dict[str, float]:
+def layer_norms(student: PreTrainedModel) -> dict[str, float]:
     """The norm of the gradient in each group of layers; 0 where there is none. Call it before clipping."""
     groups = layer_groups(student)
     norms = torch.stack([_norm(parameters) for _, parameters in groups]).tolist() if groups else []

@@ -4,7 +4,7 @@
 
 Confidence is the probability of the model's best token, accuracy how often that is the next token of the text.
 
-Shapes: N positions that have a target, V vocabulary, D hidden width, B bins of equal width.
+Shapes: N positions that have a target, B bins of equal width.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kd.models import Head
-
 BINS = 15
-#: Logits held at once.
-CHUNK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -63,18 +59,3 @@ class Calibration:
             for count, confidence, right in rows
             if count
         ]
-
-
-def calibrate(hidden_ND: Tensor, head: Head, gold_N: Tensor, bins: int = BINS) -> Calibration:
-    """The calibration of a model whose final hidden states are ``hidden_ND``; logits exist a chunk at a time."""
-    size = max(CHUNK_ELEMENTS // head.vocabulary, 1)
-    parts = [
-        _chunk(head.logits(hidden_ND[start : start + size]), gold_N[start : start + size], bins)
-        for start in range(0, len(gold_N), size)
-    ]
-    return sum(parts, Calibration.none(bins, hidden_ND.device))
-
-
-def _chunk(s_NV: Tensor, gold_N: Tensor, bins: int) -> Calibration:
-    best_N, place_N = s_NV.max(1)
-    return Calibration.of((best_N - s_NV.logsumexp(1)).exp(), place_N == gold_N, bins)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kd.config.train import Checkpointing
 from kd.errors import ModelError
-from kd.models import hidden_states
+from kd.models import decoder_layers, hidden_states
 
 
 def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None:
@@ -43,13 +43,6 @@ def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None
         for layer in layers:
             layer.__dict__.pop("forward", None)
         raise _refusal(student, how, problem)
-
-
-def decoder_layers(student: PreTrainedModel) -> list[nn.Module]:
-    """The layers of the body, in order; none where the model keeps them in no list of their number."""
-    count = getattr(student.config.get_text_config(), "num_hidden_layers", None)
-    lists = (module for module in student.base_model.modules() if isinstance(module, nn.ModuleList))
-    return next((list(each) for each in lists if len(each) == count), [])
 
 
 def group_sizes(count: int, how: Checkpointing) -> list[int]:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
-from kd.levers.checkpointing import decoder_layers, group_sizes
+from kd.levers.checkpointing import group_sizes
 from kd.losses import chunk_positions
-from kd.models import hidden_states
+from kd.models import decoder_layers, hidden_states
 from kd.precision import Precision
 
 # Numbers that an optimiser keeps for each weight; of Muon, for the matrices of the layers.

@@ -20,16 +20,18 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
+from kd.models import decoder_layers
 
 Group = dict[str, Any]
 
 
 def make_optimizer(
-    student: nn.Module, extra: Iterable[Parameter], options: TrainConfig, device: torch.device
+    student: PreTrainedModel, extra: Iterable[Parameter], options: TrainConfig, device: torch.device
 ) -> Optimizer:
     """The optimiser that ``options`` name over the trained parameters of ``student`` and over ``extra``.
 
@@ -46,7 +48,7 @@ def make_optimizer(
 # ---------------------------------------------------------------------- layers
 
 
-def layer_groups(student: nn.Module) -> list[tuple[str, list[Parameter]]]:
+def layer_groups(student: PreTrainedModel) -> list[tuple[str, list[Parameter]]]:
     """The trained parameters from the bottom up: ``embeddings``, ``layer 0`` ..., ``head`` (with the final norm).
 
     A head that is tied to the embeddings is one of them; what trains nothing is left out.
@@ -54,9 +56,9 @@ def layer_groups(student: nn.Module) -> list[tuple[str, list[Parameter]]]:
     return [(name, parameters) for name, parameters, _ in _strata(student) if parameters]
 
 
-def _strata(student: nn.Module) -> list[tuple[str, list[Parameter], int]]:
+def _strata(student: PreTrainedModel) -> list[tuple[str, list[Parameter], int]]:
     """Name, trained parameters, and how far below the last layer; the head is level with the last layer."""
-    layers = _decoder_layers(student)
+    layers = decoder_layers(student)
     strata: list[tuple[str, list[Parameter], int]] = [
         (f"layer {index}", list(layer.parameters()), len(layers) - 1 - index) for index, layer in enumerate(layers)
     ]
@@ -73,13 +75,7 @@ def _strata(student: nn.Module) -> list[tuple[str, list[Parameter], int]]:
     return [(name, [each for each in parameters if each.requires_grad], depth) for name, parameters, depth in strata]
 
 
-def _decoder_layers(student: nn.Module) -> list[nn.Module]:
-    """The list of modules that holds most of the parameters, whatever a model calls it: layers, h, blocks."""
-    lists = [module for module in student.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=[]))
-
-
-def _groups(student: nn.Module, extra: list[Parameter], options: TrainConfig) -> list[Group]:
+def _groups(student: PreTrainedModel, extra: list[Parameter], options: TrainConfig) -> list[Group]:
     """Groups of parameters that share a rate and a decay, those with the full rate first."""
     rates: dict[Parameter, float] = dict.fromkeys(
         (parameter for parameter in student.parameters() if parameter.requires_grad), options.learning_rate
@@ -143,11 +139,11 @@ def _recipe(name: str, options: TrainConfig, device: torch.device) -> tuple[Call
     return {"lion": Lion, "lars": LARS}[name], {}
 
 
-def _muon(student: nn.Module, groups: list[Group], options: TrainConfig, device: torch.device) -> Optimizer:
+def _muon(student: PreTrainedModel, groups: list[Group], options: TrainConfig, device: torch.device) -> Optimizer:
     """Muon orthogonalises maps between hidden states; rows of embeddings and head are no such maps."""
     maps = {
         parameter
-        for layer in _decoder_layers(student)
+        for layer in decoder_layers(student)
         for parameter in layer.parameters()
         if parameter.requires_grad and parameter.ndim == 2
     }
