@@ -16,7 +16,7 @@
         │       │
         │       │                          profiles threshold and tempered; E draws, numbered e
         │       ├── token_classes/         (V,) uint8: bit length of each token's count, which gives the order of ids
-        │       ├── head_count/            (P,) uint8; tail_count/ likewise
+        │       ├── head_count/            (P,) uint8 or uint16; tail_count/ likewise
         │       ├── head_symbols/          (H,) uint8, and head_bits/ bytes: ids as gaps in that order, see idcode.py
         │       ├── head_logprobs/         (H,) in the same order
         │       ├── tail_{e}_symbols/      (M,) uint8, and tail_{e}_bits/ bytes: likewise

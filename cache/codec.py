@@ -7,7 +7,8 @@ over positions, not bias. Entropies are rounded so too, in proportion to themsel
     profile              column           type      what
     every                known            uint16    gold token, then each always_keep id: steps of 2^-8 nats
                          entropy          uint8     H(p): steps of 2^-4 nats
-    threshold, tempered  head_ids         id        most probable tokens, other than those that are known
+    threshold, tempered  head_count       uint8, or uint16 where the threshold is below 1/255; tail_count likewise
+                         head_ids         id        most probable tokens, other than those that are known
                          head_logprobs    uint8 / uint16   steps of log(1 / threshold) / 127, or of 2^-6 nats
                          tail_ids         id        sampled from all others; at T = 1 each weighs (1 - rest) / m
     tempered             tail_logprobs    uint8     steps of 2^-3 nats
@@ -40,8 +41,8 @@ from cache.random import (
 )
 from cache.records import Records, offsets_of
 
-#: Counts are stored in a byte and a record has at most 1/threshold heads and 1/threshold tails.
-SMALLEST_THRESHOLD = 1 / 255
+#: A record has at most 1/threshold heads and 1/threshold tails, and fewer than ``_RANKS`` of either.
+SMALLEST_THRESHOLD = 1 / 1000
 KNOWN_STEP = 2.0**-8
 ENTROPY_STEP = 2.0**-4
 TOP_STEP = 2.0**-11
@@ -52,6 +53,7 @@ TAIL_STEP = 2.0**-3
 UNKNOWN, UNKNOWN_ENTROPY = 65535, 255
 
 _HEAD_LEVELS = 127
+_RANKS = 1024
 #: Type and number of dimensions of each column.
 Schema = dict[str, tuple[np.dtype[Any], int]]
 #: How far below log(threshold) a head entry may lie, in nats: float32 noise at the boundary, not another threshold.
@@ -116,6 +118,11 @@ class Codec:
         return TAIL_STEP
 
     @property
+    def _count_dtype(self) -> np.dtype[Any]:
+        """The type of ``head_count`` and ``tail_count``."""
+        return np.dtype(np.uint8 if self.threshold >= 1 / 255 else np.uint16)
+
+    @property
     def proposal_betas(self) -> tuple[float, ...]:
         """The 1/T whose mean p_T a tempered tail is drawn from: the range's ends and at least every factor of 2.
 
@@ -138,10 +145,10 @@ class Codec:
         """
         columns = self._common(sample.known_logprobs, sample.entropy, places)
         columns |= {
-            "head_count": sample.head_count.astype(np.uint8),
+            "head_count": sample.head_count.astype(self._count_dtype),
             "head_ids": self._narrow("head_ids", sample.head_ids),
             "head_logprobs": self._head_steps(sample, places),
-            "tail_count": sample.tail_count.astype(np.uint8),
+            "tail_count": sample.tail_count.astype(self._count_dtype),
             "tail_ids": self._narrow("tail_ids", sample.tail_ids),
         }
         if sample.tail_logprobs is not None and sample.partition is not None:
@@ -225,7 +232,7 @@ class Codec:
         """A uniform number for each entry of records with ``count`` entries."""
         rows = np.repeat(np.arange(len(count)), count)
         rank = np.arange(len(rows)) - offsets_of(count)[rows]
-        return uniforms(self.seed, purpose, places.sequence_P[rows], places.position_P[rows], rank + 1024 * draw)
+        return uniforms(self.seed, purpose, places.sequence_P[rows], places.position_P[rows], rank + _RANKS * draw)
 
     # ------------------------------------------------------------------ what is valid
 
@@ -250,10 +257,10 @@ class Codec:
         ids, byte, word = id_dtype(self.vocabulary_size), np.dtype(np.uint8), np.dtype(np.uint16)
         known: Schema = {"known": (word, 2), "entropy": (byte, 1)}
         sampled: Schema = {
-            "head_count": (byte, 1),
+            "head_count": (self._count_dtype, 1),
             "head_ids": (ids, 1),
             "head_logprobs": (word if self.profile == "tempered" else byte, 1),
-            "tail_count": (byte, 1),
+            "tail_count": (self._count_dtype, 1),
             "tail_ids": (ids, 2),
         }
         tempered: Schema = {"tail_logprobs": (byte, 2), "partition": (np.dtype(np.int16), 3)}

@@ -92,7 +92,7 @@ class CodecIdentity:
         if self.profile not in PROFILES:
             raise ValueError(f"codec.profile must be one of {', '.join(PROFILES)}, but got {self.profile!r}.")
         if PROFILES[self.profile].sampled and not SMALLEST_THRESHOLD <= self.threshold < 1:
-            raise ValueError(f"codec.threshold must lie in [1/255, 1), but got {self.threshold:g}.")
+            raise ValueError(f"codec.threshold must lie in [1/1000, 1), but got {self.threshold:g}.")
         if self.profile == "tempered" and not (
             len(self.temperatures) == 2 and 0 < self.temperatures[0] < self.temperatures[1]
         ):

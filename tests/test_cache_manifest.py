@@ -246,7 +246,7 @@ def test_an_older_version_is_refused_with_what_to_do(what):
 
 
 WRONG_CODECS = [
-    ("threshold", {"threshold": 0.003}, "threshold"),
+    ("threshold", {"threshold": 0.0009}, "threshold"),
     ("threshold", {"threshold": 1.0}, "threshold"),
     ("tempered", {"threshold": 0.0}, "threshold"),
     ("tempered", {"temperatures": ()}, "temperatures"),

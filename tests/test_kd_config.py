@@ -256,7 +256,7 @@ BOUNDS = [
     ("cache.draws", [0, 65, 1.5], [1, 64]),
     ("cache.k", [0, 4097], [None]),
     ("cache.fingerprint", ["abc", "G" * 32], []),
-    ("cache.threshold", [0.0039, 0.51, float("inf")], [0.004, 0.5]),
+    ("cache.threshold", [0.0009, 0.51, float("inf")], [0.001, 0.5]),
     ("cache.seed", [-1, 2**32], [0, 2**32 - 1]),
     ("cache.shard_sequences", [0, 65537], [1, 65536]),
     ("student.from_teacher.layers", [0, 257], [1, 256]),

@@ -161,6 +161,25 @@ def test_a_vocabulary_of_262144_comes_back_from_the_disk(profile: str, tmp_path:
         require_equal(case.written(tmp_path).read([0, 1, 2], draw)[1], case.records(), draw)
 
 
+@pytest.mark.parametrize(("threshold", "most", "dtype"), [(0.004, 255, np.uint8), (0.001, 1023, np.uint16)])
+@pytest.mark.parametrize("profile", ["threshold", "tempered"])
+def test_the_smallest_thresholds_count_all_their_entries(
+    profile: str, threshold: float, most: int, dtype: type[np.generic], tmp_path: Path
+) -> None:
+    """Of a flat distribution all is tail, and as much of it as there can be; of a steeper one there is a head too."""
+    for spread in (0.0, 0.7):
+        case = make_case(profile, 2048, 8, spread, threshold=threshold, draws=1)
+        store = case.written(tmp_path / str(spread))
+        sequences, records = store.read([0, 1, 2])
+        require_equal(records, case.records())
+        counts = records["head_count"].astype(int) + records["tail_count"]
+        assert records["head_count"].dtype == records["tail_count"].dtype == dtype
+        assert counts.max() <= most
+        assert counts.min() > 0.99 / threshold if spread == 0.0 else records["head_count"].min() > 0
+        batch = make_batch(sequences, records)
+        require_one(TargetDecoder(store.codec).targets(batch.gold_N, batch.teacher).teacher, len(records))
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("seed", [0, 1, 3])
 def test_gold_probabilities_and_entropies_are_the_teachers(profile: str, seed: int) -> None:

@@ -131,7 +131,7 @@ def cases(
     codec = make_codec(
         draw(st.sampled_from(profiles)),
         vocabulary,
-        draw(st.sampled_from([1 / 255, 0.0155, 0.04, 0.125, 0.5])),
+        draw(st.sampled_from([0.001, 1 / 255, 0.0155, 0.04, 0.125, 0.5])),
         always_keep=kept,
         draws=draw(st.integers(1, 3)),
         seed=seed,

@@ -42,7 +42,7 @@ class CacheConfig(Section):
     )
     threshold: float = Field(
         0.04,
-        ge=0.004,
+        ge=0.001,
         le=0.5,
         description=(
             "Profiles threshold and tempered: tokens with more than this probability are kept exactly; at most "
