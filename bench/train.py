@@ -43,7 +43,7 @@ from typing import Any
 
 import speed
 import torch
-from measure import Machine, Row, Timing, fresh_processes, interleave, measure_machine, render
+from measure import Machine, Row, Timing, fresh_processes, interleave, measure_machine, one_heap, render
 from speed import ALPHA, DEVICE, RECORDS, Run, Sizes
 from torch import nn
 from transformers import PreTrainedModel
@@ -96,7 +96,7 @@ class Scale:
 
 
 EXAMPLE_SIZES = Sizes((6, 256), (2, 128), vocabulary=2048, batch=8, dtype=speed.SIZES[DEVICE.type].dtype)
-FULL = Scale(replace(speed.SIZES[DEVICE.type], rounds=5), Pace(5, 2), EXAMPLE_SIZES, Pace(5, 10), 64, 16)
+FULL = Scale(replace(speed.SIZES[DEVICE.type], rounds=5), Pace(5, 2), EXAMPLE_SIZES, Pace(15, 10), 64, 16)
 SMALL = Scale(speed.QUICK, Pace(1, 2), replace(EXAMPLE_SIZES, length=32, batch=2), Pace(1, 2), 8, 2)
 
 
@@ -483,6 +483,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny sizes: shows that it works, and nothing else")
     parser.add_argument("--out", type=Path, help="write the same text to this file too")
     arguments = parser.parse_args()
+    one_heap()
     text = bench(SMALL if arguments.small else FULL)
     print(text)
     if arguments.out:
