@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -202,40 +203,61 @@ def _require_finite(sizes: Sizes | BlockSizes) -> None:
 
 def _tail(sizes: Sizes | BlockSizes, chance: Chance, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Counts (N,) and ids (M, E), ascending within a record and draw, from the sizes that are left."""
-    running_NJ = sizes.sums_NJ[:, chance.order_J].cumsum(1, dtype=torch.float64)
+    order_J = chance.order_J
+    running_NJ = sizes.sums_NJ[:, order_J].cumsum(1, dtype=torch.float64)
     rest_N = running_NJ[:, -1]
     # Where all of the vocabulary is known or head, nothing is left to draw from.
     count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
-    ids = [
-        _draw(sizes, running_NJ, count_N, uniform_N, chance.order_J)
+    slot_m = torch.arange(int(count_N.max()) if len(count_N) else 0, device=count_N.device)
+    drawn_Nm, apart_N = slot_m < count_N[:, None], rest_N / count_N.clamp(min=1)
+    # Of more points than blocks, most blocks are looked into again and again: then a sum over all of V costs less.
+    find: Callable[[Tensor, Tensor], Tensor]
+    if isinstance(sizes, Sizes) and threshold * len(order_J) < 1:
+        find = partial(_by_tokens, _running_NV(sizes, order_J))
+    else:
+        find = partial(_by_blocks, sizes, running_NJ, order_J)
+    draws = [
+        _ids(find((uniform_N[:, None] + slot_m) * apart_N[:, None], drawn_Nm), drawn_Nm, order_J)
         for uniform_N in chance.uniform_NE.unbind(1)
-    ]  # fmt: skip
-    return count_N.cpu().numpy(), np.stack(ids, axis=1)
+    ]
+    return count_N.cpu().numpy(), np.stack(draws, axis=1)
 
 
-def _draw(
-    sizes: Sizes | BlockSizes, running_NJ: Tensor, count_N: Tensor, uniform_N: Tensor, order_J: Tensor
-) -> np.ndarray:
-    """The ids (M,) under the points of one draw: the block of each point first, then the place inside it.
+def _ids(place_M: Tensor, drawn_Nm: Tensor, order_J: Tensor) -> np.ndarray:
+    """The tokens at ``place_M``, counted with the blocks in ``order_J``; ascending within each row."""
+    block_M, vocabulary = place_M // BLOCK, len(order_J) * BLOCK
+    ids_M = order_J[block_M] * BLOCK + (place_M - block_M * BLOCK)
+    keys = np.sort((drawn_Nm.nonzero()[:, 0] * vocabulary + ids_M).cpu().numpy())
+    return keys % vocabulary
+
+
+def _running_NV(sizes: Sizes, order_J: Tensor) -> Tensor:
+    """The running sum over all tokens, their blocks in ``order_J``."""
+    return sizes.size_NJB[:, order_J].flatten(1).cumsum(1, dtype=torch.float64)
+
+
+def _by_tokens(running_NV: Tensor, points_Nm: Tensor, drawn_Nm: Tensor) -> Tensor:
+    """The places (M,) under the points that are drawn; one past the end takes the last token that has a size."""
+    last_N1 = (running_NV < running_NV[:, -1:]).sum(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(running_NV, points_Nm, right=True), last_N1)[drawn_Nm]
+
+
+def _by_blocks(
+    sizes: Sizes | BlockSizes, running_NJ: Tensor, order_J: Tensor, points_Nm: Tensor, drawn_Nm: Tensor
+) -> Tensor:
+    """The same: the block of each point first, then the place inside it.
 
     Two levels, because a running sum over all of V must be in float64 (in float32 its error would rival the small
     probabilities at its end), which over V would cost as much as all the rest. A point that rounding puts past the
     end of its block takes the block's last token that has a size.
     """
-    blocks, vocabulary = running_NJ.shape[1], running_NJ.shape[1] * BLOCK
-    slot_m = torch.arange(int(count_N.max()) if len(count_N) else 0, device=count_N.device)
-    points_Nm = (uniform_N[:, None] + slot_m) * (running_NJ[:, -1] / count_N.clamp(min=1))[:, None]
-    block_Nm = torch.searchsorted(running_NJ, points_Nm, right=True).clamp_(max=blocks - 1)
+    block_Nm = torch.searchsorted(running_NJ, points_Nm, right=True).clamp_(max=len(order_J) - 1)
     before_Nm = torch.nn.functional.pad(running_NJ, (1, -1)).gather(1, block_Nm)
-    drawn_Nm = slot_m < count_N[:, None]
-    rows_M = drawn_Nm.nonzero()[:, 0]
-    block_M = order_J[block_Nm[drawn_Nm]]
-    inside_MB = sizes.of_blocks(rows_M, block_M).double().cumsum(-1)
+    block_M = block_Nm[drawn_Nm]
+    inside_MB = sizes.of_blocks(drawn_Nm.nonzero()[:, 0], order_J[block_M]).double().cumsum(-1)
     offset_M1 = (points_Nm - before_Nm)[drawn_Nm][:, None]
     last_M = (inside_MB < inside_MB[:, -1:]).sum(-1)
-    place_M = torch.minimum(torch.searchsorted(inside_MB, offset_M1, right=True)[:, 0], last_M)
-    keys = np.sort((rows_M * vocabulary + block_M * BLOCK + place_M).cpu().numpy())
-    return keys % vocabulary
+    return block_M * BLOCK + torch.minimum(torch.searchsorted(inside_MB, offset_M1, right=True)[:, 0], last_M)
 
 
 def by_row(reduce: Callable[..., Tensor], *rows_NV: Tensor) -> Tensor:
