@@ -252,7 +252,7 @@ class SparseTarget:
     @cached_property
     def rows_E(self) -> Tensor:
         """The position of each entry."""
-        return _spread(torch.arange(len(self.leaders_N), device=self.ids_E.device), self.offsets_N1.diff(), self.ids_E)
+        return _rows(self.offsets_N1.diff(), self.ids_E)
 
     def _places(self, vocabulary: int) -> Tensor:
         """The place of each entry in a flattened (N, V)."""
@@ -343,10 +343,18 @@ class _Entries:
         return self.tail_count_N > 0
 
     def over_head(self, values_N: Tensor) -> Tensor:
-        return _spread(values_N, self.head_count_N, self.head_ids_H)
+        return values_N[self._row_H]
 
     def over_tail(self, values_N: Tensor) -> Tensor:
-        return _spread(values_N, self.tail_count_N, self.tail_ids_M)
+        return values_N[self._row_M]
+
+    @cached_property
+    def _row_H(self) -> Tensor:
+        return _rows(self.head_count_N, self.head_ids_H)
+
+    @cached_property
+    def _row_M(self) -> Tensor:
+        return _rows(self.tail_count_N, self.tail_ids_M)
 
     def sum_head(self, values_H: Tensor) -> Tensor:
         return torch.segment_reduce(values_H, "sum", lengths=self.head_count_N, unsafe=True)
@@ -362,11 +370,12 @@ class _Entries:
         known, head = self.ids_NK.shape[1], self.head_count_N
         counts_N = known + head + self.tail_count_N
         starts_N = counts_N.cumsum(0) - counts_N
+        heads_N, tails_N = starts_N + known, starts_N + known + head
         place_E = torch.cat(
             [
                 (starts_N[:, None] + torch.arange(known, device=head.device)).reshape(-1),
-                _places(starts_N + known, head, self.head_ids_H),
-                _places(starts_N + known + head, self.tail_count_N, self.tail_ids_M),
+                _places(heads_N, head, self._row_H),
+                _places(tails_N, self.tail_count_N, self._row_M),
             ]
         )
         ids_E = torch.cat([self.ids_NK.reshape(-1), self.head_ids_H, self.tail_ids_M])
@@ -414,15 +423,15 @@ def hermite(nodes_NG2: Tensor, nodes: tuple[float, ...], beta: float | Tensor) -
     return value_N, slope_N
 
 
-def _spread(values_N: Tensor, counts_N: Tensor, like_E: Tensor) -> Tensor:
-    """Each position's value for each of its entries; as many as ``like_E``, so that the device need not be asked."""
-    return torch.repeat_interleave(values_N, counts_N, output_size=len(like_E))
+def _rows(counts_N: Tensor, like_E: Tensor) -> Tensor:
+    """The position of each entry; as many as ``like_E``, so that the device need not be asked."""
+    return torch.arange(len(counts_N), device=like_E.device).repeat_interleave(counts_N, output_size=len(like_E))
 
 
-def _places(starts_N: Tensor, counts_N: Tensor, like_E: Tensor) -> Tensor:
-    """start, start + 1, ... of each position, end to end."""
+def _places(starts_N: Tensor, counts_N: Tensor, row_E: Tensor) -> Tensor:
+    """start, start + 1, ... of each position, end to end; ``row_E`` is the position of each."""
     before_N = counts_N.cumsum(0) - counts_N
-    return _spread(starts_N - before_N, counts_N, like_E) + torch.arange(len(like_E), device=like_E.device)
+    return (starts_N - before_N)[row_E] + torch.arange(len(row_E), device=row_E.device)
 
 
 # ---------------------------------------------------------------------- the k most probable, and the rest
