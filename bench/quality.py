@@ -166,7 +166,10 @@ AT_ONE = Group(
 AT_TWO = Group(
     [
         Told("dense, T = 2", DENSE, T2),
-        Told("tempered 0.0155, T = 2", {"profile": "tempered", "threshold": 0.0155, "draws": 4}, T2),
+        *(
+            Told(f"tempered {threshold}, T = 2", {"profile": "tempered", "threshold": threshold, "draws": 4}, T2)
+            for threshold in (0.0155, 0.001)
+        ),
     ],
     student=(1, 32),
     steps=800,
