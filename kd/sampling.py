@@ -210,9 +210,10 @@ def _tail(sizes: Sizes | BlockSizes, chance: Chance, threshold: float) -> tuple[
     count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
     slot_m = torch.arange(int(count_N.max()) if len(count_N) else 0, device=count_N.device)
     drawn_Nm, apart_N = slot_m < count_N[:, None], rest_N / count_N.clamp(min=1)
-    # Of more points than blocks, most blocks are looked into again and again: then a sum over all of V costs less.
+    # Of more points than blocks, most blocks are looked into again and again: then a sum over all of V costs less. Its
+    # rounding may put a point on a neighbour, so thresholds that caches had before keep their way, and their bytes.
     find: Callable[[Tensor, Tensor], Tensor]
-    if isinstance(sizes, Sizes) and threshold * len(order_J) < 1:
+    if isinstance(sizes, Sizes) and threshold < min(1 / 255, 1 / len(order_J)):
         find = partial(_by_tokens, _running_NV(sizes, order_J))
     else:
         find = partial(_by_blocks, sizes, running_NJ, order_J)

@@ -264,10 +264,9 @@ def test_ten_thousand_redraws_of_every_draw_average_to_the_distribution(profile:
     assert ((np.mean(draws, axis=0) - p) ** 2).sum(1).mean() < 0.8 * alone / 3
 
 
-@pytest.mark.parametrize("blocks", [5, 21])
-def test_inclusion_is_in_proportion_to_size_in_every_block_and_order(blocks: int) -> None:
+def test_inclusion_is_in_proportion_to_size_in_every_block_and_order() -> None:
     """Tails that reach over several blocks, drawn under many block orders: token i comes with chance m g_i / R."""
-    codec = make_codec("threshold", blocks * BLOCK - 3, 0.05)
+    codec = make_codec("threshold", 5 * BLOCK - 3, 0.05)
     logits = make_logits("normal", 1, codec.vocabulary_size, 1.5, 8)
     p = torch.softmax(logits[0].double(), 0).numpy()
     tail = p.copy()
@@ -286,7 +285,7 @@ def test_inclusion_is_in_proportion_to_size_in_every_block_and_order(blocks: int
 @settings(deadline=None, max_examples=60)
 @given(case=cases(vocabularies=(65, 300, 2048), profiles=("threshold",)))
 def test_both_ways_to_draw_find_the_same_tokens(case: Case) -> None:
-    """By blocks and then inside one, and by one sum over all of V: float64 leaves no point between two tokens."""
+    """By blocks, and by one sum over all of V, of sizes in float64; of float32 a few in 100,000 find a neighbour."""
     chance, sampler = Chance.of(case.codec, 7, np.arange(len(case.logits_NV)), CPU), Sampler(case.codec)
     sizes, _ = sampler.split(case.logits_NV.double(), sampler.known(case.gold_N))
     running_NJ = sizes.sums_NJ[:, chance.order_J].cumsum(1)
