@@ -207,14 +207,19 @@ def test_a_job_waits_for_a_worker_that_fits(new_parts: Callable[..., Parts], dri
     assert parts.job(two).status == "queued"
 
 
-def test_a_gpu_that_vanishes_ends_the_worker_and_costs_the_job_nothing(
-    new_parts: Callable[..., Parts], driver: dict[str, str]
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_gpu_that_vanishes_ends_the_worker_and_costs_the_next_job_nothing(
+    new_parts: Callable[..., Parts], driver: dict[str, str], busy: bool
 ) -> None:
     parts = new_parts()
     worker = start_worker(parts, driver)
-    parts.wait_for(parts.submit("quick"), "succeeded")
+    running = parts.submit("endless") if busy else None
+    if running:
+        parts.wait_for(running, "running")
     Path(driver["NVML_GPUS"]).unlink()
     job_id = parts.submit("quick")
+    if running:
+        parts.jobs.change("cancel", running)
     assert worker.wait(20) == 1
     assert (parts.job(job_id).status, parts.job(job_id).attempt) == ("queued", 0)
     Path(driver["NVML_GPUS"]).write_text(TWO)
