@@ -8,7 +8,7 @@
 # TEST_WORKERS processes that run tests, each with one arithmetic thread; those marked alone follow in one process
 # BENCH_FLAGS  passed to `make bench`, `bench-cache` and `bench-train`, for example BENCH_FLAGS="--out table.md"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
-# SLOW=1       `make test` runs the tests marked slow too
+# SLOW=1       `make test` runs the tests marked slow too; SLOW=together only those of them that need not run alone
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
@@ -49,8 +49,8 @@ demo: $(STAMP) ## Distil a small teacher on this machine, through the whole serv
 	$(BIN)/kd demo $(DEMO_FLAGS)
 
 test: $(STAMP) ## Run the tests
-	$(call PYTEST,-n $(TEST_WORKERS) --dist loadfile,not alone)
-	$(call PYTEST,-n 0,alone)
+	$(call PYTEST,-n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder,not alone)
+	$(call PYTEST,-n 0,alone$(if $(filter together,$(SLOW)), and not slow))
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)

@@ -17,6 +17,12 @@ from services.embedded import ServerError, find_binary
 from tests.harness import Parts
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: processes that share the files would else wait for the last of them."""
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def _server_binary() -> Path:
     try:
