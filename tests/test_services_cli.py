@@ -352,7 +352,7 @@ def example(job_file: Callable[..., Path], tmp_path: Path) -> dict[str, str]:
 def test_the_demo_goes_through_the_service_and_leaves_nothing_running(example: dict[str, str], tmp_path: Path) -> None:
     done = kd("demo", "--baseline", "--home", tmp_path / "home", **example)
     assert done.returncode == 0, done.stderr
-    assert "POST /jobs: job_" in done.stderr
+    assert len(re.findall(r"^curves: +http://127\.0\.0\.1:\d+/#/jobs/job_\w+$", done.stderr, re.MULTILINE)) == 2
     assert done.stdout.count("# The report") == done.stdout.count("status: succeeded") == 2
     assert re.search(r"^student: .*/student$", done.stdout, re.MULTILINE)
     assert re.search(r"student's, after training +20.500 +20.500", done.stdout)

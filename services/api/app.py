@@ -3,8 +3,9 @@
 jobs.py        take a job, tell how it goes, cancel, pause, resume, retry, clone, delete
 history.py     its events, metrics and log           files.py        its checkpoints and artifacts
 caches.py      what was kept of teachers             operations.py   models, workers, health, numbers, version
+dashboard.py   the page for people
 
-Every path is there twice, at / and at /v1. docs/api.md is made from the OpenAPI document of all this.
+Every path of the API is there twice, at / and at /v1. docs/api.md is made from the OpenAPI document of all this.
 
 request -> Observer (id, log, numbers) -> Guard (host, origin) -> DepthLimit -> BodyLimit -> route: key, rate, scope
 """
@@ -23,7 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from services.api import caches, files, guard, history, jobs, operations, problems
+from services.api import caches, dashboard, files, guard, history, jobs, operations, problems
 from services.api.events import event_client
 from services.api.keys import require_safe_bind
 from services.api.observer import Observer
@@ -55,6 +56,7 @@ def create_app(settings: Settings) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
         app.include_router(router, prefix="/v1", include_in_schema=False)
+    dashboard.install(app)
     app.add_middleware(problems.BodyLimit, limit=problems.BODY_BYTES)
     app.add_middleware(history.StreamWhereAsked)
     guard.install(app, settings)

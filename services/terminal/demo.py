@@ -40,11 +40,12 @@ def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> 
     settings = settings.model_copy(update={"root": root, "port": 0, "host": "127.0.0.1"})
     with running(settings, 1, err.print) as running_settings, _client(running_settings) as client:
         err.print(f"the service is up at {running_settings.server}, with its data in {settings.home}")
-        jobs = [_post_and_follow(client, config, err) for config in configs]
+        jobs = [_post_and_follow(client, config, running_settings.server, err) for config in configs]
     for job in jobs:
         _print_outcome(job, out)
     if baseline and all(job["status"] == "succeeded" for job in jobs):
         _compare(jobs, out)
+    err.print("`kd up` serves what was made, with its curves in the browser")
     return 0 if all(job["status"] == "succeeded" for job in jobs) else 1
 
 
@@ -59,9 +60,10 @@ def _root(settings: Settings) -> Path:
     raise PotstillError(f"The example {EXAMPLE} is not here.", "Run `kd demo` in the folder of the source code.")
 
 
-def _post_and_follow(client: Client, config: JobConfig, err: Console) -> dict[str, Any]:
+def _post_and_follow(client: Client, config: JobConfig, server: str, err: Console) -> dict[str, Any]:
     job: dict[str, Any] = client.post("/jobs", config.model_dump(mode="json"))
     err.print(f"POST /jobs: {job['id']} ({job['kind']} {job['name']})")
+    err.print(f"curves:     {server}/#/jobs/{job['id']}", soft_wrap=True)
     with Display(err) as display:
         for kind, data in client.events(job["id"]):
             display.show(kind, data)

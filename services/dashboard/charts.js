@@ -1,0 +1,127 @@
+// Line charts of a job's metrics over its steps. A chart is drawn once and then given new data.
+
+import { h, number } from "./elements.js";
+
+const CHARTS = [
+  { title: "Loss, nats per token", names: ["loss", "kd_loss", "ce_loss"] },
+  { title: "Perplexity", names: ["perplexity", "validation_perplexity"], log: true },
+  { title: "KL(teacher || student), held out", names: ["validation_kl"] },
+  { title: "Agreement with the teacher, held out", names: ["validation_agreement"] },
+  { title: "Learning rate", names: ["learning_rate"] },
+  { title: "Gradient norm", names: ["grad_norm"] },
+  { title: "Temperature", names: ["temperature"] },
+];
+/** Told to the API, so that no other series is sent. */
+export const NAMES = CHARTS.flatMap((chart) => chart.names);
+const HEIGHT = 220;
+const SMOOTHING = 0.9;
+
+/** The charts of one page. `update` takes the API's series; a chart appears with its first point. */
+export class Charts {
+  constructor() {
+    this.drawn = new Map();
+    this.series = new Map();
+    this.box = h("div", { class: "charts" });
+    this.log = h("input", { type: "checkbox", onchange: () => this.redraw() });
+    this.smooth = h("input", { type: "checkbox", onchange: () => this.update() });
+    this.root = h("section", { "aria-label": "Metrics" },
+      h("p", { class: "options" }, h("label", {}, this.log, " logarithmic"), h("label", {}, this.smooth, " smooth")),
+      this.box);
+    this.resized = new ResizeObserver(() => this.fit());
+    this.resized.observe(this.box);
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.recoloured = () => this.redraw();
+    this.scheme.addEventListener("change", this.recoloured);
+  }
+
+  update(series = null) {
+    if (series) this.series = new Map(series.map((each) => [each.name, each]));
+    for (const chart of CHARTS) {
+      const names = chart.names.filter((name) => this.series.get(name)?.steps.length);
+      if (!names.length) continue;
+      const drawn = this.drawn.get(chart);
+      if (drawn?.names.join() === names.join()) drawn.plot.setData(this.data(names));
+      else this.draw(chart, names);
+      this.describe(chart, names);
+    }
+    this.root.hidden = !this.drawn.size;
+  }
+
+  draw(chart, names) {
+    const known = this.drawn.get(chart);
+    known?.plot.destroy();
+    const figure = known?.figure ?? h("figure", {}, h("figcaption", {}, chart.title));
+    const plot = new uPlot(this.options(names, chart.log || this.log.checked), this.data(names), figure);
+    this.drawn.set(chart, { figure, names, plot });
+    if (!known) this.box.append(...CHARTS.flatMap((each) => this.drawn.get(each)?.figure ?? []));
+    this.fit();
+  }
+
+  redraw() {
+    for (const [chart, { names }] of this.drawn) this.draw(chart, names);
+  }
+
+  options(names, logarithmic) {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(name).trim();
+    const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    return {
+      width: this.width(), height: HEIGHT,
+      cursor: { sync: { key: "step" } },
+      scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
+      axes: [axis, { ...axis, size: 64, values: (_, values) => values.map((value) => (value == null ? "" : number(value, 3))) }],
+      series: [{ label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) }, ...names.map((name, at) => ({
+        label: name.replaceAll("_", " "),
+        stroke: colour(`--series-${at + 1}`),
+        width: 2,
+        spanGaps: true,
+        points: { show: this.series.get(name).steps.length < 40, size: 5 },
+        value: (plot, value, series) => number(value ?? plot.data[series].findLast((each) => each != null)) ?? "",
+      }))],
+    };
+  }
+
+  data(names) {
+    const smoothed = (name) => this.smooth.checked && !name.startsWith("validation_");
+    return uPlot.join(names.map((name) => {
+      const { steps, values } = this.series.get(name);
+      return [steps, smoothed(name) ? smooth(values) : values];
+    }));
+  }
+
+  /** What the picture shows, in words. */
+  describe(chart, names) {
+    const last = names.map((name) => {
+      const { steps, values } = this.series.get(name);
+      return `${name.replaceAll("_", " ")} ${number(values.at(-1))} at step ${steps.at(-1)}`;
+    });
+    const canvas = this.drawn.get(chart).figure.querySelector("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `${chart.title}: ${last.join(", ")}.`);
+  }
+
+  width() {
+    const style = getComputedStyle(this.box);
+    return parseFloat(style.gridTemplateColumns) || this.box.clientWidth || 320;
+  }
+
+  fit() {
+    for (const { plot } of this.drawn.values()) plot.setSize({ width: this.width(), height: HEIGHT });
+  }
+
+  close() {
+    this.resized.disconnect();
+    this.scheme.removeEventListener("change", this.recoloured);
+    for (const { plot } of this.drawn.values()) plot.destroy();
+  }
+}
+
+/** The mean of what came before, of which each point takes a tenth of itself in; it starts without a bias to 0. */
+function smooth(values) {
+  let [sum, weight] = [0, 0];
+  return values.map((value) => {
+    sum = SMOOTHING * sum + (1 - SMOOTHING) * value;
+    weight = SMOOTHING * weight + 1 - SMOOTHING;
+    return sum / weight;
+  });
+}

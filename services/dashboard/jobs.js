@@ -1,0 +1,62 @@
+// All jobs, newest first.
+
+import { get } from "./api.js";
+import { bar, chip, duration, fill, h, number, table, time } from "./elements.js";
+
+const PAGE = 20;
+const STATUSES = ["waiting", "queued", "running", "cancelling", "pausing", "paused", "succeeded", "failed", "cancelled"];
+const HEADS = ["Status", "Name", "Kind", "Stage", "Progress", "Left", "Loss", "Held-out perplexity", "Tokens/s", "Made"];
+
+export function jobsPage(redraw) {
+  let wanted = PAGE;
+  const list = h("div");
+  const more = h("button", { type: "button", hidden: true, onclick: () => { wanted += PAGE; redraw(); } }, "Older ones");
+  const status = h("select", { onchange: redraw },
+    h("option", { value: "" }, "any status"), STATUSES.map((name) => h("option", { value: name }, name)));
+  const element = h("div", {},
+    h("div", { class: "title" }, h("h1", {}, "Jobs"), h("label", {}, h("span", { class: "hidden" }, "Status "), status)),
+    list, more);
+
+  async function refresh() {
+    const [jobs, cursor] = await newest(wanted, status.value);
+    more.hidden = cursor === null;
+    fill(list, jobs.length ? table("Jobs", HEADS, jobs.map(row)) : nothing(status.value));
+  }
+  return { element, refresh };
+}
+
+/** So many jobs as there are, and where the others begin; a page of the API may be short and have others after it. */
+async function newest(count, status) {
+  let [jobs, cursor] = [[], ""];
+  while (jobs.length < count && cursor !== null) {
+    const query = new URLSearchParams({ limit: Math.min(count - jobs.length, 100) });
+    if (cursor) query.set("cursor", cursor);
+    if (status) query.set("status", status);
+    const page = await get(`/jobs?${query}`);
+    jobs = jobs.concat(page.data);
+    cursor = page.next_cursor;
+  }
+  return [jobs, cursor];
+}
+
+function row(job) {
+  const { progress, metrics } = job;
+  const runs = job.status === "running";
+  return [
+    chip(job.status),
+    h("a", { href: `#/jobs/${job.id}` }, job.name),
+    job.kind,
+    runs && job.phase ? `${job.stage} · ${job.phase}` : job.stage,
+    bar(progress),
+    runs ? duration(progress.eta_seconds) : null,
+    number(metrics.loss),
+    number(metrics.validation_perplexity),
+    runs ? number(progress.tokens_per_second, 3) : null,
+    time(job.created_at),
+  ];
+}
+
+function nothing(status) {
+  if (status) return h("p", {}, `No job is ${status}.`);
+  return h("p", {}, "No job yet. ", h("a", { href: "#/new" }, "Post one"), ", or run ", h("code", {}, "kd submit job.yaml"), ".");
+}

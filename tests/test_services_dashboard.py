@@ -1,0 +1,304 @@
+"""The dashboard, as a browser shows it: a real API with a real store behind it, and Chromium where there is one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from services.api.dashboard import FOLDER, POLICY
+from services.jobs import Caller, Claim
+from tests.api import problem, serving, tell, valid, with_keys
+from tests.harness import Parts, config
+
+VENDOR = FOLDER / "vendor"
+FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
+QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
+
+
+@pytest.fixture(scope="module")
+def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    with serving(tmp_path_factory.mktemp("api")) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        sandbox = [] if os.geteuid() else ["--no-sandbox"]
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=[*sandbox, *QUIET])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A tab of its own, in which nothing went wrong."""
+    context = browser.new_context()
+    tab = context.new_page()
+    wrong: list[str] = []
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("console", lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None)
+    yield tab
+    context.close()
+    assert [line for line in wrong if "Failed to load resource" not in line] == []  # which is how a 404 is told
+
+
+def claimed(api: Parts, name: str, **changes: Any) -> Claim:
+    """A job that this test is the worker of."""
+    claim = api.jobs.claim(api.jobs.create(config(name, **changes)).id, "train", "test", 600)
+    assert claim is not None
+    return claim
+
+
+def open_page(page: Page, api: Parts, path: str = "") -> None:
+    page.goto(f"{api.settings.server}/#/{path}")
+
+
+# ---------------------------------------------------------------------- what is served
+
+
+class Links(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {"style", "onclick", "onload"} & {name for name, _ in attrs}, "the policy forbids what is inline"
+        assert tag != "style"
+        found = {name: value for name, value in attrs if value}
+        if tag in ("script", "link"):
+            self.found.append(found.get("src") or found["href"])
+
+
+def test_the_page_and_all_that_it_loads_are_there(api: Parts) -> None:
+    answer = api.http.get("/")
+    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["content-type"].startswith("text/html")
+    waiting, seen = list(Links(answer.text).found), set()
+    while waiting:
+        name = waiting.pop()
+        file = api.http.get(f"/{name}")
+        assert file.status_code == 200, name
+        assert file.headers["cache-control"] == "no-cache"
+        assert file.headers["x-content-type-options"] == "nosniff"
+        seen.add(name.removeprefix("dashboard/"))
+        if name.endswith(".js") and "vendor" not in name:
+            assert file.headers["content-type"].startswith("text/javascript")
+            modules = re.findall(r'from "\./([\w.]+)"', file.text)
+            waiting += [f"dashboard/{module}" for module in modules if module not in seen]
+    there_is = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()}
+    assert there_is - seen == {"index.html", "vendor/README.md", "vendor/uPlot.LICENSE"}
+
+
+def test_a_file_is_sent_once_and_only_as_it_is(api: Parts) -> None:
+    answer = api.http.get("/dashboard/main.js")
+    again = api.http.get("/dashboard/main.js", headers={"If-None-Match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert api.http.head("/").status_code == 200
+    problem(api.http.get("/dashboard/nothing.js"), 404)
+    problem(api.http.get("/dashboard/..%2f..%2fpyproject.toml"), 404)
+    problem(api.http.post("/dashboard/main.js"), 405)
+    problem(api.http.post("/"), 405)
+
+
+def test_vendored_files_are_those_that_their_list_names() -> None:
+    listed = re.findall(r"^\| ([\w.]+) \|.*\| (\w{64}) \|$", (VENDOR / "README.md").read_text(), re.MULTILINE)
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.glob("uPlot.*.*")}
+    assert dict(listed) == found
+    assert (VENDOR / "uPlot.LICENSE").read_text().startswith("The MIT License")
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+@in_browser
+def test_a_job_appears_and_goes_on_without_a_reload(page: Page, api: Parts) -> None:
+    open_page(page, api)
+    claim = claimed(api, "appears")
+    row = page.get_by_role("row").filter(has_text="appears")
+    expect(row).to_contain_text("running")
+    tell(api, claim, ("progress", {"done": 3, "total": 10, "unit": "steps", "fraction": 0.3, "eta_seconds": 61}))
+    expect(row).to_contain_text("30%")
+    expect(row).to_contain_text("1 min 1 s")
+    row.get_by_role("link").focus()
+    api.jobs.finish(claim, "succeeded")
+    expect(row).to_contain_text("succeeded")
+    expect(row.get_by_role("link")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("appears")
+
+
+@in_browser
+def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
+    claim = claimed(api, "curves")
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_text("running").first).to_be_visible()
+    assert page.get_by_role("img").count() == 0
+    tell(api, claim, ("evaluation", {"step": 3, "validation_perplexity": 50.5, "validation_kl": 0.25}))
+    expect(page.get_by_role("figure")).to_have_text([re.compile("^Perplexity"), re.compile("^KL")])
+    points = [("metrics", {"step": step, "loss": 9.0 - step, "perplexity": 100.0 - step}) for step in (1, 2, 3)]
+    tell(api, claim, *points, ("cache", {"fingerprint": FINGERPRINT, "bytes_per_token": 23.1}))
+    expect(page.get_by_role("figure")).to_have_text([re.compile(name) for name in ("^Loss", "^Perplexity", "^KL")])
+    picture = page.get_by_role("img", name="Loss, nats per token")
+    expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 6 at step 3.")
+    both = "Perplexity: perplexity 97 at step 3, validation perplexity 50.5 at step 3."
+    expect(page.get_by_role("img", name="Perplexity")).to_have_attribute("aria-label", both)
+    assert painted(page) > 100
+    expect(page.get_by_role("link", name=FINGERPRINT[:12])).to_be_visible()
+    page.get_by_label("logarithmic").check()
+    tell(api, claim, ("metrics", {"step": 4, "loss": 0.5}))
+    expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 0.5 at step 4.")
+    assert page.get_by_role("img").count() == 3
+
+
+def painted(page: Page) -> int:
+    """Points of the first chart that hold any colour."""
+    return int(
+        page.evaluate(
+            """() => {
+                const canvas = document.querySelector("canvas");
+                const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+                return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+            }"""
+        )
+    )
+
+
+@in_browser
+def test_names_and_messages_are_text(page: Page, api: Parts) -> None:
+    claim = claimed(api, "text")
+    attack = "<img src=x onerror='document.title=\"owned\"'><b>bold</b>"
+    api.settings.run_dir(claim.id).mkdir(parents=True)
+    (api.settings.run_dir(claim.id) / "log.txt").write_text(f"{attack}\n")
+    tell(api, claim, ("warning", {"message": attack}))
+    api.jobs.finish(claim, "failed", {"type": "bug", "detail": f"Because {attack}", "remedy": attack})
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_role("alert").first).to_contain_text(f"bug Because {attack}")
+    expect(page.get_by_role("listitem").filter(has_text="onerror")).to_have_count(1)
+    page.get_by_text("Log", exact=True).click()
+    expect(page.locator("details pre").first).to_contain_text(attack)
+    assert page.locator("main img, main b").count() == 0
+    assert page.title() == "Potstill"
+
+
+@in_browser
+def test_a_job_is_paused_resumed_and_cancelled(page: Page, api: Parts) -> None:
+    job_id = api.jobs.create(config("obeys")).id
+    open_page(page, api, f"jobs/{job_id}")
+    actions = {"pause": "paused", "resume": "queued", "cancel": "cancelled", "retry": "queued"}
+    for action, status in actions.items():
+        page.get_by_role("button", name=action).click()
+        expect(page.locator(".chip")).to_have_text(status)
+        assert api.job(job_id).status == status
+    claim = api.jobs.claim(job_id, "train", "test", 600)
+    assert claim is not None
+    expect(page.locator(".chip")).to_have_text("running", timeout=10_000)
+    expect(page.get_by_role("listitem")).to_have_text(
+        [re.compile(status) for status in ("running", *reversed(api.statuses(job_id)[:-1]))]
+    )
+
+
+@in_browser
+def test_what_the_server_refuses_is_said(page: Page, api: Parts) -> None:
+    claim = claimed(api, "refuses")
+    open_page(page, api, f"jobs/{claim.id}")
+    button = page.get_by_role("button", name="pause")
+    expect(button).to_be_visible()
+    page.route("**/pause", lambda route: (api.jobs.finish(claim, "succeeded"), route.continue_()))
+    button.click()
+    expect(page.get_by_role("alert").first).to_contain_text("succeeded")
+
+
+@in_browser
+def test_a_new_job_is_checked_then_posted(page: Page, api: Parts) -> None:
+    old = api.jobs.create(config("old")).id
+    open_page(page, api, f"new?from={old}")
+    editor = page.get_by_role("textbox")
+    expect(editor).to_have_value(re.compile('"name": "old"'))
+    editor.fill("{")
+    page.get_by_role("button", name="Check").click()
+    expect(page.get_by_text("This is not JSON")).to_be_visible()
+    body = valid("posted", str(api.settings.home / "inputs"))
+    editor.fill(json.dumps(body | {"seed": 1}))
+    page.get_by_role("button", name="Post").click()
+    expect(page.get_by_role("alert")).to_contain_text("/seed")
+    editor.fill(json.dumps(body))
+    page.get_by_role("button", name="Check").click()
+    expect(page.get_by_text("It would be taken.")).to_be_visible()
+    page.get_by_role("button", name="Post").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("posted")
+    job_id = page.url.rpartition("/")[2]
+    assert api.job(job_id).name == "posted"
+
+
+@in_browser
+def test_files_of_a_job_are_downloaded(page: Page, api: Parts) -> None:
+    claim = claimed(api, "made")
+    report = api.settings.run_dir(claim.id) / "report.md"
+    report.parent.mkdir(parents=True)
+    report.write_text("# A report\n")
+    tell(api, claim, ("artifact", {"name": "report.md", "path": str(report)}))
+    api.jobs.finish(claim, "succeeded")
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.locator("pre").first).to_have_text("# A report\n")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="report.md").click()
+    assert download.value.suggested_filename == "report.md"
+    assert Path(download.value.path()).read_text() == "# A report\n"
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["", "new", "caches", "workers", "nowhere", "jobs/job_0", "caches/0"])
+def test_every_page_fits_a_telephone(browser: Browser, api: Parts, path: str, scheme: Any) -> None:
+    tab = browser.new_page(viewport={"width": 360, "height": 700}, color_scheme=scheme)
+    open_page(tab, api, path)
+    expect(tab.get_by_role("heading", level=1)).to_be_visible()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    tab.close()
+
+
+@in_browser
+def test_a_server_that_is_away_is_said_and_waited_for(page: Page, api: Parts) -> None:
+    open_page(page, api)
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    page.context.set_offline(True)
+    expect(page.get_by_role("status")).to_have_text("The server does not answer; trying again.")
+    page.context.set_offline(False)
+    expect(page.get_by_role("status")).to_have_text("")
+
+
+@in_browser
+@pytest.mark.usefixtures("_server_binary")
+def test_a_key_is_asked_for_and_shows_its_own_jobs_alone(page: Page, tmp_path: Path) -> None:
+    file, keys = with_keys(tmp_path, ann="write", bob="write")
+    with serving(tmp_path / "home", api_keys_file=file) as parts:
+        assert httpx.get(f"{parts.settings.server}/dashboard/main.js").is_success
+        parts.jobs.create(config("of-ann"), Caller("ann"))
+        parts.jobs.create(config("of-bob"), Caller("bob"))
+        open_page(page, parts)
+        question = page.get_by_role("dialog")
+        question.locator("input").fill("kd_wrong")
+        question.get_by_role("button").click()
+        expect(question.locator(".error")).to_contain_text("key")
+        question.locator("input").fill(keys["ann"])
+        question.get_by_role("button").click()
+        expect(page.get_by_role("link", name="of-ann")).to_be_visible()
+        assert page.get_by_text("of-bob").count() == 0
+        page.reload()
+        expect(page.get_by_role("link", name="of-ann")).to_be_visible()
+        assert page.evaluate("localStorage.length === 0 && document.cookie === ''")
