@@ -247,18 +247,36 @@ def test_a_new_job_is_checked_then_posted(page: Page, api: Parts) -> None:
 
 @in_browser
 def test_files_of_a_job_are_downloaded(page: Page, api: Parts) -> None:
-    claim = claimed(api, "made")
-    report = api.settings.run_dir(claim.id) / "report.md"
+    report = made(api, "made")
+    open_page(page, api)
+    page.get_by_role("link", name="made", exact=True).click()
+    expect(page.locator("pre").first).to_have_text("# A report\n")
+    saves(page, "report.md", "# A report\n")
+    report.unlink()
+    page.route("**/artifacts/report.md", lambda route: route.abort())
+    page.evaluate("sessionStorage.setItem('potstill-key', 'kd_any')")  # with which the page itself fetches
+    page.get_by_role("button", name="report.md").click()
+    expect(page.get_by_role("alert")).to_contain_text("does not answer")
+
+
+def made(api: Parts, name: str, *owner: Caller) -> Path:
+    """The report of a job that has succeeded."""
+    job_id = api.jobs.create(config(name), *owner).id
+    claim = api.jobs.claim(job_id, "train", "test", 600)
+    assert claim is not None
+    report = api.settings.run_dir(job_id) / "report.md"
     report.parent.mkdir(parents=True)
     report.write_text("# A report\n")
     tell(api, claim, ("artifact", {"name": "report.md", "path": str(report)}))
     api.jobs.finish(claim, "succeeded")
-    open_page(page, api, f"jobs/{claim.id}")
-    expect(page.locator("pre").first).to_have_text("# A report\n")
+    return report
+
+
+def saves(page: Page, name: str, content: str) -> None:
     with page.expect_download() as download:
-        page.get_by_role("button", name="report.md").click()
-    assert download.value.suggested_filename == "report.md"
-    assert Path(download.value.path()).read_text() == "# A report\n"
+        page.get_by_role("button", name=name).click()
+    assert download.value.suggested_filename == name
+    assert Path(download.value.path()).read_text() == content
 
 
 @in_browser
@@ -288,7 +306,7 @@ def test_a_key_is_asked_for_and_shows_its_own_jobs_alone(page: Page, tmp_path: P
     file, keys = with_keys(tmp_path, ann="write", bob="write")
     with serving(tmp_path / "home", api_keys_file=file) as parts:
         assert httpx.get(f"{parts.settings.server}/dashboard/main.js").is_success
-        parts.jobs.create(config("of-ann"), Caller("ann"))
+        made(parts, "of-ann", Caller("ann"))
         parts.jobs.create(config("of-bob"), Caller("bob"))
         open_page(page, parts)
         question = page.get_by_role("dialog")
@@ -300,5 +318,6 @@ def test_a_key_is_asked_for_and_shows_its_own_jobs_alone(page: Page, tmp_path: P
         expect(page.get_by_role("link", name="of-ann")).to_be_visible()
         assert page.get_by_text("of-bob").count() == 0
         page.reload()
-        expect(page.get_by_role("link", name="of-ann")).to_be_visible()
+        page.get_by_role("link", name="of-ann").click()
+        saves(page, "report.md", "# A report\n")
         assert page.evaluate("localStorage.length === 0 && document.cookie === ''")

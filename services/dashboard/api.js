@@ -24,11 +24,12 @@ export const get = async (path) => (await request("GET", path)).json();
 export const getText = async (path) => (await request("GET", path)).text();
 export const post = async (path, body) => (await request("POST", path, body)).json();
 
-/** Save a file. A link would not carry the key. */
+/** Save a file. A link does not carry the key: with one, the file is fetched first. */
 export async function download(path, name) {
-  const url = URL.createObjectURL(await (await request("GET", path)).blob());
-  Object.assign(document.createElement("a"), { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+  const keyed = sessionStorage.getItem(KEY) !== null;
+  const href = keyed ? URL.createObjectURL(await (await request("GET", path)).blob()) : `.${path}`;
+  Object.assign(document.createElement("a"), { href, download: name }).click();
+  if (keyed) setTimeout(() => URL.revokeObjectURL(href), 60_000);
 }
 
 /** Ask for a key; every page that waits for one shares the question. `why` the one before did not do, if there was one. */

@@ -25,16 +25,17 @@ export function jobPage(redraw, id) {
   let [version, ended] = [null, false];
   charts.root.hidden = true;
 
-  async function act(action) {
+  async function tried(work) {
     refused.hidden = true;
     try {
-      await post(`/jobs/${id}/${action}`);
+      await work();
     } catch (error) {
       refused.hidden = false;
       refused.textContent = error instanceof Refused ? `${error.message} ${error.problem.remedy ?? ""}` : "The server does not answer.";
     }
-    await redraw();
   }
+  const act = (action) => tried(() => post(`/jobs/${id}/${action}`)).then(redraw);
+  const save = ({ name, url }) => tried(() => download(url, name.split("/").at(-1)));
 
   async function refresh() {
     const job = await get(`/jobs/${id}`);
@@ -48,7 +49,7 @@ export function jobPage(redraw, id) {
     ]);
     fill(parts.head, head(job, act));
     charts.update(series);
-    fill(parts.files, files.length ? fileTable(files) : null);
+    fill(parts.files, files.length ? fileTable(files, save) : null);
     if (version === null) fill(parts.config, configOf(job));
     if (files.some((file) => file.name === "report.md")) {
       fill(parts.report, h("h2", {}, "Report"), h("pre", { tabindex: 0 }, await getText(`/jobs/${id}/artifacts/report.md`)));
@@ -89,9 +90,8 @@ function head(job, act) {
   ];
 }
 
-function fileTable(files) {
-  const named = ({ name, url }) =>
-    h("button", { type: "button", class: "link", onclick: () => download(url, name.split("/").at(-1)) }, name);
+function fileTable(files, save) {
+  const named = (file) => h("button", { type: "button", class: "link", onclick: () => save(file) }, file.name);
   const rows = files.map((file) => [named(file), bytes(file.bytes), file.media_type]);
   return h("section", {}, h("h2", {}, "Files"), table("Files", ["Name", "Size", "Type"], rows));
 }
