@@ -56,9 +56,9 @@ def page(browser: Browser) -> Iterator[Page]:
     assert [line for line in wrong if "Failed to load resource" not in line] == []  # which is how a 404 is told
 
 
-def claimed(api: Parts, name: str, **changes: Any) -> Claim:
+def claimed(api: Parts, name: str) -> Claim:
     """A job that this test is the worker of."""
-    claim = api.jobs.claim(api.jobs.create(config(name, **changes)).id, "train", "test", 600)
+    claim = api.jobs.claim(api.jobs.create(config(name)).id, "train", "test", 600)
     assert claim is not None
     return claim
 
@@ -210,6 +210,30 @@ def test_a_job_is_paused_resumed_and_cancelled(page: Page, api: Parts) -> None:
     expect(page.get_by_role("listitem")).to_have_text(
         [re.compile(status) for status in ("running", *reversed(api.statuses(job_id)[:-1]))]
     )
+
+
+@in_browser
+def test_a_search_shows_its_trials(page: Page, api: Parts) -> None:
+    search = searching(api)
+    open_page(page, api, f"jobs/{search.id}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("best")
+    assert page.get_by_role("heading", name="Trials").count() == 0
+    api.jobs.create_trial(search, 0, config("best-0"))
+    page.get_by_role("table", name="Trials").get_by_role("link", name="best-0").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("best-0")
+
+
+def searching(api: Parts) -> Claim:
+    """A search that this test drives; where the API's reconciler was faster, another one."""
+    space, data = {"train.learning_rate": {"choices": [0.1, 0.2]}}, {"train": "text.txt", "validation_fraction": 0.1}
+    claim = None
+    while claim is None:
+        job_id = api.jobs.create(config("best", "search", search={"space": space}, data=data)).id
+        capture = api.jobs.claim(job_id, "precompute", "test", 600)
+        assert capture is not None
+        api.jobs.advance(capture, "search")
+        claim = api.jobs.claim(job_id, "search", "test", 600)
+    return claim
 
 
 @in_browser

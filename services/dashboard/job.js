@@ -3,6 +3,7 @@
 import { Refused, download, get, getText, post } from "./api.js";
 import { Charts, NAMES } from "./charts.js";
 import { bar, bytes, chip, duration, facts, fill, h, number, table, time } from "./elements.js";
+import { jobTable, newest } from "./jobs.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 /** What may be asked of a job, by its status. */
@@ -14,14 +15,15 @@ const TOLD = "status,warning,check";
 const ENDED_MS = 5000; // somebody may have it run again
 const LOG_LINES = 200;
 const POINTS = 400;
+const MOST_TRIALS = 100; // of the newest
 
 export function jobPage(redraw, id) {
-  const parts = Object.fromEntries(["head", "files", "report", "config"].map((name) => [name, h("div")]));
+  const parts = Object.fromEntries(["head", "trials", "files", "report", "config"].map((name) => [name, h("div")]));
   const charts = new Charts();
   const events = new Events(id);
   const log = new Log(id);
   const refused = h("p", { class: "error", role: "alert", hidden: true });
-  const element = h("div", {}, parts.head, refused, charts.root, parts.report, parts.files, events.root, log.root, parts.config);
+  const element = h("div", {}, parts.head, refused, parts.trials, charts.root, parts.report, parts.files, events.root, log.root, parts.config);
   let [version, ended] = [null, false];
   charts.root.hidden = true;
 
@@ -37,8 +39,14 @@ export function jobPage(redraw, id) {
   const act = (action) => tried(() => post(`/jobs/${id}/${action}`)).then(redraw);
   const save = ({ name, url }) => tried(() => download(url, name.split("/").at(-1)));
 
+  async function showTrials() {
+    const [trials] = await newest(MOST_TRIALS, { parent: id });
+    fill(parts.trials, trials.length ? [h("h2", {}, "Trials"), jobTable("Trials", trials)] : null);
+  }
+
   async function refresh() {
     const job = await get(`/jobs/${id}`);
+    if (job.kind === "search") await showTrials();
     if (job.version === version) return;
     ended = ENDED.includes(job.status);
     const [{ series }, { data: files }] = await Promise.all([

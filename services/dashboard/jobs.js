@@ -18,20 +18,21 @@ export function jobsPage(redraw) {
     list, more);
 
   async function refresh() {
-    const [jobs, cursor] = await newest(wanted, status.value);
+    const [jobs, cursor] = await newest(wanted, { status: status.value });
     more.hidden = cursor === null;
-    fill(list, jobs.length ? table("Jobs", HEADS, jobs.map(row)) : nothing(status.value));
+    fill(list, jobs.length ? jobTable("Jobs", jobs) : nothing(status.value));
   }
   return { element, refresh };
 }
 
-/** So many jobs as there are, and where the others begin; a page of the API may be short and have others after it. */
-async function newest(count, status) {
+export const jobTable = (caption, jobs) => table(caption, HEADS, jobs.map(row));
+
+/** As many jobs as there are, and where the others begin; a page of the API may be short and have others after it. */
+export async function newest(count, filters) {
   let [jobs, cursor] = [[], ""];
   while (jobs.length < count && cursor !== null) {
-    const query = new URLSearchParams({ limit: Math.min(count - jobs.length, 100) });
-    if (cursor) query.set("cursor", cursor);
-    if (status) query.set("status", status);
+    const known = Object.entries({ ...filters, cursor }).filter(([, value]) => value);
+    const query = new URLSearchParams([["limit", Math.min(count - jobs.length, 100)], ...known]);
     const page = await get(`/jobs?${query}`);
     jobs = jobs.concat(page.data);
     cursor = page.next_cursor;
