@@ -316,9 +316,11 @@ def test_every_page_fits_a_telephone(browser: Browser, api: Parts, path: str, sc
 
 @in_browser
 def test_a_server_that_is_away_is_said_and_waited_for(page: Page, api: Parts) -> None:
-    open_page(page, api)
-    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    open_page(page, api, f"jobs/{api.jobs.create(config('away')).id}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("away")
     page.context.set_offline(True)
+    page.get_by_text("Log", exact=True).click()
+    expect(page.locator("details pre").first).to_contain_text("fetch")
     expect(page.get_by_role("status")).to_have_text("The server does not answer; trying again.")
     page.context.set_offline(False)
     expect(page.get_by_role("status")).to_have_text("")

@@ -137,7 +137,8 @@ function sentence(type, data) {
 class Log {
   constructor(id) {
     Object.assign(this, { id, text: h("pre", { tabindex: 0 }) });
-    this.root = h("details", { ontoggle: () => this.refresh() }, h("summary", {}, "Log"), this.text);
+    const read = () => this.refresh().catch((error) => { this.text.textContent = error.message; });
+    this.root = h("details", { ontoggle: read }, h("summary", {}, "Log"), this.text);
   }
 
   async refresh() {
