@@ -172,7 +172,7 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Any) -> Response:
-    if error.status_code == 405:
+    if error.status_code == 405:  # files of a mounted folder name no methods: they are there to be read
         allowed = ", ".join(sorted(_allowed_methods(request))) or (error.headers or {}).get("Allow", "GET, HEAD")
         return respond(
             request,

@@ -40,9 +40,10 @@ export class Charts {
       const names = chart.names.filter((name) => this.series.get(name)?.steps.length);
       if (!names.length) continue;
       const drawn = this.drawn.get(chart);
-      if (drawn?.names.join() === names.join()) drawn.plot.setData(this.data(names));
-      else this.draw(chart, names);
-      this.describe(chart, names);
+      if (drawn?.names.join() === names.join()) {
+        drawn.plot.setData(this.data(names));
+        this.describe(chart, names);
+      } else this.draw(chart, names);
     }
     this.root.hidden = !this.drawn.size;
   }
@@ -54,6 +55,7 @@ export class Charts {
     const plot = new uPlot(this.options(names, chart.log || this.log.checked), this.data(names), figure);
     this.drawn.set(chart, { figure, names, plot });
     if (!known) this.box.append(...CHARTS.flatMap((each) => this.drawn.get(each)?.figure ?? []));
+    this.describe(chart, names);
     this.fit();
   }
 
@@ -85,8 +87,13 @@ export class Charts {
     const smoothed = (name) => this.smooth.checked && !name.startsWith("validation_");
     return uPlot.join(names.map((name) => {
       const { steps, values } = this.series.get(name);
-      return [steps, smoothed(name) ? smooth(values) : values];
+      return [steps, this.above(smoothed(name) ? smooth(values) : values)];
     }));
+  }
+
+  /** A logarithm knows no zero: where it is asked for, what does not lie above is left out. */
+  above(values) {
+    return this.log.checked ? values.map((value) => (value > 0 ? value : null)) : values;
   }
 
   /** What the picture shows, in words. */

@@ -25,12 +25,11 @@ export function fill(box, ...children) {
 
 /** A table in a box that scrolls by itself where the window is narrow. */
 export function table(caption, heads, rows) {
-  const cell = (content) => h("td", typeof content === "number" ? { class: "number" } : {}, content ?? "");
   return h("div", { class: "scroll" },
     h("table", {},
       h("caption", { class: "hidden" }, caption),
       h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell ?? "")))))));
 }
 
 /** Terms and what they are; those that are not known are left out. */
