@@ -87,12 +87,12 @@ def unpack(
     symbols: NDArray[np.uint8], bits: NDArray[np.uint8], counts: NDArray[Any], entries: NDArray[Any]
 ) -> NDArray[np.int64]:
     """The ranks (E,) of whole sequences end to end; the inverse of ``pack``, for any sequences in any order."""
-    length = _BITS[symbols]
+    length = _BITS.take(symbols)  # take, and words of their own: either is twice as fast as what indexing does here
     place, _ = _bit_places(length, entries)
     padded = np.concatenate([bits, np.zeros(4, np.uint8)])
-    words: NDArray[np.uint32] = np.ndarray(len(bits) + 1, "<u4", padded, strides=(1,))  # the four bytes from each on
-    low = (words[place >> 3] >> (place & 7).astype(np.uint32)) & _MASK[length]
-    running = np.cumsum(_BASE[symbols] + low, dtype=np.int64)
+    words: NDArray[np.uint32] = np.ndarray(len(bits) + 1, "<u4", padded, strides=(1,)).copy()  # four bytes from each on
+    low = (words.take(place >> 3) >> (place & 7).astype(np.uint32)) & _MASK.take(length)
+    running = np.cumsum(_BASE.take(symbols) + low, dtype=np.int64)
     first = offsets_of(counts)[:-1]
     before = np.concatenate([np.zeros(1, np.int64), running])[first]
     ranks: NDArray[np.int64] = running - np.repeat(before, counts)

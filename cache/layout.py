@@ -8,6 +8,7 @@ and coded as gaps (``cache.idcode``), and their log-probabilities go with them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,8 @@ def token_order(classes: NDArray[np.uint8], codec: Codec) -> NDArray[Any]:
     return order_of(classes).astype(id_dtype(codec.vocabulary_size))
 
 
-def _plain(codec: Codec) -> list[str]:
-    """The columns that are stored as they are, a row a position."""
+@functools.cache
+def _plain(codec: Codec) -> tuple[str, ...]:
+    """The columns that are stored as they are, a row a position; asked for with every sequence."""
     coded = {"head_ids", "head_logprobs", "tail_ids", "tail_logprobs"}
-    return [name for name in codec.schema() if name not in coded]
+    return tuple(name for name in codec.schema() if name not in coded)

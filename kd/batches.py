@@ -270,12 +270,20 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
 
 
 def training_batches(source: Source, options: TrainConfig, steps: range) -> Iterator[list[Batch]]:
-    """For each step its micro-batches, read ahead of the consumer in threads; epoch e reads draw e.
+    """For each step its micro-batches, read ahead of the consumer where there are threads for it; epoch e reads draw e.
 
     What ``options.order`` asks for and the source lacks is refused here, before the first step.
     """
     load = partial(_step, source, options, arrangement(source, options, steps))
-    return _read_ahead(load, steps, options.dataloader_num_workers, options.dataloader_prefetch_factor)
+    if workers := loader_threads(options):
+        return _read_ahead(load, steps, workers, options.dataloader_prefetch_factor)
+    return (load(step) for step in steps)
+
+
+def loader_threads(options: TrainConfig) -> int:
+    """Threads that read ahead: as many as the job says, else one where a GPU trains and none where a CPU does."""
+    said = options.dataloader_num_workers
+    return int(torch.cuda.is_available()) if said is None else said
 
 
 def _step(source: Source, options: TrainConfig, arrange: Arrangement, step: int) -> list[Batch]:

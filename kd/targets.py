@@ -213,11 +213,11 @@ class SparseTarget:
 
     def at(self, s_NV: Tensor) -> Tensor:
         """s of each entry, (E,)."""
-        return s_NV.reshape(-1)[self._places(s_NV.shape[1])]
+        return _picked(s_NV.reshape(-1), self._places(s_NV.shape[1]))
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Each position's value for each of its entries, (E,)."""
-        return values_N[self.rows_E]
+        return _picked(values_N, self.rows_E)
 
     def expected_N(self, s_NV: Tensor) -> Tensor:
         """sum_i w_i s_i of each position, float64."""
@@ -247,7 +247,8 @@ class SparseTarget:
     @cached_property
     def _bounds(self) -> list[int]:
         """The offsets on the host: one wait for the device, not one a chunk."""
-        return [int(offset) for offset in self.offsets_N1.tolist()]
+        bounds: list[int] = self.offsets_N1.tolist()
+        return bounds
 
     @cached_property
     def rows_E(self) -> Tensor:
@@ -343,10 +344,10 @@ class _Entries:
         return self.tail_count_N > 0
 
     def over_head(self, values_N: Tensor) -> Tensor:
-        return values_N[self._row_H]
+        return _picked(values_N, self._row_H)
 
     def over_tail(self, values_N: Tensor) -> Tensor:
-        return values_N[self._row_M]
+        return _picked(values_N, self._row_M)
 
     @cached_property
     def _row_H(self) -> Tensor:
@@ -428,10 +429,18 @@ def _rows(counts_N: Tensor, like_E: Tensor) -> Tensor:
     return torch.arange(len(counts_N), device=like_E.device).repeat_interleave(counts_N, output_size=len(like_E))
 
 
+def _picked(values_N: Tensor, places_E: Tensor) -> Tensor:
+    """``values_N[places_E]``.
+
+    ``index_select`` takes a third of the time on a CPU, but sums its gradient in any order on a GPU.
+    """
+    return values_N[places_E] if values_N.requires_grad else values_N.index_select(0, places_E)
+
+
 def _places(starts_N: Tensor, counts_N: Tensor, row_E: Tensor) -> Tensor:
     """start, start + 1, ... of each position, end to end; ``row_E`` is the position of each."""
     before_N = counts_N.cumsum(0) - counts_N
-    return (starts_N - before_N)[row_E] + torch.arange(len(row_E), device=row_E.device)
+    return _picked(starts_N - before_N, row_E) + torch.arange(len(row_E), device=row_E.device)
 
 
 # ---------------------------------------------------------------------- the k most probable, and the rest

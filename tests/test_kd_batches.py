@@ -24,6 +24,7 @@ from kd.batches import (
     by_difficulty,
     by_length,
     cut_to_text,
+    loader_threads,
     make_batch,
     mean_entropies,
     shuffled,
@@ -156,10 +157,30 @@ def reading_threads() -> list[threading.Thread]:
 
 
 def test_leaving_early_ends_the_reading_thread():
-    batches = training_batches(Numbered(20), options(4, 1, 0), range(100))
+    batches = training_batches(Numbered(20), options(4, 1, 0, dataloader_num_workers=1), range(100))
     next(batches)
+    assert reading_threads()
     batches.close()
     assert not reading_threads()
+
+
+@pytest.mark.parametrize("said, gpu, threads", [(None, False, 0), (None, True, 1), (0, True, 0), (3, False, 3)])
+def test_without_a_number_a_thread_reads_ahead_of_a_gpu_alone(said, gpu, threads, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert loader_threads(options(1, 1, 0, dataloader_num_workers=said)) == threads
+
+
+@pytest.mark.parametrize("said", [None, 0])
+def test_beside_a_cpu_a_step_is_read_when_it_is_asked_for(said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    read: list[int] = []
+    batches = training_batches(
+        Watched(64, before=read.append), options(1, 1, 3, dataloader_num_workers=said), range(30)
+    )
+    assert not read
+    found = [numbers(next(batches)[0]) for _ in range(3)]
+    assert read == [index for (index,) in found] and not reading_threads()
+    assert found == [step_indices(64, 1, 3, step).tolist() for step in range(3)]
 
 
 def test_held_out_sequences_come_in_order_and_once():
@@ -240,7 +261,9 @@ def test_an_error_among_many_threads_surfaces_at_its_step_and_ends_them():
 def test_leaving_early_does_not_read_what_was_ahead():
     read: list[int] = []
     source = Watched(64, before=lambda index: (read.append(index), time.sleep(0.02)))
-    batches = training_batches(source, options(1, 1, 0, dataloader_prefetch_factor=64), range(64))
+    batches = training_batches(
+        source, options(1, 1, 0, dataloader_num_workers=1, dataloader_prefetch_factor=64), range(64)
+    )
     next(batches)
     batches.close()
     assert len(read) <= 4 and not reading_threads()
@@ -266,9 +289,9 @@ def test_the_wait_for_data_is_counted_and_nothing_else():
 def test_a_starved_consumer_waits_for_a_slow_source_and_a_slow_one_does_not():
     """Through the real threads: what is read while the consumer works is not waited for."""
     source = Watched(64, before=lambda _: time.sleep(0.02))
-    starved = Waited(training_batches(source, options(1, 1, 0), range(10)))
+    starved = Waited(training_batches(source, options(1, 1, 0, dataloader_num_workers=1), range(10)))
     assert len(list(starved)) == 10 and starved.seconds > 0.8 * 10 * 0.02
-    fed, waits = Waited(training_batches(source, options(1, 1, 0), range(10))), []
+    fed, waits = Waited(training_batches(source, options(1, 1, 0, dataloader_num_workers=1), range(10))), []
     for _ in fed:
         waits.append(fed.last)
         time.sleep(0.06)

@@ -319,7 +319,7 @@ BOUNDS = [
     ("train.compile", ["fast", 1], ["none", "default", "reduce-overhead", "max-autotune", True, False]),
     ("train.logits_chunk", [0, 1_048_577], [1, None]),
     ("train.order", ["random"], ["shuffled", "length", "curriculum"]),
-    ("train.dataloader_num_workers", [0, 65], [1, 64]),
+    ("train.dataloader_num_workers", [-1, 65], [0, 64]),
     ("train.dataloader_prefetch_factor", [0, 65], [1, 64]),
     ("train.report_to", ["wandb", ["wand"]], [[], ["tensorboard", "wandb", "mlflow", "trackio"]]),
     ("train.trace_steps", [-1, 1001], [0, 1000]),

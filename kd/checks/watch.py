@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kd.batches import loader_threads
 from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 
@@ -156,7 +157,7 @@ class Watch:
         train = self._train
         message = f"The last {WINDOW} steps waited for data {share:.0%} of their time."
         remedy = (
-            f"Raise train.dataloader_num_workers (now {train.dataloader_num_workers}) or dataloader_prefetch_factor "
+            f"Raise train.dataloader_num_workers (now {loader_threads(train)}) or dataloader_prefetch_factor "
             f"(now {train.dataloader_prefetch_factor}), or put the cache on a faster disk."
         )
         return Verdict("starvation", False, message, remedy, {"share": share})

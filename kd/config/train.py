@@ -161,8 +161,14 @@ class TrainConfig(Section):
             "entropy of the teacher in the first epoch, shuffled after it."
         ),
     )
-    dataloader_num_workers: int = Field(
-        1, ge=1, le=64, description="Threads that read and decode batches ahead of the step."
+    dataloader_num_workers: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description=(
+            "Threads that read and decode batches ahead of the step; 0 reads them in the step. Without a value 1 for a "
+            "GPU, 0 for a CPU: there the step has all cores, and a thread beside it takes more than it gives."
+        ),
     )
     dataloader_prefetch_factor: int = Field(2, ge=1, le=64, description="Steps that each of them may be ahead.")
     dataloader_pin_memory: bool = Field(True, description="Copy batches to a GPU from pinned memory.")
