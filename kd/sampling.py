@@ -131,19 +131,20 @@ class Sampler:
         positions, vocabulary = s_NV.shape
         step = _rows_a_pass(s_NV)
         sizes = self._room(s_NV)
-        room_2nV = s_NV.new_empty(2, min(step, positions), vocabulary)
+        room_nV = s_NV.new_empty(min(step, positions), vocabulary)
         for start in range(0, positions, step):
             rows = slice(start, min(start + step, positions))
-            s_nV, p_nV = room_2nV[:, : rows.stop - rows.start].unbind()
+            s_nV, size_nJB, largest_nJ = room_nV[: rows.stop - start], sizes.size_NJB[rows], sizes.largest_NJ[rows]
+            size_nV = size_nJB.flatten(1)[:, :vocabulary]
             torch.clamp(s_NV[rows], min=LOWEST, out=s_nV)
-            torch.softmax(s_nV, -1, out=p_nV)
-            sizes.lse_N[rows] = s_nV.amax(-1) - p_nV.amax(-1).log()
-            sizes.entropy_N[rows] = sizes.lse_N[rows] - by_row(torch.linalg.vecdot, p_nV, s_nV)
+            torch.softmax(s_nV, -1, out=size_nV)
+            torch.amax(size_nJB, -1, out=largest_nJ)
+            sizes.lse_N[rows] = s_nV.amax(-1) - largest_nJ.amax(-1).log()
+            sizes.entropy_N[rows] = sizes.lse_N[rows] - by_row(torch.linalg.vecdot, size_nV, s_nV)
             if self.codec.profile == "tempered":
                 proposals = [torch.softmax(s_nV * beta, -1) for beta in self.codec.proposal_betas]
-                torch.mean(torch.stack(proposals), 0, out=p_nV)
-            sizes.size_NJB[rows].flatten(1)[:, :vocabulary] = p_nV
-            torch.amax(sizes.size_NJB[rows], -1, out=sizes.largest_NJ[rows])
+                torch.mean(torch.stack(proposals), 0, out=size_nV)
+                torch.amax(size_nJB, -1, out=largest_nJ)
         _require_finite(sizes)
         return sizes
 
@@ -204,7 +205,7 @@ def _require_finite(sizes: Sizes | BlockSizes) -> None:
 def _tail(sizes: Sizes | BlockSizes, chance: Chance, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Counts (N,) and ids (M, E), ascending within a record and draw, from the sizes that are left."""
     order_J = chance.order_J
-    running_NJ = sizes.sums_NJ[:, order_J].cumsum(1, dtype=torch.float64)
+    running_NJ = sizes.sums_NJ.index_select(1, order_J).cumsum(1, dtype=torch.float64)
     rest_N = running_NJ[:, -1]
     # Where all of the vocabulary is known or head, nothing is left to draw from.
     count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
@@ -257,8 +258,8 @@ def _by_blocks(
     block_M = block_Nm[drawn_Nm]
     inside_MB = sizes.of_blocks(drawn_Nm.nonzero()[:, 0], order_J[block_M]).double().cumsum(-1)
     offset_M1 = (points_Nm - before_Nm)[drawn_Nm][:, None]
-    last_M = (inside_MB < inside_MB[:, -1:]).sum(-1)
-    return block_M * BLOCK + torch.minimum(torch.searchsorted(inside_MB, offset_M1, right=True)[:, 0], last_M)
+    place_M, last_M = (inside_MB <= offset_M1).sum(-1), (inside_MB < inside_MB[:, -1:]).sum(-1)
+    return block_M * BLOCK + torch.minimum(place_M, last_M)
 
 
 def by_row(reduce: Callable[..., Tensor], *rows_NV: Tensor) -> Tensor:
