@@ -18,7 +18,9 @@ over positions, not bias. Entropies are rounded so too, in proportion to themsel
                          top_logprobs     uint16    steps of 2^-11 nats
                          residual         uint16    log of the mass outside the k: steps of 2^-11 nats
     dense                logprobs         float16 or float32    (P, V)
-    hidden               hidden           int8 or int16         (P, D): multiples of hidden_scale (P,)
+    hidden               hidden           int8 or int16         (P, D): multiples of hidden_scale (P,); in int8 not of
+                                                                the state h itself, but of its cosines z: h = z C
+                                                                with C the orthonormal DCT-II (``cosine_basis``)
 
     P   positions with a record    H, M   head and tail entries    K   always_keep ids    G   nodes    E   draws
 """
@@ -118,6 +120,11 @@ class Codec:
         return TAIL_STEP
 
     @property
+    def cosines(self) -> bool:
+        """Whether hidden states are kept as their cosines: one scale suits them all, where few bits must do."""
+        return self.profile == "hidden" and self.bits == 8
+
+    @property
     def _count_dtype(self) -> np.dtype[Any]:
         """The type of ``head_count`` and ``tail_count``."""
         return np.dtype(np.uint8 if self.threshold >= 1 / 255 else np.uint16)
@@ -185,7 +192,7 @@ class Codec:
     def encode_hidden(
         self, known_logprobs: NDArray[Any], entropy: NDArray[Any], hidden: NDArray[Any], places: Places
     ) -> Records:
-        """The columns of hidden records: ``hidden`` (P, D) float32."""
+        """The columns of hidden records: ``hidden`` (P, D) float32, the cosines of the states where those are kept."""
         columns = self._common(known_logprobs, entropy, places)
         dtype = np.int8 if self.bits == 8 else np.int16
         scale = np.maximum(np.abs(hidden).max(axis=1), np.finfo(np.float32).tiny) / np.iinfo(dtype).max
@@ -293,6 +300,16 @@ def stochastic_steps(logprobs: NDArray[Any], step: float, draws: NDArray[np.floa
     takes_upper = draws < (np.exp((upper - steps) * step) - bottom) / (1.0 - bottom)
     below: NDArray[np.int64] = (upper + ~takes_upper).astype(np.int64)
     return below
+
+
+def cosine_basis(width: int) -> NDArray[np.float64]:
+    """C, (D, D): the orthonormal DCT-II, whose rows are cosines along the width; z = h C^T, and h = z C.
+
+    A coordinate that is far larger than the others is spread over all of z. So are they by a random or a Hadamard
+    rotation (QuaRot, arXiv 2404.00456), which keep an error no smaller here and need a seed or a power of two.
+    """
+    k, n = np.arange(width)[:, None], np.arange(width)[None]
+    return np.sqrt(np.where(k == 0, 1.0, 2.0) / width) * np.cos(np.pi * k * (n + 0.5) / width)
 
 
 def fixed_point(values: NDArray[Any], step: float, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:

@@ -32,8 +32,15 @@ FORMAT = "potstill-cache"
 FORMAT_VERSION = 2
 #: Version of sampling and rounding: part of the identity, because it changes the bytes.
 CODEC_VERSION = 2
+#: The same of hidden states in int8, which since then are kept as cosines.
+COSINES_VERSION = 3
 #: Bits that a number of these profiles may have.
 _BITS = {"dense": (16, 32), "hidden": (8, 16)}
+
+
+def codec_version(profile: str, bits: int) -> int:
+    """The codec version that this program writes and reads, for records of ``profile`` with numbers of ``bits``."""
+    return COSINES_VERSION if (profile, bits) == ("hidden", 8) else CODEC_VERSION
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,8 @@ class CodecIdentity:
 
     ``threshold`` is a probability; ``temperatures`` the range (T min, T max) of profile tempered; ``always_keep`` the
     ids kept at every position; ``draws`` the independent tail samples of each; ``k`` and ``bits`` the size of topk and
-    the precision of dense and hidden. Raises ``ValueError`` for a profile that does not exist or a number out of range.
+    the precision of dense and hidden; a ``version`` of 0 becomes the present one. Raises ``ValueError`` for a profile
+    that does not exist or a number out of range.
     """
 
     profile: str
@@ -86,9 +94,10 @@ class CodecIdentity:
     bits: int = 0
     seed: int = 0
     shard_sequences: int = 256
-    version: int = CODEC_VERSION
+    version: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.version or codec_version(self.profile, self.bits))
         if self.profile not in PROFILES:
             raise ValueError(f"codec.profile must be one of {', '.join(PROFILES)}, but got {self.profile!r}.")
         if PROFILES[self.profile].sampled and not SMALLEST_THRESHOLD <= self.threshold < 1:
@@ -267,7 +276,8 @@ class Manifest:
         _require(content.pop("format", None) == FORMAT, where, f"format must be {FORMAT!r}")
         _require(content.pop("version", None) == FORMAT_VERSION, where, f"version must be {FORMAT_VERSION}")
         manifest: Manifest = parse(cls, content, where)
-        _refuse_other("codec", manifest.identity.codec.version, CODEC_VERSION, where)
+        codec = manifest.identity.codec
+        _refuse_other("codec", codec.version, codec_version(codec.profile, codec.bits), where)
         expected = [len(manifest.identity.shard_range(index)) for index in range(manifest.identity.shard_count)]
         _require([shard.sequences for shard in manifest.shards] == expected, where, "shards must hold every sequence")
         return manifest

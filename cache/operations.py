@@ -18,7 +18,7 @@ import numpy as np
 from cache.disk import TEMPORARY, files_below, locked, remove, storage_errors, sync
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.inspection import stored_shards
-from cache.manifest import CODEC_VERSION, FORMAT_VERSION, CacheIdentity, canonical_json, differences
+from cache.manifest import FORMAT_VERSION, CacheIdentity, canonical_json, codec_version, differences
 from cache.records import Records, Sequences
 from cache.store import HEAD, MANIFEST, Cache, capture, open_cache, verify
 
@@ -289,7 +289,8 @@ def _is_older(folder: Path) -> bool:
     document = json.loads((folder / MANIFEST).read_bytes())
     if document["version"] != FORMAT_VERSION:
         return bool(document["version"] < FORMAT_VERSION)
-    return bool(document["identity"]["codec"]["version"] < CODEC_VERSION)
+    codec = document["identity"]["codec"]
+    return bool(codec["version"] < codec_version(codec["profile"], codec["bits"]))
 
 
 def _last_written(folder: Path) -> float:

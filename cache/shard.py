@@ -212,9 +212,10 @@ class Folder:
         if start == stop:
             return np.empty((0, *self._array(name).shape[1:]), self._array(name).dtype)
         size = self._chunk_rows(name)
-        first = start // size
-        parts = [self._chunk(name, number) for number in range(first, (stop - 1) // size + 1)]
-        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        first, last = start // size, (stop - 1) // size
+        if first == last:
+            return self._chunk(name, first)[start - first * size : stop - first * size]
+        joined = np.concatenate([self._chunk(name, number) for number in range(first, last + 1)])
         return joined[start - first * size : stop - first * size]
 
     def _array(self, name: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cache.codec import cosine_basis
 from kd.losses import LossTerms, Objective
 from kd.models import Head
 from kd.targets import DenseTarget, HiddenTarget, SparseTarget, Targets, TopTarget
@@ -104,7 +105,10 @@ def _of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tensor]:
 def _teacher_logits(target: DenseTarget | HiddenTarget) -> Tensor:
     if isinstance(target, DenseTarget):
         return target.logprobs_NV.double()
-    return target.head.logits(target.hidden_ND.double() * target.scale_N.double()[:, None])
+    states_ND = target.hidden_ND.double() * target.scale_N.double()[:, None]
+    if target.cosines:
+        states_ND = states_ND @ torch.from_numpy(cosine_basis(states_ND.shape[1])).to(states_ND.device)
+    return target.head.logits(states_ND)
 
 
 def _of_all(objective: Objective, logp_NV: Tensor, logq_NV: Tensor) -> Tensor:

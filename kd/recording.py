@@ -16,6 +16,7 @@ from cache.codec import Codec, Places, bfloat16_bits
 from cache.profiles import PROFILES
 from cache.records import Records
 from kd.block_sizes import LOWEST
+from kd.cosines import to_cosines
 from kd.errors import ModelError
 from kd.models import Head
 from kd.sampling import Chance, Sampler, by_row, joined, log_sum
@@ -89,7 +90,7 @@ class Recorder:
         if not torch.isfinite(entropy_N).all():
             remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
             raise ModelError("The teacher's logits are NaN or infinite.", remedy)
-        kept = {"topk": self._top, "dense": lambda _, logp_NV: (logp_NV,), "hidden": lambda h_ND, _: (h_ND.float(),)}
+        kept = {"topk": self._top, "dense": lambda _, logp_NV: (logp_NV,), "hidden": self._state}
         own = kept[self.codec.profile](hidden_ND, logp_NV)
         return tuple(each.cpu().numpy() for each in (logp_NV.gather(1, gold_N[:, None]), entropy_N, *own))
 
@@ -98,6 +99,11 @@ class Recorder:
         top_Nk, ids_Nk = logp_NV.topk(self.codec.k, dim=1)
         rest_N = by_row(log_sum, logp_NV.scatter(1, ids_Nk, -torch.inf))
         return ids_Nk, top_Nk, rest_N
+
+    def _state(self, hidden_ND: Tensor, _: Tensor) -> tuple[Tensor]:
+        """The states, or their cosines, in float32."""
+        states_ND = hidden_ND.float()
+        return (to_cosines(states_ND) if self.codec.cosines else states_ND,)
 
     def _whole(self, parts: list[tuple[np.ndarray, ...]], places: Places) -> Records:
         known, entropy, *own = (np.concatenate(column) for column in zip(*parts, strict=True))

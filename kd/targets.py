@@ -27,6 +27,7 @@ from torch import Tensor
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
 from cache.profiles import FORWARD_KL, PROFILES, unserved
 from kd.batches import Source
+from kd.cosines import from_cosines
 from kd.models import Head
 from kd.precision import float32_products
 
@@ -171,7 +172,8 @@ class TargetDecoder:
                 return DenseTarget(columns["logprobs"], number(temperature))
             case _:
                 assert self.head is not None, "a hidden cache comes with its teacher's head"
-                return HiddenTarget(columns["hidden"], columns["hidden_scale"], self.head, number(temperature))
+                states = columns["hidden"], columns["hidden_scale"]
+                return HiddenTarget(*states, self.head, number(temperature), self.codec.cosines)
 
 
 # ---------------------------------------------------------------------- weighted entries
@@ -568,12 +570,13 @@ class DenseTarget:
 
 @dataclass(frozen=True)
 class HiddenTarget:
-    """The teacher's last hidden states, (N, D): multiples of ``scale_N`` in int8 or int16."""
+    """The teacher's last hidden states, (N, D), or their ``cosines``: multiples of ``scale_N`` in int8 or int16."""
 
     hidden_ND: Tensor
     scale_N: Tensor
     head: Head
     temperature: float
+    cosines: bool = False
 
     @property
     def whole(self) -> bool:
@@ -582,7 +585,8 @@ class HiddenTarget:
 
     def states(self, rows: slice, dtype: torch.dtype = torch.float32) -> Tensor:
         """The hidden states of positions ``rows``."""
-        return self.hidden_ND[rows].to(dtype) * self.scale_N[rows, None]
+        states_ND = self.hidden_ND[rows].to(dtype) * self.scale_N[rows, None]
+        return from_cosines(states_ND) if self.cosines else states_ND
 
     def chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> Distribution:
         """softmax(z / T) of positions ``rows``, with z the logits that the teacher's head makes of them."""

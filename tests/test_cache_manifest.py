@@ -234,6 +234,17 @@ def test_a_newer_codec_is_refused():
         Manifest.from_bytes(data, "manifest.json")
 
 
+def test_states_in_int8_have_a_codec_version_of_their_own():
+    """What is named by a fingerprint that there was before keeps it."""
+    versions = {("hidden", 8): 3, ("hidden", 16): 2, ("dense", 16): 2, ("topk", 0): 2}
+    for (profile, bits), version in versions.items():
+        assert CodecIdentity(profile, bits=bits, k=4).version == version
+    older = replace(IDENTITY, codec=CodecIdentity("hidden", bits=8, version=2))
+    data = replace(make_manifest(), identity=older, shards=()).to_bytes()
+    with pytest.raises(CacheMismatch, match="codec version 2 is older than 3"):
+        Manifest.from_bytes(data, "manifest.json")
+
+
 @pytest.mark.parametrize("what", ["format", "codec"])
 def test_an_older_version_is_refused_with_what_to_do(what):
     if what == "format":  # a manifest of the first format has other fields

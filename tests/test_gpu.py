@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cache.codec import Codec, Places, Sample
+from cache.codec import Codec, Places, Sample, cosine_basis
 from cache.records import Records
 from cache.store import verify
 from cache.testing import make_codec, make_identity, make_records, make_sequences
@@ -258,9 +258,11 @@ def test_the_teacher_s_head_loses_nothing_to_tf32(bits: int, precision: str) -> 
     hidden, weight_VD = real_states()
     positions, codec = np.arange(len(hidden)), Codec("hidden", len(weight_VD), bits=bits)
     places = Places(np.zeros_like(positions), positions)
-    records = codec.encode_hidden(np.zeros((len(hidden), 1)), np.zeros(len(hidden)), hidden, places)
+    basis = cosine_basis(hidden.shape[1]) if codec.cosines else np.eye(hidden.shape[1])
+    records = codec.encode_hidden(np.zeros((len(hidden), 1)), np.zeros(len(hidden)), hidden @ basis.T, places)
     columns = {name: torch.from_numpy(column).to(GPU) for name, column in records.columns.items()}
-    stored_ND = columns["hidden"].float() * columns["hidden_scale"][:, None]
+    coded_ND = columns["hidden"].double() * columns["hidden_scale"].double()[:, None]
+    stored_ND = (coded_ND @ torch.from_numpy(basis).to(GPU)).float()
     exact_NV = F.linear(stored_ND.double(), weight_VD.double().to(GPU)).log_softmax(1)
 
     torch.set_float32_matmul_precision(precision)  # the fixture sets it back

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cache.codec import cosine_basis
 from kd.dense_loss import dense_loss, dense_terms
 from kd.losses import Objective
 from kd.models import Head
@@ -97,11 +98,13 @@ def test_every_form_of_one_teacher_gives_one_loss() -> None:
     codes = torch.randint(-127, 128, (N, D), generator=generator).to(torch.int8)
     scale = torch.rand(N, generator=generator) / 60
     theirs = Head(torch.randn(V, D, generator=generator), None, 1.0, None, V)
+    cosines = torch.from_numpy(cosine_basis(D))
     z = (codes.double() * scale.double()[:, None]) @ theirs.weight.double().T
     p = z.softmax(1)
     top = p.topk(V - 1, 1)
     forms = [
         HiddenTarget(codes, scale, theirs, 1.0),
+        HiddenTarget(codes, scale, replace(theirs, weight=theirs.weight.double() @ cosines), 1.0, cosines=True),
         DenseTarget(z.log_softmax(1), 1.0),
         TopTarget(top.indices, top.values, 1 - top.values.sum(1)),
         SparseTarget(

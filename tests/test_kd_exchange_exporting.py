@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, cosine_basis
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
 from cache.store import Cache, capture, open_cache
@@ -55,6 +55,7 @@ def distribution(store: Cache, number: int) -> np.ndarray:
         logits = records["logprobs"].astype(np.float64)
     else:
         hidden = records["hidden"].astype(np.float64) * records["hidden_scale"][:, None]
+        hidden = hidden @ cosine_basis(hidden.shape[1]) if store.codec.cosines else hidden
         logits = hidden @ make_head(V)["weight"].T.astype(np.float64)
     return np.asarray(torch.softmax(torch.from_numpy(logits), 1))
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, cosine_basis
 from cache.manifest import CacheIdentity, DataIdentity
 from cache.profiles import PROFILES
 from cache.records import Records, Sequences
@@ -217,7 +217,7 @@ def test_dense_is_all_log_probabilities(bits: int) -> None:
 def test_hidden_states_give_the_teachers_logits_through_the_head_that_lies_beside_them(
     bits: int, seed: int, tmp_path: Path
 ) -> None:
-    """With and without bias, scale and soft cap; the rounding of h moves a logit by at most |w| times half a step."""
+    """With and without bias, scale and soft cap; rounding, of h or of its cosines, moves a logit by |w| half steps."""
     case = make_case("hidden", 300, seed, 1.0, bits=bits)
     store = case.written(tmp_path)
     sequences, records = store.read([0, 1, 2])
@@ -228,9 +228,11 @@ def test_hidden_states_give_the_teachers_logits_through_the_head_that_lies_besid
     assert isinstance(target, HiddenTarget)
     exact = torch.log_softmax(case.logits_NV.double(), 1)
     error = (target.chunk(slice(None)).p_NV.double().log() - exact).abs().max(1).values
-    h = case.hidden_SLD[torch.from_numpy(case.sequences.target_mask)].abs()
-    step = h.max(1).values / (254 if bits == 8 else 65_534)
-    assert (error <= 2 * step * case.head.weight.abs().sum(1).max() * case.head.scale + 1e-4).all()
+    h, weight = case.hidden_SLD[torch.from_numpy(case.sequences.target_mask)], case.head.weight
+    if bits == 8:
+        h, weight = (each @ torch.from_numpy(cosine_basis(7)).float().T for each in (h, weight))
+    step = h.abs().max(1).values / (254 if bits == 8 else 65_534)
+    assert (error <= 2 * step * weight.abs().sum(1).max() * case.head.scale + 1e-4).all()
 
 
 def test_a_head_in_bfloat16_is_kept_in_bfloat16(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from cache.codec import (
     Places,
     Sample,
     bfloat16_bits,
+    cosine_basis,
 )
 from cache.store import open_cache
 from cache.testing import make_cache, make_identity
@@ -497,12 +498,13 @@ def test_hidden_states_go_through_the_teachers_head(bits: int, head_bits: int) -
     }
     head = teacher_head(stored, V, CPU)
     found = TargetDecoder(codec, head).targets(gold_N, columns, 1.25).teacher.chunk(slice(5, 20))
-    hidden = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(2))[5:20].double()
+    basis = torch.from_numpy(cosine_basis(WIDTH)) if bits == 8 else torch.eye(WIDTH, dtype=torch.float64)
+    hidden = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(2))[5:20].double() @ basis
     weight_VD = weight_VD.bfloat16() if head_bits == 16 else weight_VD
     z = 4.0 * torch.tanh(1.5 * (hidden @ weight_VD.double().T + bias_V.double()) / 4.0)
     difference = found.p_NV.double().log() - torch.log_softmax(z / 1.25, 1)
     assert float(difference.abs().max()) < (0.1 if bits == 8 else 1e-3)  # what rounding the states leaves
-    exact = columns["hidden"][5:20].double() * columns["hidden_scale"][5:20, None].double()
+    exact = columns["hidden"][5:20].double() * columns["hidden_scale"][5:20, None].double() @ basis
     z = 4.0 * torch.tanh(1.5 * (exact @ weight_VD.double().T + bias_V.double()) / 4.0)
     torch.testing.assert_close(found.p_NV.double(), torch.softmax(z / 1.25, 1), rtol=1e-5, atol=1e-9)
 

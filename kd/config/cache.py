@@ -74,8 +74,7 @@ class CacheConfig(Section):
         "auto",
         description=(
             "Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or int16, auto = "
-            "int16; int8 is less than half the size, but where a teacher has outlier channels log-probabilities are "
-            "off by a tenth of a nat)."
+            "int16; int8 is little more than half the size, and log-probabilities are off by some hundredths of a nat)."
         ),
     )
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the sampling.")
