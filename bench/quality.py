@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from cache.codec import TOP_STEP, UNKNOWN, Codec
 from cache.manifest import CacheIdentity, Provenance
@@ -142,10 +143,11 @@ class Group:
     steps: int
     batch: int
     learning_rate: float
+    trained: bool = False  # before: they begin as the first group's students of cross-entropy only
 
 
 #: At T = 2 most of what is told is tail, so a sample is much noise, which slows a student that still has far to go: the
-#: second group's are trained until they hold what they can.
+#: second group's are trained until they hold what they can, the third's begin with trained weights, as most do.
 AT_ONE = Group(
     [
         Told("cross-entropy only", DENSE, {"alpha": 1.0}),
@@ -175,6 +177,14 @@ AT_TWO = Group(
     steps=800,
     batch=16,
     learning_rate=6e-3,
+)
+AT_TWO_TRAINED = Group(
+    [replace(told, name=f"{told.name}, trained before") for told in AT_TWO.told],
+    student=AT_ONE.student,
+    steps=400,
+    batch=16,
+    learning_rate=1e-3,
+    trained=True,
 )
 
 
@@ -219,21 +229,39 @@ def held_out(
     kept = (
         work / f"{told.name}, {arguments.steps or group.steps} x {group.batch} x {arguments.length}, seed {seed}.json"
     )
-    if kept.is_file():
+    if kept.is_file() and (told.loss["alpha"] < 1.0 or _trained_before(seed, work).is_dir()):
         return tuple(json.loads(kept.read_text()))
     job = make_job(told, group, arguments, seed)
     wanted = make_plan(job, *_text(arguments))
     store = open_cache(work / "caches" / wanted.identity.fingerprint)
     sealed = CachedRecords(store)
     source: Source = sealed if told.alter is None else Altered(sealed, told.alter)
-    torch.manual_seed(seed)
-    student = models.build_student(job.student, wanted.tokenizer, arguments.length)
+    student = begin(group, job, arguments, seed, work)
     with tempfile.TemporaryDirectory(dir=work) as run_dir:
         progress = train(job, source, student, wanted.identity.tokenizer.vocabulary_size, Path(run_dir), SILENT)
     assert progress.last_evaluation is not None
     found = float(progress.last_evaluation["validation_loss"]), entries_of(source), store.bytes_per_token
+    if told.loss["alpha"] == 1.0:
+        student.save_pretrained(_trained_before(seed, work))
     kept.write_text(json.dumps(found))
     return found
+
+
+def begin(group: Group, job: JobConfig, arguments: argparse.Namespace, seed: int, work: Path) -> PreTrainedModel:
+    """The student that every row of a seed begins with."""
+    torch.manual_seed(seed)
+    if not group.trained:
+        return models.build_student(job.student, _text(arguments)[0], arguments.length)
+    folder = _trained_before(seed, work)
+    if not folder.is_dir():
+        plain = AT_ONE.told[0]
+        capture_all(replace(AT_ONE, told=[plain]), arguments, work)
+        held_out(plain, AT_ONE, arguments, seed, work)
+    return models.load(folder, torch.float32)
+
+
+def _trained_before(seed: int, work: Path) -> Path:
+    return work / f"student of cross-entropy only, seed {seed}"
 
 
 @torch.no_grad()
@@ -330,7 +358,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        pages = [run(group, arguments, work) for group in (AT_ONE, AT_TWO)]
+        pages = [run(group, arguments, work) for group in (AT_ONE, AT_TWO, AT_TWO_TRAINED)]
     head = (
         f"{arguments.seeds} seeds, {arguments.sequences} training sequences of "
         f"{arguments.length} tokens, {platform.system()} {platform.machine()}, torch {torch.__version__}."
@@ -343,7 +371,7 @@ def main() -> None:
 
 def run(group: Group, arguments: argparse.Namespace, work: Path) -> str:
     """Train the students of a group, a seed after the other, and make their table."""
-    ends = ("cross-entropy only", "dense", "dense, T = 2")
+    ends = ("cross-entropy only", "dense", "dense, T = 2", "dense, T = 2, trained before")
     chosen = [told for told in group.told if arguments.only in told.name or told.name in ends]
     if len(chosen) <= len([told for told in chosen if told.name in ends]) and arguments.only:
         return ""
@@ -354,8 +382,9 @@ def run(group: Group, arguments: argparse.Namespace, work: Path) -> str:
         rows.append((told, [loss for loss, _, _ in found], *found[0][1:]))
         print(f"{told.name}: {', '.join(f'{loss:.4f}' for loss, _, _ in found)}", file=sys.stderr, flush=True)
     (layers, width), steps = group.student, arguments.steps or group.steps
+    before = ", trained before on cross-entropy only" * group.trained
     about = (
-        f"Students of {layers} layer{'s' * (layers > 1)} of {width}, {steps} steps of "
+        f"Students of {layers} layer{'s' * (layers > 1)} of {width}{before}, {steps} steps of "
         f"{group.batch * arguments.length:,} tokens, learning rate {group.learning_rate:g}."
     )
     return f"{about}\n\n{table(rows)}"
