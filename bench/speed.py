@@ -5,7 +5,8 @@
 
 task        the first variant, speed 1        what is compared with it
 capture     the teacher's bare forward        reading its records, of profile threshold and of profile tempered;
-                                              reading and sealing them on disk
+                                              reading and sealing them on disk, as a shard of one batch, which is the
+                                              dearest there is: a job's holds 256 sequences (the note below the table)
 step        cross-entropy on all logits       the fused head: on hard labels alone, on the teacher's records
 head        cross-entropy on all logits       the same without the model around it; torch's own chunked loss; on a GPU
                                               Liger's and cut cross-entropy where they are installed; records of profile
@@ -49,11 +50,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from measure import Machine, Row, extra_memory, fresh_processes, interleave, measure_machine, render
+from measure import Machine, Row, extra_memory, fresh_processes, interleave, measure_machine, render, seconds
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -162,15 +164,33 @@ def capture_task(sizes: Sizes, folder: Path) -> Task:
         "records read and sealed": seal,
         "tempered records read": partial(read, tempered),
     }
-    flops, about = forward_flops(sizes, model), partial(about_records, partial(read, threshold), tempered)
+    flops = forward_flops(sizes, model)
+
+    def about() -> str:
+        return f"{about_records(read(threshold), tempered)}; {about_sealing(sizes, folder, bare)}"
+
     return Task({name: Variant(run, flops) for name, run in runs.items()}, sizes.tokens, about)
 
 
-def about_records(read: Callable[[], Records], tempered: Teacher) -> str:
-    records = read()
+def about_records(records: Records, tempered: Teacher) -> str:
     heads, tails = (records.length(axis) / len(records) for axis in ("head", "tail"))
     entries = f"its records hold the next token, {heads:.1f} head and {tails:.1f} tail entries a token"
     return f"{entries}; tempered ones {tempered.recorder.nodes} nodes"
+
+
+def about_sealing(sizes: Sizes, folder: Path, bare: Run) -> str:
+    """What a shard of the size that a job's have costs to seal; its records are a small teacher's."""
+    sequences = one_document_each(sizes, CacheConfig().shard_sequences)
+    teacher = reader(frozen(sizes, SMALL), identity_of(sizes, sequences, "threshold"), sequences)
+    records = Records.concatenate(each for _, each in teacher.read(sequences, 0))
+
+    def seal(seed: int) -> None:
+        with capture(folder, identity_of(sizes, sequences, "threshold", seed)) as writer:
+            writer.write_shard(0, sequences, records)
+
+    taken = median(seconds(partial(seal, seed)) for seed in range(3))
+    share = taken / (seconds(bare) * len(sequences) / sizes.batch)
+    return f"a shard of {len(sequences)} sequences is sealed in {taken:.2f} s, {share:.2%} of their bare forward's time"
 
 
 def step_task(sizes: Sizes, folder: Path) -> Task:
