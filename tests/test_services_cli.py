@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from redis.exceptions import RedisError
 
 from cache.testing import make_cache
 from services.jobs import connect
+from services.terminal import client as terminal_client
 from services.terminal import demo
+from services.terminal.client import Client, Refused, Unreachable
 from services.terminal.follow import Display
 from tests.harness import ROOT, Parts, body, is_alive, wait_until
 
@@ -157,7 +160,8 @@ def test_a_watch_outlives_a_restart_of_the_api(new_parts: MakeParts) -> None:
     api = parts.start_api()
     job_id = parts.submit("quick")
     watch = start("watch", job_id, "--json", "--server", parts.settings.server)
-    time.sleep(1)
+    assert watch.stderr is not None
+    assert "queued" in watch.stderr.readline()  # it has found the job and follows it
     api.kill()
     api.wait()
     parts.start_worker()
@@ -166,6 +170,31 @@ def test_a_watch_outlives_a_restart_of_the_api(new_parts: MakeParts) -> None:
     assert watch.returncode == 0, errors
     assert json.loads(output)["status"] == "succeeded"
     assert errors.count("3/3 steps") == 1, "nothing is shown twice"
+
+
+def test_who_follows_a_job_waits_for_an_api_that_is_away(new_parts: MakeParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = new_parts()
+    path = "/jobs/" + parts.submit("quick")
+    with Client(parts.settings.server) as client, ThreadPoolExecutor(1) as follower:
+        ask = partial(client.get, path)
+        with pytest.raises(Unreachable):
+            ask()
+        answer = follower.submit(client.patiently, ask)
+        parts.start_api()
+        assert answer.result()["status"] == "queued"
+        parts.server.stop()
+        with pytest.raises(Refused, match="Redis"):
+            ask()
+        answer = follower.submit(client.patiently, ask)
+        parts.server.start()
+        assert answer.result()["status"] == "queued"
+        with pytest.raises(Refused, match="There is no job"):
+            client.patiently(partial(client.get, "/jobs/job_" + 26 * "0"))
+        monkeypatch.setattr(terminal_client, "PATIENCE_SECONDS", 0.1)
+        parts.server.stop()
+        with pytest.raises(Refused, match="Redis"):
+            client.patiently(ask)
+        parts.server.start()
 
 
 def test_without_a_server_the_exit_code_is_3() -> None:

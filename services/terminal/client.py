@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -14,9 +14,11 @@ import httpx
 from cache.errors import PotstillError
 from services.schemas import TERMINAL
 
-PATIENCE_SECONDS = 120.0
-RANGE_NOT_SATISFIABLE = 416
+#: How long a server may be away while a job is followed, and the pause before it is asked again.
+PATIENCE_SECONDS, AGAIN_SECONDS = 120.0, 0.5
+RANGE_NOT_SATISFIABLE, SERVER_ERROR = 416, 500
 ID_LENGTH = len("job_") + 26
+T = TypeVar("T")
 
 
 class Unreachable(PotstillError):
@@ -91,6 +93,17 @@ class Client:
             "Start one with `kd up`, or name another with --server or KD_SERVER.",
         )
 
+    def patiently(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` returns; a server that is away is asked again until it has been so for PATIENCE_SECONDS."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return ask()
+            except (Unreachable, Refused) as error:
+                if time.monotonic() > deadline or not _passes(error):
+                    raise
+            time.sleep(AGAIN_SECONDS)
+
     def job(self, name: str) -> dict[str, Any]:
         """The job with that id, with the only id that begins so, or the newest one for ``last``."""
         full = name if name.startswith("job_") else f"job_{name}"
@@ -129,9 +142,9 @@ class Client:
                     yield "status", job
                     return
             except (httpx.TransportError, Unreachable, Refused) as error:
-                if time.monotonic() > deadline or (isinstance(error, Refused) and error.status < 500):
+                if time.monotonic() > deadline or not _passes(error):
                     raise self._unreachable(error) if isinstance(error, httpx.TransportError) else error from None
-            time.sleep(0.5)
+            time.sleep(AGAIN_SECONDS)
 
     def _stream(self, job_id: str, last: str | None) -> Iterator[dict[str, str]]:
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
@@ -152,6 +165,11 @@ def _parse(lines: Iterator[str]) -> Iterator[dict[str, str]]:
         elif not line and "data" in event:
             yield event
             event = {}
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the server may only be away: a restart, or a Redis that does not answer it."""
+    return not isinstance(error, Refused) or error.status >= SERVER_ERROR
 
 
 def _checked(answer: httpx.Response) -> httpx.Response:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -195,15 +196,16 @@ def _act(action: str, name: str, server: str | None, as_json: bool) -> None:
 
 def _log_of(client: Client, job_id: str, follow: bool) -> Iterator[bytes]:
     """The log, and with ``follow`` what is added to it until the job has ended."""
-    place = 0
-    while True:
-        ended = not follow or client.get(f"/jobs/{job_id}")["status"] in EXIT_OF_STATUS
-        piece = client.bytes_from(f"/jobs/{job_id}/logs", place)
+    if not follow:
+        yield client.bytes_from(f"/jobs/{job_id}/logs", 0)
+        return
+    place, ended = 0, False
+    while not ended:
+        ended = client.patiently(partial(client.get, f"/jobs/{job_id}"))["status"] in EXIT_OF_STATUS
+        piece = client.patiently(partial(client.bytes_from, f"/jobs/{job_id}/logs", place))
         yield piece
         place += len(piece)
-        if ended:
-            return
-        time.sleep(FOLLOW_SECONDS)
+        time.sleep(0 if ended else FOLLOW_SECONDS)
 
 
 def _events_of(client: Client, job_id: str, types: str | None) -> Iterator[dict[str, Any]]:
@@ -231,7 +233,7 @@ def _follow(client: Client, job_id: str, as_json: bool) -> None:
     except KeyboardInterrupt:
         err.print(f"The job goes on. `kd watch {job_id}` follows it, `kd jobs cancel {job_id}` stops it.")
         raise
-    job = client.get(f"/jobs/{job_id}")
+    job = client.patiently(partial(client.get, f"/jobs/{job_id}"))
     if as_json:
         print_json(job)
     elif job["error"]:
