@@ -161,6 +161,16 @@ def test_the_child_gets_no_secrets_and_this_copy_of_the_code(service: Parts, mon
     assert environment["PYTHONPATH"] == str(ROOT)
 
 
+def test_a_library_s_progress_bar_stays_out_of_the_log() -> None:
+    bar = [sys.executable, "-c", "from tqdm.auto import tqdm; [*tqdm(range(3))]"]
+    shown, in_a_child = (
+        subprocess.run(bar, capture_output=True, text=True, env=environment).stderr
+        for environment in (os.environ | {"TQDM_DISABLE": ""}, child_environment())
+    )
+    assert "3/3" in shown
+    assert in_a_child == ""
+
+
 def test_kill_of_the_worker_leaves_no_orphan_and_loses_no_step(new_parts: MakeParts) -> None:
     parts = new_parts(lease_seconds=1.5)
     parts.start_api()

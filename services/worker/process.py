@@ -228,9 +228,12 @@ def start_child(settings: Settings, order: Order, environment: dict[str, str]) -
 
 
 def child_environment() -> dict[str, str]:
-    """The worker's environment without its secrets; the child imports this very copy of the packages."""
+    """The worker's environment without its secrets; the child imports this very copy of the packages.
+
+    Its output is a log: the libraries' progress bars, of which each step is a line there, stay out of it.
+    """
     kept = {name: value for name, value in os.environ.items() if KEPT_VARIABLES.fullmatch(name)}
-    return kept | package_environment()
+    return kept | {"TQDM_DISABLE": "1"} | package_environment()
 
 
 def module_command(module: str) -> list[str]:
