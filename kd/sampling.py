@@ -142,8 +142,7 @@ class Sampler:
             sizes.lse_N[rows] = s_nV.amax(-1) - largest_nJ.amax(-1).log()
             sizes.entropy_N[rows] = sizes.lse_N[rows] - by_row(torch.linalg.vecdot, size_nV, s_nV)
             if self.codec.profile == "tempered":
-                proposals = [torch.softmax(s_nV * beta, -1) for beta in self.codec.proposal_betas]
-                torch.mean(torch.stack(proposals), 0, out=size_nV)
+                mean_tempered_(size_nV, s_nV, self.codec.proposal_betas)
                 torch.amax(size_nJB, -1, out=largest_nJ)
         _require_finite(sizes)
         return sizes
@@ -176,7 +175,7 @@ class Sampler:
 def tail_logprobs(s_nV: Tensor, sizes: Sizes, rows: slice) -> Tensor:
     """Log-probabilities (n, V) of some rows' tails; ``LOWEST`` for known and head tokens, whose sizes are 0."""
     in_tail_nV = sizes.size_NJB[rows].flatten(1)[:, : s_nV.shape[1]] > 0
-    return (s_nV - sizes.lse_N[rows, None]).clamp_(min=LOWEST).masked_fill_(~in_tail_nV, LOWEST)
+    return torch.where(in_tail_nV, s_nV - sizes.lse_N[rows, None], LOWEST)
 
 
 def _rows_a_pass(s_NV: Tensor) -> int:
@@ -277,15 +276,25 @@ def log_sum(values_NV: Tensor) -> Tensor:
     return torch.logsumexp(values_NV, -1)
 
 
+def mean_tempered_(p_NV: Tensor, s_NV: Tensor, betas: tuple[float, ...]) -> None:
+    """Turn p = softmax(s) into the mean of softmax(b s) over ``betas``, in place."""
+    if 1.0 not in betas:
+        p_NV.zero_()
+    for beta in betas:
+        if beta != 1.0:
+            p_NV.add_(torch.softmax(s_NV * beta, -1))
+    p_NV.div_(len(betas))
+
+
 def partition(tail_NV: Tensor, betas: tuple[float, ...]) -> Tensor:
     """B(b) = log sum exp(b l) over the tail and its derivative E_b[l], (N, G, 2), at the given b = 1 / T.
 
     ``tail_NV`` holds log-probabilities, and ``LOWEST`` where a token is not in the tail.
     """
-    values = []
+    top_N, values = tail_NV.amax(-1), []
+    scaled_NV, p_NV = torch.empty_like(tail_NV), torch.empty_like(tail_NV)
     for beta in betas:
-        scaled_NV = tail_NV * beta
-        lse_N = by_row(log_sum, scaled_NV)
-        mean_N = by_row(torch.linalg.vecdot, scaled_NV.sub_(lse_N[:, None]).exp_(), tail_NV)
-        values.append(torch.stack([lse_N, mean_N], -1))
+        torch.softmax(torch.mul(tail_NV, beta, out=scaled_NV), -1, out=p_NV)
+        value_N = beta * top_N - p_NV.amax(-1).log()  # softmax knows the sum, and is faster than an exp alone
+        values.append(torch.stack([value_N, by_row(torch.linalg.vecdot, p_NV, tail_NV)], -1))
     return torch.stack(values, 1)

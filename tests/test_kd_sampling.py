@@ -20,7 +20,7 @@ from kd.block_sizes import BLOCK, LOWEST
 from kd.errors import ModelError
 from kd.losses import Objective, distillation_loss
 from kd.models import Head
-from kd.sampling import Chance, Sampler, partition
+from kd.sampling import Chance, Sampler, mean_tempered_, partition
 from kd.targets import Columns, SparseTarget, TargetDecoder
 
 NODES = 5
@@ -435,6 +435,15 @@ def test_tail_values_are_the_log_probabilities_of_the_tail() -> None:
     rows = np.repeat(np.arange(8), found.tail_count)[:, None]
     logp = torch.log_softmax(logits.double(), 1).numpy()
     np.testing.assert_allclose(found.tail_logprobs, logp[rows, found.tail_ids], atol=1e-4)
+
+
+@pytest.mark.parametrize("betas", [(0.5, 1.0, 2.0), (1 / 1.4, 1 / 0.7), (0.25, 0.5), (1.0,)])
+def test_the_sizes_are_the_mean_over_the_proposal_s_temperatures(betas: tuple[float, ...]) -> None:
+    logits = make_logits("normal", 5, 300, 8.0, 0)
+    got = torch.softmax(logits, 1)
+    mean_tempered_(got, logits, betas)
+    exact = torch.stack([torch.softmax(logits.double() * beta, 1) for beta in betas]).mean(0)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-12)
 
 
 def test_the_partition_does_not_write_over_what_it_reads() -> None:
