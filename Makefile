@@ -6,7 +6,7 @@
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
 # TEST_WORKERS processes that run tests, each with one arithmetic thread; those marked alone follow in one process
-# BENCH_FLAGS  passed to `make bench`, `bench-cache` and `bench-train`, for example BENCH_FLAGS="--out table.md"
+# BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # SLOW=1       `make test` runs the tests marked slow too; SLOW=together only those of them that need not run alone
 
@@ -61,11 +61,13 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: $(STAMP) ## Write docs/configuration.md and docs/api.md from the descriptions in the code
+docs: $(STAMP) ## Write docs/configuration.md, api.md and settings.md from the descriptions in the code
 	$(BIN)/python -m kd.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(BIN)/python -m services.api.reference > docs/api.md.new
 	mv docs/api.md.new docs/api.md
+	$(BIN)/python -m services.reference > docs/settings.md.new
+	mv docs/settings.md.new docs/settings.md
 
 bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios in one run
 	$(BIN)/python bench/speed.py $(BENCH_FLAGS)

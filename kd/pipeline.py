@@ -8,6 +8,8 @@
     batch        cache                    Batch                            kd/batches.py
     train        batches                  student                          kd/train.py, kd/losses.py
     report       student, held-out text   report.json, report.md, plots    kd/evaluate.py, kd/evaluation, kd/report.py
+    search       a study's trials         the best of their jobs           kd/search
+    verify       a sealed cache           what is wrong with it            cache/
 
 Knows nothing of HTTP, Redis or Celery. Each stage is idempotent: called again with the same folders it uses the
 sealed cache and goes on from the newest checkpoint, so a job that runs twice finishes once.

@@ -35,8 +35,8 @@ def render() -> str:
     definitions, places = schema["$defs"], dict[str, list[str]]()
     for place, name in _below("", schema, definitions):
         places.setdefault(name, []).append(place)
-    tables = [_table(_heading(name, places, definitions), definitions[name], definitions) for name in places]
-    return "\n".join([INTRODUCTION, _table("The job", schema, definitions), *tables])
+    tables = [table(_heading(name, places, definitions), definitions[name], definitions) for name in places]
+    return "\n".join([INTRODUCTION, table("The job", schema, definitions), *tables])
 
 
 def _below(path: str, schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -67,7 +67,7 @@ def _heading(name: str, places: dict[str, list[str]], definitions: dict[str, Any
     return ", ".join(f"`{place}`" for place in places[name]) + told_by
 
 
-def _table(heading: str, schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+def table(heading: str, schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     """A heading and a table of the fields."""
     lines = [f"## {heading}\n\n{schema['description']}\n", "| key | value | default | meaning |\n|---|---|---|---|"]
     for name, field in schema["properties"].items():

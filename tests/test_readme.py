@@ -9,16 +9,18 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kd import reference
 from kd.config.job import JobConfig
 from kd.jobfile import load_config, parse_config
-from kd.reference import render
+from services import reference as settings
+from services.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,7 +69,7 @@ def test_the_readme_begins_with_the_name() -> None:
 
 def make_targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
 
 
 def test_the_two_commands_are_there() -> None:
@@ -95,11 +97,11 @@ def test_kd_verbs_and_options_exist(command: list[str]) -> None:
 
 
 def test_verbs_in_the_prose_exist() -> None:
-    """``kd verb`` in backticks, in any document."""
+    """``kd verb`` or ``kd group verb`` in backticks, in any document."""
     text = "".join(path.read_text(encoding="utf-8") for path in [*DOCUMENTS, ROOT / "CHANGELOG.md"])
-    verbs = set(re.findall(r"`kd ([a-z]+)[^`]*`", text))
-    assert verbs
-    assert {verb: kd_help([verb]).returncode for verb in verbs} == dict.fromkeys(verbs, 0)
+    verbs = set(re.findall(r"`kd ((?:(?:cache|jobs|keys) )?[a-z]+)[^`]*`", text))
+    assert {"cache info", "keys new", "run"} <= verbs
+    assert {verb: kd_help(verb.split()).returncode for verb in verbs} == dict.fromkeys(verbs, 0)
 
 
 @pytest.mark.parametrize("command", [c for c in commands_named("docker") if c[1] == "compose"], ids=identifier)
@@ -231,9 +233,16 @@ def test_links_lead_somewhere(document: Path, target: str) -> None:
 # Settings
 
 
-def test_configuration_is_what_the_descriptions_say() -> None:
-    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert written == render(), "docs/configuration.md is out of date: run `make docs`"
+@pytest.mark.parametrize(("page", "render"), [("configuration.md", reference.render), ("settings.md", settings.render)])
+def test_a_page_of_settings_is_what_the_descriptions_say(page: str, render: Callable[[], str]) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == render(), f"docs/{page} is out of date: run `make docs`"
+
+
+def test_every_setting_of_the_operator_is_told_by_its_variable() -> None:
+    written = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `KD_([A-Z_]+)` \|", written, re.MULTILINE))
+    assert {name.lower() for name in told} == set(Settings.model_fields) - {"child_module"}
 
 
 def field_names(schema: dict[str, Any]) -> Iterator[str]:

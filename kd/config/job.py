@@ -39,12 +39,18 @@ class JobConfig(Placement):
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="A name for people; lower case, digits, dot, dash, underscore.",
     )
-    teacher: TeacherConfig | None = Field(None, description="The teacher; required unless kind is train with alpha 1.")
-    student: StudentConfig | None = Field(None, description="The student; required unless kind is precompute.")
+    teacher: TeacherConfig | None = Field(
+        None, description="The teacher; required unless kind is verify, or train with alpha 1 or from a sealed cache."
+    )
+    student: StudentConfig | None = Field(
+        None, description="The student; required unless kind is precompute or verify."
+    )
     data: DataConfig = Field(default_factory=DataConfig, description="The text.")
     cache: CacheConfig = Field(default_factory=CacheConfig, description="What is kept of the teacher.")
     loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
-    train: TrainConfig | None = Field(None, description="The training loop; required unless kind is precompute.")
+    train: TrainConfig | None = Field(
+        None, description="The training loop; required unless kind is precompute or verify."
+    )
     checks: ChecksConfig = Field(default_factory=ChecksConfig, description="What is checked while a student trains.")
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="How the finished student is measured."
@@ -58,7 +64,7 @@ class JobConfig(Placement):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages that this kind of job runs, in order; also the names of the service's queues."""
+        """The stages that this kind of job runs, in order."""
         of_kind = {"train": ("train",), "distill": ("precompute", "train"), "search": ("precompute", "search")}
         return of_kind.get(self.kind, ("precompute",))
 
@@ -138,6 +144,11 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _levers_agree(self) -> Self:
+        if self.kind == "distill" and self.loss.hard_labels_only:
+            raise ValueError(
+                "loss.alpha 1 gives the teacher no weight, and kind distill would read it for nothing: alpha weighs "
+                "the hard labels; for cross-entropy alone use kind train"
+            )
         if self.train is not None and self.train.order == "curriculum" and not self.needs_cache:
             raise ValueError("train.order curriculum needs the teacher's entropy, but loss.alpha 1 has no teacher")
         if self.evaluation.baseline and (self.student is None or self.train is None):

@@ -105,7 +105,10 @@ class LossConfig(Section):
     alpha: Annotated[Annotated[Weight, Tag("float")] | Annotated[Ramp, Tag("Ramp")], Discriminator(_kind_of_alpha)] = (
         Field(
             0.1,
-            description="Weight of the hard labels, a number or a schedule; 1 = plain cross-entropy, needs no cache.",
+            description=(
+                "Weight of the hard labels, a number or a schedule; 1 = plain cross-entropy, needs no cache. Where "
+                "other tools weigh the teacher (kd_alpha, kd_ratio, Megatron's alpha), it is 1 minus that."
+            ),
         )
     )
     temperature: Annotated[
