@@ -26,10 +26,13 @@ FROM python AS worker-packages
 # Where to look for torch besides the default index; empty = the default index, whose build for Linux has CUDA.
 ARG TORCH_INDEX=""
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
+# Extras of pyproject.toml to install besides, separated by commas: track, eval, fast.
+ARG EXTRAS=""
 COPY pyproject.toml LICENSE README.md ./
-RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+RUN python -c 'import os, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 extras = project["optional-dependencies"]; \
-print(*project["dependencies"], *extras["otel"], *extras["worker"], *extras["gguf"], sep="\n")' > /tmp/requirements.txt \
+names = ["otel", "worker", "gguf", *os.environ.get("EXTRAS", "").replace(",", " ").split()]; \
+print(*project["dependencies"], *(each for name in names for each in extras[name]), sep="\n")' > /tmp/requirements.txt \
     && pip install -c constraints.txt -r /tmp/requirements.txt
 RUN pip install --no-deps --editable .
 

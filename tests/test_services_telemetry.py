@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from kd.errors import Interrupted
 from kd.progress import Event, Monitor
 from services import telemetry
-from services.telemetry import child_environment, configure, shutdown, span, traced_stage, traceparent
+from services.telemetry import configure, shutdown, span, trace_environment, traced_stage, traceparent
 from tests.harness import ROOT
 
 
@@ -234,7 +234,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
-    assert child_environment(None) == {}
+    assert trace_environment(None) == {}
 
 
 def test_a_missing_extra_is_named_with_its_remedy() -> None:

@@ -161,6 +161,28 @@ def test_the_child_gets_no_secrets_and_this_copy_of_the_code(service: Parts, mon
     assert environment["PYTHONPATH"] == str(ROOT)
 
 
+def test_a_child_gets_the_logins_of_trackers_and_the_one_key_that_its_job_names(new_parts: MakeParts) -> None:
+    parts = new_parts(remote_hosts=("127.0.0.1",))
+    keys = {
+        "KD_TEACHER_KEY": "one",
+        "KD_TEACHER_KEY_LAB": "two",
+        "WANDB_API_KEY": "three",
+        "MLFLOW_TRACKING_URI": "four",
+    }
+    parts.start("services.worker", **keys)
+    remote = {"backend": "http", "url": "http://127.0.0.1:9", "model": "m", "tokenizer": "teacher"}
+    told = {"cache": {"profile": "topk"}}
+    found = []
+    for named in ({"api_key_env": "KD_TEACHER_KEY_LAB"}, {"api_key_env": "KD_TEACHER_KEY_ELSEWHERE"}, {}):
+        job_id = parts.submit("environment", "precompute", teacher=remote | named, **told)
+        job = parts.wait_for(job_id, "succeeded", "failed")
+        assert job.error is None
+        lines = (parts.settings.run_dir(job_id) / "environment").read_text().split("\n")
+        found.append({line for line in lines if line.startswith(("KD_TEACHER", "WANDB", "MLFLOW"))})
+    trackers = {"WANDB_API_KEY=three", "MLFLOW_TRACKING_URI=four"}
+    assert found == [trackers | {"KD_TEACHER_KEY_LAB=two"}, trackers, trackers]
+
+
 def test_a_library_s_progress_bar_stays_out_of_the_log() -> None:
     bar = [sys.executable, "-c", "from tqdm.auto import tqdm; [*tqdm(range(3))]"]
     shown, in_a_child = (

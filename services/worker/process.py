@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import services
+from kd.config.job import JobConfig
 from services.jobs import Batch
 from services.settings import Settings
 from services.worker.tally import Tally
@@ -34,6 +35,7 @@ KEPT_VARIABLES = re.compile(
     r"""
     PATH | HOME | USER | LOGNAME | SHELL | TERM | LANG | TZ | TMPDIR | VIRTUAL_ENV | LD_LIBRARY_PATH | LD_PRELOAD
     | KD_TRUST_REMOTE_CODE | SSL_CERT_(FILE|DIR) | REQUESTS_CA_BUNDLE | (?i:(http|https|all|no)_proxy)
+    | (WANDB|MLFLOW|TRACKIO)_\w+
     | (LC|XDG|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|DATASETS|TORCH|TORCHINDUCTOR|PYTORCH|TRITON)_\w+
     | (CUDA|CUBLAS|NVIDIA|NCCL|OMP|MKL|OPENBLAS|SLURM)_\w+
     """,
@@ -234,6 +236,12 @@ def child_environment() -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if KEPT_VARIABLES.fullmatch(name)}
     return kept | {"TQDM_DISABLE": "1"} | package_environment()
+
+
+def named_secret(config: JobConfig) -> dict[str, str]:
+    """The API key of a remote teacher, for the one run whose job names its variable; the others' stay here."""
+    name = None if config.teacher is None else config.teacher.api_key_env
+    return {} if name is None or name not in os.environ else {name: os.environ[name]}
 
 
 def module_command(module: str) -> list[str]:

@@ -24,13 +24,13 @@ from cache.errors import PotstillError
 from kd.jobfile import parse_config
 from services.jobs import Claim, JobStore
 from services.settings import SEARCH, Settings
-from services.telemetry import child_environment
+from services.telemetry import trace_environment
 from services.tenancy import confinement_of
 from services.worker.child import ELSEWHERE, STOPPED
 from services.worker.devices import Device
 from services.worker.failures import crashed, describe, hung, killed
 from services.worker.memory import Kills
-from services.worker.process import Child, Order, order_of, start_child
+from services.worker.process import Child, Order, named_secret, order_of, start_child
 from services.worker.wire import BEAT_SECONDS, PARTS_OF_LEASE, Wire
 
 TURN_SECONDS = 0.25
@@ -84,9 +84,9 @@ class Attempt:
 
     def _start(self) -> Child:
         config, settings = parse_config(self._claim.config), self._settings
-        environment = self._device.environment(config.resources.gpus) | child_environment(settings.otlp_endpoint)
+        environment = self._device.environment(config.resources.gpus) | trace_environment(settings.otlp_endpoint)
         with storage_errors(self._run_dir):
-            return start_child(settings, self._order(), environment)
+            return start_child(settings, self._order(), environment | named_secret(config))
 
     def _order(self) -> Order:
         claim, settings = self._claim, self._settings
