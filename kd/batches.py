@@ -24,7 +24,7 @@ from torch import Tensor
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY, Codec
 from cache.records import Records, Sequences
 from kd.config.train import TrainConfig
-from kd.data import Corpus, position_ids, text_lengths
+from kd.data import Corpus, needs_isolation, position_ids, text_lengths
 from kd.errors import ConfigError, Problem
 
 Item = TypeVar("Item")
@@ -162,12 +162,11 @@ def make_batch(sequences: Sequences, records: Records | None) -> Batch:
     tokens, target = sequences.tokens, sequences.target_mask
     rows = np.flatnonzero(target)
     gold = tokens.reshape(-1)[rows + 1].astype(np.int64)
-    one_document = not (sequences.document_start & target)[:, 1:].any()  # a lone token or padding does not count
-    positions = None if one_document else torch.from_numpy(position_ids(sequences.document_start))
+    positions = position_ids(sequences.document_start)
     columns = records.columns if records is not None else {}
     return Batch(
         tokens_BT=torch.from_numpy(tokens.astype(np.int64)),
-        positions_BT=positions,
+        positions_BT=torch.from_numpy(positions) if needs_isolation(positions, target).any() else None,
         rows_N=torch.from_numpy(rows),
         gold_N=torch.from_numpy(gold),
         teacher={name: torch.from_numpy(column) for name, column in columns.items()} or None,

@@ -59,6 +59,8 @@ class Corpus:
             digest.update(np.asarray(part.tokens.shape, np.int64).tobytes())
             for array in (part.tokens.astype("<u4"), part.document_start, part.target_mask):
                 digest.update(np.ascontiguousarray(array).tobytes())
+            if _once_joined(part).any():
+                digest.update(b"isolated")
         return digest.hexdigest()
 
 
@@ -557,6 +559,21 @@ def position_ids(document_start: np.ndarray) -> np.ndarray:
     """Positions (S, L) that restart at every document boundary; attention masks are built from them."""
     index = np.arange(document_start.shape[1])
     return index - np.maximum.accumulate(np.where(document_start, index, 0), axis=1)
+
+
+def needs_isolation(positions: np.ndarray, target_mask: np.ndarray) -> np.ndarray:
+    """Whether a row has a target with another document before it, (S,), which plain causal attention would see.
+
+    ``positions`` (S, L) are those of ``position_ids``. A lone token or padding before no target does not count.
+    """
+    needs: np.ndarray = ((positions != np.arange(positions.shape[1])) & target_mask).any(axis=1)
+    return needs
+
+
+def _once_joined(sequences: Sequences) -> np.ndarray:
+    """Rows (S,) whose documents attention did not keep apart once: caches of that time must not be taken for these."""
+    start, target = sequences.document_start, sequences.target_mask
+    return needs_isolation(position_ids(start), target) & ~(start & target)[:, 1:].any(axis=1)
 
 
 def text_lengths(sequences: Sequences) -> np.ndarray:

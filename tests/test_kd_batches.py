@@ -604,6 +604,15 @@ def test_one_row_with_two_documents_gives_positions_to_all():
     assert make_batch(sequences_of(starts, targets), None).positions_BT.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
 
 
+def test_a_document_whose_first_tokens_are_context_is_apart_too():
+    """As in a chat, where the prompt is no target; and what is beside it in the batch changes nothing."""
+    starts, targets = [[1, 0, 0, 1, 0, 0]], [[0, 1, 0, 0, 1, 0]]
+    alone = make_batch(sequences_of(starts, targets), None).positions_BT
+    assert alone is not None and alone.tolist() == [[0, 1, 2, 0, 1, 2]]
+    beside = make_batch(sequences_of([*starts, [1, 0, 1, 0, 0, 0]], [*targets, [1, 0, 1, 1, 1, 0]]), None).positions_BT
+    assert beside is not None and beside[:1].tolist() == alone.tolist()
+
+
 def test_no_positions_means_the_same_hidden_states():
     """What stands behind leaving them out: later documents cannot reach back through a causal mask."""
     from transformers import LlamaConfig, LlamaModel

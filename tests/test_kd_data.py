@@ -1,6 +1,7 @@
 """Text to packed sequences: every format reads the same, nothing is lost, nothing crosses a boundary."""
 
 import gzip
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -819,3 +820,17 @@ def test_the_hash_sees_every_token_boundary_and_split(tokenizer, tiny_text):
     assert len(hashes) == 4
     again = load_corpus(config(train=str(tiny_text), sequence_length=32), tokenizer)
     assert again.sha256() == corpus.sha256()
+
+
+def test_packed_chats_have_another_name_than_when_attention_joined_them():
+    """Caches of that time hold what a teacher said with the chat before in sight; those of plain text are as good."""
+    ids = np.arange(1, 33, dtype=np.uint32)
+    plain = pack([Document(ids[:20]), Document(ids)], config(sequence_length=16))
+    chats = pack([Document(ids[:8], ids[:8] > 4), Document(ids[:8], ids[:8] > 4)], config(sequence_length=16))
+    for sequences, same in ((plain, True), (chats, False)):
+        digest = hashlib.sha256()
+        for part in (sequences, sequences.select(slice(0))):
+            digest.update(np.asarray(part.tokens.shape, np.int64).tobytes())
+            for array in (part.tokens.astype("<u4"), part.document_start, part.target_mask):
+                digest.update(array.tobytes())
+        assert (Corpus(sequences, sequences.select(slice(0))).sha256() == digest.hexdigest()) == same
