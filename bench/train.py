@@ -58,7 +58,7 @@ from kd.levers.optimizers import make_optimizer
 from kd.levers.schedules import make_scheduler
 from kd.losses import Objective, chunk_positions, distillation_loss
 from kd.models import Head, head_of, hide_progress_bars
-from kd.precision import Precision, target_hidden_states
+from kd.precision import Precision, set_tf32, target_hidden_states
 from kd.progress import SILENT, Event, Monitor
 from kd.targets import HiddenTarget, Targets
 from kd.teacher import CachedRecords, capture, make_plan
@@ -254,7 +254,8 @@ def live(setting: Setting, student: PreTrainedModel, config: JobConfig) -> Itera
     head, teacher_head = head_of(student, vocabulary), head_of(setting.teacher, vocabulary)
     optimizer = make_optimizer(student, (), options, DEVICE)
     scheduler, objective = make_scheduler(optimizer, options, setting.pace.total), Objective.of(config.loss)
-    precision = Precision.choose(options.precision, DEVICE, options.tf32)
+    precision = Precision.choose(options.precision, DEVICE)
+    set_tf32(DEVICE, options.tf32)
     student.train()
     for batch in batches(setting):
         targets = Targets(batch.gold_N, known(setting.teacher, teacher_head, batch, precision))
@@ -270,7 +271,8 @@ def live(setting: Setting, student: PreTrainedModel, config: JobConfig) -> Itera
 def listening(setting: Setting) -> Iterator[None]:
     """What of that is the teacher's: its forward pass and its distributions, a chunk at a time."""
     head, options = head_of(setting.teacher, setting.sizes.vocabulary), required(setting.job().train)
-    precision = Precision.choose(options.precision, DEVICE, options.tf32)
+    precision = Precision.choose(options.precision, DEVICE)
+    set_tf32(DEVICE, options.tf32)
     size = chunk_positions(head.vocabulary, DEVICE)
     for batch in batches(setting):
         target = known(setting.teacher, head, batch, precision)

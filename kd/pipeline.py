@@ -60,7 +60,7 @@ def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor:
         raise ConfigError(problems)
     require_possible(config)
     if config.train is not None:  # what the device cannot do is refused before a teacher is read
-        Precision.choose(config.train.precision, pick_device(), config.train.tf32)
+        Precision.choose(config.train.precision, pick_device())
     models.hide_progress_bars()
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     if config.kind == "verify":
@@ -108,7 +108,7 @@ def train_student(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
     progress = train(config, source, student, vocabulary, run_dir, monitor)
 
     monitor.emit("stage", stage="train", phase="saving")
-    precision = Precision.choose(options.precision, pick_device(), options.tf32)
+    precision = Precision.choose(options.precision, pick_device())
     with whole_folder(run_dir / "student") as folder:
         save_student(student, tokenizer, folder, config.student, save_dtype(options, precision))
         run = Run(run_dir, tokenizer, monitor)

@@ -55,10 +55,10 @@ class Precision:
     dtype: torch.dtype
 
     @classmethod
-    def choose(cls, name: str, device: torch.device, tf32: bool = True) -> Precision:
-        """The precision called ``name`` on ``device``, auto by its hardware; ``tf32`` is for what stays in float32.
+    def choose(cls, name: str, device: torch.device) -> Precision:
+        """The precision called ``name`` on ``device``, auto by its hardware.
 
-        TF32 is torch's own switch, for the whole process. Raises ``ConfigError`` for fp16 on a CPU.
+        Raises ``ConfigError`` for fp16 on a CPU.
         """
         if name == "fp16" and device.type == "cpu":
             raise ConfigError(
@@ -70,9 +70,7 @@ class Precision:
                     )
                 ]
             )
-        hardware = hardware_of(device)
-        torch.set_float32_matmul_precision("high" if tf32 and hardware.tf32 else "highest")
-        return cls(device.type, _DTYPES[hardware.precision if name == "auto" else name])
+        return cls(device.type, _DTYPES[hardware_of(device).precision if name == "auto" else name])
 
     @property
     def scales_loss(self) -> bool:
@@ -82,6 +80,15 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for a forward pass."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device, self.dtype)
+
+
+def set_tf32(device: torch.device, wanted: bool) -> None:
+    """Let float32 products have TF32's ten bits, if ``wanted`` and where the device has them.
+
+    It is torch's own switch, for the whole process, and training's alone: who needs all of float32 says so
+    (``float32_products``).
+    """
+    torch.set_float32_matmul_precision("high" if wanted and hardware_of(device).tf32 else "highest")
 
 
 @contextmanager

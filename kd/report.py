@@ -24,7 +24,7 @@ from kd.evaluation.text import bits_per_byte
 from kd.files import read_json, write_json, write_text
 from kd.metrics import read_metrics
 from kd.models import head_of
-from kd.precision import Precision, pick_device
+from kd.precision import Precision, float32_products, pick_device
 from kd.progress import finite
 from kd.targets import TargetDecoder
 from kd.teacher import CachedRecords, summarise
@@ -51,7 +51,8 @@ def make_report(
     options = required(config.train)
     decoder, temperature = TargetDecoder.of(source, device), evaluation_temperature(config.loss)
     head = head_of(saved, vocabulary)
-    after = evaluate(saved, head, source, decoder, options.batch_size, precision, device, temperature)
+    with float32_products():
+        after = evaluate(saved, head, source, decoder, options.batch_size, precision, device, temperature)
     before = progress.first_evaluation or {}
     report = {
         "name": config.name,

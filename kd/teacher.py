@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ from kd.errors import ConfigError, Problem
 from kd.estimate import codec_identity, hidden_width, require_space
 from kd.fidelity import Live, measure, require_fidelity
 from kd.nodes import NodesFound, choose_nodes
-from kd.precision import pick_device
+from kd.precision import float32_products, pick_device
 from kd.progress import Meter, Monitor
 from kd.recording import Recorder
 from kd.remote import RemoteTeacher, remote_sha256
@@ -79,7 +80,8 @@ def capture(plan: Plan, root: Path, monitor: Monitor) -> dict[str, Any]:
         return summarise(found, reused=True)
 
     lock = root / f"{plan.identity.fingerprint}.lock"
-    with open_for_capture(root, plan.identity, lambda: monitor.wait_for(CAPTURE, lock, "precompute")) as writer:
+    waiting = partial(monitor.wait_for, CAPTURE, lock, "precompute")
+    with float32_products(), open_for_capture(root, plan.identity, waiting) as writer:
         if (found := find_sealed(folder, plan.identity)) is not None:
             return summarise(found, reused=True)
         positions = plan.corpus.train.positions + plan.corpus.validation.positions

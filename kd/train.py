@@ -50,7 +50,7 @@ from kd.levers.temperature import Seen, TemperatureControl
 from kd.losses import LossTerms, Objective, distillation_loss
 from kd.metrics import MetricsLog
 from kd.models import head_of, require_context, require_document_isolation
-from kd.precision import Precision, ScalerWatch, pick_device, target_hidden_states
+from kd.precision import Precision, ScalerWatch, pick_device, set_tf32, target_hidden_states
 from kd.progress import Meter, Monitor
 from kd.targets import TargetDecoder
 
@@ -64,7 +64,8 @@ def train(
     memory, and ``Interrupted`` after a checkpoint when asked to stop.
     """
     options, checks, device = required(config.train), config.checks, pick_device()
-    precision = Precision.choose(options.precision, device, options.tf32)
+    precision = Precision.choose(options.precision, device)
+    set_tf32(device, options.tf32)
     folder, steps = run_dir / "checkpoints", total_steps(options, source.train_count)
     trackers = Trackers(config, options.report_to, run_dir, monitor)
     monitor = telling(monitor, trackers)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kd.errors import ConfigError, TrainingError
-from kd.precision import FALLS, LEAST_SCALE, WITHIN, Precision, ScalerWatch
+from kd.precision import FALLS, LEAST_SCALE, WITHIN, Precision, ScalerWatch, set_tf32
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -40,6 +40,8 @@ def test_auto_is_decided_by_the_hardware(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     precision = Precision.choose("auto", GPU)
+    assert torch.get_float32_matmul_precision() == "highest", "whoever asks changes nothing"
+    set_tf32(GPU, wanted=True)
     assert precision.dtype == dtype
     assert precision.scales_loss == (dtype == torch.float16)
     assert torch.get_float32_matmul_precision() == products
@@ -48,7 +50,7 @@ def test_auto_is_decided_by_the_hardware(
 def test_tf32_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for tf32, products in ((True, "high"), (False, "highest"), (True, "high")):
-        Precision.choose("fp32", GPU, tf32)
+        set_tf32(GPU, tf32)
         assert torch.get_float32_matmul_precision() == products
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cache.codec import ENTROPY_STEP, KNOWN_STEP
 from cache.disk import file_sha256, files_below
@@ -27,6 +28,7 @@ from cache.store import open_cache, verify
 from cache.testing import make_codec, make_identity
 from kd import models
 from kd.batches import make_batch
+from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.data import Document, pack
 from kd.errors import Interrupted
@@ -106,6 +108,52 @@ def test_records_do_not_depend_on_the_batch_size(job: JobConfig, profile: str) -
         other = read(batch_size)
         for name, column in whole.columns.items():
             assert np.array_equal(column, other[name]), name
+
+
+@pytest.mark.parametrize("profile", ["threshold", "tempered"])
+def test_a_teacher_is_read_in_all_of_float32_whatever_training_is_allowed(
+    job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str
+) -> None:
+    """On a GPU that has it, TF32 would cost its logits hundredths of a nat, and one fingerprint two meanings."""
+    seen: set[str] = set()
+    for name in ("head_of", "hidden_states"):
+        real = getattr(models, name)
+
+        def asked(*arguments: Any, real: Any = real) -> Any:
+            seen.add(torch.get_float32_matmul_precision())
+            return real(*arguments)
+
+        monkeypatch.setattr(models, name, asked)
+    torch.set_float32_matmul_precision("high")
+    try:
+        captured(with_profile(job, profile), tmp_path)
+        assert (seen, torch.get_float32_matmul_precision()) == ({"highest"}, "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_packed_chats_are_read_as_if_alone(tmp_path: Path) -> None:
+    """Their prompts are no targets: a chat does not see the one before it, however they are batched."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model, rng = LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).eval(), np.random.default_rng(0)
+    codec = make_identity(300, codec=make_codec("dense")).record_codec()
+    teacher = Teacher(model, Recorder(models.head_of(model, 300), codec), batch_size=2)
+    options = DataConfig(train=("unused",), sequence_length=16)
+
+    def chat(size: int) -> Document:
+        return Document(rng.integers(0, 300, size).astype(np.uint32), np.arange(size) >= size // 2)
+
+    first, second, text = chat(8), chat(8), Document(rng.integers(0, 300, 16).astype(np.uint32))
+    other = Document(chat(8).ids, first.trained)
+    found = [
+        next(teacher.read(pack(documents, options), 0))[1]["logprobs"].astype(np.float64)
+        for documents in ([first, second], [other, second], [first, second, text, text])
+    ]
+    answers = len(second.ids) - len(second.ids) // 2
+    assert not np.allclose(found[0][:answers], found[1][:answers], atol=1e-2), "another chat, another answer"
+    for rows in found[1:]:
+        np.testing.assert_allclose(found[0][answers : 2 * answers], rows[answers : 2 * answers], atol=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_gradient_checkpointing_changes_memory_not_numbers(tmp_path: Path) -> No
 def half_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """float16 where the product refuses it, on a CPU: the loop and the loss scaler are the same ones."""
 
-    def choose(name: str, device: torch.device, tf32: bool = True) -> Precision:
+    def choose(name: str, device: torch.device) -> Precision:
         return Precision(device.type, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name, torch.float32))
 
     monkeypatch.setattr(Precision, "choose", choose)
