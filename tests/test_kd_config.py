@@ -494,6 +494,11 @@ def test_choices_that_exclude_each_other():
 
 HTTP = {"backend": "http", "model": "x", "url": "http://127.0.0.1:1", "tokenizer": "t"}
 PLAIN = {"kind": "train", "loss": {"alpha": 1}}
+LOOKING_AHEAD = {
+    "loss": {"temperature": {"mode": "lookahead"}},
+    "cache": {"profile": "tempered"},
+    "data": {"train": ["a.txt"], "validation": ["b.txt"]},
+}
 NOTHING_HELD_OUT = {"train": "a.txt", "validation_fraction": 0}
 STREAM = {"train": {"path": "org/set"}, "streaming": True, "max_train_samples": 9}
 STEPS = {"max_steps": 10}
@@ -542,6 +547,21 @@ CONTRADICTIONS = {
         {"loss": {"alpha": 1}},
         ["loss.alpha 1", "kind distill", "kind train"],
         {"kind": "train", "loss": {"alpha": 1}},
+    ),
+    "CUDA graphs over gradients that are summed": (
+        {"train": STEPS | {"compile": "reduce-overhead", "gradient_accumulation_steps": 2}},
+        ["train.compile reduce-overhead", "train.gradient_accumulation_steps 2"],
+        {"train": STEPS | {"compile": "reduce-overhead"}},
+    ),
+    "CUDA graphs over gradients of a rehearsal": (
+        {"train": STEPS | {"compile": "max-autotune", "auto_batch": True}},
+        ["train.compile max-autotune", "train.auto_batch"],
+        {"train": STEPS | {"compile": "default", "auto_batch": True, "gradient_accumulation_steps": 2}},
+    ),
+    "CUDA graphs over gradients that a look ahead uses": (
+        {"train": STEPS | {"compile": "max-autotune"}, **LOOKING_AHEAD},
+        ["train.compile max-autotune", "loss.temperature.mode lookahead"],
+        {"train": STEPS | {"compile": "default"}, **LOOKING_AHEAD},
     ),
     "a curriculum without a teacher": (
         PLAIN | {"train": STEPS | {"order": "curriculum"}},

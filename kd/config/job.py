@@ -151,6 +151,17 @@ class JobConfig(Placement):
             )
         if self.train is not None and self.train.order == "curriculum" and not self.needs_cache:
             raise ValueError("train.order curriculum needs the teacher's entropy, but loss.alpha 1 has no teacher")
+        temperature = self.loss.temperature
+        if (
+            self.train is not None
+            and self.train.replays_graphs
+            and isinstance(temperature, LearnedTemperature)
+            and temperature.mode in ("lookahead", "teacher_only")
+        ):
+            raise ValueError(
+                f"train.compile {self.train.compile} replays CUDA graphs, over gradients that loss.temperature.mode "
+                f"{temperature.mode} must keep: use train.compile default"
+            )
         if self.evaluation.baseline and (self.student is None or self.train is None):
             missing = "student" if self.student is None else "train"
             raise ValueError(f"evaluation.baseline trains a student, but {missing} is not given")

@@ -205,6 +205,27 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _graphs_leave_gradients_alone(self) -> Self:
+        """A CUDA graph writes its outputs where the last replay did, and gradients are taken from there uncopied."""
+        if self.replays_graphs and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"train.compile {self.compile} replays CUDA graphs, over gradients that "
+                f"train.gradient_accumulation_steps {self.gradient_accumulation_steps} must keep: use train.compile "
+                "default"
+            )
+        if self.replays_graphs and self.auto_batch:
+            raise ValueError(
+                f"train.compile {self.compile} replays CUDA graphs, over gradients that train.auto_batch must keep: "
+                "use train.compile default"
+            )
+        return self
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether the compiled student runs as CUDA graphs."""
+        return self.compile in ("reduce-overhead", "max-autotune")
+
+    @model_validator(mode="after")
     def _one_cycle_rises_and_falls(self) -> Self:
         if self.lr_scheduler_type != "onecycle" or not self.warmup_steps:
             return self
