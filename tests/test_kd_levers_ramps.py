@@ -41,3 +41,12 @@ def test_the_way_between_has_its_form() -> None:
 
 def test_a_way_of_one_step_is_its_end_from_the_second_step_on() -> None:
     assert [ramp_value(ramp("linear", steps=1), step, 9) for step in range(3)] == [2.0, 0.3, 0.3]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "step"])
+@pytest.mark.parametrize("end", [0.3, 1.2, 1.5, 1.7, 2.0])
+def test_no_value_lies_past_an_end(schedule: str, end: float) -> None:
+    """Not even by a rounding: the records of a temperature's end cover nothing beyond it."""
+    for start in (end, 2.0):
+        found = [ramp_value(ramp(schedule, start, end), step, 97) for step in range(97)]
+        assert min(found) >= min(start, end) and max(found) <= max(start, end)

@@ -20,5 +20,6 @@ def ramp_value(value: float | Ramp, step: int, steps: int) -> float:
             share = (1.0 - math.cos(math.pi * share)) / 2.0
         case "step":
             share = float(share >= 0.5)
-    # Written so that both ends are met to the bit.
-    return (1.0 - share) * value.start + share * value.end
+    between = (1.0 - share) * value.start + share * value.end  # both ends are met to the bit
+    least, most = sorted((value.start, value.end))
+    return min(max(between, least), most)  # rounding leads past an end that the records may not cover
