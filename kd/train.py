@@ -1,6 +1,6 @@
 """The training loop: batches -> loss -> step, flat, top to bottom, no callbacks.
 
-Everything that happens in a step is in ``train``. What it needs is made by the functions below it and by the levers
+Everything that happens in a step is in ``run_loop``. What it needs is made by the functions below it and by the levers
 (``kd/levers``), in the order of use. State lives in a checkpoint; called again with the same folder the loop goes on
 from the newest whole one.
 """
@@ -11,6 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,29 @@ def train(
     Raises ``TrainingError`` where the loss is not finite, spikes too often, differs from a dense one or finds no
     memory, and ``Interrupted`` after a checkpoint when asked to stop.
     """
+    with ExitStack() as closing:  # what stays open stands in the way of this process's next run, say a search's trial
+        options = required(config.train)
+        trackers = Trackers(config, options.report_to, run_dir, monitor)
+        closing.callback(trackers.finish)
+        trace = Trace(run_dir / "trace.json", options.trace_steps)
+        closing.callback(trace.close)
+        return run_loop(config, source, student, vocabulary, run_dir, telling(monitor, trackers), trace)
+
+
+def run_loop(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    vocabulary: int,
+    run_dir: Path,
+    monitor: Monitor,
+    trace: Trace,
+) -> Progress:
+    """All of ``train`` but what must be closed whatever happens."""
     options, checks, device = required(config.train), config.checks, pick_device()
     precision = Precision.choose(options.precision, device)
     set_tf32(device, options.tf32)
     folder, steps = run_dir / "checkpoints", total_steps(options, source.train_count)
-    trackers = Trackers(config, options.report_to, run_dir, monitor)
-    monitor = telling(monitor, trackers)
 
     # ---- student
     nn.Module.to(student, device)
@@ -110,7 +128,7 @@ def train(
         return parity(hidden_ND, head, targets, objective.at(alpha), checks.parity_tokens)
 
     # ---- optimiser, schedule, and all that a checkpoint holds
-    clock, trace = Stopwatch(device), Trace(run_dir / "trace.json", options.trace_steps)
+    clock = Stopwatch(device)
     optimizer = make_optimizer(student, features.parameters() if features else (), options, device)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     scheduler = make_scheduler(optimizer, options, steps)
@@ -179,12 +197,15 @@ def train(
             scaler.unscale_(optimizer)
             reporting = (step + 1) % options.logging_steps == 0 or step + 1 == steps
             layers = layer_norms(student) if reporting else {}
+            # Looked at before clipping, which makes 0 of all gradients where the norm is infinite.
+            scaled = precision.scales_loss
+            verdicts = first_verdicts(config, student, ce_loss, vocabulary, scaled) if step == 0 else []
             grad_norm = float(nn.utils.clip_grad_norm_(trained, options.max_grad_norm or math.inf))
             # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no error.
             if not math.isfinite(loss if precision.scales_loss else loss + grad_norm):
-                raise not_finite(step + 1, loss, grad_norm, locate_nonfinite(student, batch, precision), folder)
-            if step == 0:
-                log.verdicts(step, first_verdicts(config, student, ce_loss, vocabulary, precision.scales_loss))
+                where = locate_nonfinite(student, [batch.to(device) for batch in micro_batches], precision)
+                raise not_finite(step + 1, loss, grad_norm, where, folder)
+            log.verdicts(step, verdicts)
             if watch.spike(loss, ce_loss):
                 verdict = watch.spiked(step + 1, loss, progress.rollbacks, newest(folder))
                 if verdict.ok:
@@ -265,8 +286,6 @@ def train(
                 monitor.check(f"at step {progress.step} of {steps}")
 
     # ---- leave the weights in the student that are to be saved
-    trace.close()
-    trackers.finish()
     if meter.tokens:  # a run that finds everything done leaves the profile of the one that did it
         flops = flops_per_token(student, vocabulary, config.data.sequence_length)
         write_profile(run_dir, clock, progress, monitor, flops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from kd.checks import parity as parity_module
 from kd.checks.watch import WARM_UP, WINDOW
 from kd.config.job import JobConfig
 from kd.data import Corpus, Document, pack
-from kd.errors import Interrupted, TrainingError
+from kd.diagnostics.trace import Trace
+from kd.diagnostics.trackers import Trackers
+from kd.errors import Interrupted, NotFinite, TrainingError
 from kd.jobfile import parse_config
 from kd.losses import distillation_loss
 from kd.metrics import read_metrics
@@ -206,6 +209,29 @@ class Slow(PlainText):
     def read(self, indices: np.ndarray, draws: np.ndarray | int = 0) -> Any:
         time.sleep(0.05)
         return super().read(indices, draws)
+
+
+@pytest.mark.parametrize("end", ["stopped", "diverged", "whole"])
+def test_trackers_and_traces_are_closed_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Else they would stand in the way of the next run of the process: a search's next trial."""
+    closed: list[str] = []
+    for kind, name in ((Trackers, "finish"), (Trace, "close")):
+        real = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda self, real=real, name=name: (closed.append(name), real(self))[1])
+    seen, student = Seen(), make_student()
+
+    def spoil(event: Event) -> None:
+        if event.type == "progress" and end == "diverged":
+            with torch.no_grad():
+                student.lm_head.weight.fill_(torch.nan)
+
+    job = make_job(max_steps=6, trace_steps=50)
+    with nullcontext() if end == "whole" else pytest.raises(NotFinite if end == "diverged" else Interrupted):
+        run(tmp_path, job, student, seen, spoil, stop=lambda: end == "stopped" and len(seen.steps()) > 3)
+    assert sorted(closed) == ["close", "finish"]
+    assert (tmp_path / "trace.json").exists() == (end != "diverged")
 
 
 def test_a_starved_loop(tmp_path: Path) -> None:

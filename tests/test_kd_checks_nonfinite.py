@@ -61,14 +61,26 @@ def poison(parameter: nn.Parameter, value: float = float("nan")) -> None:
 )
 def test_the_module_whose_weight_is_nan_is_named(student: PreTrainedModel, name: str, told: str, batch: Batch) -> None:
     poison(student.get_submodule(name).weight)  # type: ignore[arg-type]
-    found = locate_nonfinite(student, batch)
+    found = locate_nonfinite(student, [batch])
     assert f"is that of {name} ({told}): its weight is not finite" in found
+
+
+def test_the_batch_that_makes_it_need_not_be_the_last(batch: Batch) -> None:
+    student, calls = llama(), []
+
+    def spoil(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * torch.nan if len(calls) == 2 else output
+
+    student.model.layers[1].mlp.register_forward_hook(spoil)
+    found = locate_nonfinite(student, [batch, batch, batch])
+    assert "model.layers.1.mlp" in found and len(calls) == 2
 
 
 def test_a_layer_that_makes_a_nan_of_finite_numbers_is_named(batch: Batch) -> None:
     student = llama()
     student.model.layers[1].self_attn.register_forward_hook(lambda layer, inputs, output: (output[0] * torch.nan, None))
-    found = locate_nonfinite(student, batch)
+    found = locate_nonfinite(student, [batch])
     assert "model.layers.1.self_attn (LlamaAttention); its inputs and its own weights are finite" in found
 
 
@@ -77,27 +89,27 @@ def test_an_overflow_of_half_precision_is_found_where_it_happens(batch: Batch) -
     with torch.no_grad():
         student.model.layers[1].mlp.down_proj.weight.mul_(1e9)
     half = Precision("cpu", torch.float16)
-    assert "model.layers.1.mlp.down_proj" in locate_nonfinite(student, batch, half)
-    assert "loss itself" in locate_nonfinite(student, batch), "float32 has room for it"
+    assert "model.layers.1.mlp.down_proj" in locate_nonfinite(student, [batch], half)
+    assert "loss itself" in locate_nonfinite(student, [batch]), "float32 has room for it"
 
 
 def test_what_a_forward_pass_does_not_touch_is_looked_at_after_it(batch: Batch) -> None:
     student = llama()
     hidden_states(student, batch.tokens_BT, batch.positions_BT).sum().backward()
-    assert "loss itself" in locate_nonfinite(student, batch)
+    assert "loss itself" in locate_nonfinite(student, [batch])
     gradient = student.model.layers[2].mlp.gate_proj.weight.grad
     assert gradient is not None
     gradient[0, 0] = torch.inf
-    assert "gradient that is not is that of model.layers.2.mlp.gate_proj.weight" in locate_nonfinite(student, batch)
+    assert "gradient that is not is that of model.layers.2.mlp.gate_proj.weight" in locate_nonfinite(student, [batch])
     poison(student.lm_head.weight)
-    assert "lm_head.weight is not finite" in locate_nonfinite(student, batch)
+    assert "lm_head.weight is not finite" in locate_nonfinite(student, [batch])
 
 
 def test_looking_changes_nothing(batch: Batch) -> None:
     student = llama()
     poison(student.model.layers[1].mlp.up_proj.weight)
     random = torch.get_rng_state()
-    locate_nonfinite(student, batch)
+    locate_nonfinite(student, [batch])
     assert torch.equal(torch.get_rng_state(), random)
     assert student.training and all(module.training for module in student.modules())
     assert all(not module._forward_hooks for module in student.modules())

@@ -377,4 +377,6 @@ def test_a_step_that_overflows_in_half_precision_changes_nothing(
     rates = [line["learning_rate"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["type"] == "metrics"]
     assert rates[0] == rates[1] == 0.0, "warm-up has not begun"
     assert len(set(rates)) > 4, "and then it goes on"
+    (told,) = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line.get("check") == "gradients"]
+    assert told["ok"], "clipping by an infinite norm makes 0 of gradients that are none"
     assert all(torch.isfinite(tensor).all() for tensor in weights(student).values())

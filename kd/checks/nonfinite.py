@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,16 +16,16 @@ from kd.precision import Precision
 
 
 @torch.no_grad()
-def locate_nonfinite(student: PreTrainedModel, batch: Batch, precision: Precision | None = None) -> str:
-    """A sentence that names the first module whose output on ``batch`` is not finite.
+def locate_nonfinite(student: PreTrainedModel, batches: Iterable[Batch], precision: Precision | None = None) -> str:
+    """A sentence that names the first module whose output on one of the ``batches`` is not finite.
 
-    Where all are finite: the first weight that is not, else the first gradient that is not. Runs the student once, in
-    evaluation mode; its mode, weights, gradients and the random state stay as they are. The batch is on its device.
+    Where all are finite: the first weight that is not, else the first gradient that is not. Runs the student in
+    evaluation mode; its mode, weights, gradients and the random state stay as they are. Batches are on its device.
     """
     training = student.training
     student.eval()
     try:
-        module = _first_module(student, batch, precision)
+        module = next(filter(None, (_first_module(student, batch, precision) for batch in batches)), None)
     finally:
         student.train(training)
     return module or _first_tensor(student) or "All modules, weights and gradients are finite: the loss itself is not."
