@@ -23,7 +23,7 @@ from kd import trial
 from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from kd.estimate import Estimate, Storage, Work, estimate_by_table, require_space, storage_by_table
-from kd.jobfile import parse_config
+from kd.jobfile import load_config, parse_config
 from kd.pipeline import plan, precompute
 from kd.progress import SILENT, Event, Monitor
 from kd.teacher import Teacher
@@ -185,6 +185,12 @@ def test_the_table_is_interpolated_in_the_logarithm() -> None:
     assert 11 < position(0.125) < 13 and 21 < position(0.04) < 24
     assert position(0.04, draws=3) > position(0.04, draws=2) > position(0.04) + 10
     assert position(0.04, always_keep=(1, 2)) == position(0.04) + 4
+
+
+def test_the_table_is_right_for_the_example(tmp_path: Path) -> None:
+    """Whose vocabulary is a 24th of that of the table: its cache takes 19.4 bytes a token (README)."""
+    found = estimate_by_table(load_config(ROOT / "examples" / "austen" / "job.yaml"), ROOT, tmp_path)
+    assert found.bytes_per_token == pytest.approx(19.4, rel=0.03)
 
 
 def test_an_estimate_adds_up() -> None:
