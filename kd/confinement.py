@@ -4,6 +4,7 @@
     in home   only run folders and caches that the job's owner may read: the rest is the service's own
     a model   must stand on the operator's list, where there is one
     a URL     must name one of ``hosts``, and that host a public address, or one that the list names literally
+    a dataset must hold its own files: what its card names elsewhere is not read (dataset_files.py)
 
 Asked at POST, and again where a stage begins: a link may have been turned in between. Imports no torch.
 """
@@ -15,7 +16,9 @@ import ipaddress
 import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -23,7 +26,8 @@ from urllib.parse import urlsplit
 from cache.errors import StorageError
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
-from kd.data import find_files
+from kd.data import datasets_opened_by, find_files
+from kd.dataset_files import Reason, folder_reason, open_confined
 from kd.errors import ConfigError, Problem
 
 #: What ``datasets`` reads by a builder of its own, from files that it looks for itself; one of them reads pickles.
@@ -58,8 +62,8 @@ class Confinement:
     """The folders, models and hosts that a job may name; every path in it is absolute and free of links.
 
     ``models`` None = any that is found. ``remote_code``: whether the operator lets jobs run code that comes with a
-    model or task. ``may_read_run`` and ``may_read_cache`` say of a job's id and of a fingerprint whether the job's
-    owner may read that folder of ``home``.
+    model or task. ``free_datasets``: whether a dataset may take in files from anywhere. ``may_read_run`` and
+    ``may_read_cache`` say of a job's id and of a fingerprint whether the job's owner may read that folder of ``home``.
     """
 
     home: Path
@@ -68,6 +72,7 @@ class Confinement:
     models: tuple[AllowedModel, ...] | None = None
     hosts: tuple[str, ...] = ()
     remote_code: bool = False
+    free_datasets: bool = False
     may_read_run: Callable[[str], bool] = nothing
     may_read_cache: Callable[[str], bool] = nothing
 
@@ -81,6 +86,18 @@ class Confinement:
             inner = [root for root in roots if root != self.home and root.is_relative_to(self.home)]
             return self._grants(real) or _in_plain_sight(real, inner)
         return _in_plain_sight(real, roots)
+
+    def first_outside(self, files: Iterable[Path]) -> Path | None:
+        """The first file that may not be read. Links are followed folder by folder: there may be a million files."""
+        folders: dict[Path, Path | None] = {}
+        for file in files:
+            if file.parent not in folders:
+                folders[file.parent] = _real(file.parent) if self.permits(file.parent) else None
+            real = folders[file.parent]
+            plain = real is not None and not file.name.startswith(".") and not file.is_symlink()
+            if not (plain and real is not None and real / file.name not in self.denied) and not self.permits(file):
+                return file
+        return None
 
     def owned(self, path: Path) -> bool:
         """Whether ``path`` lies in a run folder or cache that may be read."""
@@ -108,6 +125,7 @@ class Confinement:
             "models": None if self.models is None else [[each.name, each.revision] for each in self.models],
             "hosts": list(self.hosts),
             "remote_code": self.remote_code,
+            "free_datasets": self.free_datasets,
             "runs": sorted({name for kind, name in named if kind == "runs" and self.may_read_run(name)}),
             "caches": sorted({name for kind, name in named if kind == "caches" and self.may_read_cache(name)}),
         }
@@ -122,6 +140,7 @@ class Confinement:
             models=None if order["models"] is None else tuple(AllowedModel(*each) for each in order["models"]),
             hosts=tuple(order["hosts"]),
             remote_code=order["remote_code"],
+            free_datasets=order["free_datasets"],
             may_read_run=frozenset(order["runs"]).__contains__,
             may_read_cache=frozenset(order["caches"]).__contains__,
         )
@@ -131,6 +150,17 @@ def require_confined(config: JobConfig, root: Path, order: dict[str, Any] | None
     """Raise ``ConfigError`` where the job names what ``order`` does not grant; an order of None grants everything."""
     if order is not None and (problems := confinement_problems(config, root, Confinement.from_order(order))):
         raise ConfigError(problems)
+
+
+@contextmanager
+def confined_datasets(order: dict[str, Any] | None) -> Iterator[None]:
+    """Until the end of the block, hold every dataset that this process reads to the files that ``order`` grants."""
+    limits = None if order is None else Confinement.from_order(order)
+    if limits is None or limits.free_datasets:
+        yield
+        return
+    with datasets_opened_by(partial(open_confined, limits=limits)):
+        yield
 
 
 def confinement_problems(config: JobConfig, root: Path, limits: Confinement) -> list[Problem]:
@@ -237,10 +267,6 @@ def _refusals(each: Named, root: Path, limits: Confinement) -> Iterator[Problem]
         yield Problem(each.pointer, *reason)
 
 
-Reason = tuple[str, str] | None
-"""What is wrong, and what to do about it."""
-
-
 def _reason(each: Named, root: Path, limits: Confinement) -> Reason:
     try:
         return _REASONS[each.kind](each, root, limits)
@@ -264,28 +290,19 @@ def _dataset(each: Named, root: Path, limits: Confinement) -> Reason:
         return f"{each.name!r} is a format, and no dataset.", "Name the files themselves, or a dataset's id or folder."
     if _leaves(each.revision):
         return "the revision leads out of the dataset.", "Give a branch, tag or commit."
-    return _links_out(each.name, (root / each.name).resolve().rglob("*"), limits)
+    folder = (root / each.name).resolve()
+    if (linked := _links_out(each.name, folder.rglob("*"), limits)) is not None or limits.free_datasets:
+        return linked
+    named_outside = folder_reason(folder, limits.permits)
+    return named_outside and (f"the dataset {each.name!r} {named_outside[0]}", named_outside[1])
 
 
 def _text(each: Named, root: Path, limits: Confinement) -> Reason:
     parts = Path(each.name).parts
     if glob.has_magic(each.name) and (".." in parts or parts.count("**") > 1):
         return f"the pattern {each.name!r} has .. or more than one ** in it.", "Give a plainer pattern."
-    if (outside := _first_outside(find_files(each.name, root), limits)) is not None:
+    if (outside := limits.first_outside(find_files(each.name, root))) is not None:
         return f"{each.name!r} takes in {outside.name!r}, which jobs may not read.", _OUTSIDE
-    return None
-
-
-def _first_outside(files: Iterable[Path], limits: Confinement) -> Path | None:
-    """The first file that may not be read. Links are followed folder by folder: there may be a million files."""
-    folders: dict[Path, Path | None] = {}
-    for file in files:
-        if file.parent not in folders:
-            folders[file.parent] = _real(file.parent) if limits.permits(file.parent) else None
-        real = folders[file.parent]
-        plain = real is not None and not file.name.startswith(".") and not file.is_symlink()
-        if not (plain and real is not None and real / file.name not in limits.denied) and not limits.permits(file):
-            return file
     return None
 
 

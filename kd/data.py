@@ -20,7 +20,8 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -307,21 +308,45 @@ def _open_text(path: Path) -> TextIO:
 
 
 def _open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
-    from datasets import load_dataset
-
     if streaming and "[" in spec.split:
         detail = f"dataset {spec.path!r}: a stream cannot be sliced, but its split is {spec.split!r}."
         raise DataError(detail, "Name the whole split, or set data.streaming to false.")
     try:
-        rows: Iterable[dict[str, Any]] = load_dataset(
-            spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
-        )
+        return _open_rows(spec, streaming)
+    except DataError:
+        raise
     except Exception as error:  # the library raises a dozen unrelated classes for "not found", "gated", "offline"
         raise DataError(
             f"dataset {spec.path!r} (split {spec.split!r}) cannot be loaded: {type(error).__name__}: {error}",
             "Check the id, name and split; for a gated dataset run: hf auth login.",
         ) from error
+
+
+Opener = Callable[[DatasetSpec, bool], Iterable[dict[str, Any]]]
+"""The rows of a dataset, streamed or not."""
+
+
+def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+    from datasets import load_dataset
+
+    rows: Iterable[dict[str, Any]] = load_dataset(
+        spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
+    )
     return rows
+
+
+_open_rows: Opener = _load_rows
+
+
+@contextmanager
+def datasets_opened_by(opener: Opener) -> Iterator[None]:
+    """Until the end of the block, ``opener`` opens every dataset that this process reads, in whichever thread."""
+    global _open_rows  # noqa: PLW0603  one process, one job
+    before, _open_rows = _open_rows, opener
+    try:
+        yield
+    finally:
+        _open_rows = before
 
 
 def _cells(rows: Iterable[dict[str, Any]], where: str, config: DataConfig) -> Iterator[tuple[str, Any]]:

@@ -30,16 +30,22 @@ def confinement_of(settings: Settings, store: JobStore, owner: str) -> Confineme
         models=models,
         hosts=settings.remote_hosts,
         remote_code=settings.trust_remote_code,
+        free_datasets=_without_limits(settings),
         may_read_run=lambda job_id: caller.sees_all or store.get(job_id, caller) is not None,
         may_read_cache=may_read_cache,
     )
 
 
 def _roots(settings: Settings, models: tuple[AllowedModel, ...]) -> tuple[Path, ...]:
-    """Where jobs may read. Without keys whoever calls is the user of this host, who may read what the service may."""
-    if settings.api_keys_file is None and not settings.data_roots:
+    """Where jobs may read."""
+    if _without_limits(settings):
         return (Path(settings.root.anchor),)
     return (settings.root, *settings.data_roots, *_folders(models))
+
+
+def _without_limits(settings: Settings) -> bool:
+    """Without keys whoever calls is the user of this host, who may read what the service may."""
+    return settings.api_keys_file is None and not settings.data_roots
 
 
 def _folders(models: tuple[AllowedModel, ...]) -> list[Path]:

@@ -430,10 +430,14 @@ def test_the_order_grants_what_was_granted_and_is_plain_json(root: Path, limits:
 
 def test_the_order_keeps_every_limit(limits: Confinement, root: Path) -> None:
     full = replace(
-        limits, models=(AllowedModel("a", "b"), AllowedModel("c")), hosts=("h", "10.0.0.0/8"), remote_code=True
+        limits,
+        models=(AllowedModel("a", "b"), AllowedModel("c")),
+        hosts=("h", "10.0.0.0/8"),
+        remote_code=True,
+        free_datasets=True,
     )
     back = Confinement.from_order(json.loads(json.dumps(full.order(job(), root))))
-    kept = ("home", "roots", "denied", "models", "hosts", "remote_code")
+    kept = ("home", "roots", "denied", "models", "hosts", "remote_code", "free_datasets")
     assert [getattr(back, name) for name in kept] == [getattr(full, name) for name in kept]
 
 

@@ -59,8 +59,9 @@ def test_without_keys_a_job_reads_what_the_user_of_this_host_may(parts: Parts, t
     free = parts.settings.model_copy(update={"home": home, "root": root, "data_roots": (), "api_keys_file": None})
     named = free.model_copy(update={"data_roots": (tmp_path / "named",)})
     keyed = free.model_copy(update={"api_keys_file": tmp_path / "keys"})
-    may = [confinement_of(settings, parts.jobs, LOCAL.name).permits(text) for settings in (free, named, keyed)]
-    assert may == [True, False, False]
+    limits = [confinement_of(settings, parts.jobs, LOCAL.name) for settings in (free, named, keyed)]
+    assert [each.permits(text) for each in limits] == [True, False, False]
+    assert [each.free_datasets for each in limits] == [True, False, False]
     assert not confinement_of(free, parts.jobs, LOCAL.name).permits(home / "redis" / "password")
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from cache.disk import storage_errors
 from kd.config.job import JobConfig
-from kd.confinement import require_confined
+from kd.confinement import confined_datasets, require_confined
 from kd.errors import Interrupted
 from kd.jobfile import parse_config
 from kd.progress import Elsewhere, Event, Monitor, finite
@@ -64,7 +64,8 @@ def attempt(run_stage: StageRunner, order: dict[str, Any], events: Events, stop:
         with storage_errors(run_dir), locked(run_dir, stop), traced_stage(stage, events.send) as listen:
             config, monitor = parse_config(order["config"]), Monitor(listen, stop.is_set, patient=False)
             require_confined(config, Path(), order["confinement"])
-            result = run_stage(stage, config, Path(order["home"]), run_dir, monitor)
+            with confined_datasets(order["confinement"]):
+                result = run_stage(stage, config, Path(order["home"]), run_dir, monitor)
     except Elsewhere as error:
         events.send(Event("elsewhere", {"lock": str(error.lock)}))
         return ELSEWHERE
