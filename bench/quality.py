@@ -71,7 +71,6 @@ class Altered:
 
     train_count = property(lambda self: self.source.train_count)
     validation_count = property(lambda self: self.source.validation_count)
-    has_records = True
     identity = property(lambda self: self.source.identity)
 
     @property

@@ -12,13 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORWARD_KL = "forward_kl"
-#: What needs the whole distribution: a token that the student likes and the record leaves out would be lost.
-OTHER_DIVERGENCES = ("reverse_kl", "jsd", "skew_kl", "total_variation")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one profile serves; ``tempered`` is limited to the range that a cache was captured for."""
+    """What one profile serves; ``tempered`` is limited to the range that a cache was captured for.
+
+    Other divergences than forward KL need the whole distribution: a token that the student likes and the record leaves
+    out would be lost.
+    """
 
     name: str
     any_temperature: bool

@@ -51,11 +51,6 @@ class Source(Protocol):
         ...
 
     @property
-    def has_records(self) -> bool:
-        """Whether the teacher's records come with them."""
-        ...
-
-    @property
     def identity(self) -> str:
         """A name for the content."""
         ...
@@ -92,11 +87,6 @@ class PlainText:
     def validation_count(self) -> int:
         """Sequences held out."""
         return len(self.corpus.validation)
-
-    @property
-    def has_records(self) -> bool:
-        """Whether the teacher's records come with them."""
-        return False
 
     @property
     def identity(self) -> str:

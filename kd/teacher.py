@@ -318,11 +318,6 @@ class CachedRecords:
         return len(self.store.validation)
 
     @property
-    def has_records(self) -> bool:
-        """Whether the teacher's records come with them."""
-        return True
-
-    @property
     def identity(self) -> str:
         """A name for the content."""
         return self.store.identity.fingerprint

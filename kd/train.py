@@ -249,7 +249,7 @@ def run_loop(
                 log.training(
                     step=progress.step,
                     loss=loss,
-                    kd_loss=kd_loss if source.has_records else None,
+                    kd_loss=kd_loss if source.codec is not None else None,
                     ce_loss=ce_loss,
                     perplexity=perplexity(ce_loss),
                     alpha=alpha,

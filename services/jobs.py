@@ -27,7 +27,6 @@ SCAN = 1000  #: records that one page of a listing looks at, at most
 
 #: Which events change the record, and under which prefix their data goes there.
 SECTION_OF_EVENT = {"progress": "progress", "metrics": "metrics", "evaluation": "metrics", "cache": "cache"}
-JSON_FIELDS = ("config", "error", "labels", "depends_on")
 SERIES = ("metrics", "evaluation", "temperature")  #: events whose data is kept by step
 
 LOST = {

@@ -1,12 +1,14 @@
 """What each profile serves: an objective is either right, or refused with the name of a profile that is."""
 
 import itertools
+from typing import get_args
 
 import pytest
 
-from cache.profiles import FORWARD_KL, OTHER_DIVERGENCES, PROFILES, unserved
+from cache.profiles import FORWARD_KL, PROFILES, unserved
+from kd.config.loss import Divergence
 
-DIVERGENCES = (FORWARD_KL, *OTHER_DIVERGENCES)
+DIVERGENCES = get_args(Divergence)
 TEMPERATURES = (0.25, 0.5, 1.0, 1.3, 2.0, 2.5)
 #: Profile to (divergences, temperatures) that it serves; tempered for a range of 0.5 to 2.
 SERVED = {

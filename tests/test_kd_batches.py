@@ -49,7 +49,6 @@ class Numbered:
     train_count: int
     validation_count: int = 0
     broken: int = -1
-    has_records: bool = False
     identity: str = "numbered"
     codec: None = None
 
@@ -192,7 +191,7 @@ def test_held_out_sequences_come_in_order_and_once():
 def test_plain_text_reads_both_splits_by_number():
     train, validation = make_sequences(1, 5, 8, VOCABULARY), make_sequences(2, 3, 8, VOCABULARY)
     source = PlainText(Corpus(train, validation))
-    assert (source.train_count, source.validation_count, source.has_records) == (5, 3, False)
+    assert (source.train_count, source.validation_count, source.codec) == (5, 3, None)
     assert np.array_equal(source.read(np.array([4, 0]))[0].tokens, train.tokens[[4, 0]])
     assert np.array_equal(source.read(np.array([7, 5]))[0].tokens, validation.tokens[[2, 0]])
     assert source.identity != PlainText(Corpus(validation, train)).identity
@@ -414,7 +413,6 @@ class CachedLike:
     records: Records
     reads: int = 0
     validation_count: int = 0
-    has_records: bool = True
     identity: str = "given"
 
     @property

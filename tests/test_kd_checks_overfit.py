@@ -167,7 +167,7 @@ def test_progress_is_passed_on_and_a_stop_is_obeyed(tmp_path: Path) -> None:
 def test_few_sequences_are_the_same_at_every_draw() -> None:
     source = make_source()
     few = Few(source, np.array([3, 5]))
-    assert (few.train_count, few.validation_count, few.has_records, few.codec) == (2, 0, False, None)
+    assert (few.train_count, few.validation_count, few.codec) == (2, 0, None)
     for draws in (0, np.array([7, 2])):
         sequences, records = few.read(np.array([1, 0]), draws)
         assert records is None

@@ -146,7 +146,6 @@ class DenseText(PlainText):
 
     sharpness: float = 1.0
 
-    has_records = property(lambda self: True)  # type: ignore[assignment]
     codec = property(lambda self: Codec("dense", V, bits=32))  # type: ignore[assignment]
 
     def read(self, indices: Any, draws: Any = 0) -> Any:

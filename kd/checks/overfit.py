@@ -73,11 +73,6 @@ class Few:
         return 0
 
     @property
-    def has_records(self) -> bool:
-        """Whether the teacher's records come with them."""
-        return self.source.has_records
-
-    @property
     def identity(self) -> str:
         """A name for the content."""
         return f"{self.source.identity} {self.numbers.tolist()}"
