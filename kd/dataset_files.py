@@ -44,9 +44,9 @@ def open_confined(spec: DatasetSpec, streaming: bool, limits: Confinement) -> It
     from datasets import load_dataset_builder
 
     _require(spec, _card_of(spec, limits))
-    cache = _cache_of(spec)
-    builder = load_dataset_builder(spec.path, spec.name, revision=spec.revision, cache_dir=str(cache))
-    _require(spec, builder_reason(builder, cache, limits))
+    copies = _copies_of(spec)
+    builder = load_dataset_builder(spec.path, spec.name, revision=spec.revision, cache_dir=str(copies))
+    _require(spec, builder_reason(builder, copies, limits))
     if streaming:
         rows = builder.as_streaming_dataset(split=spec.split)
     else:
@@ -61,14 +61,14 @@ def _require(spec: DatasetSpec, reason: Reason) -> None:
         raise DataError(f"dataset {spec.path!r} {reason[0]}", reason[1])
 
 
-def _cache_of(spec: DatasetSpec) -> Path:
+def _copies_of(spec: DatasetSpec) -> Path:
     """Where the library keeps its copy: of a folder by the whole path, for it tells them apart by the name alone."""
     from datasets import config
 
-    cache, folder = Path(config.HF_DATASETS_CACHE), Path(spec.path)
+    copies, folder = Path(config.HF_DATASETS_CACHE), Path(spec.path)
     if not folder.is_dir():
-        return cache
-    return cache / "confined" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+        return copies
+    return copies / "confined" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
 
 
 # ---------------------------------------------------------------------- the card
@@ -153,14 +153,14 @@ def _texts(value: Any, seen: set[int]) -> Iterator[str]:
 # ---------------------------------------------------------------------- the files
 
 
-def builder_reason(builder: Any, cache: Path, limits: Confinement) -> Reason:
+def builder_reason(builder: Any, copies: Path, limits: Confinement) -> Reason:
     """What is wrong with what a ``datasets.DatasetBuilder`` is about to read, and with where it would keep a copy."""
     if builder.name not in PLAIN_FORMATS:
         known = ", ".join(sorted(PLAIN_FORMATS - {"cache"}))
         return f"is of the format {builder.name!r}, whose files may name others.", f"Convert it to one of {known}."
     if builder.name == "cache" and "/" not in (builder.repo_id or ""):
         return "is not on the hub, and a copy of another of its name may not be read.", "Give an id with its owner."
-    if not Path(builder.cache_dir).resolve().is_relative_to(cache.resolve()):
+    if not Path(builder.cache_dir).resolve().is_relative_to(copies.resolve()):
         return "has a configuration or version that leads out of the library's cache.", "Give plain names in its card."
     files = [file for split in (builder.config.data_files or {}).values() for file in split]
     if (file := foreign_file(files, builder.repo_id, limits)) is not None:
