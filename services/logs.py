@@ -42,19 +42,21 @@ FIELDS = ("ts", "level", "logger", "msg", "request_id", "job_id", "attempt", "fe
 SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 HIDDEN = "***"
+#: Whoever calls may choose the text: none of these takes longer than in proportion to it.
 SECRETS = (
     (re.compile(r"\bkd_[A-Za-z0-9_-]{40,}"), "kd_" + HIDDEN),  # 256 bits; the name of a metric is shorter
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_" + HIDDEN),
     (re.compile(r"\bwhsec_[A-Za-z0-9+/=_-]{8,}"), "whsec_" + HIDDEN),
     (re.compile(r"(?i)\b(authorization\b['\"]?\s*[:=,]\s*(?:b?['\"])?)[^'\"\r\n]+"), r"\1" + HIDDEN),
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{16,}"), r"\1 " + HIDDEN),
-    (re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s:/@?#'\"]*):[^\s/?#'\"]+@"), r"\1:" + HIDDEN + "@"),
+    (re.compile(r"(://[^\s:/@?#'\"]*):[^\s/?#'\"]+@"), r"\1:" + HIDDEN + "@"),  # whatever the scheme
     (re.compile(r"(?i)(password|secret|api[_-]?key|(?:access|auth)[_-]token)(['\"]?\s*[=:]\s*['\"]?)[^\s'\",;&]+"),
      r"\1\2" + HIDDEN),
     (re.compile(r"(?i)\b(requirepass|masterauth)\s+\S+"), r"\1 " + HIDDEN),
 )  # fmt: skip
 SECRET_NAME = re.compile(r"(?i).*(password|secret|api_?key|authorization|cookie|(^|_)token)")
 SHORTEST_SECRET = 8
+LONGEST_PATH = 2000
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {9: "\t", 10: "\\n", 13: "\\r"}
 
@@ -117,6 +119,13 @@ def redact(text: str, hidden: tuple[str, ...] = ()) -> str:
     for pattern, shown in SECRETS:
         text = pattern.sub(shown, text)
     return text
+
+
+def shown(path: str) -> str:
+    """A request's path as a line tells it: no longer than makes sense, for clients send any."""
+    if len(path) <= LONGEST_PATH:
+        return path
+    return redact(path)[:LONGEST_PATH] + "..."  # hidden first: of a key that is cut nobody would see what it was
 
 
 def literals(settings: Settings, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

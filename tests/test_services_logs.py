@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.logs import bound, formatter, literals, redact, request_id, request_id_of
+from services.logs import bound, formatter, literals, redact, request_id, request_id_of, shown
 from services.settings import Settings
 from tests.harness import ROOT
 
@@ -85,11 +85,44 @@ def test_hiding_is_idempotent(text: str) -> None:
     assert redact(redact(text)) == redact(text)
 
 
-@pytest.mark.parametrize("text", ["a" * 200_000, "://x:" * 40_000, "kd_" * 60_000, "authorization:" * 15_000])
-def test_hiding_is_quick_on_any_text(text: str) -> None:
+@pytest.mark.parametrize("scheme", ["redis", "_redis", "-redis", "...redis", "+r", "1.redis", "a.b+c-1", "x" * 50])
+def test_the_password_of_a_url_is_hidden_whatever_its_scheme_and_what_stands_before_it(scheme: str) -> None:
+    assert (
+        redact(f"to{scheme}://me:mine@host/0 {scheme}://:mine@host")
+        == f"to{scheme}://me:***@host/0 {scheme}://:***@host"
+    )
+
+
+HOSTILE = [
+    "a",
+    "a.",
+    "a-b:",
+    "a://",
+    "://x:",
+    "a://x:y:",
+    "kd_",
+    "kd_-",
+    "hf_.",
+    "whsec_-",
+    "authorization:",
+    "bearer x-",
+]
+HOSTILE += ["authorization ", "authorization:\n", "bearer ", "password", "password= ", "requirepass "]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+@pytest.mark.parametrize("filler", ["", " " * 200_000], ids=["", "and spaces"])
+def test_hiding_is_quick_on_any_text(piece: str, filler: str) -> None:
+    text = piece * (200_000 // len(piece)) + filler
     before = process_time()
     redact(text)
     assert process_time() - before < 2
+
+
+def test_a_path_is_told_in_its_beginning_and_without_secrets() -> None:
+    assert shown("/jobs/job_1") == "/jobs/job_1"
+    assert shown("/" + "a." * 40_000) == "/" + "a." * 999 + "a..."
+    assert shown("/" + "a" * 1980 + f"/{KEY}") == "/" + "a" * 1980 + "/kd_***..."
 
 
 def test_known_secrets_are_hidden_word_by_word() -> None:

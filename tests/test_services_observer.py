@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_a_request_has_one_id_in_the_answer_in_the_log_and_in_the_code(
         ("potstill.inside", "mine-1"),
         ("potstill.http", "mine-1"),
     ]
+
+
+def test_a_path_without_end_costs_no_time_and_no_line_without_end(
+    client: TestClient, lines: list[dict[str, Any]]
+) -> None:
+    before = time.process_time()
+    assert client.get("/" + "a." * 30_000).status_code == 404
+    assert time.process_time() - before < 5
+    assert lines[-1]["msg"].startswith("GET /a.a.") and len(lines[-1]["msg"]) < 2100
 
 
 def test_a_request_without_a_sane_id_gets_one_of_its_own(client: TestClient) -> None:

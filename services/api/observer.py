@@ -19,7 +19,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.logs import request_id, request_id_of
+from services.logs import request_id, request_id_of, shown
 from services.telemetry import span
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -166,7 +166,7 @@ class Observer:
             telling = exchange.method not in ("GET", "HEAD") or exchange.status >= 400
             extra = {"status": exchange.status, "seconds": round(seconds, 4)}
             level = logging.INFO if telling else logging.DEBUG
-            log.log(level, "%s %s", exchange.method, exchange.scope["path"], extra=extra)
+            log.log(level, "%s %s", exchange.method, shown(exchange.scope["path"]), extra=extra)
 
 
 def _described(exchange: Exchange) -> dict[str, Any]:
@@ -174,6 +174,6 @@ def _described(exchange: Exchange) -> dict[str, Any]:
     return {
         "http.request.method": exchange.method,
         "http.route": exchange.route,
-        "url.path": exchange.scope["path"],
+        "url.path": shown(exchange.scope["path"]),
         "http.response.status_code": exchange.status,
     }

@@ -18,7 +18,7 @@ from cache.errors import PotstillError
 from kd.errors import ConfigError, Problem
 from kd.jobfile import problems_of
 from services.api.views import ProblemDetails
-from services.logs import request_id
+from services.logs import request_id, shown
 from services.schemas import FieldProblem
 
 MEDIA_TYPE = "application/problem+json"
@@ -163,7 +163,7 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
     # A plain ResponseError is a mistake of ours, save for those by which a full server refuses to write.
     if type(error) is ResponseError and not str(error).startswith(("MISCONF", "OOM")):
         return await _on_anything_else(request, error)
-    log.warning("%s %s: Redis does not serve: %s", request.method, request.url.path, error)
+    log.warning("%s %s: Redis does not serve: %s", request.method, shown(request.url.path), error)
     detail = f"The job store (Redis) does not serve: {type(error).__name__}. Running jobs go on; nothing is lost."
     headers = {"Retry-After": RETRY_SECONDS}
     return respond(
@@ -201,9 +201,9 @@ def _allowed_methods(request: Request) -> set[str]:
 
 async def _on_anything_else(request: Request, error: Exception) -> Response:
     if isinstance(error, PotstillError):
-        log.warning("%s %s: %s", request.method, request.url.path, error)
+        log.warning("%s %s: %s", request.method, shown(request.url.path), error)
         return respond(request, 500, error.detail, error.remedy, error.type.replace("_", "-"))
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    log.error("%s %s failed", request.method, shown(request.url.path), exc_info=error)
     return respond(
         request,
         500,
