@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from cache.disk import file_sha256
 from cache.manifest import signed_json
 from services.api.digests import Digests
 from services.jobs import Claim
-from tests.api import problem, running, serving, tell
-from tests.harness import Parts, config
+from tests.api import UNLIMITED, problem, running, serving, tell
+from tests.harness import Parts, config, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +246,26 @@ def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_names_of_artifacts_hold_no_path(api: Parts) -> None:
     claim = producing(api, **{"report.md": "x"})
     assert str(api.settings.home) not in json.dumps(api.http.get(f"/jobs/{claim.id}/artifacts").json())
+
+
+def test_requests_that_are_given_up_leave_no_file_open(new_parts: Callable[..., Parts]) -> None:
+    parts = new_parts(**UNLIMITED)
+    process = parts.start_api()
+    claim = producing(parts, **{"log.txt": "line\n" * 1000})
+    handles = Path(f"/proc/{process.pid}/fd")
+
+    def held() -> int:
+        """How many files of jobs the API has open."""
+        count = 0
+        for handle in handles.iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                count += handle.readlink().is_relative_to(parts.settings.home / "runs")
+        return count
+
+    for path in (f"/jobs/{claim.id}/artifacts/log.txt", f"/jobs/{claim.id}/logs"):
+        request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+        for _ in range(100):
+            with socket.create_connection(("127.0.0.1", parts.settings.port), timeout=10) as connection:
+                connection.sendall(request)
+    assert parts.http.get(path).text == "line\n" * 1000
+    wait_until(lambda: held() == 0, 20)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from services.api.problems import ApiProblem
 
@@ -32,13 +33,29 @@ class Ranged:
         return replace(self, size=self.size - start, read=lambda first, stop: read(first + start, stop + start))
 
     def pieces(self, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes from ``start`` to ``stop``; closes what they were read from."""
+        """The bytes from ``start`` to ``stop``."""
+        for place in range(start, stop, PIECE_BYTES):
+            yield self.read(place, min(place + PIECE_BYTES, stop))
+
+    def let_go(self) -> None:
+        """Close what it is read from; to be called once."""
+        if self.close is not None:
+            self.close()
+
+
+class Sending(StreamingResponse):
+    """A part of ``content`` on its way; lets go of it at the end, also of one whose client left before it began."""
+
+    def __init__(self, content: Ranged, start: int, stop: int, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(content.pieces(start, stop), status, headers, content.media_type)
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. By the end no thread reads any more: Starlette waits for the one that does."""
         try:
-            for place in range(start, stop, PIECE_BYTES):
-                yield self.read(place, min(place + PIECE_BYTES, stop))
+            await super().__call__(scope, receive, send)
         finally:
-            if self.close is not None:
-                self.close()
+            self._content.let_go()
 
 
 def send(request: Request, content: Ranged) -> Response:
@@ -53,12 +70,11 @@ def send(request: Request, content: Ranged) -> Response:
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":
         return _without_body(content, status, {**headers, "Content-Type": content.media_type})
-    return StreamingResponse(content.pieces(start, stop), status, headers, content.media_type)
+    return Sending(content, start, stop, status, headers)
 
 
 def _without_body(content: Ranged, status: int, headers: dict[str, str]) -> Response:
-    if content.close is not None:
-        content.close()
+    content.let_go()
     return Response(status_code=status, headers=headers)
 
 
@@ -77,8 +93,7 @@ def _asked(request: Request, content: Ranged) -> tuple[int, int]:
     else:
         start, stop = max(0, content.size - int(last)), content.size
     if start >= stop:
-        if content.close is not None:
-            content.close()
+        content.let_go()
         headers = {"Content-Range": f"bytes */{content.size}"}
         raise ApiProblem(416, f"There are {content.size} bytes.", "Ask for bytes that there are.", headers=headers)
     return start, stop
