@@ -171,7 +171,9 @@ class Driver:
             self._launch(trial)
             return
         job = self._store.get(job_id)  # before its events: once it has ended, none can follow
-        assert job is not None, "a trial's job is made in the same breath as its entry"
+        if job is None:  # by somebody, while the search had ended and was not retried yet
+            self._end(trial, None, "failed", "Its job was deleted.")
+            return
         self._take_losses(trial, job_id)
         if trial.user_attrs.get("stopped") or (not job.ended and should_prune(trial)):
             trial.set_user_attr("stopped", True)  # so that a driver after this one knows why the job was cancelled

@@ -183,6 +183,27 @@ def test_a_failed_or_cancelled_trial_is_not_the_end(play: Any) -> None:
     }
 
 
+def test_a_search_whose_trial_was_deleted_goes_on_when_it_is_retried(play: Any) -> None:
+    played = play()
+    searches = played.searches()
+    searches.step()
+    trial = played.trials()[0].id
+    assert played.jobs.change("cancel", played.id).status == "cancelling"
+    searches.step()
+    assert played.jobs.change("delete", trial).outcome == "done"
+    assert played.jobs.change("retry", played.id).outcome == "done"
+    for _ in range(20):
+        searches.step()
+        played.work()
+    job = played.parts.job(played.id)
+    assert job.status == "succeeded", job.error
+    report = json.loads(Path(job.artifacts["report.json"]).read_text())
+    assert [(row["number"], row["why"]) for row in report["trials"] if row["state"] == "failed"] == [
+        (0, "Its job was deleted.")
+    ]
+    assert Counter(row["state"] for row in report["trials"]) == {"complete": 3, "failed": 1}
+
+
 def test_where_every_trial_fails_the_search_fails_with_the_reason(play: Any) -> None:
     played = play(search={"trials": 2})
     searches = played.searches()
