@@ -241,7 +241,7 @@ class JobStore:
     ) -> Created:
         """Accept a job and queue its first stage; the same ``key`` of the same caller gives the same job for a day."""
         head = _as_caller(caller)
-        sha = _sha256(json.dumps([caller.name, key])) if key else ""
+        sha = _key_sha(caller, key) if key else ""
         fields = self._new(config) | {"request_id": origin.request_id, "traceparent": origin.traceparent}
         limit = "" if max_open is None else max_open
         outcome, *rest = self._transition(
@@ -250,6 +250,14 @@ class JobStore:
         if outcome == "quota":
             return Created(outcome, "", rest[0])
         return Created(outcome, *rest)
+
+    def earlier(self, config: JobConfig, caller: Caller, key: str) -> Created | None:
+        """What ``create`` answers where this key of the caller's has made a job already; None where it has not."""
+        entry = cast(str | None, self.redis.get(f"kd:idempotency:{_key_sha(caller, key)}"))
+        job_id, _, body = (entry or "").partition(" ")
+        if entry is None or not self.redis.exists(f"kd:job:{job_id}"):
+            return None
+        return Created("replayed" if body == _sha256(_body(config)) else "conflict", job_id)
 
     def _new(self, config: JobConfig) -> dict[str, str]:
         """The fields of a new record that its configuration decides."""
@@ -559,6 +567,10 @@ def _flat(fields: Mapping[str, str]) -> Iterable[str]:
 
 def _ms(seconds: float) -> int:
     return int(seconds * 1000)
+
+
+def _key_sha(caller: Caller, key: str) -> str:
+    return _sha256(json.dumps([caller.name, key]))
 
 
 def _sha256(text: str) -> str:

@@ -94,6 +94,20 @@ def test_an_idempotency_key_gives_the_same_job_again(http: httpx.Client, text: s
     assert gone.status_code in (202, 404), "a key whose job was deleted is no server error"
 
 
+def test_a_repeated_post_finds_its_job_also_where_its_text_has_gone(api: Parts, http: httpx.Client) -> None:
+    text = Path(inputs(api.settings.home / "inputs" / "passing"))
+    job, headers = valid("quick", str(text)), {"Idempotency-Key": "mine"}
+    first = http.post("/jobs", json=job, headers=headers)
+    assert first.status_code == 202
+    (text / "text.txt").unlink()
+    again = http.post("/jobs", json=job, headers=headers)
+    assert (again.status_code, again.json().get("id")) == (202, first.json()["id"])
+    assert again.headers["idempotent-replayed"] == "true"
+    problem(http.post("/jobs", json=valid("other", str(text)), headers=headers), 422, "key-reused")
+    assert problem(http.post("/jobs", json=job, headers={"Idempotency-Key": "new"}), 422).errors
+    assert len(http.get("/jobs").json()["data"]) == 1
+
+
 def test_many_posts_of_one_key_make_one_job(http: httpx.Client, text: str) -> None:
     def post(_: int) -> str:
         return str(http.post("/jobs", json=valid("quick", text), headers={"Idempotency-Key": "at once"}).json()["id"])

@@ -42,10 +42,12 @@ class Desk:
 
     def take(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
         """The job's record, and whether an earlier request of the same key has made it."""
-        self.require_admissible(config)
         limit = self.service.settings.quota_open_jobs
-        origin = Origin(request_id.get(), traceparent())
-        created = self.service.store.create(config, self.caller, key, limit, origin)
+        created = self.service.store.earlier(config, self.caller, key) if key else None
+        if created is None:  # else the inputs may have gone since: the job that was made of them has not
+            self.require_admissible(config)
+            origin = Origin(request_id.get(), traceparent())
+            created = self.service.store.create(config, self.caller, key, limit, origin)
         _require_taken(created, config, limit)
         job = self.service.store.get(created.id, self.caller)
         if job is None:
