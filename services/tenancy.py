@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from kd.config.placement import JOB_ID
 from kd.confinement import AllowedModel, Confinement, read_allow_list
 from services.jobs import LOCAL, Caller, JobStore
 from services.settings import Settings
@@ -19,6 +21,12 @@ def confinement_of(settings: Settings, store: JobStore, owner: str) -> Confineme
     models = read_allow_list(settings.model_allow_list)
     secret = (settings.api_keys_file, settings.webhook_secret_file, settings.model_allow_list)
 
+    def may_read_run(name: str) -> bool:
+        if caller.sees_all:
+            return True
+        # The name is of a path that a client chose, and job_...:events would be a key of the store's of another kind.
+        return re.fullmatch(JOB_ID, name) is not None and store.get(name, caller) is not None
+
     def may_read_cache(fingerprint: str) -> bool:
         known = store.caches_of(caller)
         return known is None or fingerprint in known
@@ -31,7 +39,7 @@ def confinement_of(settings: Settings, store: JobStore, owner: str) -> Confineme
         hosts=settings.remote_hosts,
         remote_code=settings.trust_remote_code,
         free_datasets=_without_limits(settings),
-        may_read_run=lambda job_id: caller.sees_all or store.get(job_id, caller) is not None,
+        may_read_run=may_read_run,
         may_read_cache=may_read_cache,
     )
 

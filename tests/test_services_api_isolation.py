@@ -172,6 +172,18 @@ def test_a_job_cannot_start_from_another_key_s_student(house: House, owned: dict
     assert house.alice.post("/jobs", json=job).status_code == 202
 
 
+@pytest.mark.parametrize("part", ["events", "trials", "waits", "metrics", "x"])
+def test_a_folder_named_as_a_part_of_a_record_is_refused_as_any_other(
+    house: House, owned: dict[str, str], part: str
+) -> None:
+    parts = house.parts
+    parts.jobs.redis.hset(f"kd:job:{owned['job_id']}:trials", "0", owned["job_id"])
+    path = parts.settings.run_dir(f"{owned['job_id']}:{part}") / "text.txt"
+    job = valid("quick", str(parts.settings.home / "inputs")) | {"data": {"train": str(path)}}
+    for http in (house.alice, house.bob):
+        assert problem(http.post("/jobs", json=job), 422).errors[0].pointer == "/data/train/0"
+
+
 def test_a_cache_of_two_keys_goes_with_the_second(house: House, owned: dict[str, str]) -> None:
     parts, url = house.parts, f"/caches/{owned['fingerprint']}"
     job_id = parts.jobs.create(config("quick"), Caller("bob")).id
