@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cache.store import capture, read_manifest
 from cache.testing import make_cache
 from services.jobs import Caller
 from services.schemas import WorkerState
@@ -199,6 +200,25 @@ def test_a_cache_of_two_keys_goes_with_the_second(house: House, owned: dict[str,
     parts.jobs.finish(claim, "succeeded")
     assert house.bob.delete(url).status_code == 204
     assert not (parts.settings.caches / owned["fingerprint"]).exists()
+
+
+def test_an_admin_removes_a_cache_for_everybody_once_nobody_uses_it(house: House, owned: dict[str, str]) -> None:
+    parts, url = house.parts, f"/caches/{owned['fingerprint']}"
+    claim = parts.jobs.claim(parts.jobs.create(config("quick"), Caller("bob")).id, "train", "worker:1", 600)
+    assert claim is not None
+    tell(parts, claim, ("cache", {"fingerprint": owned["fingerprint"], "bytes_per_token": 1.0}))
+    assert claim.id in problem(house.admin.delete(url), 409, "in-use").detail
+    assert house.alice.get(url).status_code == house.bob.get(url).status_code == 200
+    parts.jobs.finish(claim, "succeeded")
+    with capture(parts.settings.caches, read_manifest(parts.settings.caches / owned["fingerprint"]).identity):
+        problem(house.admin.delete(url), 409, "in-use")
+    assert house.alice.get(url).status_code == house.bob.get(url).status_code == 200
+    assert house.admin.delete(url).status_code == 204
+    assert not (parts.settings.caches / owned["fingerprint"]).exists()
+    for http in (house.admin, house.alice, house.bob):
+        problem(http.get(url), 404)
+        assert owned["fingerprint"] not in http.get("/caches").text
+    assert not parts.jobs.redis.keys("kd:caches:*"), "one that is captured anew is of whoever does it"
 
 
 def test_the_same_idempotency_key_of_two_keys_makes_two_jobs(house: House) -> None:
