@@ -187,13 +187,16 @@ def _chunk_shape(values: NDArray[Any]) -> tuple[int, ...]:
 class Folder:
     """A sealed folder of arrays, open for reading: chunks are decoded when first needed and then kept.
 
-    Metadata is checked by sha256 on opening and chunks by crc32c on decoding. Zarr reads a missing chunk as zeros, so
-    a chunk's file is looked for before it is decoded. Any failure is a ``CacheCorrupt`` naming the array.
+    A file is compared with the seal's sha256 before it is first decoded: a chunk's crc32c says that its bytes are
+    whole, not that they belong here, and Zarr reads a missing chunk as zeros. ``sound`` holds the files that were found
+    right, so that whoever opens a folder again does not pay for that twice. Any failure is a ``CacheCorrupt`` naming
+    the array.
     """
 
-    def __init__(self, folder: Path, seal: Seal) -> None:
+    def __init__(self, folder: Path, seal: Seal, sound: set[Path] | None = None) -> None:
         self.folder = folder
         self.seal = seal
+        self._sound = set() if sound is None else sound
         self.nbytes = 0
         self._arrays: dict[str, Any] = {}
         self._rows: dict[str, int] = {}
@@ -230,10 +233,8 @@ class Folder:
         return self._rows[name]
 
     def _open(self, name: str) -> Any:
-        path = f"{name}/zarr.json"
         try:
-            if file_sha256(self.folder / path) != self.seal.files[path].sha256:
-                raise ValueError("the metadata differs from its sha256")
+            self._require_sealed(f"{name}/zarr.json")
             with zarr.config.set(_read_settings()):
                 return zarr.open_array(store=self.folder / name, mode="r", zarr_format=3)
         except (FileNotFoundError, KeyError, ValueError) as error:
@@ -250,12 +251,22 @@ class Folder:
         array, size = self._array(name), self._chunk_rows(name)
         key = ".".join(["c", str(number), *["0"] * (array.ndim - 1)])
         try:
-            (self.folder / name / key).stat()
+            self._require_sealed(f"{name}/{key}")
             chunk = np.asarray(array[number * size : (number + 1) * size])
         except (FileNotFoundError, ValueError, RuntimeError, TypeError, LookupError) as error:
             raise self._corrupt(f"{name}, chunk {key}", error) from error
         chunk.flags.writeable = False
         return chunk
+
+    def _require_sealed(self, path: str) -> None:
+        """Raise unless the file is there and was, when it was first read, byte for byte the one that was sealed."""
+        file = self.folder / path
+        file.stat()
+        if file in self._sound:
+            return
+        if file_sha256(file) != self.seal.files[path].sha256:
+            raise ValueError(f"{path} differs from its sha256")
+        self._sound.add(file)
 
     def _corrupt(self, what: str, error: Exception) -> CacheCorrupt:
         return CacheCorrupt(f"{self.folder}: array {what} cannot be read: {error}.", _REMEDY)
@@ -264,8 +275,8 @@ class Folder:
 class Shard(Folder):
     """One sealed shard, open for reading."""
 
-    def __init__(self, folder: Path, seal: Seal, codec: Codec) -> None:
-        super().__init__(folder, seal)
+    def __init__(self, folder: Path, seal: Seal, codec: Codec, sound: set[Path]) -> None:
+        super().__init__(folder, seal, sound)
         self.codec = codec
         self.offsets = self.whole("offsets").astype(np.int64)
         sampled = PROFILES[codec.profile].sampled

@@ -206,6 +206,7 @@ class Cache:
         self._memory_bytes = memory_bytes
         self.codec = manifest.identity.record_codec()
         self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._sound: set[Path] = set()  # files found as sealed, also of shards that memory has no room for any more
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -265,7 +266,7 @@ class Cache:
     def _shard(self, index: int) -> Shard:
         if index not in self._shards:
             seal = _read_seal(self.folder, _shard_name(index), self.manifest.shards[index].digest)
-            self._shards[index] = Shard(self.folder / _shard_name(index), seal, self.codec)
+            self._shards[index] = Shard(self.folder / _shard_name(index), seal, self.codec, self._sound)
         self._shards.move_to_end(index)
         while len(self._shards) > 1 and sum(shard.nbytes for shard in self._shards.values()) > self._memory_bytes:
             self._shards.popitem(last=False)

@@ -534,6 +534,20 @@ def test_a_chunk_cut_short_is_found_on_opening(plain_copy):
         open_cache(plain_copy)
 
 
+@pytest.mark.parametrize("name", ["offsets/c.0.0", "tokens/c.0.0", "document_start/c.0.0", "target_mask/c.0.0"])
+def test_a_sound_chunk_in_the_place_of_anothers_is_never_read(plain_copy, name):
+    """As after a bad restore: each chunk is whole and of the right size, but it is the other shard's."""
+    paths = [plain_copy / "shards" / shard / name for shard in ("000000", "000001")]
+    chunks = [path.read_bytes() for path in paths]
+    assert len(chunks[0]) == len(chunks[1])
+    assert chunks[0] != chunks[1]
+    for path, chunk in zip(paths, reversed(chunks), strict=True):
+        path.write_bytes(chunk)
+    for number in (0, 4):
+        with pytest.raises(CacheCorrupt, match=rf"{number // 4:06d}: array .*{name} differs from its sha256"):
+            open_cache(plain_copy).read([number])
+
+
 def test_a_shard_of_another_cache_is_not_taken(plain_copy, tmp_path):
     other = make_cache(tmp_path / "other", make_identity(codec=make_codec(seed=1)))
     for name in ("shards/000001", "seals/000001.json"):
