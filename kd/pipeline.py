@@ -72,7 +72,9 @@ def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor:
 
 def precompute(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Make sure that a sealed cache for this job exists, capturing it if it does not."""
-    summary = capture(plan(config, monitor), home / "caches", monitor)
+    planned = plan(config, monitor)
+    monitor.emit("plan", fingerprint=planned.identity.fingerprint)  # whose cache it is, before anything lies there
+    summary = capture(planned, home / "caches", monitor)
     write_json(run_dir / "cache.json", {**summary, "inputs": cache_inputs(config)})
     monitor.emit("cache", **summary)
     return {"cache": summary}

@@ -12,6 +12,7 @@ supervisor, nobody) is not the run's business.
     check        {step, check, ok, message, remedy, facts}
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement}
+    plan         {fingerprint}, of the cache that is wanted: it may be whole, half captured, or not begun
     cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused}
     trial        {number, state, values, loss, why}, of a search
     checkpoint   {step, path}

@@ -26,7 +26,13 @@ MOST_CONNECTIONS = 10_000  #: of one client; the library's own limit of 100 refu
 SCAN = 1000  #: records that one page of a listing looks at, at most
 
 #: Which events change the record, and under which prefix their data goes there.
-SECTION_OF_EVENT = {"progress": "progress", "metrics": "metrics", "evaluation": "metrics", "cache": "cache"}
+SECTION_OF_EVENT = {
+    "progress": "progress",
+    "metrics": "metrics",
+    "evaluation": "metrics",
+    "plan": "cache",
+    "cache": "cache",
+}
 SERIES = ("metrics", "evaluation", "temperature")  #: events whose data is kept by step
 
 LOST = {

@@ -58,7 +58,7 @@ class Metrics(View):
 
 
 class JobCache(View):
-    """The cache of the teacher that the job captured or read."""
+    """The cache of the teacher that the job captures or reads; while it is captured, only its fingerprint is known."""
 
     model_config = ConfigDict(extra="allow")
 

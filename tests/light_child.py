@@ -90,6 +90,7 @@ def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor:
 def precompute(work: Work, home: Path, run_dir: Path, monitor: Monitor, ledger: Ledger) -> dict[str, Any]:
     """Make sure that the cache is sealed, as ``kd.teacher.capture`` does."""
     identity, root = work.identity, home / "caches"
+    monitor.emit("plan", fingerprint=identity.fingerprint)
     if not _is_sealed(root, identity):
         lock = root / f"{identity.fingerprint}.lock"
         with capture(root, identity, lambda: monitor.wait_for("another capture", lock, "precompute")) as writer:

@@ -213,6 +213,20 @@ def test_sealed_cache_is_found_without_loading_the_teacher(job: JobConfig, tmp_p
     assert "loading the teacher" not in [event.data.get("phase") for event in events]
 
 
+def test_which_cache_it_will_be_is_told_before_anything_of_it_lies_on_the_disk(job: JobConfig, tmp_path: Path) -> None:
+    planned: list[str] = []
+
+    def listen(event: Event) -> None:
+        if event.type == "plan":
+            assert not (tmp_path / "caches").exists()
+            planned.append(event.data["fingerprint"])
+
+    with pytest.raises(Interrupted):
+        captured(job, tmp_path, Monitor(listen, lambda: bool(planned)))
+    (folder,) = (path for path in (tmp_path / "caches").iterdir() if path.is_dir())
+    assert planned == [folder.name]
+
+
 def test_two_jobs_that_want_the_same_cache_capture_it_once(job: JobConfig, tmp_path: Path) -> None:
     events: list[Event] = []
 

@@ -62,14 +62,15 @@ def test_a_cache_is_deleted(api: Parts) -> None:
     problem(api.http.delete(f"/caches/{'b' * 31}"), 404)
 
 
-@pytest.mark.parametrize("how", ["names it", "made it"])
+@pytest.mark.parametrize("how", ["names it", "made it", "plans it"])
 def test_a_cache_that_an_open_job_uses_stays(api: Parts, how: str) -> None:
     folder = make_cache(api.settings.caches)
     if how == "names it":
         job_id = api.jobs.create(config("quick", loss={"alpha": 0.5}, cache={"fingerprint": folder.name})).id
     else:
         claim = running(api)
-        tell(api, claim, ("cache", {"fingerprint": folder.name, "bytes_per_token": 1.0}))
+        told = {"made it": ("cache", {"fingerprint": folder.name, "bytes_per_token": 1.0})}
+        tell(api, claim, told.get(how, ("plan", {"fingerprint": folder.name})))
         job_id = claim.id
     assert job_id in problem(api.http.delete(f"/caches/{folder.name}"), 409, "in-use").detail
     assert folder.exists()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from cache.store import capture, open_cache, verify
 from cache.testing import fill, make_cache, make_codec, make_identity
 from services.jobs import Batch
 from services.terminal.upkeep import _embedded_url
-from tests.harness import ROOT, Parts, config
+from tests.harness import ROOT, Parts, config, wait_until
 
 KD = [sys.executable, "-m", "services.cli", "cache"]
 
@@ -185,6 +186,27 @@ def test_rm_asks_the_store_that_is_configured(home: Path, parts: Parts) -> None:
     assert "redis://" not in refused.stderr
 
 
+def test_gc_and_rm_spare_the_part_of_a_cache_that_a_paused_job_has_captured(new_parts: Callable[..., Parts]) -> None:
+    parts = new_parts(child_module="tests.light_child")
+    parts.start_worker()
+    home, store = parts.settings.home, {"KD_REDIS_URL": str(parts.settings.redis_url)}
+    job_id = parts.submit("light-1-100-50", "precompute")
+    wait_until(lambda: parts.job(job_id).progress.done)
+    parts.jobs.change("pause", job_id)
+    job = parts.wait_for(job_id, "paused", "succeeded", "failed")
+    assert job.status == "paused"
+    assert job.cache is not None
+    folder = home / "caches" / str(job.cache.fingerprint)
+    assert list(folder.glob("seals/*.json"))
+    assert not (folder / "manifest.json").exists()
+    assert kd(home, "gc", "--older-than", "0s", "--yes", **store).stdout == "nothing to remove\n"
+    assert f"is used by {job_id}" in kd(home, "rm", folder.name, "--yes", **store).stderr
+    assert folder.exists()
+    parts.jobs.change("cancel", job_id)
+    assert "1 of 1 removed" in kd(home, "gc", "--older-than", "0s", "--yes", **store).stdout
+    assert not folder.exists()
+
+
 def test_rm_goes_on_where_no_store_answers(home: Path) -> None:
     (home / "redis").mkdir()
     (home / "redis" / "password").write_text("secret")
@@ -192,3 +214,6 @@ def test_rm_goes_on_where_no_store_answers(home: Path) -> None:
     done = kd(home, "rm", ONE, "--yes")
     assert (done.returncode, done.stderr) == (0, "")
     assert names(home) == {TWO, TOPK}
+    (home / "caches" / TWO / "manifest.json").unlink()
+    assert kd(home, "gc", "--older-than", "0s", "--yes").returncode == 0
+    assert names(home) == {TOPK}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,17 +80,19 @@ def cache_gc(
 ) -> None:
     """Remove what nobody can use: leftovers of crashes, old incomplete caches, caches of older versions.
 
+    What an unfinished job uses stays, however old it is: a paused capture goes on from its sealed shards.
     Says what it would remove, and asks; with --json it removes nothing unless --yes is given.
     """
     from cache.operations import collect, find_garbage
 
     seconds = _seconds(older_than)
-    garbage = find_garbage(make_settings(home=home).caches, seconds)
+    settings = make_settings(home=home)
+    garbage = _unused(settings, find_garbage(settings.caches, seconds))
     if not as_json:
         _print_garbage(garbage)
     if garbage and not yes and not as_json:
         typer.confirm("Remove it?", abort=True, err=True)
-    removed = collect(garbage, seconds) if yes or not as_json else []
+    removed = collect(_unused(settings, garbage), seconds) if yes or not as_json else []
     if as_json:
         print_json({"removed": yes, "garbage": [one.to_json() for one in (removed if yes else garbage)]})
     elif garbage:
@@ -130,26 +132,34 @@ def _require_unused(settings: Settings, fingerprint: str) -> None:
     """
     from cache.errors import CacheError
 
-    if users := list(_unfinished_jobs(settings, fingerprint)):
+    if users := _users(settings, [fingerprint]).get(fingerprint):
         raise CacheError(
             f"The cache {fingerprint} is used by {', '.join(users[:5])}, which has not ended.",
             "Wait for it, or cancel it with `kd jobs cancel`.",
         )
 
 
-def _unfinished_jobs(settings: Settings, fingerprint: str) -> Iterator[str]:
+def _unused(settings: Settings, garbage: list[Garbage]) -> list[Garbage]:
+    """What is of no cache that an unfinished job uses, as far as a store that answers knows."""
+    used = _users(settings, {one.folder.name for one in garbage})
+    return [one for one in garbage if one.folder.name not in used]
+
+
+def _users(settings: Settings, fingerprints: Collection[str]) -> dict[str, list[str]]:
+    """The unfinished jobs that use each of these caches, of those that have any; none without a store that answers."""
     from redis.exceptions import RedisError
 
     from services.jobs import JobStore, connect
 
     url = settings.redis_url or _embedded_url(settings.home / "redis")
-    if url is None:
-        return
+    if url is None or not fingerprints:
+        return {}
     try:
         with connect(url, STORE_TIMEOUT) as client:
-            yield from JobStore(client).cache_users(fingerprint)
+            store = JobStore(client)
+            return {name: users for name in fingerprints if (users := store.cache_users(name))}
     except RedisError:
-        return
+        return {}
 
 
 def _embedded_url(folder: Path) -> str | None:
