@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -424,6 +425,11 @@ def test_packed_and_masked_rows_of_distillkit(tmp_path: Path) -> None:
     assert store.identity.data.packing
 
 
+def spoil_own(answer: dict[str, Any], place: int, logprob: Any) -> None:
+    """Another log-probability for the token at ``place`` itself."""
+    answer["prompt_logprobs"][place][str(answer["prompt_token_ids"][place])] = {"logprob": logprob}
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
@@ -434,6 +440,21 @@ def test_packed_and_masked_rows_of_distillkit(tmp_path: Path) -> None:
         (lambda answer: answer.pop("prompt_token_ids"), "has prompt_logprobs, but none of prompt_token_ids"),
         (lambda answer: answer.pop("prompt_logprobs"), "is no answer with prompt_logprobs: KeyError"),
         (lambda answer: answer["prompt_logprobs"][3].update(x={"logprob": -1}), "is no answer with prompt_logprobs"),
+        (
+            lambda answer: spoil_own(answer, 5, math.nan),
+            "row 1, token 5 is no answer.*expected a log-probability, got nan",
+        ),
+        (
+            lambda answer: spoil_own(answer, 5, math.inf),
+            "row 1, token 5 is no answer.*expected a log-probability, got inf",
+        ),
+        (lambda answer: spoil_own(answer, 5, "high"), "row 1, token 5 is no answer.*could not convert.*'high'"),
+        (lambda answer: answer["prompt_logprobs"].__setitem__(5, [1]), "row 1, token 5 is no answer.*AttributeError"),
+        (lambda answer: answer["prompt_token_ids"].__setitem__(0, 2.7), "whole number as a token id, got 2.7"),
+        (lambda answer: answer["prompt_token_ids"].__setitem__(0, 1 << 63), "whole number as a token id, got 9223"),
+        (lambda answer: answer["prompt_token_ids"].__setitem__(0, "2"), "whole number as a token id, got '2'"),
+        (lambda answer: answer.update(choices=[1]), r"row 1: choices must be a list of JSON objects, but got \[1\]"),
+        (lambda answer: answer.update(choices={"a": {}}), "row 1: choices must be a list of JSON objects"),
         (lambda answer: answer["prompt_logprobs"][3].update({"99999": {"logprob": -1e-3}}), "lies outside|sum to"),
     ],
 )
@@ -510,8 +531,18 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
         ([[[None]]], [[[-0.1]]], "row 1: ids holds null"),
         ([None], [[[-0.1]]], "row 1: ids is not a list of lists"),
         ([[2]], [[-0.1]], "row 1: ids is not a list of lists"),
+        ([[[2.7, 4.2]]], [[[-0.1, -3.0]]], "row 1: ids must hold whole numbers, but got 2.7"),
+        ([[["2"]]], [[[-0.1]]], "row 1: ids must hold whole numbers, but got '2'"),
+        ([[[2]]], [[["-0.1"]]], "row 1: logprobs must hold numbers, but got '-0.1'"),
     ):
         pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[1, 2]], "ids": ids, "logprobs": logprobs}), file)
+        refused("parquet", file, root, why)
+    for more, why in (
+        ({"gold_logprob": [["-0.1"]]}, "row 1: gold_logprob must hold numbers, but got '-0.1'"),
+        ({"document_start": [[True]]}, "row 1: document_start has 1 items for 2 positions"),
+    ):
+        whole = {"input_ids": [[1, 2]], "ids": [[[2]]], "logprobs": [[[-0.1]]]}
+        pyarrow.parquet.write_table(pyarrow.table(whole | more), file)
         refused("parquet", file, root, why)
     for content, why in (("[1]", "row 1 is not a JSON object"), ("{}\n{", "row 2 cannot be read|row 1 is no answer")):
         text.write_text(content)
@@ -520,3 +551,5 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     refused("vllm", text.with_suffix(".jsonl.gz"), root, "cannot be read: BadGzipFile")
     text.write_text('{"input_ids": [1, 2]}')
     refused("axolotl", text, root, "row 1 has not axolotl's columns: KeyError")
+    text.write_text('{"input_ids": [1, 2], "target_token_ids": [[2.7]], "logprobs": [[-0.1]]}')
+    refused("axolotl", text, root, "row 1 has not axolotl's columns: .*whole number as a token id, got 2.7")

@@ -28,7 +28,7 @@ import numpy as np
 from kd.errors import DataError
 from kd.exchange.files import dict_rows
 from kd.exchange.prompt_logprobs import token_id
-from kd.exchange.rows import Row, one_document, rectangle
+from kd.exchange.rows import Row, one_document, rectangle, whole
 
 Pairs = tuple[list[int], list[float]]
 
@@ -37,16 +37,16 @@ def rows(path: Path, tokenizer: Any, ahead: bool = False) -> Iterator[Row]:
     """The rows of one file; ``tokenizer`` renders chats. Raises ``DataError`` naming the row that does not fit."""
     for where, cells in dict_rows(path):
         try:
-            tokens, items = _tokens(cells, tokenizer), _items(cells)
+            row = _row(where, _tokens(cells, tokenizer), _items(cells), cells.get("labels"), ahead)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             detail = f"{where} has not axolotl's columns: {type(error).__name__}: {error}"
             raise DataError(detail, "Give logprobs, or target_token_ids and logprobs or target_logprobs.") from error
-        yield _row(where, tokens, items, cells.get("labels"), ahead)
+        yield row
 
 
 def _tokens(cells: dict[str, Any], tokenizer: Any) -> list[int]:
     if cells.get("input_ids") is not None:
-        return list(cells["input_ids"])
+        return [whole(token) for token in cells["input_ids"]]
     return list(tokenizer.apply_chat_template(cells["messages"], tokenize=True, return_dict=False))
 
 
@@ -67,7 +67,7 @@ def _items(cells: dict[str, Any]) -> list[Pairs]:
 
 def _unmasked(ids: Any, logprobs: Any, mask: Any) -> Pairs:
     flags = [1] * len(ids) if mask is None else mask
-    kept = [(int(t), float(lp)) for t, lp, flag in zip(ids, logprobs, flags, strict=True) if flag and lp != -np.inf]
+    kept = [(whole(t), float(lp)) for t, lp, flag in zip(ids, logprobs, flags, strict=True) if flag and lp != -np.inf]
     return [t for t, _ in kept], [lp for _, lp in kept]
 
 

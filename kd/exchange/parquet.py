@@ -45,6 +45,8 @@ def _row(batch: Any, index: int, where: str) -> Row:
     tokens = token_column(batch, index, where)
     flat_ids, counts = nested_column(batch, "ids", index, where)
     flat_logprobs, same = nested_column(batch, "logprobs", index, where)
+    _require_numbers("ids", flat_ids, where, fractions=False)
+    _require_numbers("logprobs", flat_logprobs, where)
     if len(counts) not in (len(tokens) - 1, len(tokens)) or not np.array_equal(counts, same):
         detail = (
             f"{where}: {len(tokens)} tokens, {len(counts)} positions of ids, {len(same)} of logprobs, or unequal ones."
@@ -55,8 +57,8 @@ def _row(batch: Any, index: int, where: str) -> Row:
     there = np.arange(counts.max(initial=1)) < counts[:, None]
     ids, logprobs = np.zeros(there.shape, np.int64), np.full(there.shape, -np.inf)
     ids[there], logprobs[there] = flat_ids, flat_logprobs
-    start = flat_column(batch, "document_start", index, where)
-    start = one_document(len(tokens)) if start is None else start.astype(bool) | one_document(len(tokens))
+    starts = _per_position(batch, "document_start", index, where, len(tokens))
+    start = one_document(len(tokens)) | (False if starts is None else np.nan_to_num(starts) != 0)
     gold, residual = (_per_position(batch, name, index, where, len(counts)) for name in ("gold_logprob", "residual"))
     mask = _per_position(batch, "target_mask", index, where, len(counts))
     row = Row(
@@ -73,7 +75,22 @@ def _per_position(batch: Any, name: str, index: int, where: str, count: int) -> 
         raise DataError(
             f"{where}: {name} has {len(values)} items for {count} positions.", "Give one for each position."
         )
+    if values is not None and values.dtype != object:  # null among flags makes objects of them, and null of all
+        _require_numbers(name, values, where)
+    elif values is not None and (strange := [each for each in values if not isinstance(each, bool | None)]):
+        raise DataError(f"{where}: {name} must hold numbers, but got {strange[0]!r}.", "Correct or remove the row.")
     return None if values is None else values[:count].astype(np.float64)
+
+
+def _require_numbers(name: str, values: NDArray[Any], where: str, fractions: bool = True) -> None:
+    """Raise ``DataError`` naming the first of ``values`` that is no number, or none without a fraction."""
+    if values.dtype.kind not in ("biuf" if fractions else "iuf"):
+        wrong = values
+    else:
+        wrong = values[:0] if fractions else values[values % 1 != 0]
+    for each in wrong[:1].tolist():
+        what = "numbers" if fractions else "whole numbers"
+        raise DataError(f"{where}: {name} must hold {what}, but got {each!r}.", "Correct or remove the row.")
 
 
 # ---------------------------------------------------------------------- columns

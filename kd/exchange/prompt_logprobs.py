@@ -16,7 +16,7 @@ to another text. ``prompt_token_ids`` may also be called ``input_ids``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from kd.errors import DataError
 from kd.exchange.files import json_rows
-from kd.exchange.rows import Row, one_document, rectangle
+from kd.exchange.rows import Row, one_document, rectangle, whole
 
 _TOKENS = ("prompt_token_ids", "input_ids")
 _ASK = "Ask the server for prompt_logprobs and return_token_ids."
@@ -35,26 +35,46 @@ Entries = dict[int, float]
 def rows(path: Path) -> Iterator[Row]:
     """The rows of one JSON Lines file, one for each choice; raises ``DataError`` naming the line."""
     for where, answer in json_rows(path):
-        for number, choice in enumerate(answer.get("choices") or [{}]):
+        for number, choice in enumerate(_choices(answer, where)):
             yield _choice({**answer, **choice}, f"{where}, choice {number}" if number else where)
+
+
+def _choices(answer: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """What an answer gives under ``choices``, or one that adds nothing to its top; raises ``DataError``."""
+    choices = answer.get("choices") or [{}]
+    if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):
+        return choices
+    raise DataError(f"{where}: choices must be a list of JSON objects, but got {str(choices)[:40]}.", _ASK)
 
 
 def _choice(choice: dict[str, Any], where: str) -> Row:
     try:
         if choice.get("prompt_logprobs") is not None:
-            tokens = next(choice[name] for name in _TOKENS if choice.get(name) is not None)
-            return row_of(where, tokens, [_entries(item) for item in choice["prompt_logprobs"]])
+            tokens = [whole(t) for t in next(choice[name] for name in _TOKENS if choice.get(name) is not None)]
+            return row_of(where, tokens, _items(choice["prompt_logprobs"], _entries, where))
         echoed = choice["logprobs"]
         tokens = [token_id(token) for token in echoed["tokens"]]
-        items = [
-            None if item is None else {token_id(t): _number(lp) for t, lp in item.items()}
-            for item in echoed["top_logprobs"]
-        ]
+        items = _items(echoed["top_logprobs"], _echoed_entries, where)
         return row_of(where, tokens, _with_own(items, tokens, echoed["token_logprobs"]))
     except StopIteration:
         raise DataError(f"{where} has prompt_logprobs, but none of {', '.join(_TOKENS)}.", _ASK) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{where} is no answer with prompt_logprobs: {type(error).__name__}: {error}", _ASK) from error
+        raise _no_answer(where, error) from error
+
+
+def _no_answer(where: str, error: Exception) -> DataError:
+    return DataError(f"{where} is no answer with prompt_logprobs: {type(error).__name__}: {error}", _ASK)
+
+
+def _items(items: list[Any], read: Callable[[dict[str, Any]], Entries], where: str) -> list[Entries | None]:
+    """What each token's item says; raises ``DataError`` naming the first one that cannot be read."""
+    found: list[Entries | None] = []
+    for place, item in enumerate(items):
+        try:
+            found.append(None if item is None else read(item))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _no_answer(f"{where}, token {place}", error) from error
+    return found
 
 
 def token_id(token: str) -> int:
@@ -62,19 +82,24 @@ def token_id(token: str) -> int:
     name, _, number = token.partition(":")
     if name != "token_id":
         raise ValueError(f"expected a token as token_id:N, got {token!r}")
-    return int(number)
+    return whole(int(number))
 
 
-def _entries(item: dict[str, Any] | None) -> Entries | None:
+def _entries(item: dict[str, Any]) -> Entries:
     """{id: log-probability} of one item; a bare number in place of {logprob: ...} is taken too."""
-    if item is None:
-        return None
-    return {int(t): _number(each["logprob"] if isinstance(each, dict) else each) for t, each in item.items()}
+    return {whole(int(t)): _number(each["logprob"] if isinstance(each, dict) else each) for t, each in item.items()}
+
+
+def _echoed_entries(item: dict[str, Any]) -> Entries:
+    """The same of completions."""
+    return {token_id(t): _number(logprob) for t, logprob in item.items()}
 
 
 def _number(logprob: Any) -> float:
-    """A log-probability; vLLM writes -9999 for -inf, which JSON has not."""
+    """A log-probability; vLLM writes -9999 for -inf, which JSON has not. Raises ``ValueError`` for NaN and +inf."""
     value = float(logprob)
+    if not value < math.inf:
+        raise ValueError(f"expected a log-probability, got {logprob!r}")
     return value if value > _LOWEST else -math.inf
 
 

@@ -70,6 +70,13 @@ def one_document(length: int) -> NDArray[np.bool_]:
     return start
 
 
+def whole(token: Any) -> int:
+    """A token id as JSON gives it; raises ``ValueError`` for a fraction, a flag or a text, which int() would take."""
+    if isinstance(token, bool) or not isinstance(token, int | float) or token % 1 or abs(token) >= 1 << 63:
+        raise ValueError(f"expected a whole number as a token id, got {token!r}")
+    return int(token)
+
+
 def rectangle(records: Sequence[tuple[Sequence[int], Sequence[float]]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Ids and log-probabilities (P, k) of records of unequal length; -inf where there is no entry."""
     counts = np.array([len(ids) for ids, _ in records], np.int64)
