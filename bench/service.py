@@ -34,7 +34,13 @@ from services.jobs import Batch, JobStore, connect
 from services.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
-UNLIMITED = {"rate_post": 10**9, "rate_get": 10**9, "rate_sse": 10**6, "quota_open_jobs": 10**9}
+UNLIMITED = {
+    "rate_post": 10**9,
+    "rate_get": 10**9,
+    "rate_sse": 10**6,
+    "quota_open_jobs": 10**9,
+    "quota_record_bytes": 10**12,
+}
 JOB: dict[str, Any] = {
     "kind": "train",
     "name": "load",

@@ -43,6 +43,7 @@
 -- kd:deadlines            zset    open ones that have one, by deadline
 -- kd:idempotency:{sha}    string  "job-id body-sha" of a POST that carried an Idempotency-Key, for a day
 -- kd:caches:{owner}       set     fingerprints of the caches that the owner's jobs made or read
+-- kd:records              hash    owner -> bytes of its jobs' records, ended ones too, as they were made
 -- kd:cache:{fp}:jobs      set     jobs that made or read a cache
 -- kd:webhooks             zset    "job event-id" of what a webhook is to be told, by the time to try
 -- kd:webhooks:tries       hash    the same -> failed tries
@@ -281,9 +282,18 @@ local function begin(id, owner, ...)
   arm(id)
 end
 
--- create(id, owner, sees_all, key_sha or '', body_sha, max_open or '', field, value, ...)
---   -> {created | replayed | conflict, id} | {quota, open jobs} | {bad_dependency, id, its status or unknown}
-function transitions.create(id, owner, sees_all, sha, body, max_open, ...)
+-- Records never expire, so their bytes are counted; those of a version that did not count them weigh nothing.
+local function weigh(owner, bytes)
+  local total = redis.call('HINCRBY', 'kd:records', owner, bytes)
+  if total <= 0 or redis.call('ZCARD', 'kd:index:' .. owner .. ':*') == 0 then
+    redis.call('HDEL', 'kd:records', owner)
+  end
+end
+
+-- create(id, owner, sees_all, key_sha or '', body_sha, max_open or '', max_bytes or '', field, value, ...)
+--   -> {created | replayed | conflict, id} | {quota, open jobs} | {record_quota, bytes}
+--    | {bad_dependency, id, its status or unknown}
+function transitions.create(id, owner, sees_all, sha, body, max_open, max_bytes, ...)
   local earlier = sha ~= '' and redis.call('GET', 'kd:idempotency:' .. sha)
   if earlier then
     local other, other_body = string.match(earlier, '^(%S+) (%S+)$')
@@ -293,14 +303,19 @@ function transitions.create(id, owner, sees_all, sha, body, max_open, ...)
   end
   local fields = {...}
   local needed = {}
+  local bytes = 0
   for i = 1, #fields, 2 do
+    bytes = bytes + #fields[i] + #fields[i + 1]
     if fields[i] == 'depends_on' then needed = cjson.decode(fields[i + 1]) end
   end
   local refused = hopeless(owner, sees_all, needed)
   if refused then return refused end
   if max_open ~= '' and open_jobs(owner) >= tonumber(max_open) then return {'quota', tostring(open_jobs(owner))} end
+  local total = bytes + (tonumber(redis.call('HGET', 'kd:records', owner) or '') or 0)
+  if max_bytes ~= '' and total > tonumber(max_bytes) then return {'record_quota', string.format('%.0f', total)} end
   if sha ~= '' then redis.call('SET', 'kd:idempotency:' .. sha, id .. ' ' .. body, 'EX', DAY) end
-  begin(id, owner, ...)
+  begin(id, owner, 'record_bytes', bytes, ...)
+  weigh(owner, bytes)
   await(id, needed)
   enter(id)
   return {'created', id}
@@ -372,6 +387,7 @@ function changes.delete(id, status)
   for _, other in ipairs(cjson.decode(get(id, 'depends_on'))) do redis.call('SREM', key(other, 'dependents'), id) end
   index(id, status, 'remove')
   index(id, '*', 'remove')
+  weigh(get(id, 'owner'), -(tonumber(get(id, 'record_bytes') or '') or 0))
   for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'waits', 'dependents', 'study', 'trials'}) do
     redis.call('DEL', key(id, part))
   end
@@ -614,7 +630,7 @@ end
 function transitions.trial(id, fence, number, new, ...)
   if not holds(id, fence) then return 'fenced' end
   if redis.call('HSETNX', key(id, 'trials'), number, new) == 1 then
-    transitions.create(new, get(id, 'owner'), '0', '', '', '', 'parent', id, ...)
+    transitions.create(new, get(id, 'owner'), '0', '', '', '', '', 'parent', id, ...)
     if get(id, 'status') == 'pausing' then transitions.change('pause', new) end
   end
   return redis.call('HGET', key(id, 'trials'), number)

@@ -91,10 +91,11 @@ class Created:
     """The answer to a create.
 
     ``replayed`` = this key made the job ``id`` earlier, ``conflict`` = from another body; ``quota`` = the caller has
-    ``detail`` open jobs; ``bad_dependency`` = job ``id`` cannot be waited for, for it is ``detail``.
+    ``detail`` open jobs; ``record_quota`` = with it the caller's records would take ``detail`` bytes;
+    ``bad_dependency`` = job ``id`` cannot be waited for, for it is ``detail``.
     """
 
-    outcome: Literal["created", "replayed", "conflict", "quota", "bad_dependency"]
+    outcome: Literal["created", "replayed", "conflict", "quota", "record_quota", "bad_dependency"]
     id: str
     detail: str = ""
 
@@ -243,17 +244,18 @@ class JobStore:
         caller: Caller = LOCAL,
         key: str | None = None,
         max_open: int | None = None,
+        max_bytes: int | None = None,
         origin: Origin = Origin(),
     ) -> Created:
         """Accept a job and queue its first stage; the same ``key`` of the same caller gives the same job for a day."""
         head = _as_caller(caller)
         sha = _key_sha(caller, key) if key else ""
         fields = self._new(config) | {"request_id": origin.request_id, "traceparent": origin.traceparent}
-        limit = "" if max_open is None else max_open
+        limits = ("" if limit is None else limit for limit in (max_open, max_bytes))
         outcome, *rest = self._transition(
-            "create", new_id(), *head, sha, _sha256(fields["config"]), limit, *_flat(fields)
+            "create", new_id(), *head, sha, _sha256(fields["config"]), *limits, *_flat(fields)
         )
-        if outcome == "quota":
+        if outcome in ("quota", "record_quota"):
             return Created(outcome, "", rest[0])
         return Created(outcome, *rest)
 

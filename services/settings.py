@@ -73,6 +73,9 @@ class Settings(BaseSettings):
     webhook_hosts: Words = Field((), description="Hosts that webhooks may be sent to; none = webhooks are off.")
     webhook_secret_file: AbsolutePath | None = Field(None, description="The secret that signs webhooks, whsec_...")
     quota_open_jobs: int = Field(100, ge=1, description="Jobs of one key that may be open at a time.")
+    quota_record_bytes: int = Field(
+        64 << 20, ge=1, description="Bytes that the records of one key's jobs may take in Redis, ended ones too."
+    )
     rate_post: int = Field(60, ge=1, description="Requests of one key that change something, a minute.")
     rate_get: int = Field(600, ge=1, description="Requests of one key that only read, a minute.")
     rate_sse: int = Field(20, ge=1, description="Event streams that one key may hold open.")

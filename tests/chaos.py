@@ -47,7 +47,12 @@ class Cluster:
     """Server, API and workers with the light child; whatever ends is started again after a tenth of a second."""
 
     def __init__(self, folder: Path, workers: int = 2, child: str = "tests.light_child", **settings: Any) -> None:
-        generous = {"lease_seconds": LEASE_SECONDS, "max_attempts": 1000, "quota_open_jobs": 10**6}
+        generous = {
+            "lease_seconds": LEASE_SECONDS,
+            "max_attempts": 1000,
+            "quota_open_jobs": 10**6,
+            "quota_record_bytes": 10**12,
+        }
         rates = {"rate_post": 10**6, "rate_get": 10**6, "rate_sse": 10**6}
         self.inputs = make_inputs(folder / "inputs")
         roots = {"data_roots": (self.inputs,)}

@@ -18,7 +18,14 @@ from services.jobs import Caller
 from tests.harness import ROOT, Parts, config
 
 EXAMPLES = int(os.environ.get("KD_FUZZ_EXAMPLES", "6"))
-UNLIMITED = {"rate_post": 10**9, "rate_get": 10**9, "rate_sse": 10**6, "quota_open_jobs": 10**9, "disk_floor_bytes": 0}
+UNLIMITED = {
+    "rate_post": 10**9,
+    "rate_get": 10**9,
+    "rate_sse": 10**6,
+    "quota_open_jobs": 10**9,
+    "quota_record_bytes": 10**12,
+    "disk_floor_bytes": 0,
+}
 
 
 def some_jobs(parts: Parts, owner: Caller) -> list[str]:

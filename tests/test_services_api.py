@@ -218,6 +218,20 @@ def test_a_caller_has_so_many_open_jobs_and_no_more(new_parts: MakeParts, tmp_pa
     assert parts.http.post("/jobs", json=valid("quick", text)).status_code == 202
 
 
+def test_a_caller_s_records_take_so_many_bytes_and_no_more(new_parts: MakeParts, tmp_path: Path) -> None:
+    text = inputs(tmp_path / "inputs")
+    parts = new_parts(**UNLIMITED | {"quota_record_bytes": 4000, "data_roots": (tmp_path / "inputs",)})
+    parts.start_api()
+    first = parts.http.post("/jobs", json=valid("quick", text)).json()["id"]
+    parts.http.post(f"/jobs/{first}/cancel")
+    refused = parts.http.post("/jobs", json=valid("quick", text))
+    told = problem(refused, 429, "quota-exceeded")
+    assert "4000 is the most" in told.detail
+    assert "DELETE /jobs/{id}" in told.remedy
+    assert parts.http.delete(f"/jobs/{first}").is_success
+    assert parts.http.post("/jobs", json=valid("quick", text)).status_code == 202
+
+
 # ---------------------------------------------------------------------- validate, clone
 
 

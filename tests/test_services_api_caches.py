@@ -166,7 +166,7 @@ def test_the_record_format_is_that_of_the_script() -> None:
 def test_models_are_the_operator_s_list(new_parts: MakeParts, tmp_path: Path) -> None:
     listed = tmp_path / "models.txt"
     listed.write_text("# ours\nHuggingFaceTB/SmolLM2-135M@abc123\n/models/own\n")
-    parts = new_parts(**UNLIMITED | {"model_allow_list": listed, "quota_open_jobs": 7})
+    parts = new_parts(**UNLIMITED | {"model_allow_list": listed, "quota_open_jobs": 7, "quota_record_bytes": 8000})
     parts.start_api()
     found = parts.http.get("/models").json()
     assert found["restricted"] is True
@@ -174,7 +174,7 @@ def test_models_are_the_operator_s_list(new_parts: MakeParts, tmp_path: Path) ->
         {"model": "HuggingFaceTB/SmolLM2-135M", "revision": "abc123"},
         {"model": "/models/own", "revision": None},
     ]
-    assert found["limits"]["open_jobs"] == 7
+    assert (found["limits"]["open_jobs"], found["limits"]["record_bytes"]) == (7, 8000)
 
 
 def test_any_model_may_be_named_without_a_list(api: Parts) -> None:

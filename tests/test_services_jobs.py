@@ -384,10 +384,47 @@ def test_a_caller_has_so_many_open_jobs_and_no_more(jobs: JobStore) -> None:
     assert sorted(answer.outcome for answer in answers) == ["created"] * 2 + ["quota"] * 8
 
 
+def test_a_caller_has_so_many_bytes_of_records_and_no_more_however_many_have_ended(jobs: JobStore) -> None:
+    def create(caller: Caller, key: str | None = None) -> Any:
+        return jobs.create(config("quick"), caller, key, max_bytes=10_000)
+
+    made = []
+    while (answer := create(ANN)).outcome == "created":
+        made.append(answer.id)
+        jobs.change("cancel", answer.id)
+    assert answer.outcome == "record_quota"
+    assert answer.id == ""
+    assert int(answer.detail) > 10_000
+    assert 1 < len(made) < 10
+    size = int(jobs.redis.hget("kd:records", "ann")) // len(made)
+    assert abs(size - sum(len(name) + len(value) for name, value in jobs._new(config("quick")).items())) < 100
+    assert create(BOB, "key").outcome == "created"
+    assert create(BOB, "key").outcome == "replayed", "no new record"
+    jobs.change("delete", made[0])
+    again = create(ANN)
+    assert again.outcome == "created"
+    jobs.change("cancel", again.id)
+    for job_id in (*made[1:], again.id):
+        jobs.change("delete", job_id)
+    assert list(jobs.redis.hgetall("kd:records")) == ["bob"]
+
+
+def test_records_that_were_made_before_bytes_were_counted_weigh_nothing(jobs: JobStore) -> None:
+    old, new = (jobs.create(config("quick"), ANN, max_bytes=1_000_000).id for _ in range(2))
+    counted = int(jobs.redis.hget("kd:records", "ann")) // 2
+    jobs.redis.hdel(f"kd:job:{old}", "record_bytes")
+    jobs.redis.hset("kd:records", "ann", counted)
+    for job_id, left in ((old, str(counted)), (new, None)):
+        jobs.change("cancel", job_id)
+        jobs.change("delete", job_id)
+        assert jobs.redis.hget("kd:records", "ann") == left
+
+
 def test_a_job_that_is_refused_leaves_nothing(jobs: JobStore) -> None:
     queued(jobs, caller=ANN)
     before = sorted(jobs.redis.keys("*"))
     assert jobs.create(config("quick"), ANN, "key", max_open=1).outcome == "quota"
+    assert jobs.create(config("quick"), ANN, "key", max_bytes=4000).outcome == "record_quota"
     assert jobs.create(config("quick", depends_on=[new_id()]), ANN, "key").outcome == "bad_dependency"
     assert sorted(jobs.redis.keys("*")) == before
 
@@ -463,7 +500,7 @@ def test_age_counts_to_the_microsecond(jobs: JobStore) -> None:
     ids = [new_id() for _ in range(300)]
     ids.sort(key=lambda job_id: job_id[-8:])
     for job_id in ids:
-        jobs._script(args=["create", job_id, "local", 1, "", "", "", *fields], client=pipeline)
+        jobs._script(args=["create", job_id, "local", 1, "", "", "", "", *fields], client=pipeline)
     pipeline.execute()
     assert [jobs.claim_next("train", "w", 5).id for _ in ids] == ids
     assert [job.id for job in jobs.page(JobQuery(), 300).jobs] == ids[::-1]
@@ -989,7 +1026,7 @@ def test_a_long_chain_is_cancelled_whole(parts: Parts) -> None:
     for before, job_id in zip([None, *ids[:-1]], ids, strict=True):
         fields["depends_on"] = f'["{before}"]' if before else "[]"
         flat = [text for pair in fields.items() for text in pair]
-        jobs._script(args=["create", job_id, "local", 1, "", "", "", *flat], client=pipeline)
+        jobs._script(args=["create", job_id, "local", 1, "", "", "", "", *flat], client=pipeline)
     pipeline.execute()
     assert jobs.statuses()["waiting"] == 8999
     jobs.change("cancel", ids[0])
@@ -1322,7 +1359,7 @@ def crowd(_shared: Parts) -> Iterator[tuple[JobStore, list[str]]]:
     for start in range(0, len(ids), 5000):
         pipeline = jobs.redis.pipeline(transaction=False)
         for job_id in ids[start : start + 5000]:
-            pipeline.evalsha(jobs._script.sha, 0, "create", job_id, "ann", 0, "", "", "", *flat)
+            pipeline.evalsha(jobs._script.sha, 0, "create", job_id, "ann", 0, "", "", "", "", *flat)
         pipeline.execute()
     for job_id in ids[:50]:
         jobs.change("cancel", job_id)

@@ -16,7 +16,7 @@ from services.logs import request_id
 from services.queue import publish
 from services.schemas import Job
 from services.search import service_problems
-from services.settings import STAGES
+from services.settings import STAGES, Settings
 from services.telemetry import traceparent
 from services.tenancy import confinement_of
 from services.webhooks import webhook_problems
@@ -42,13 +42,13 @@ class Desk:
 
     def take(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
         """The job's record, and whether an earlier request of the same key has made it."""
-        limit = self.service.settings.quota_open_jobs
+        most_open, most_bytes = self.service.settings.quota_open_jobs, self.service.settings.quota_record_bytes
         created = self.service.store.earlier(config, self.caller, key) if key else None
         if created is None:  # else the inputs may have gone since: the job that was made of them has not
             self.require_admissible(config)
             origin = Origin(request_id.get(), traceparent())
-            created = self.service.store.create(config, self.caller, key, limit, origin)
-        _require_taken(created, config, limit)
+            created = self.service.store.create(config, self.caller, key, most_open, most_bytes, origin)
+        _require_taken(created, config, self.service.settings)
         job = self.service.store.get(created.id, self.caller)
         if job is None:
             raise ApiProblem(404, f"The job {created.id} was deleted.", "Use a new Idempotency-Key.")
@@ -57,17 +57,25 @@ class Desk:
         return job, created.outcome == "replayed"
 
 
-def _require_taken(created: Created, config: JobConfig, limit: int) -> None:
+def _require_taken(created: Created, config: JobConfig, settings: Settings) -> None:
     if created.outcome == "conflict":
         detail = f"This Idempotency-Key made {created.id} from another body."
         raise ApiProblem(422, detail, "Use a new key.", "key-reused")
     if created.outcome == "quota":
-        detail = f"{created.detail} jobs of this key have not ended, and {limit} is the most."
-        headers = {"Retry-After": RETRY_QUOTA_SECONDS}
-        raise ApiProblem(429, detail, "Wait for one to end, or cancel one.", "quota-exceeded", headers=headers)
+        detail = f"{created.detail} jobs of this key have not ended, and {settings.quota_open_jobs} is the most."
+        raise _quota_exceeded(detail, "Wait for one to end, or cancel one.")
+    if created.outcome == "record_quota":
+        most = settings.quota_record_bytes
+        detail = f"With it the records of this key's jobs would take {created.detail} bytes, and {most} is the most."
+        raise _quota_exceeded(detail, "Delete jobs that have ended: DELETE /jobs/{id}.")
     if created.outcome == "bad_dependency":
         pointer = f"/depends_on/{config.depends_on.index(created.id)}"
         raise ConfigError([Problem(pointer, f"{created.id} cannot be waited for: it is {created.detail}.")])
+
+
+def _quota_exceeded(detail: str, remedy: str) -> ApiProblem:
+    headers = {"Retry-After": RETRY_QUOTA_SECONDS}
+    return ApiProblem(429, detail, remedy, "quota-exceeded", headers=headers)
 
 
 def announce(service: Service, job: Job) -> None:

@@ -41,6 +41,7 @@ def list_models(service: TheService) -> ModelList:
         data=[ModelEntry(model=entry.name, revision=entry.revision) for entry in listed or ()],
         limits=Limits(
             open_jobs=settings.quota_open_jobs,
+            record_bytes=settings.quota_record_bytes,
             posts_a_minute=settings.rate_post,
             gets_a_minute=settings.rate_get,
             event_streams=settings.rate_sse,

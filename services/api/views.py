@@ -140,6 +140,7 @@ class Limits(View):
     """What the caller may do at most."""
 
     open_jobs: int = Field(description="Jobs that have not ended.")
+    record_bytes: int = Field(description="Of the records of all jobs, ended ones too.")
     posts_a_minute: int
     gets_a_minute: int
     event_streams: int = Field(description="Open at a time.")
