@@ -8,6 +8,8 @@ Shapes: N positions that have a target, V vocabulary, D hidden width, E entries,
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -120,7 +122,7 @@ def _of_all(objective: Objective, logp_NV: Tensor, logq_NV: Tensor) -> Tensor:
         return _mean(logq_NV, logq_NV - logp_NV)
     if objective.divergence == "total_variation":
         return (logp_NV.exp() - logq_NV.exp()).abs().sum(1) / 2.0
-    logm_NV = (beta * logp_NV.exp() + (1.0 - beta) * logq_NV.exp()).log()
+    logm_NV = torch.logaddexp(logp_NV + math.log(beta), logq_NV + math.log1p(-beta))  # finite where p and q underflow
     teacher_N = _mean(logp_NV, logp_NV - logm_NV)
     if objective.divergence == "skew_kl":
         return teacher_N

@@ -71,6 +71,19 @@ def test_beta_is_the_teacher_s_weight(beta: float) -> None:
     assert found == pytest.approx((beta * skew + (1 - beta) * other).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("divergence", ["jsd", "skew_kl"])
+def test_a_mixture_of_tokens_that_nobody_expects_is_no_nan(divergence: str) -> None:
+    """At T = 0.05 a gap of 50 nats is one of 1000, and p, q and their mixture are 0 in float64."""
+    s = torch.tensor([[2.0, 1.0, -50.0]], dtype=torch.float64, requires_grad=True)
+    z = torch.tensor([[1.0, 1.2, -48.0]], dtype=torch.float64)
+    objective = Objective(divergence=divergence)  # type: ignore[arg-type]
+    found = dense_terms(s, z, torch.tensor([0]), 0.05, objective).total
+    without = dense_terms(s[:, :2], z[:, :2], torch.tensor([0]), 0.05, objective).total
+    (slope,) = torch.autograd.grad(found, s)
+    assert found.item() == pytest.approx(without.item(), rel=1e-12)
+    assert bool(slope.isfinite().all()) and slope[0, 2].item() == 0.0
+
+
 @pytest.mark.parametrize("teacher_only", [False, True])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "skew_kl", "total_variation"])
 def test_the_temperature_s_gradient_is_the_difference_quotient_s(divergence: str, teacher_only: bool) -> None:
