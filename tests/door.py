@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import anyio
 import httpx
@@ -16,12 +16,14 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from services.api import guard, problems
 from services.api.keys import authenticate, hold_stream, require
+from services.api.limits import Hold
 from services.embedded import free_port
 from services.jobs import Caller
 from services.settings import Settings
 from tests.harness import wait_until
 
 TheCaller = Annotated[Caller, Depends(authenticate)]
+TheHold = Annotated[Hold, Depends(hold_stream)]
 Anything = Annotated[Any, Body()]
 
 
@@ -49,9 +51,9 @@ def make_door(settings: Settings) -> FastAPI:
     def page() -> HTMLResponse:
         return HTMLResponse("<p>hello</p>")
 
-    @app.get("/stream", response_class=EventSourceResponse, dependencies=[Depends(hold_stream)])
-    async def stream() -> AsyncIterator[ServerSentEvent]:
-        while True:
+    @app.get("/stream", response_class=EventSourceResponse)
+    async def stream(hold: TheHold) -> AsyncIterator[ServerSentEvent]:
+        while not hold.lost:
             yield ServerSentEvent(event="tick", data={})
             await anyio.sleep(0.05)
 
@@ -62,10 +64,10 @@ def make_door(settings: Settings) -> FastAPI:
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[httpx.Client]:
+def serving(app: FastAPI, lifespan: Literal["on", "off"] = "off") -> Iterator[httpx.Client]:
     """A client of the app, which uvicorn serves in a thread until the block ends."""
     port = free_port()
-    config = uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1, lifespan="off")
+    config = uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1, lifespan=lifespan)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="door")
     thread.start()

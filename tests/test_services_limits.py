@@ -16,10 +16,12 @@ import pytest
 from redis import Redis
 
 from services.api import limits
+from services.api.app import create_app
 from services.api.limits import HOLD, TAKE
-from services.keys import new_key
+from services.jobs import Caller
+from services.keys import new_key, revoke
 from tests.door import bearer, make_door, problem, serving
-from tests.harness import Parts, wait_until
+from tests.harness import Parts, config, wait_until
 
 MakeParts = Callable[..., Parts]
 
@@ -220,6 +222,50 @@ def test_a_stream_s_lease_is_renewed_and_that_of_the_dead_runs_out(
             with ExitStack() as other:
                 assert opened(other, client).status_code == 429
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize("harm", ["revoked", "open to others"])
+def test_the_stream_of_a_key_that_does_not_hold_any_more_ends_and_no_other(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.setattr(limits, "STREAM_LEASE_SECONDS", 0.9)
+    file = tmp_path / "keys"
+    alice, bob = (new_key(file, name, ["read"])[0] for name in ("alice", "bob"))
+    with serving(make_door(parts.settings.model_copy(update={"api_keys_file": file}))) as client, ExitStack() as stack:
+        assert [opened(stack, client, **bearer(key)).status_code for key in (alice, bob)] == [200, 200]
+        time.sleep(2.0)  # some leases long
+        assert held(parts) == {"alice", "bob"}
+        if harm == "revoked":
+            revoke(file, "alice")
+        else:
+            file.chmod(0o666)
+        gone = {"alice"} if harm == "revoked" else {"alice", "bob"}
+        wait_until(lambda: not held(parts) & gone, 5)
+        time.sleep(1.0)
+        assert held(parts) == {"alice", "bob"} - gone
+
+
+def held(parts: Parts) -> set[str]:
+    """Whose streams are open."""
+    return {key.rpartition(":")[2] for key in parts.jobs.redis.keys("kd:streams:*")}
+
+
+def test_the_events_of_a_job_end_for_a_key_that_is_revoked(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "STREAM_LEASE_SECONDS", 0.9)
+    file = tmp_path / "keys"
+    key, _ = new_key(file, "alice", ["read"])
+    job_id = parts.jobs.create(config("quick"), Caller("alice")).id
+    app = create_app(parts.settings.model_copy(update={"api_keys_file": file}))
+    with serving(app, "on") as client:
+        with client.stream("GET", f"/jobs/{job_id}/events/stream", headers=bearer(key)) as answer:
+            lines = answer.iter_lines()
+            assert "status" in next(lines)
+            revoke(file, "alice")
+            for _ in lines:  # until the server ends it; the job has not
+                pass
+        problem(client.get(f"/jobs/{job_id}/events/stream", headers=bearer(key)), 401)
 
 
 def test_a_stream_opens_and_goes_on_while_redis_is_away(new_parts: MakeParts) -> None:

@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.api.access import READ, STREAM
 from services.api.events import follow
+from services.api.keys import hold_stream
+from services.api.limits import Hold
 from services.api.logfile import LogFile
 from services.api.problems import Answers, responses
 from services.api.sending import Ranged, send
@@ -63,13 +65,14 @@ def _time_of(place: str) -> datetime:
 async def job_stream(
     job: KnownJob,
     service: TheService,
+    hold: Annotated[Hold, Depends(hold_stream)],
     last_event_id: Annotated[
         str | None,
         Header(alias="Last-Event-ID", pattern=STREAM_ID, description="Only what followed this event."),
     ] = None,
 ) -> AsyncIterator[ServerSentEvent]:
     """Everything that happens to a job, from its start or from after Last-Event-ID; ends with the job."""
-    async for event in follow(service.events, job.id, last_event_id or "0", lambda: service.stopping):
+    async for event in follow(service.events, job.id, last_event_id or "0", lambda: service.stopping or hold.lost):
         yield event
 
 

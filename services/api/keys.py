@@ -18,7 +18,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from cache.errors import PotstillError
-from services.api.limits import Limiter
+from services.api.limits import Hold, Limiter
 from services.api.problems import ApiProblem
 from services.jobs import LOCAL, Caller
 from services.keys import SCOPES, ApiKey, KeyFile, KeysError
@@ -79,11 +79,25 @@ def require(scope: str) -> Callable[..., Awaitable[Caller]]:
     return caller_with_scope
 
 
-async def hold_stream(request: Request, caller: Annotated[Caller, Depends(authenticate)]) -> AsyncIterator[None]:
-    """A dependency of routes that stream: one of the caller's streams is taken until the answer has ended."""
+async def hold_stream(
+    request: Request, caller: Annotated[Caller, Depends(authenticate)], shown: Shown
+) -> AsyncIterator[Hold]:
+    """A dependency of routes that stream: one of the caller's streams is taken until the answer has ended.
+
+    The route ends its answer once the hold is lost: the key was revoked, or the file of keys cannot be trusted.
+    """
     limiter: Limiter = request.app.state.limiter
-    async with limiter.streaming(caller.name):
-        yield
+    async with limiter.streaming(caller.name, lambda: _still_holds(request, shown)) as hold:
+        yield hold
+
+
+def _still_holds(request: Request, shown: HTTPAuthorizationCredentials | None) -> bool:
+    """Whether a new request would be let in by the key of this one, and as whom it was."""
+    key: ApiKey = request.state.key
+    try:
+        return _key(request, shown) == key
+    except ApiProblem:
+        return False
 
 
 def _key(request: Request, shown: HTTPAuthorizationCredentials | None) -> ApiKey:

@@ -1,7 +1,8 @@
 """How much one key may ask: a bucket of requests for each class, and a number of event streams open at once.
 
     post, get     a bucket that holds a minute's requests and fills up again steadily: a burst is fine, a flood is not
-    sse           a lease for each open stream, renewed while it is read, so that those of a dead process are freed
+    sse           a lease for each open stream, renewed while it is read, so that those of a dead process are freed;
+                  with it the key is looked at again, and the stream of a revoked one ends
 
 Every answer says how much is left, by the headers RateLimit and RateLimit-Policy (IETF draft) and, with a 429,
 Retry-After. Buckets and leases are in Redis, so that several API processes share them. Where Redis is away nobody is
@@ -17,8 +18,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -68,6 +70,13 @@ return 1
 log = logging.getLogger("potstill.api")
 
 
+@dataclass
+class Hold:
+    """A place among the streams of a caller; ``lost`` once the stream must not go on."""
+
+    lost: bool = False
+
+
 class Limiter:
     """The buckets and leases of every caller. Thread-safe."""
 
@@ -102,26 +111,31 @@ class Limiter:
             raise ApiProblem(429, detail, f"Try again in {seconds} s.", headers={"Retry-After": str(seconds)})
 
     @asynccontextmanager
-    async def streaming(self, name: str) -> AsyncIterator[None]:
-        """Hold one of the streams of ``name``; raises ``ApiProblem`` 429 where it has as many as it may."""
+    async def streaming(self, name: str, may_go_on: Callable[[], bool]) -> AsyncIterator[Hold]:
+        """Hold one of the streams of ``name``; raises ``ApiProblem`` 429 where it has as many as it may.
+
+        ``may_go_on`` is asked in a thread with every renewal of the lease; the hold is lost once it denies.
+        """
         stream, key = uuid.uuid4().hex, f"kd:streams:{name}"
         if await self._renew(key, stream, self._streams) == 0:
             detail = f"{name} holds {self._streams} event streams open, and may not open more."
             remedy = "Close one, or read GET /jobs/{id}/events page by page."
             raise ApiProblem(429, detail, remedy, headers={"Retry-After": str(math.ceil(STREAM_LEASE_SECONDS))})
-        keeper = asyncio.create_task(self._keep(key, stream))
+        hold = Hold()
+        keeper = asyncio.create_task(self._keep(key, stream, hold, may_go_on))
         try:
-            yield
+            yield hold
         finally:
             keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await keeper
             await run_in_threadpool(self._forget, key, stream)
 
-    async def _keep(self, key: str, stream: str) -> None:
-        while True:
+    async def _keep(self, key: str, stream: str, hold: Hold, may_go_on: Callable[[], bool]) -> None:
+        while not hold.lost:
             await asyncio.sleep(STREAM_LEASE_SECONDS / 3)
             await self._renew(key, stream, 0)
+            hold.lost = not await run_in_threadpool(may_go_on)
 
     async def _renew(self, key: str, stream: str, most: int) -> int | None:
         lease = int(STREAM_LEASE_SECONDS * 1000)
