@@ -22,7 +22,11 @@ from kd.targets import DenseTarget, HiddenTarget, SparseTarget, Targets, TopTarg
 
 def dense_loss(hidden_ND: Tensor, head: Head, targets: Targets, objective: Objective) -> LossTerms:
     """What ``distillation_loss`` should give, and by autograd its gradients for the same tensors."""
-    s_NV = head.logits(hidden_ND.double())
+    return dense_loss_of(head.logits(hidden_ND.double()), targets, objective)
+
+
+def dense_loss_of(s_NV: Tensor, targets: Targets, objective: Objective) -> LossTerms:
+    """The same of the student's logits, (N, V) in float64."""
     if targets.teacher is None:
         return _terms(s_NV, targets, objective, None, None)
     temperature = torch.as_tensor(targets.temperature, dtype=torch.float64, device=s_NV.device)
@@ -33,7 +37,7 @@ def dense_loss(hidden_ND: Tensor, head: Head, targets: Targets, objective: Objec
         case TopTarget() as top:
             value_N, entropy_N = _of_top(top, logq_NV)
         case DenseTarget() | HiddenTarget() as whole:
-            logp_NV = torch.log_softmax(_teacher_logits(whole) / temperature, 1)
+            logp_NV = torch.log_softmax(teacher_logits(whole) / temperature, 1)
             value_N, entropy_N = _of_all(objective, logp_NV, logq_NV), _mean(logp_NV, -logp_NV)
         case other:
             raise TypeError(f"there is no plain loss of {type(other).__name__}")
@@ -70,13 +74,13 @@ def _terms(
     ce = F.cross_entropy(s_NV, gold_N, reduction="sum")
     smooth = F.cross_entropy(s_NV, gold_N, reduction="sum", label_smoothing=objective.label_smoothing)
     z = objective.z_loss * s_NV.logsumexp(1).square().sum()
-    kd = none if value_N is None else (_weights(targets, objective) * value_N).sum()
+    kd = none if value_N is None else (token_weights(targets, objective) * value_N).sum()
     total = (1.0 - objective.alpha) * kd + objective.alpha * smooth + z
     entropy = none if entropy_N is None else entropy_N.sum()
     return LossTerms(total, kd.detach(), ce.detach(), z.detach(), entropy.detach(), (smooth - ce).detach())
 
 
-def _weights(targets: Targets, objective: Objective) -> Tensor:
+def token_weights(targets: Targets, objective: Objective) -> Tensor:
     """(1 + H)^w, scaled to mean 1 over those that are known, which the others have."""
     if objective.entropy_weighting == 0.0:
         return torch.ones(len(targets), dtype=torch.float64, device=targets.gold_N.device)
@@ -104,7 +108,8 @@ def _of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tensor]:
     return -(p_Nk1 * logq_Nk1).where(p_Nk1 > 0.0, 0.0).sum(1) - entropy_N, entropy_N
 
 
-def _teacher_logits(target: DenseTarget | HiddenTarget) -> Tensor:
+def teacher_logits(target: DenseTarget | HiddenTarget) -> Tensor:
+    """The teacher's logits, or its log-probabilities at T = 1, (N, V) in float64."""
     if isinstance(target, DenseTarget):
         return target.logprobs_NV.double()
     states_ND = target.hidden_ND.double() * target.scale_N.double()[:, None]

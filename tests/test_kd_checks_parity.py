@@ -29,7 +29,7 @@ from kd.losses import LossTerms, Objective, distillation_loss
 from kd.models import Head, head_of, hidden_states
 from kd.pipeline import precompute
 from kd.progress import Monitor
-from kd.targets import SparseTarget, TargetDecoder, Targets
+from kd.targets import HiddenTarget, SparseTarget, TargetDecoder, Targets, number
 from kd.teacher import CachedRecords
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,7 +110,7 @@ def test_every_profile_agrees(profile: str, alpha: float, targets_of: Take, stud
         verdict = parity(each.hidden_ND, each.head, targets_of(profile), Objective(alpha), 8)
         assert verdict.ok, verdict
         assert verdict.facts["tokens"] == 8 and max(verdict.facts["errors"].values()) < 2e-5
-        names = {"loss", "gradient of hidden states", "gradient of head weight"}
+        names = {"logits", "loss", "gradient of hidden states", "gradient of head weight"}
         biased = {"gradient of head bias"} if each.head.bias is not None else set()
         assert set(verdict.facts["errors"]) == names | biased
 
@@ -151,10 +151,38 @@ def test_other_precisions_have_bounds_of_their_own(dtype: torch.dtype, targets_o
     assert (max(verdict.facts["errors"].values()) > 1e-4) == (dtype.itemsize == 2), "half precision is not float32"
 
 
+NEAR = ["forward_kl", "reverse_kl", "jsd", "total_variation"]
+
+
+def near(distance: float, dtype: torch.dtype, temperature: float | Tensor = 1.0) -> tuple[Tensor, Head, Targets]:
+    """Hidden states and head so far from their teacher's, with logits as spread as those of a trained model."""
+    generator = torch.Generator().manual_seed(3)
+    weight, hidden_ND, *noise = (
+        torch.randn(shape, generator=generator) for shape in ((VOCABULARY, 64), (8, 64), (VOCABULARY, 64), (8, 64))
+    )
+    theirs = Head(weight * 5 / 8, None, 1.0, None, VOCABULARY)
+    codes = (hidden_ND * 2000).round().to(torch.int16)
+    teacher = HiddenTarget(codes, torch.full((8,), 1 / 2000), theirs, number(temperature))
+    targets = Targets(torch.randint(VOCABULARY, (8,), generator=generator), teacher, temperature)
+    ours = replace(theirs, weight=((weight + distance * noise[0]) * 5 / 8).requires_grad_())
+    return (hidden_ND + distance * noise[1]).to(dtype), ours, targets
+
+
+@pytest.mark.parametrize("divergence", NEAR)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 8.0])
+def test_a_student_near_its_teacher_agrees(divergence: Any, dtype: torch.dtype, temperature: float) -> None:
+    """What rounding makes of its logits, and of the sign of q - p, is no error of the loss."""
+    for distance in (0.0, 0.02, 0.1):
+        theta = torch.tensor(temperature, dtype=torch.float64, requires_grad=True)
+        verdict = parity(*near(distance, dtype, theta), Objective(0.1, divergence), 8)
+        assert verdict.ok, (distance, verdict)
+
+
 def test_a_frozen_head_and_few_tokens_agree(targets_of: Take, student: Student) -> None:
     frozen = replace(student.head, weight=student.head.weight.detach())
     verdict = parity(student.hidden_ND, frozen, targets_of("threshold"), Objective(0.1), 1000)
-    assert verdict.ok and set(verdict.facts["errors"]) == {"loss", "gradient of hidden states"}
+    assert verdict.ok and set(verdict.facts["errors"]) == {"logits", "loss", "gradient of hidden states"}
     assert verdict.facts["tokens"] == len(targets_of("threshold"))
     assert parity(student.hidden_ND[:0], student.head, targets_of("threshold"), Objective(0.1), 0).ok
 
@@ -227,6 +255,25 @@ def test_a_biased_target_is_named(kind: type[SparseTarget], named: str, targets_
     biased = replace(targets, teacher=kind(**vars_of(targets.teacher)))
     verdict = parity(student.hidden_ND, student.head, biased, Objective(0.1), 8)
     assert not verdict.ok and f"the {named}" in verdict.message, verdict
+
+
+@pytest.mark.parametrize("divergence", NEAR)
+@pytest.mark.parametrize("name", ["alpha", "smoothing", "labels"])
+def test_a_wrong_constant_near_the_teacher_in_bfloat16(
+    divergence: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of the same logits is compared as closely as in float32."""
+    fused_with(monkeypatch, WRONG[name])
+    assert not parity(*near(0.1, torch.bfloat16), Objective(0.1, divergence), 8).ok
+
+
+def test_wrong_logits_are_named(targets_of: Take, student: Student, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of them is right."""
+    product = Head.product
+    monkeypatch.setattr(Head, "product", lambda head, hidden_ND, room_NV=None: product(head, hidden_ND.roll(1, 0)))
+    verdict = parity(student.hidden_ND.bfloat16(), student.head, targets_of("threshold"), Objective(0.1), 8)
+    assert not verdict.ok and "the logits" in verdict.message, verdict
+    assert verdict.facts["errors"]["loss"] < 1e-5
 
 
 def test_a_nan_does_not_pass(targets_of: Take, student: Student) -> None:
