@@ -32,7 +32,7 @@ def parse_config(data: Any) -> JobConfig:
 def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     """Read a YAML or JSON job file and apply ``a.b=value`` overrides (values are YAML)."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             [Problem("", f"no job file at {path}.", "Give the path of a YAML file; examples/austen/job.yaml is one.")]
@@ -44,6 +44,34 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     except yaml.YAMLError as error:
         raise ConfigError([Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}.")]) from None
     return parse_config(apply_overrides(data, overrides))
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that ``text`` (YAML or JSON) means; ``yaml.YAMLError`` where a mapping has a key twice."""
+    loader = OneOfEachKey(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+class OneOfEachKey(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice, of which the last would win without a word.
+
+    It looks at mappings as they are written: what a merge key (``<<``) brings may be given anew.
+    """
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        """As SafeLoader's."""
+        mapping = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], int] = {}
+        for key, _ in mapping.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in first and key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                where = f"line {line}" if line == first[name] else f"lines {first[name]} and {line}"
+                raise yaml.YAMLError(f"key {key.value!r} is given twice ({where})")
+            first.setdefault(name, line)
+        return mapping
 
 
 def apply_overrides(data: Any, overrides: Iterable[str]) -> Any:
@@ -60,7 +88,7 @@ def apply_overrides(data: Any, overrides: Iterable[str]) -> Any:
                 ]
             )
         try:
-            data = _with_value(data, keys, yaml.safe_load(text))
+            data = _with_value(data, keys, parse_yaml(text))
         except yaml.YAMLError as error:
             raise ConfigError(
                 [

@@ -24,7 +24,7 @@ from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher, Stu
 from kd.config.teacher import TeacherConfig
 from kd.config.train import OPTIMIZER_ARGUMENTS, SCHEDULER_KWARGS, Optimizer, Scheduler, TrainConfig
 from kd.errors import ConfigError, Problem
-from kd.jobfile import apply_overrides, load_config, parse_config
+from kd.jobfile import apply_overrides, load_config, parse_config, parse_yaml
 from kd.reference import render
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -856,6 +856,27 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=what):
             load_config(tmp_path / name)
+
+
+def test_a_key_given_twice_is_refused_with_its_lines(tmp_path):
+    file = tmp_path / "job.yaml"
+    for text, found in [
+        ("name: x\ntrain:\n  max_steps: 3\n  max_steps: 300\n", r"key 'max_steps' is given twice \(lines 3 and 4\)\."),
+        ('{"name": "x", "name": "y"}', r"key 'name' is given twice \(line 1\)\."),
+        ("name: x\ndata:\n  train: [{path: a, 'path': b}]\n", r"key 'path' is given twice \(line 3\)\."),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=found):
+            load_config(file)
+    with pytest.raises(ConfigError, match="key 'seed' is given twice"):
+        apply_overrides(JOB, ["train={seed: 1, seed: 2}"])
+
+
+def test_what_a_merge_key_brings_may_be_given_anew():
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {y: 4, <<: *b}\nd: {<<: [*a, {z: 5}], x: 6}\n"
+    assert parse_yaml(text) == {
+        "a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 4}, "d": {"x": 6, "y": 2, "z": 5},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
