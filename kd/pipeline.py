@@ -33,6 +33,7 @@ from kd.data import load_corpus
 from kd.errors import ConfigError, Problem
 from kd.evaluation.baseline import starting_student
 from kd.evaluation.closer import Run, require_possible
+from kd.extras import missing_extras
 from kd.files import read_json, whole_folder, write_json
 from kd.precision import Precision, pick_device
 from kd.progress import SILENT, Monitor
@@ -56,7 +57,7 @@ def distill(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SIL
 
 def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
     """Run one stage of the job; ``home`` holds the caches, ``run_dir`` is the job's own."""
-    if problems := check_inputs(config, Path(), home):
+    if problems := [*check_inputs(config, Path(), home), *missing_extras(config)]:
         raise ConfigError(problems)
     require_possible(config)
     if config.train is not None:  # what the device cannot do is refused before a teacher is read

@@ -158,22 +158,30 @@ def run(
 
 @app.command()
 def validate(job_file: JobFile, overrides: Overrides = None, home: Home = None, as_json: AsJson = False) -> None:
-    """Say what is wrong with a job, as far as it can be known without loading a model."""
+    """Say what is wrong with a job, as far as it can be known without loading a model.
+
+    What it asks for and this machine has not installed is a warning: its worker may be another machine.
+    """
     from kd.errors import ConfigError
+    from kd.extras import missing_extras
     from kd.validate import check_inputs
 
-    settings = make_settings(home=home)
+    settings, warnings = make_settings(home=home), []
     try:
         config = load(job_file, overrides)
+        warnings = missing_extras(config)
         problems = check_inputs(config, settings.root, settings.home)
     except ConfigError as error:
         problems = error.problems
     if as_json:
-        print_json({"valid": not problems, "problems": [problem.to_json() for problem in problems]})
+        found = {"problems": problems, "warnings": warnings}
+        print_json({"valid": not problems} | {name: [each.to_json() for each in found[name]] for name in found})
     elif not problems:
         out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
     for problem in () if as_json else problems:
         complain(str(problem), "")
+    for warning in () if as_json else warnings:
+        err.print(f"warning: {warning}", markup=False)
     raise typer.Exit(INVALID if problems else 0)
 
 

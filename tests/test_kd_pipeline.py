@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ def run(job: Job, home: Path, name: str = "x", listener: Listener | None = None,
     if stage:
         return run_stage(stage, config, home, home / "runs" / name, monitor)
     return distill(config, home, home / "runs" / name, monitor)
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_read(job: Job, tmp_path: Path) -> None:
+    listener = Listener()
+    with pytest.raises(ConfigError, match=r"train\.report_to\.0: wandb is not installed\. Install it"):
+        run(job | {"train": job["train"] | {"report_to": ["wandb"]}}, tmp_path, listener=listener)
+    assert listener.events == []
 
 
 def student_bytes(home: Path, name: str = "x") -> dict[str, str]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -218,13 +219,29 @@ def test_an_invalid_job_is_exit_code_2_everywhere(service: Parts, job_file: Call
     report = json.loads(kd("validate", file, "--set", "name=?", "--json").stdout)
     assert (report["valid"], report["problems"][0]["pointer"]) == (False, "/name")
     good = kd("validate", file, "--json")
-    assert (good.returncode, json.loads(good.stdout)) == (0, {"valid": True, "problems": []})
+    assert (good.returncode, json.loads(good.stdout)) == (0, {"valid": True, "problems": [], "warnings": []})
     assert kd("validate", file.parent / "none.yaml").returncode == 2
     assert kd("nonsense").returncode == 2
     assert kd("worker", "--queues", "gpu").returncode == 2
     wrong = kd("up", KD_LEASE_SECONDS="soon")
     assert wrong.returncode == 2
     assert "KD_LEASE_SECONDS" in wrong.stderr
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_a_warning_to_validate_and_refused_by_run(
+    job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    asked = (job_file("quick"), "--set", "train.report_to=[wandb]", "--home", tmp_path)
+    checked = kd("validate", *asked)
+    assert (checked.returncode, checked.stderr.partition(" Install")[0]) == (
+        0, "warning: train.report_to.0: wandb is not installed.",
+    )  # fmt: skip
+    (warning,) = json.loads(kd("validate", *asked, "--json").stdout)["warnings"]
+    assert (warning["pointer"], "potstill[track]" in warning["remedy"]) == ("/train/report_to/0", True)
+    refused = kd("run", *asked)
+    assert (refused.returncode, "wandb is not installed" in refused.stderr) == (2, True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_v_shows_the_traceback(job_file: Callable[..., Path]) -> None:

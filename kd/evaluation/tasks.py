@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.errors import ConfigError, Problem
+from kd.extras import NO_HARNESS, harness_is_here
 
 
 def require_harness() -> None:
     """Raise ``ConfigError`` where lm-eval is not installed."""
-    if find_spec("lm_eval") is None:
-        detail = "lm-eval, whose tasks are asked for, is not installed."
-        raise ConfigError(
-            [Problem("/evaluation/tasks", detail, "Install it: pip install 'potstill[eval]'; or ask for no tasks.")]
-        )
+    if not harness_is_here():
+        raise ConfigError([NO_HARNESS])
 
 
 def run_tasks(

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Interrupted
+from kd.extras import missing_extras
 from kd.progress import Event, Monitor
 from kd.validate import check_inputs
 from services.settings import Settings
@@ -22,7 +23,7 @@ from services.worker.child import locked
 
 def run_here(config: JobConfig, settings: Settings, run_dir: Path, console: Console) -> dict[str, Any]:
     """Run every stage; returns the pipeline's report. The first Ctrl-C saves and stops, the second does not wait."""
-    if found := check_inputs(config, settings.root, settings.home):
+    if found := [*check_inputs(config, settings.root, settings.home), *missing_extras(config)]:
         raise ConfigError(found)
     os.chdir(settings.root)  # what a job's relative paths resolve against
     os.environ.update(settings.environment())
