@@ -166,6 +166,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
+def newest_identity(folder: Path) -> str | None:
+    """Which job wrote the newest checkpoint whose state can be read; its tensors are not looked at."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return str(verified_json((path / "state.json").read_bytes(), "state.json")["identity"])
+        except (OSError, CacheCorrupt, KeyError):
+            continue
+    return None
+
+
 def prune(folder: Path, limit: int, keep_step: int | None) -> None:
     """Delete the oldest until ``limit`` are left; never the newest, nor the one of ``keep_step``."""
     paths = list_checkpoints(folder)

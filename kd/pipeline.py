@@ -38,6 +38,7 @@ from kd.files import read_json, whole_folder, write_json
 from kd.precision import Precision, pick_device
 from kd.progress import SILENT, Monitor
 from kd.report import make_report, write_report
+from kd.resuming import require_same_job
 from kd.search.trials import search_students
 from kd.student import load_saved, save_dtype, save_student, write_provenance
 from kd.teacher import CachedRecords, Plan, capture, make_plan
@@ -62,6 +63,7 @@ def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor:
     require_possible(config)
     if config.train is not None:  # what the device cannot do is refused before a teacher is read
         Precision.choose(config.train.precision, pick_device())
+    require_same_job(config, run_dir)
     models.hide_progress_bars()
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     if config.kind == "verify":

@@ -7,7 +7,6 @@ from the newest whole one.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -53,6 +52,7 @@ from kd.metrics import MetricsLog
 from kd.models import head_of, require_context, require_document_isolation
 from kd.precision import Precision, ScalerWatch, pick_device, set_tf32, target_hidden_states
 from kd.progress import Meter, Monitor
+from kd.resuming import resume_identity
 from kd.targets import TargetDecoder
 
 
@@ -138,7 +138,7 @@ def run_loop(
     extras: dict[str, nn.Module] = {name: part for name, part in parts.items() if part is not None}
     progress, watch = Progress(), Watch(config)
     state = TrainState(student, optimizer, scheduler, scaler, progress, extras)
-    identity = resume_identity(config, source)
+    identity = resume_identity(config, str(source.identity))
 
     # ---- resume
     torch.manual_seed(options.seed)
@@ -426,18 +426,3 @@ def write_profile(run_dir: Path, clock: Stopwatch, progress: Progress, monitor: 
     }
     write_json(run_dir / "profile.json", profile)
     monitor.emit("profile", **profile)
-
-
-def resume_identity(config: JobConfig, source: Source) -> str:
-    """What must be equal for a checkpoint to be resumed: all that shapes the weights, and nothing that does not."""
-    free = {
-        "logging_steps", "save_steps", "save_total_limit", "report_to", "trace_steps", "dataloader_num_workers",
-        "dataloader_prefetch_factor", "dataloader_pin_memory", "save_dtype",
-    }  # fmt: skip
-    cut_from_teacher = config.student is not None and config.student.from_teacher is not None
-    content = [
-        config.model_dump_json(include={"student", "loss"} | ({"teacher"} if cut_from_teacher else set())),
-        required(config.train).model_dump_json(exclude=free),
-        str(source.identity),
-    ]
-    return hashlib.sha256("\n".join(content).encode()).hexdigest()

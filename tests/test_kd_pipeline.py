@@ -16,7 +16,8 @@ import pytest
 from cache.errors import CacheCorrupt, CacheNotFound, StorageError
 from cache.records import Sequences
 from cache.store import verify
-from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch
+from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
+from kd.files import write_json
 from kd.jobfile import parse_config
 from kd.pipeline import distill, run_stage
 from kd.progress import Event, Monitor
@@ -231,6 +232,52 @@ def test_the_same_job_in_the_same_folders_finds_everything_done(done, job, tmp_p
     assert "precompute: capturing" not in listener.phases() and listener.of("metrics") == []
     assert student_bytes(home) == done.student and cache_bytes(home) == before
     assert {**result["report"], "train_seconds": 0} == {**done.result["report"], "train_seconds": 0}
+
+
+@pytest.mark.parametrize(
+    "changes, fields",
+    [
+        ({"train": {"max_steps": 8}}, "train.max_steps"),
+        ({"student": {"init": {"layers": 2}}, "train": {"seed": 3}}, "student.init.layers, train.seed"),
+        ({"data": {"sequence_length": 16}}, "data.sequence_length"),
+        ({"cache": {"draws": 2}}, "cache.draws"),
+        ({"loss": {"alpha": 0.5}, "cache": {"seed": 9}}, "loss.alpha, cache.seed"),
+    ],
+)
+def test_another_job_in_the_same_run_folder_is_refused_before_its_capture(done, job, tmp_path, changes, fields):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    before, listener = (home / "runs/x/config.json").read_bytes(), Listener()
+    other = merged(job, changes)
+    with pytest.raises(TrainingError, match="another job") as refused:
+        run(other, home, listener=listener)
+    assert refused.value.detail.endswith(f"differs in {fields}.") and "--run-dir" in refused.value.remedy
+    assert listener.events == [] and (home / "runs/x/config.json").read_bytes() == before
+
+
+def test_what_does_not_shape_the_weights_may_change_between_runs(done, job, tmp_path):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    free = {"train": {"save_steps": 3, "logging_steps": 2, "save_dtype": "float32"}, "teacher": {"batch_size": 2}}
+    moved = shutil.copy(job["data"]["train"], tmp_path / "moved.txt")
+    run(merged(job, {**free, "data": {"train": str(moved)}, "name": "renamed"}), home)
+    assert student_bytes(home) == done.student
+
+
+def test_a_folder_whose_configuration_did_not_write_its_checkpoints_is_not_judged_by_it(done, job, tmp_path):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    other = parse_config(merged(job, {"train": {"max_steps": 8}}))
+    write_json(home / "runs/x/config.json", other.model_dump(mode="json"))
+    run(job, home)
+    assert student_bytes(home) == done.student
+    with pytest.raises(TrainingError, match="another job"):
+        distill(other, home, home / "runs/x")
+
+
+def merged(job: Job, changes: Job) -> Job:
+    """``job`` with the fields of ``changes``, at whatever depth."""
+    inner = {
+        key: merged(job.get(key, {}), value) if isinstance(value, dict) else value for key, value in changes.items()
+    }
+    return job | inner
 
 
 def test_another_job_with_the_same_teacher_and_text_uses_the_cache(done, job, home):
