@@ -87,6 +87,7 @@ def run_loop(
     precision = Precision.choose(options.precision, device)
     set_tf32(device, options.tf32)
     folder, steps = run_dir / "checkpoints", total_steps(options, source.train_count)
+    progress, watch, clock = Progress(), Watch(config), Stopwatch(device)
 
     # ---- student
     nn.Module.to(student, device)
@@ -128,7 +129,6 @@ def run_loop(
         return parity(hidden_ND, head, targets, objective.at(alpha), checks.parity_tokens)
 
     # ---- optimiser, schedule, and all that a checkpoint holds
-    clock = Stopwatch(device)
     optimizer = make_optimizer(student, features.parameters() if features else (), options, device)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     scheduler = make_scheduler(optimizer, options, steps)
@@ -136,7 +136,6 @@ def run_loop(
     average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
     parts = {"temperature": temperature if temperature.learned else None, "features": features, "average": average}
     extras: dict[str, nn.Module] = {name: part for name, part in parts.items() if part is not None}
-    progress, watch = Progress(), Watch(config)
     state = TrainState(student, optimizer, scheduler, scaler, progress, extras)
     identity = resume_identity(config, str(source.identity))
 
