@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -54,6 +55,30 @@ def _models(config: JobConfig, root: Path) -> Iterator[Problem]:
     tokenizer = student.init.tokenizer if student is not None and student.init is not None else None
     if tokenizer is not None:
         yield from _allowed("/student/init/tokenizer", _tokenizer("/student/init/tokenizer", tokenizer, root))
+    yield from _allowed("/data/sequence_length", _contexts(config, root))
+
+
+def _contexts(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Models that see fewer tokens than a sequence has, by their config.json: loading them would tell it late."""
+    if config.cache.fingerprint is not None:
+        return
+    named = [config.teacher.model] if config.teacher is not None and _teacher_is_run(config) else []
+    named += [config.student.model] if config.student is not None and config.student.model is not None else []
+    for model in named:
+        context = _context(root / model / "config.json")
+        if context is not None and config.data.sequence_length > context:
+            detail = f"{model!r} has a context of {context} tokens, but got {config.data.sequence_length}."
+            yield Problem("/data/sequence_length", detail, f"Set it to {context} or less.")
+
+
+def _context(file: Path) -> int | None:
+    """Tokens that a model sees; None where its file does not say."""
+    try:
+        shape = json.loads(file.read_bytes())
+        context = shape.get("max_position_embeddings") or shape.get("n_positions")
+    except (OSError, ValueError, AttributeError):  # on the hub, a GGUF file alone, or nothing that can be loaded
+        return None
+    return context if isinstance(context, int) else None
 
 
 def _teacher_is_run(config: JobConfig) -> bool:

@@ -152,6 +152,19 @@ def test_bad_input_is_located_and_has_a_remedy(bad_root, monkeypatch, changes, p
     assert problem.remedy
 
 
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_sequences_longer_than_a_model_s_context_are_refused(root, key):
+    (root / "model" / "config.json").write_text(json.dumps({key: 64}), encoding="utf-8")
+    text = {"train": "text/a.txt"}
+    for changes in ({}, {"teacher": None, "kind": "train", "student": {"model": "model"}, "loss": {"alpha": 1}}):
+        (problem,) = check(root, **changes, data=text | {"sequence_length": 65})
+        assert problem.pointer == "/data/sequence_length" and "64 tokens, but got 65" in problem.detail
+        assert check(root, **changes, data=text | {"sequence_length": 64}) == []
+    for unknown in ("[]", "not JSON", '{"max_position_embeddings": null}'):
+        (root / "model" / "config.json").write_text(unknown, encoding="utf-8")
+        assert check(root, data=text | {"sequence_length": 65}) == []
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "y/" * 3000, "a\0b", "a\0/*", "org/x\n", "\ud800/*", "loop/x"], ids=ascii)
 def test_a_name_that_no_file_can_have_is_a_problem_and_no_crash(root, name):
     (root / "loop").symlink_to(root / "loop")

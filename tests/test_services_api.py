@@ -238,7 +238,7 @@ def test_a_caller_s_records_take_so_many_bytes_and_no_more(new_parts: MakeParts,
 def test_validate_tells_what_a_job_would_be_and_need(http: httpx.Client) -> None:
     job = valid("quick", "examples/austen/teacher", "distill") | {
         "data": {"train": "README.md", "sequence_length": 128},
-        "train": {"epochs": 2, "batch_size": 4, "gradient_accumulation_steps": 2},
+        "train": {"epochs": 2, "batch_size": 4, "gradient_accumulation_steps": 2, "warmup_steps": 100_000},
         "resources": {"gpus": 64},
     }
     plan = http.post("/jobs/validate", json=job).json()
@@ -252,6 +252,7 @@ def test_validate_tells_what_a_job_would_be_and_need(http: httpx.Client) -> None
     assert plan["memory"]["student_bytes"] == 16 * plan["memory"]["student_parameters"]
     assert plan["free_bytes"] > 0
     assert any("wait for a worker of stage train" in warning for warning in plan["warnings"])
+    assert any("train.warmup_steps 100000 takes all" in warning for warning in plan["warnings"])
     assert http.get("/jobs").json()["data"] == [], "no job is taken"
 
 

@@ -34,7 +34,7 @@ def plan_job(config: JobConfig, settings: Settings, workers: list[WorkerState]) 
         tokens=_tokens(config, steps),
         memory=_memory(config, settings.root),
         free_bytes=free_bytes(settings.home),
-        warnings=list(_warnings(config, capture, workers)),
+        warnings=list(_warnings(config, capture, steps, workers)),
     )
 
 
@@ -131,9 +131,14 @@ def _stored_parameters(file: Path) -> int:
 # ---------------------------------------------------------------------- what will not end well
 
 
-def _warnings(config: JobConfig, capture: JobEstimate | None, workers: list[WorkerState]) -> Iterator[str]:
+def _warnings(
+    config: JobConfig, capture: JobEstimate | None, steps: int | None, workers: list[WorkerState]
+) -> Iterator[str]:
     if capture is not None and not capture.fits:
         yield f"The cache needs about {capture.bytes} bytes, but the disk has {capture.free_bytes} left."
+    if config.train is not None and steps is not None and config.train.warmup_steps >= steps:
+        warmup = config.train.warmup_steps
+        yield f"train.warmup_steps {warmup} takes all {steps} steps: the learning rate does not get to its value."
     for stage in config.stages:
         serving = [worker for worker in workers if stage in worker.stages]
         if stage != "search" and not any(_fits(config, worker) for worker in serving):
