@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -59,7 +61,7 @@ def make_report(
         "kind": config.kind,
         "teacher": _teacher_name(config, source),
         **config.loss.model_dump(mode="json", include={"alpha", "temperature", "divergence"}),
-        **_teacher_facts(source),
+        **_teacher_facts(source, options.batch_size),
         "student_perplexity_before": before.get("validation_perplexity"),
         "student_perplexity": after.get("validation_perplexity"),
         "student_calibration_error": after.get("validation_calibration_error"),
@@ -99,22 +101,44 @@ def _teacher_name(config: JobConfig, source: Source) -> str | None:
     return config.teacher.model if config.teacher is not None else source.store.manifest.provenance.teacher_name
 
 
-def _teacher_facts(source: Source) -> Report:
-    """The teacher's own perplexity and entropy on the held-out text, from its records, and the cache they lie in."""
+def _teacher_facts(source: Source, at_once: int) -> Report:
+    """The teacher's own perplexity and entropy on the held-out text, from its records, and the cache they lie in.
+
+    Records are read ``at_once`` sequences at a time: all columns of a whole held-out text may not fit in memory.
+    """
     if not isinstance(source, CachedRecords):
         return {}
     facts = summarise(source.store, reused=True)
     facts.pop("reused")
     facts["cache_tokens"] = facts.pop("tokens")
-    if source.validation_count:
-        _, records = source.read(np.arange(source.train_count, source.train_count + source.validation_count))
-        gold, entropy = records["known"][:, 0], records["entropy"]
-        gold, entropy = gold[gold != UNKNOWN], entropy[entropy != UNKNOWN_ENTROPY]  # an import may not have said
-        if len(gold):
-            facts["teacher_perplexity"] = math.exp(float(gold.mean(dtype=np.float64)) * KNOWN_STEP)
-        if len(entropy):
-            facts["teacher_entropy"] = float(entropy.mean(dtype=np.float64)) * ENTROPY_STEP
+    gold, entropy = _Mean(), _Mean()
+    first, end = source.train_count, source.train_count + source.validation_count
+    for start in range(first, end, at_once):
+        _, records = source.read(np.arange(start, min(start + at_once, end)))
+        gold.add(records["known"][:, 0], UNKNOWN)
+        entropy.add(records["entropy"], UNKNOWN_ENTROPY)
+    if gold.count:
+        facts["teacher_perplexity"] = math.exp(gold.value * KNOWN_STEP)
+    if entropy.count:
+        facts["teacher_entropy"] = entropy.value * ENTROPY_STEP
     return facts
+
+
+@dataclass
+class _Mean:
+    """The mean of codes, but for those that say nothing: an import may not have known."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, codes_N: NDArray[Any], unknown: int) -> None:
+        known = codes_N[codes_N != unknown]
+        self.total += float(known.sum(dtype=np.float64))
+        self.count += len(known)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count
 
 
 def write_report(run_dir: Path, report: Report) -> None:

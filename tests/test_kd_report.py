@@ -8,9 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from cache.codec import ENTROPY_STEP, KNOWN_STEP
+from kd import report as report_module
 from kd.batches import PlainText
 from kd.checkpoint import Progress
 from kd.config.evaluation import EvaluationConfig
@@ -26,6 +29,7 @@ from kd.models import vocabulary_size
 from kd.pipeline import open_source, precompute
 from kd.progress import SILENT, Event, Monitor
 from kd.report import make_report, render, write_report
+from kd.teacher import CachedRecords
 from kd.train import train
 from tests.test_kd_evaluation_comparison import assert_same_facts
 
@@ -74,6 +78,28 @@ class Trained:
 def trained(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     torch.set_num_threads(1)
     return Trained(job, tmp_path_factory.mktemp("home"))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_held_out_records_are_read_a_batch_at_a_time(
+    batch_size: int, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Profile hidden keeps thousands of bytes of a token; the report needs four."""
+    source, read, seen = trained.source, CachedRecords.read, []
+    assert isinstance(source, CachedRecords) and source.validation_count == 4
+    _, whole = source.read(np.arange(source.train_count, source.train_count + 4))
+
+    def sparing(self: CachedRecords, indices: np.ndarray, draws: int = 0) -> Any:
+        assert len(indices) <= batch_size, "more than a batch at once"
+        seen.extend(indices.tolist())
+        return read(self, indices, draws)
+
+    monkeypatch.setattr(CachedRecords, "read", sparing)
+    facts = report_module._teacher_facts(source, batch_size)
+    assert seen == list(range(source.train_count, source.train_count + 4))
+    gold, entropy = whole["known"][:, 0].mean(dtype=np.float64), whole["entropy"].mean(dtype=np.float64)
+    assert facts["teacher_perplexity"] == pytest.approx(math.exp(gold * KNOWN_STEP), rel=1e-12)
+    assert facts["teacher_entropy"] == pytest.approx(entropy * ENTROPY_STEP, rel=1e-12)
 
 
 def test_by_default_the_student_s_calibration_and_bits_and_its_pictures(trained: Trained, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from cache.records import Sequences
 from kd.batches import Source
 
-_AT_ONCE = 256
+_AT_ONCE = 16  # sequences, with all that a cache keeps of them: in profile hidden thousands of bytes a token
 
 
 def held_out_bytes(source: Source, tokenizer: PreTrainedTokenizerBase) -> int:
