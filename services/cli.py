@@ -150,6 +150,7 @@ def run(
     """Run a job here and now, in this process: no server, no job store. Ctrl-C saves; the same command goes on."""
     from services.terminal.local import run_here
 
+    _interrupt_on_signals()
     settings = make_settings(home=home)
     config = load(job_file, overrides)
     report = run_here(config, settings, (run_dir or settings.run_dir(config.name)).resolve(), err)

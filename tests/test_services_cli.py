@@ -22,6 +22,7 @@ import pytest
 import yaml
 from redis.exceptions import RedisError
 
+from cache.disk import locked
 from cache.testing import make_cache
 from services.jobs import connect
 from services.terminal import client as terminal_client
@@ -452,6 +453,19 @@ def test_an_interrupted_run_ends_in_the_student_of_an_undisturbed_job(new_parts:
     assert record["metrics"]["step"] == 300
     here = (tmp_path / "home" / "runs" / "tiny" / "student" / "model.safetensors").read_bytes()
     assert Path(record["artifacts"]["student"], "model.safetensors").read_bytes() == here
+
+
+def test_a_run_whose_folder_another_uses_says_so_and_waits(job_file: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with locked(folder / ".lock"):
+        waiting = start("run", job_file("quick"), "--home", tmp_path, "--run-dir", folder)
+        assert waiting.stderr is not None
+        said = waiting.stderr.readline()
+        assert said.startswith(f"Another run uses {folder}: this one waits") and "--run-dir" in said
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(10) == 130
+        assert "again" not in waiting.communicate()[1]
 
 
 def test_a_terminal_gets_bars_and_a_pipe_gets_lines() -> None:

@@ -35,6 +35,7 @@ from services.worker.failures import describe
 
 DONE, FAILED, STOPPED, ELSEWHERE = 0, 1, 75, 76
 LOCK_SECONDS = 30.0
+LOCK = ".lock"  #: in a run folder: held by who writes there
 
 StageRunner = Callable[[str, JobConfig, Path, Path, Monitor], dict[str, Any]]
 
@@ -100,7 +101,7 @@ class Events:
 def locked(run_dir: Path, stop: threading.Event) -> Iterator[None]:
     """Hold the run folder alone, so that a process that lost its lease cannot write beside its successor."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as lock:
+    with (run_dir / LOCK).open("w") as lock:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _try_lock(lock.fileno()):
             if stop.wait(0.1) or time.monotonic() > deadline:
