@@ -29,6 +29,7 @@ from services.terminal import client as terminal_client
 from services.terminal import demo
 from services.terminal.client import Client, Refused, Unreachable
 from services.terminal.follow import Display
+from services.terminal.up import Part
 from tests.harness import ROOT, Parts, body, is_alive, wait_until
 
 MakeParts = Callable[..., Parts]
@@ -243,6 +244,24 @@ def test_a_tracker_that_is_not_installed_is_a_warning_to_validate_and_refused_by
     refused = kd("run", *asked)
     assert (refused.returncode, "wandb is not installed" in refused.stderr) == (2, True)
     assert not list(tmp_path.iterdir())
+
+
+def test_up_starts_nothing_that_others_could_call_without_a_key(tmp_path: Path) -> None:
+    refused = kd("up", "--host", "0.0.0.0", "--home", tmp_path)  # noqa: S104 -- refused
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: the API would listen on 0.0.0.0")
+    assert "remedy: Make a key" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tail_of_a_part_is_of_its_last_start(tmp_path: Path) -> None:
+    (tmp_path / "api.log").write_text("what an earlier one said\n")
+    part = Part("api", "services.nothing", {}, tmp_path / "api.log")
+    part.start()
+    assert part.process is not None
+    part.process.wait(30)
+    assert "services.nothing" in part.tail()
+    assert "earlier" not in part.tail()
 
 
 def test_v_shows_the_traceback(job_file: Callable[..., Path]) -> None:

@@ -23,6 +23,7 @@ import httpx
 from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
+from services.api.keys import require_safe_bind
 from services.embedded import ServerError, free_port, is_free, redis_url
 from services.jobs import connect
 from services.settings import Settings
@@ -53,12 +54,14 @@ class Part:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
+    log_from: int = 0  # where in the log its output begins
     failures: int = field(default=0)
 
     def start(self) -> None:
         """Start it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self.log_from = log.tell()
             self.process = subprocess.Popen(
                 module_command(self.module),
                 env=os.environ | self.environment | package_environment(),
@@ -82,13 +85,17 @@ class Part:
         self.start()
 
     def tail(self) -> str:
-        """The end of its log."""
-        return self.log.read_text(errors="replace")[-1500:].strip()
+        """The end of what it has printed since it was last started."""
+        return self.log.read_bytes()[self.log_from :][-1500:].decode(errors="replace").strip()
 
 
 @contextmanager
 def running(settings: Settings, workers: int, say: Say) -> Iterator[Settings]:
-    """The whole service, until the end of the block; yields the settings with its true port and address."""
+    """The whole service, until the end of the block; yields the settings with its true port and address.
+
+    Raises ``UnsafeBind`` or ``KeysError`` before anything is started.
+    """
+    require_safe_bind(settings)
     settings = _with_port(settings)
     with redis_url(settings) as (url, ensure_store):
         _require_store(url)
