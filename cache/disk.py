@@ -18,6 +18,8 @@ from pathlib import Path
 from cache.errors import StorageError
 
 TEMPORARY = ".tmp-"
+#: Begins the name of a folder that another one is about to replace.
+ASIDE = f"{TEMPORARY}old-"
 _POLL_SECONDS = 0.2
 _ATTEMPTS = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -63,14 +65,32 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its place, durably; what was there before goes first."""
+    """Rename a finished folder to its place, durably.
+
+    What was there before is set aside until then: whoever is killed in between leaves it for ``settle``.
+    """
     for parent, _, names in os.walk(temporary, topdown=False):
         for name in names:
             sync(Path(parent, name))
         sync(Path(parent))
-    remove(folder)
-    temporary.rename(folder)
-    sync(folder.parent)
+    settle(folder)
+    if os.path.lexists(folder):
+        folder.rename(folder.with_name(ASIDE + folder.name))
+    try:
+        temporary.rename(folder)
+        sync(folder.parent)
+    finally:
+        settle(folder)
+
+
+def settle(folder: Path) -> None:
+    """End a replacement of ``folder`` that was broken off: what is aside goes, or back where nothing has its place."""
+    aside = folder.with_name(ASIDE + folder.name)
+    if os.path.lexists(folder):
+        remove(aside)
+    elif os.path.lexists(aside):
+        aside.rename(folder)
+        sync(folder.parent)
 
 
 def remove(path: Path) -> None:

@@ -7,7 +7,8 @@
         random.safetensors       torch's generators
         state.json               everything else, the sha256 of the four files above, and a digest of itself
 
-A checkpoint appears by one rename, and its hashes are checked before it is used: presence is not proof. There is no
+A checkpoint appears by one rename, and its hashes are checked before it is used: presence is not proof. One that is
+saved again, after a roll-back, stays beside its place under another name until the new one has it. There is no
 pickle in it. Training resumed from it equals training that was never stopped, bit for bit on a CPU.
 """
 
@@ -22,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cache.disk import file_sha256, remove, write_file
+from cache.disk import ASIDE, file_sha256, remove, settle, write_file
 from cache.errors import CacheCorrupt
 from cache.manifest import signed_json, verified_json
 from kd.errors import TrainingError
@@ -94,8 +95,11 @@ def save(folder: Path, state: TrainState, identity: str) -> Path:
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
     """Restore the newest whole checkpoint into ``state``; returns what was wrong with newer ones.
 
-    Raises ``TrainingError`` if the checkpoint belongs to another job.
+    One that was being replaced when its run was killed is put back first. Raises ``TrainingError`` if the checkpoint
+    belongs to another job.
     """
+    for aside in list(folder.glob(f"{ASIDE}*")):
+        settle(folder / aside.name.removeprefix(ASIDE))
     problems = []
     for path in reversed(list_checkpoints(folder)):
         try:

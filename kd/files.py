@@ -10,16 +10,20 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from cache.disk import TEMPORARY, make_folder, publish_folder, remove, storage_errors, write_file
+from cache.disk import TEMPORARY, make_folder, publish_folder, remove, settle, storage_errors, write_file
 from cache.errors import StorageError
 
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """Fill the yielded folder; when the block ends well, it takes the place of ``final`` by a rename."""
+    """Fill the yielded folder; when the block ends well, it takes the place of ``final`` by a rename.
+
+    There is a whole ``final`` from the first time on, but for a kill between two renames, which ``settle`` mends.
+    """
     temporary = final.with_name(TEMPORARY + final.name)
     with _disk_errors(final.parent):
         make_folder(final.parent)
+        settle(final)
         remove(temporary)
         temporary.mkdir()
         try:

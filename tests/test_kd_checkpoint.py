@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -278,6 +280,62 @@ def test_resume_after_a_roll_back_equals_going_on(tmp_path: Path, schedule: str)
     assert (resumed.state.progress.rollbacks, resumed.state.progress.learning_rate_factor) == (1, 0.5)
     resumed.train(3)
     assert_equal(resumed.everything(), run.everything())
+
+
+# Saves step 3 over itself, as after a roll-back, killed before the n-th change to the disk, for all n; then resumes.
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from kd import checkpoint
+from kd.checkpoint import Progress, TrainState
+
+def make_state(**progress):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return TrainState(model, optimizer, scheduler, torch.amp.GradScaler("cpu", enabled=False), Progress(**progress))
+
+def fork(folder, deadly):
+    if (pid := os.fork()) == 0:
+        changes = 0
+        def count(event, arguments):
+            nonlocal changes
+            if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+                changes += 1
+                if changes == deadly:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(count)
+        checkpoint.save(folder, make_state(step=3, rollbacks=1), "job")
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+deadly, died = 1, True
+while died:
+    folder = Path(sys.argv[1], str(deadly))
+    checkpoint.save(folder, make_state(step=3), "job")
+    died = fork(folder, deadly)
+    found = make_state()
+    problems = checkpoint.load_newest(folder, found, "job")
+    progress = found.progress
+    checkpoint.save(folder, found, "job")
+    left = [path.name for path in folder.iterdir()]
+    report = {"died": died, "step": progress.step, "rollbacks": progress.rollbacks, "problems": problems, "left": left}
+    print(json.dumps(report), flush=True)
+    deadly += 1
+"""
+
+
+def test_kill_9_while_a_checkpoint_is_saved_over_itself_leaves_one(tmp_path: Path) -> None:
+    """At any moment: the one before the roll-back, or the new one; and the next save leaves nothing else."""
+    process = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    reports = [json.loads(line) for line in process.stdout.splitlines()]
+    assert [report["died"] for report in reports] == [True] * (len(reports) - 1) + [False]
+    assert [report["step"] for report in reports] == [3] * len(reports)
+    assert all(report["problems"] == [] and report["left"] == ["step-00000003"] for report in reports)
+    rollbacks = [report["rollbacks"] for report in reports]
+    assert rollbacks == sorted(rollbacks) and set(rollbacks) == {0, 1}, "first the old one, then the new one"
 
 
 def test_roll_back_passes_over_damaged_checkpoints_and_deletes_them(tmp_path: Path) -> None:
