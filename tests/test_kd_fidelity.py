@@ -234,12 +234,12 @@ def test_kd_cache_fidelity_measures_anew(home: Path, stores: dict[str, Cache]) -
     arguments = ("cache", "fidelity", folder.name[:8], "--home", home)
     done = kd(*arguments, "--positions", 48, "--redraws", 10, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "KEPT_MASS" in done.stdout and "KL" not in done.stdout.split()
+    assert "kept_mass" in done.stdout and "kl" not in done.stdout.split()
     (row,) = read_manifest(folder).fidelity
     assert row.positions == 48
     assert verify(folder) == []
     info = kd("cache", "info", folder.name[:8], "--home", home)
-    assert "KEPT_MASS" in info.stdout
+    assert "kept_mass" in info.stdout
     document = json.loads(kd("cache", "info", folder.name[:8], "--home", home, "--json").stdout)
     assert document["fidelity"][0]["positions"] == 48
 

@@ -124,8 +124,8 @@ def _rows(fidelity: tuple[FidelityRow, ...]) -> list[dict[str, Any]]:
 def _print_fidelity(rows: list[dict[str, Any]]) -> None:
     if rows:
         out.print()
-        columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-        table([name.upper() for name in columns], [[plain(row[name]) for name in columns] for row in rows])
+        names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+        table([""] * (1 + len(rows)), [[name, *(plain(row[name]) for row in rows)] for name in names])
 
 
 def _cache_folder(fingerprint: str, home: Path | None) -> Path:

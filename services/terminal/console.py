@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from services.settings import Settings
 
 NO_TERMINAL_WIDTH = 10_000  # into a pipe or a log nothing is wrapped or cut off
+GAP, WORD = 2, 12  # between columns; a cell of so many characters is not wrapped
+#: Longer ones that are not, either: an id of a job or a cache, a number, a time.
+WHOLE = re.compile(r"job_[0-9a-z]+|[0-9a-f]{12,64}|[-+]?[\d.,]+(e-?\d+)?|\d{4}-\d\d-\d\d[T ][\d:]{8}")
 
 out = Console(width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WIDTH)
@@ -57,12 +62,53 @@ def complain(detail: str, remedy: str) -> None:
         err.print(Text.assemble(("remedy: ", "bold"), remedy))
 
 
-def table(columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table."""
-    grid = Table(*columns, box=None, show_header=any(columns), pad_edge=False)
+def table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...] = ()) -> None:
+    """Print a table, as wide as the terminal: text wraps there, ids, numbers and times are never cut.
+
+    Columns in ``spare`` are left out, in this order, where there is no room for all. Into a pipe goes a line for each
+    row, of any length, and ``-`` where a column with a title has nothing to say.
+    """
+    if out.width == NO_TERMINAL_WIDTH:
+        _print_lines(columns, rows)
+        return
+    cells = {title: [row[place] for row in rows] for place, title in enumerate(columns)} if any(columns) else {}
+    for title in spare:
+        if sum(map(_room, cells, cells.values())) + GAP * (len(cells) - 1) <= out.width:
+            break
+        del cells[title]
+    kept = [place for place, title in enumerate(columns) if title in cells or not cells]
+    grid = Table(box=None, show_header=any(columns), pad_edge=False)
+    for place in kept:
+        whole = _is_whole([row[place] for row in rows])
+        least = max(map(cell_len, [columns[place], *(row[place] for row in rows)])) if whole else None
+        grid.add_column(columns[place], no_wrap=whole, min_width=least, overflow="fold")
     for row in rows:
-        grid.add_row(*map(Text, row))
-    out.print(grid)
+        grid.add_row(*(Text(row[place]) for place in kept))
+    out.print(grid, crop=False)
+
+
+def _print_lines(columns: list[str], rows: list[list[str]]) -> None:
+    titled = any(columns)
+    lines = [columns, *([" ".join(cell.split("\n")) or "-" * titled for cell in row] for row in rows)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines if titled else lines[1:]:
+        padded = (cell + " " * (width - cell_len(cell) + GAP) for cell, width in zip(line, widths, strict=True))
+        sys.stdout.write("".join(padded).rstrip() + "\n")
+
+
+def _room(title: str, cells: list[str]) -> int:
+    """What a column takes at least."""
+    widest = max(map(cell_len, [title, *cells]))
+    return widest if _is_whole(cells) else max(cell_len(title), min(widest, WORD))
+
+
+def _is_whole(cells: list[str]) -> bool:
+    return all(len(cell) <= WORD or WHOLE.fullmatch(cell) for cell in cells)
+
+
+def moment(time: str) -> str:
+    """A time of the API's to the second, in UTC as it is; without a space where a program may cut columns."""
+    return time[:19] if out.width == NO_TERMINAL_WIDTH else time[:19].replace("T", " ")
 
 
 def plain(value: Any) -> str:

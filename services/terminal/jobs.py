@@ -22,6 +22,7 @@ from services.terminal.console import (
     err,
     load,
     make_settings,
+    moment,
     out,
     plain,
     print_json,
@@ -80,9 +81,9 @@ def jobs_ls(
     if as_json:
         print_json(jobs)
         return
-    columns = ("id", "name", "kind", "status", "stage", "created_at")
-    rows = [[*(job[column] for column in columns), _percent(job)] for job in jobs]
-    table([*(column.upper() for column in columns), "DONE"], rows)
+    columns = ("id", "name", "kind", "status", "stage")
+    rows = [[*(plain(job[column]) for column in columns), moment(job["created_at"]), _percent(job)] for job in jobs]
+    table([*(column.upper() for column in columns), "CREATED_AT", "DONE"], rows, spare=("KIND", "STAGE"))
 
 
 @jobs_app.command("show")
@@ -174,7 +175,7 @@ def jobs_events(
     if as_json:
         print_json(events)
         return
-    rows = [[event["ts"], event["type"], plain(event["data"])] for event in events]
+    rows = [[moment(event["ts"]), event["type"], plain(event["data"])] for event in events]
     table(["TIME", "TYPE", "DATA"], rows)
 
 

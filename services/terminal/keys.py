@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.terminal.console import AsJson, err, make_settings, out, print_json, table
+from services.terminal.console import AsJson, err, make_settings, moment, out, print_json, table
 
 if TYPE_CHECKING:
     from services.keys import ApiKey
@@ -47,7 +47,7 @@ def keys_ls(file: File = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json([_shown(key) for key in keys])
         return
-    rows = [[key.id, key.name, ", ".join(key.scopes), key.created_at] for key in keys]
+    rows = [[key.id, key.name, ", ".join(key.scopes), moment(key.created_at)] for key in keys]
     table(["ID", "NAME", "SCOPES", "MADE"], rows)
 
 

@@ -1,0 +1,55 @@
+"""Tables: as wide as the terminal, with nothing lost that is looked for; lines that programs can cut in a pipe."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from services.terminal import console
+from services.terminal.console import NO_TERMINAL_WIDTH, moment, table
+
+COLUMNS = ["ID", "NAME", "KIND", "STATUS", "STAGE", "CREATED_AT", "DONE"]
+JOB = "job_01kc8v0h4t2m6w9x3y5z7a1b2c"
+SPARE = ("KIND", "STAGE")
+
+
+def rows(name: str = "austen-with-a-name-that-is-long") -> list[list[str]]:
+    made = moment("2026-11-22T06:46:37.123456Z")
+    return [[JOB, name, "precompute", "succeeded", "precompute", made, "100%"], [JOB, "b", "train", "", "", made, ""]]
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, width: int, columns: list[str], name: str = "") -> list[str]:
+    screen = StringIO()
+    monkeypatch.setattr(console, "out", Console(file=screen, width=width, color_system=None))
+    table(columns, rows(name) if name else rows(), spare=SPARE)
+    return screen.getvalue().splitlines()
+
+
+def test_on_a_narrow_terminal_ids_times_and_numbers_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, first, *more = printed(monkeypatch, 80, COLUMNS)
+    assert head.split() == ["ID", "NAME", "STATUS", "CREATED_AT", "DONE"]
+    assert first.startswith(JOB) and "2026-11-22 06:46:37  100%" in first
+    assert max(map(len, [head, first, *more])) <= 80
+    assert "".join([first, *more]).count(JOB) == 2 and "…" not in first
+    pieces = [line[32:44].strip() for line in [first, *more[:-1]]]
+    assert "".join(pieces) == "austen-with-a-name-that-is-long"
+
+
+def test_a_wide_terminal_gets_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert printed(monkeypatch, 160, COLUMNS)[0].split() == COLUMNS
+
+
+def test_what_no_terminal_holds_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert JOB in printed(monkeypatch, 24, COLUMNS)[1]
+
+
+def test_in_a_pipe_every_row_is_a_line_of_as_many_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed(monkeypatch, NO_TERMINAL_WIDTH, COLUMNS, name="n" * 20_000)
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line.split()) for line in lines] == [7, 7, 7]
+    assert all(line == line.rstrip() for line in lines)
+    assert lines[2].split()[-2:] == ["2026-11-22T06:46:37", "-"]
