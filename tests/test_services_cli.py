@@ -288,7 +288,9 @@ def test_caches_are_listed_shown_and_verified(tmp_path: Path) -> None:
     assert bad.returncode == 4
     assert "error:" in bad.stderr
     assert json.loads(kd("cache", "verify", folder.name, "--json", *home).stdout)["problems"]
-    assert kd("cache", "info", "zzz", *home).returncode == 1
+    for nothing in ("zzz", ""):
+        refused = kd("cache", "info", nothing, *home)
+        assert (refused.returncode, f"{nothing!r} names 0 caches" in refused.stderr) == (1, True)
 
 
 def test_doctor_says_what_is_there(service: Parts) -> None:

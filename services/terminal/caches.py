@@ -54,7 +54,7 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
     """Show what a cache holds and was made from."""
     from cache.store import read_manifest, summarise
 
-    folder = _cache_folder(fingerprint, home)
+    folder = cache_folder(fingerprint, home)
     summary = summarise(folder).to_json()
     if as_json:
         manifest = read_manifest(folder) if summary["complete"] else None
@@ -71,7 +71,7 @@ def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = 
     """Read every byte of a cache and compare it with what was sealed."""
     from cache.store import verify
 
-    folder = _cache_folder(fingerprint, home)
+    folder = cache_folder(fingerprint, home)
     problems = verify(folder)
     if as_json:
         print_json({"path": str(folder), "problems": problems})
@@ -99,7 +99,7 @@ def cache_fidelity(
     from kd.models import hide_progress_bars
 
     hide_progress_bars()
-    store = open_cache(_cache_folder(fingerprint, home))
+    store = open_cache(cache_folder(fingerprint, home))
     origin = Origin.find(store, teacher, make_settings(home=home).root)
     rows = measure(store, Live.load(store.identity, origin.config, origin.folder), positions, redraws)
     problems = out_of_bounds(store, rows)
@@ -128,12 +128,8 @@ def _print_fidelity(rows: list[dict[str, Any]]) -> None:
         table([""] * (1 + len(rows)), [[name, *(plain(row[name]) for row in rows)] for name in names])
 
 
-def _cache_folder(fingerprint: str, home: Path | None) -> Path:
-    from cache.errors import CacheNotFound
-    from cache.store import list_caches
+def cache_folder(fingerprint: str, home: Path | None) -> Path:
+    """The folder of the one cache whose fingerprint begins so; else ``CacheNotFound``."""
+    from cache.operations import find_cache
 
-    caches = make_settings(home=home).caches
-    found = [summary.path for summary in list_caches(caches) if summary.fingerprint.startswith(fingerprint)]
-    if len(found) != 1:
-        raise CacheNotFound(f"{fingerprint!r} names {len(found)} caches under {caches}.", "See `kd cache ls`.")
-    return Path(found[0])
+    return find_cache(make_settings(home=home).caches, fingerprint)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from services.terminal.caches import _cache_folder
+from services.terminal.caches import cache_folder
 from services.terminal.console import AsJson, Fingerprint, Home, err, make_settings, plain, print_json, table
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def cache_export(
     from cache.store import open_cache
     from kd.exchange.exporting import export_records
 
-    store = open_cache(_cache_folder(fingerprint, home))
+    store = open_cache(cache_folder(fingerprint, home))
     with _shown() as monitor:
         summary = export_records(store, format, out, k, monitor)
     if "warning" in summary and not as_json:
