@@ -506,6 +506,18 @@ def test_a_terminal_gets_bars_and_a_pipe_gets_lines() -> None:
         assert words in screen.getvalue()
 
 
+def test_a_line_of_no_stage_begins_with_what_it_says() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    lines = StringIO()
+    with Display(Console(file=lines, width=120)) as display:
+        display.show("stage", {"stage": "", "phase": "writing"})
+        display.show("progress", {"done": 4, "total": 4, "unit": "sequences"})
+    assert lines.getvalue().splitlines() == ["writing", "4/4 sequences"]
+
+
 @pytest.mark.parametrize(
     ("with_teacher", "without", "teacher", "share"),
     [(math.e**2, math.e**3, math.e, "50%"), (math.e**3, math.e**3, math.e, "0%"), (20.0, 30.0, None, None)],

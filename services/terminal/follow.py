@@ -51,14 +51,14 @@ class Display:
         phase = data.get("phase") or ""
         bar = self._bar()
         self._progress.update(bar, description=f"{self._stage} · {phase}" if phase else self._stage)
-        self._plain(f"{self._stage}: {phase}")
+        self._plain(phase)
 
     def _on_progress(self, data: dict[str, Any]) -> None:
         note = _note(data, self._metrics)
         done, total = data.get("done"), data.get("total")
         self._progress.update(self._bar(), completed=done or 0, total=total, note=note)
         if done == total or time.monotonic() - self._line_at > LINE_SECONDS:
-            self._plain(f"{self._stage}: {note}")
+            self._plain(note)
 
     def _on_metrics(self, data: dict[str, Any]) -> None:
         self._metrics |= data
@@ -84,7 +84,7 @@ class Display:
         elif data["status"] in (*TERMINAL, "paused"):
             self._say(data["status"])
         else:
-            self._plain(f"{self._stage}: {data['status']}")
+            self._plain(data["status"])
 
     def _bar(self) -> TaskID:
         if self._stage not in self._bars:
@@ -97,9 +97,10 @@ class Display:
         self._progress.console.print(Text(text))
 
     def _plain(self, text: str) -> None:
+        """A line of the stage, where there is one: not all that is shown is a job."""
         if not self._console.is_terminal:
             self._line_at = time.monotonic()
-            self._say(text)
+            self._say(f"{self._stage}: {text}" if self._stage else text)
 
 
 def _note(progress: dict[str, Any], metrics: dict[str, Any]) -> str:
