@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from services.terminal import console
-from services.terminal.console import NO_TERMINAL_WIDTH, moment, table
+from services.terminal.console import NO_TERMINAL_WIDTH, moment, plain, print_facts, table
 
 COLUMNS = ["ID", "NAME", "KIND", "STATUS", "STAGE", "CREATED_AT", "DONE"]
 JOB = "job_01kc8v0h4t2m6w9x3y5z7a1b2c"
@@ -53,3 +53,29 @@ def test_in_a_pipe_every_row_is_a_line_of_as_many_words(
     assert [len(line.split()) for line in lines] == [7, 7, 7]
     assert all(line == line.rstrip() for line in lines)
     assert lines[2].split()[-2:] == ["2026-11-22T06:46:37", "-"]
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("bytes", 612290, "598 KiB"),
+        ("free_bytes", 81318391808, "75.7 GiB"),
+        ("bytes", 1048575, "1.0 MiB"),
+        ("bytes", 12, "12 bytes"),
+        ("bytes_per_token", 23.1, "23.1"),
+        ("seconds", 7.24, "7.24 s"),
+        ("eta_seconds", 59.9, "59.9 s"),
+        ("seconds", 7384, "2 h 3 min"),
+        ("fits", True, "yes"),
+        ("progress", {"done": 2, "eta_seconds": 90, "total": None}, "done 2, eta 2 min"),
+        ("started_at", "2026-11-22T06:46:37.5Z", "2026-11-22T06:46:37"),
+        ("stage", None, ""),
+    ],
+)
+def test_values_are_told_to_people(name: str, value: object, text: str) -> None:
+    assert plain(value, name) == text
+
+
+def test_facts_have_names_and_no_lines_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    print_facts({"free_bytes": 2048, "device": None, "fits": False})
+    assert capsys.readouterr().out == "free  2.0 KiB\nfits  no\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def test_kd_estimate_fast_takes_the_table(job_file: Path, tmp_path: Path) -> Non
     finer = JobEstimate.model_validate_json(kd(*arguments, "--set", "cache.threshold=0.01").stdout)
     assert finer.bytes_per_token > found.bytes_per_token
     shown = kd("estimate", job_file, "--fast", "--home", tmp_path / "home").stdout
-    assert "bytes_per_token" in shown and "hours" not in shown
+    assert "bytes per token" in shown and re.search(r"^size +[\d.]+ KiB$", shown, re.MULTILINE) and "hours" not in shown
 
 
 def test_what_the_disk_cannot_hold_is_refused(tiny_teacher: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from services.terminal.console import (
     make_settings,
     out,
     plain,
+    print_facts,
     print_json,
     table,
 )
@@ -61,7 +62,7 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
         identity = manifest.identity.to_json() if manifest else None
         print_json({**summary, "identity": identity, "fidelity": _rows(manifest.fidelity) if manifest else []})
         return
-    table(["", ""], [[name, plain(value)] for name, value in summary.items() if value not in (None, "")])
+    print_facts(summary)
     if summary["complete"]:
         _print_fidelity(_rows(read_manifest(folder).fidelity))
 

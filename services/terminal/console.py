@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,13 +112,48 @@ def moment(time: str) -> str:
     return time[:19] if out.width == NO_TERMINAL_WIDTH else time[:19].replace("T", " ")
 
 
-def plain(value: Any) -> str:
-    """A JSON value for people."""
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """Print what has a value, a line for each, with its name and its unit for people."""
+    texts = {_label(name): plain(value, name) for name, value in facts.items()}
+    table(["", ""], [[name, text] for name, text in texts.items() if text])
+
+
+def plain(value: Any, name: str = "") -> str:
+    """A JSON value for people; ``name``, the field's, tells bytes, seconds and times from other values."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {plain(item)}" for name, item in value.items() if item is not None)
+        return ", ".join(f"{_label(key)} {plain(item, key)}" for key, item in value.items() if item is not None)
     if isinstance(value, list):
-        return ", ".join(map(plain, value))
+        return ", ".join(plain(item, name) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and name.rpartition("_")[2] == "bytes":
+        return _size(value)
+    if isinstance(value, int | float) and name.rpartition("_")[2] == "seconds":
+        return _duration(value)
+    if isinstance(value, str) and (name.endswith("_at") or name == "created"):
+        return moment(value)
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _label(name: str) -> str:
+    """A field's name without the unit, which the value has."""
+    named = {"bytes": "size", "seconds": "time"}.get(name, name)
+    return named.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit of which there is one, to three digits."""
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1023.5 and len(units) > 1:  # 1023.5 would be shown as 1024
+        size, units = size / 1024, units[1:]
+    return f"{size:.{0 if size >= 99.95 or units[0] == 'bytes' else 1}f} {units[0]}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def print_json(value: Any) -> None:

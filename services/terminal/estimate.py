@@ -16,9 +16,8 @@ from services.terminal.console import (
     err,
     load,
     make_settings,
-    plain,
+    print_facts,
     print_json,
-    table,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def estimate(
     if as_json:
         print_json(estimated.to_json())
     else:
-        table(["", ""], [[name, plain(value)] for name, value in estimated.to_json().items() if value is not None])
+        print_facts({name: value for name, value in estimated.to_json().items() if name != "hours"})  # has seconds
     if not estimated.fits:
         complain(
             f"The disk of {settings.caches} cannot hold it.",

@@ -25,6 +25,7 @@ from services.terminal.console import (
     moment,
     out,
     plain,
+    print_facts,
     print_json,
     table,
 )
@@ -94,8 +95,7 @@ def jobs_show(job: JobName, server: Server = None, as_json: AsJson = False) -> N
     if as_json:
         print_json(record)
         return
-    rows = [[name, plain(value)] for name, value in record.items() if name not in ("config", "links")]
-    table(["", ""], [[name, text] for name, text in rows if text])
+    print_facts({name: value for name, value in record.items() if name not in ("config", "links")})
 
 
 @jobs_app.command("cancel")
