@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def test_a_rate_that_is_far_too_low_is_told(job: dict[str, Any], home: Path) -> 
     done = check(job, home, "--set", "train.learning_rate=1e-9")
     assert done.exit_code == 1
     assert "Likely" in done.stderr and "no say in the loss" in done.stderr
-    assert "floor" in done.stdout
+    above = re.findall(r"^(?:before|after) +(\d+\.\d+) above the floor$", done.stdout, re.MULTILINE)
+    assert len(above) == 2 and f"went from {above[0]} to {above[1]} nats per token above its floor" in done.stderr
 
 
 def test_a_sealed_cache_needs_no_teacher(job: dict[str, Any], home: Path, tiny_teacher: Path) -> None:

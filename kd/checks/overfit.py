@@ -299,8 +299,9 @@ def _verdict(way: Way, attempts: list[_Attempt], few: Few) -> Verdict:
         "tried": {f"{attempt.rate:g}": attempt.after for attempt in attempts},
     }
     message = (
-        f"Trained on {few.train_count} sequence(s) alone, the loss went from {way.before:.3f} to {shown.after:.3f} "
-        f"nats per token in {STEPS} steps at a learning rate of {shown.rate:g}; the floor is {way.floor:.3f}."
+        f"Trained on {few.train_count} sequence(s) alone, the loss went from {way.before - way.floor:.3f} to "
+        f"{shown.after - way.floor:.3f} nats per token above its floor in {STEPS} steps at a learning rate of "
+        f"{shown.rate:g}; the floor, below which nothing comes, is {way.floor:.3f}."
     )
     return Verdict("overfit", ok, message, _advice(attempts) if ok else _diagnosis(way, attempts), facts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,9 +17,8 @@ from services.terminal.console import (
     load,
     make_settings,
     out,
-    plain,
+    print_facts,
     print_json,
-    table,
 )
 
 if TYPE_CHECKING:
@@ -52,10 +51,21 @@ def check(job_file: JobFile, overrides: Overrides = None, home: Home = None, as_
 
 
 def _print(verdict: Verdict) -> None:
-    table(["", ""], [[name.replace("_", " "), plain(value)] for name, value in verdict.facts.items()])
+    print_facts(_above_floor(verdict.facts))
     if not verdict.ok:
         complain(verdict.message, verdict.remedy)
         return
     out.print(verdict.message)
     if verdict.remedy:
         out.print(verdict.remedy)
+
+
+def _above_floor(facts: dict[str, Any]) -> dict[str, Any]:
+    """Every loss as what lies between it and the floor: itself it may be negative, where samples stand for a tail."""
+    floor = facts["floor"]
+    return {
+        **facts,
+        "before": f"{facts['before'] - floor:.3f} above the floor",
+        "after": f"{facts['after'] - floor:.3f} above the floor",
+        "tried": {rate: round(after - floor, 3) for rate, after in facts["tried"].items()},
+    }
