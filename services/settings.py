@@ -24,6 +24,10 @@ Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Paths = Annotated[tuple[AbsolutePath, ...], NoDecode, BeforeValidator(_split)]
 
 
+#: Where a server is reached that listens on every address.
+REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # nosec B104 -- not bound
+
+
 class Settings(BaseSettings):
     """One frozen record for API, worker and command line alike; ``environment`` hands it to a subprocess."""
 
@@ -41,7 +45,10 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="Address that the API listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port that the API listens on; 0 = any free one.")
-    server: str = Field("http://127.0.0.1:8000", description="Address of the API, for the command line.")
+    server: str = Field(
+        "http://127.0.0.1:8000",
+        description="Address of the API, for the command line; without it that of KD_HOST and KD_PORT.",
+    )
     lease_seconds: float = Field(
         15.0, ge=0.5, le=3600, description="A worker not heard of for so long has lost its job."
     )
@@ -109,6 +116,13 @@ class Settings(BaseSettings):
         place = parts.netloc.rpartition("@")[2]
         return {**values, "redis_url": parts._replace(netloc=f":{quote(password, safe='')}@{place}").geturl()}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_server(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The command line finds the API of these very settings; of port 0 the true one is not known."""
+        host, port = values.get("host", "127.0.0.1"), values.get("port", 8000)
+        return values if values.get("server") or str(port) == "0" else {**values, "server": address(host, port)}
+
     @property
     def caches(self) -> Path:
         """Folder of the caches."""
@@ -122,6 +136,12 @@ class Settings(BaseSettings):
         """The settings as the environment variables of a subprocess."""
         values = self.model_dump(mode="json", exclude_none=True)
         return {f"KD_{name.upper()}": _as_text(value) for name, value in values.items()}
+
+
+def address(host: str, port: object) -> str:
+    """Where the API is reached that listens there."""
+    host = REACHED_AT.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"http://{host}:{port}"
 
 
 def _as_text(value: object) -> str:

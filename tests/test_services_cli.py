@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,6 +26,7 @@ from redis.exceptions import RedisError
 from cache.disk import locked
 from cache.testing import make_cache
 from services.jobs import connect
+from services.settings import Settings
 from services.terminal import client as terminal_client
 from services.terminal import demo
 from services.terminal.client import Client, Refused, Unreachable
@@ -207,6 +209,25 @@ def test_without_a_server_the_exit_code_is_3() -> None:
         assert "error: No server answers at http://127.0.0.1:9" in done.stderr
         assert "remedy: Start one with `kd up`" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "given, server",
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"port": 18432}, "http://127.0.0.1:18432"),
+        ({"port": 0}, "http://127.0.0.1:8000"),
+        ({"host": "0.0.0.0"}, "http://127.0.0.1:8000"),  # noqa: S104 -- not bound
+        ({"host": "::", "port": 81}, "http://[::1]:81"),
+        ({"host": "node-7", "server": "http://elsewhere"}, "http://elsewhere"),
+    ],
+)
+def test_the_command_line_calls_the_api_of_its_settings(given: dict[str, Any], server: str) -> None:
+    assert Settings(**given).server == server
+
+
+def test_the_port_of_the_environment_is_called() -> None:
+    assert "No server answers at http://127.0.0.1:9:" in kd("jobs", "ls", KD_PORT="9").stderr
 
 
 def test_an_invalid_job_is_exit_code_2_everywhere(service: Parts, job_file: Callable[..., Path]) -> None:

@@ -26,14 +26,12 @@ from cache.errors import PotstillError
 from services.api.keys import require_safe_bind
 from services.embedded import ServerError, free_port, is_free, redis_url
 from services.jobs import connect
-from services.settings import Settings
+from services.settings import Settings, address
 from services.worker.process import module_command, package_environment
 
 TEND_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 LONGEST_PAUSE_SECONDS = 30.0
-#: Where a server is reached that listens on every address.
-REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # nosec B104 -- not bound
 
 Say = Callable[[str], None]
 
@@ -123,8 +121,7 @@ def _with_port(settings: Settings) -> Settings:
             "Stop what listens there, or take another port: --port 0 finds a free one.",
         )
     port = settings.port or free_port()
-    host = REACHED_AT.get(settings.host, settings.host)
-    return settings.model_copy(update={"port": port, "server": f"http://{host}:{port}"})
+    return settings.model_copy(update={"port": port, "server": address(settings.host, port)})
 
 
 def _require_store(url: str) -> None:
