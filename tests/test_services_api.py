@@ -253,6 +253,9 @@ def test_validate_tells_what_a_job_would_be_and_need(http: httpx.Client) -> None
     assert plan["free_bytes"] > 0
     assert any("wait for a worker of stage train" in warning for warning in plan["warnings"])
     assert any("train.warmup_steps 100000 takes all" in warning for warning in plan["warnings"])
+    assert not any("alpha" in warning for warning in plan["warnings"])
+    plan = http.post("/jobs/validate", json=job | {"loss": {"alpha": 1}}).json()
+    assert any("loss.alpha 1 gives the teacher" in warning for warning in plan["warnings"])
     assert http.get("/jobs").json()["data"] == [], "no job is taken"
 
 

@@ -144,11 +144,6 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _levers_agree(self) -> Self:
-        if self.kind == "distill" and self.loss.hard_labels_only:
-            raise ValueError(
-                "loss.alpha 1 gives the teacher no weight, and kind distill would read it for nothing: alpha weighs "
-                "the hard labels; for cross-entropy alone use kind train"
-            )
         if self.train is not None and self.train.order == "curriculum" and not self.needs_cache:
             raise ValueError("train.order curriculum needs the teacher's entropy, but loss.alpha 1 has no teacher")
         temperature = self.loss.temperature

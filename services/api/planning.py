@@ -139,6 +139,8 @@ def _warnings(
     if config.train is not None and steps is not None and config.train.warmup_steps >= steps:
         warmup = config.train.warmup_steps
         yield f"train.warmup_steps {warmup} takes all {steps} steps: the learning rate does not get to its value."
+    if config.kind == "distill" and config.loss.hard_labels_only:
+        yield "loss.alpha 1 gives the teacher no weight, but it is captured all the same: alpha weighs the hard labels."
     for stage in config.stages:
         serving = [worker for worker in workers if stage in worker.stages]
         if stage != "search" and not any(_fits(config, worker) for worker in serving):
