@@ -133,7 +133,8 @@ async def _on_problem(request: Request, error: Any) -> Response:
 
 
 async def _on_config_error(request: Request, error: Any) -> Response:
-    return respond(request, 422, f"{len(error.problems)} problem(s): {error.detail}", errors=error.problems)
+    count = f"{len(error.problems)} problems: " if len(error.problems) > 1 else ""
+    return respond(request, 422, count + error.detail, errors=error.problems)
 
 
 async def _on_validation_error(request: Request, error: Any) -> Response:
@@ -147,13 +148,23 @@ async def _on_validation_error(request: Request, error: Any) -> Response:
     elsewhere = {number: problem for number, item in enumerate(errors) if (problem := _beside_the_job(item))}
     inside = [{**item, "loc": item["loc"][1:]} for number, item in enumerate(errors) if number not in elsewhere]
     problems = [*elsewhere.values(), *problems_of(inside)]
+    parameters = [problem.detail for item in errors if (problem := _parameter(item))]
+    if len(parameters) == len(errors):
+        return respond(request, 422, " ".join(parameters), slug="invalid-parameter", errors=problems)
     return respond(request, 422, "; ".join(map(str, problems)), errors=problems)
+
+
+def _parameter(item: Mapping[str, Any]) -> Problem | None:
+    """What is wrong with a parameter of the request."""
+    if item["loc"][0] == "body":
+        return None
+    return Problem("", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.")
 
 
 def _beside_the_job(item: Mapping[str, Any]) -> Problem | None:
     """What is wrong with a request whose body is no job yet; None for what is wrong inside the job."""
-    if item["loc"][0] != "body":
-        return Problem("", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.")
+    if (problem := _parameter(item)) is not None:
+        return problem
     if item["loc"] == ("body",) and item["type"] == "missing":
         return Problem("", "the request has no body.", "Send a job as JSON with Content-Type: application/json.")
     return None
