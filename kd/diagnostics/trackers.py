@@ -9,8 +9,6 @@ from kd.config.job import JobConfig
 from kd.errors import TrainingError
 from kd.progress import Event, Monitor
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-
 
 class Trackers:
     """Sends the numbers of metrics and evaluation events to the trackers that the job names.
@@ -71,7 +69,7 @@ def _start(name: str, config: JobConfig, run_dir: Path) -> Any:
     except Exception as error:
         raise TrainingError(
             f"train.report_to {name} cannot be started: {type(error).__name__}: {error}",
-            f"Install it (pip install 'potstill[track]' or {PACKAGES[name]}) and log in, or leave it out.",
+            f"Install it (pip install 'potstill[track]' or {name}) and log in, or leave it out.",
         ) from error
     return tracker
 
