@@ -257,22 +257,26 @@ class _Pass:
 
     def run(self, hidden_ND: Tensor) -> None:
         """All chunks."""
-        chunk = self._chunk_in_kernels if self.work.in_kernels(hidden_ND) else self._chunk
         work, dtype = self.work, torch.promote_types(hidden_ND.dtype, torch.float32)
         size = work.chunk or chunk_positions(work.head.vocabulary, hidden_ND.device)
+        if work.in_kernels(hidden_ND):
+            chunk = self._chunk_in_kernels
+        else:  # fresh memory costs a CPU as much as two passes over it: each chunk writes over the one before
+            room_NV = hidden_ND.new_empty(min(size, len(hidden_ND)), work.head.vocabulary)
+            chunk = functools.partial(self._chunk, room_NV)
         for part in in_parts(work.targets, size, dtype, work.weight_N):
             chunk(part, hidden_ND)
 
-    def _chunk(self, part: Part, hidden_ND: Tensor) -> None:
-        """One chunk; what it makes is freed when it returns, so that there are two buffers of its size and not four."""
+    def _chunk(self, room_NV: Tensor, part: Part, hidden_ND: Tensor) -> None:
+        """One chunk, whose logits may lie in ``room_NV``; in one buffer, but where they are needed to the end."""
         head, objective = self.work.head, self.work.objective
-        s_NV = head.logits(hidden_ND[part.rows])
-        logq_NV = torch.log_softmax(s_NV, 1)
-        gold_s_N, gold_logq_N = (each.gather(1, part.gold_N[:, None])[:, 0] for each in (s_NV, logq_NV))
+        s_NV = head.logits(hidden_ND[part.rows], room_NV[: len(part.gold_N)])
+        gold_s_N = s_NV.gather(1, part.gold_N[:, None])[:, 0]
+        kept_NV = s_NV if head.softcap else None
+        logq_NV = torch.log_softmax(s_NV, 1, out=None if head.softcap else s_NV)
+        gold_logq_N = logq_NV.gather(1, part.gold_N[:, None])[:, 0]
         mean_N = -logq_NV.mean(1) if objective.label_smoothing > 0.0 else None
         hard = self._labels(-gold_logq_N, mean_N, gold_s_N - gold_logq_N)
-        kept_NV = s_NV if head.softcap else None
-        del s_NV
         soft_NV = self._soft(part, logq_NV)
         if self.wants_logits:
             g_NV = self._gradient(part, logq_NV, soft_NV, hard)

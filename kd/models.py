@@ -267,6 +267,10 @@ def _first_line(error: Exception) -> str:
 # ---------------------------------------------------------------------- the LM head
 
 
+#: Tokens whose logits a CPU makes at once: of all 49,152 its matrix product took a quarter longer.
+COLUMNS = 512
+
+
 @dataclass(frozen=True)
 class Head:
     """How hidden states become logits: s = softcap(scale * (x Wᵀ + b)), with softcap(z) = c tanh(z / c).
@@ -292,8 +296,13 @@ class Head:
         """
         weight_VD = self.weight[: self.vocabulary].to(hidden_ND.dtype)
         if room_NV is None:
-            return nn.functional.linear(hidden_ND, weight_VD)
-        return torch.mm(hidden_ND, weight_VD.T, out=room_NV)
+            if torch.is_grad_enabled():
+                return nn.functional.linear(hidden_ND, weight_VD)
+            room_NV = hidden_ND.new_empty(len(hidden_ND), self.vocabulary)
+        columns = self.vocabulary if hidden_ND.is_cuda else COLUMNS
+        for part_cD, out_Nc in zip(weight_VD.split(columns), room_NV.split(columns, 1), strict=True):
+            torch.mm(hidden_ND, part_cD.T, out=out_Nc)
+        return room_NV
 
     def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
         """z = x Wᵀ + b, (N, V) in float32 or better; ``room_NV`` as of ``product``."""

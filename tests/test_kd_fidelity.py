@@ -85,8 +85,9 @@ def test_what_is_measured_is_true(stores: dict[str, Cache], tiny_teacher: Path) 
     assert row.positions == len(records)
     with torch.no_grad():
         tokens = torch.from_numpy(sequences.tokens.astype(np.int64))
-        places = models.hidden_states(live(tiny_teacher).model, tokens, None)  # each sequence is one document
-        logp = live(tiny_teacher).head.logits(places).double().log_softmax(-1)[torch.from_numpy(sequences.target_mask)]
+        hidden_BTD = models.hidden_states(live(tiny_teacher).model, tokens, None)  # each sequence is one document
+        places = hidden_BTD[torch.from_numpy(sequences.target_mask)]
+        logp = live(tiny_teacher).head.logits(places).double().log_softmax(-1)
     top = logp.sort(descending=True).values[:, :16]
     assert row.kept_mass == pytest.approx(float(top.exp().sum(1).mean()), abs=1e-4)
     gold = logp.gather(1, torch.from_numpy(sequences.gold_ids().astype(np.int64))[:, None])[:, 0].numpy()

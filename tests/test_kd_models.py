@@ -103,10 +103,28 @@ def test_our_logits_are_the_models_own(name, dtype, tolerance):
     head = models.head_of(model, VOCABULARY)
     theirs = model(input_ids=some_tokens(), use_cache=False).logits
     assert theirs.shape[-1] == ROWS
-    ours = head.logits(models.hidden_states(model, some_tokens()))
+    ours = head.logits(models.hidden_states(model, some_tokens()).flatten(0, 1)).unflatten(0, (2, 12))
     assert ours.dtype == dtype and ours.shape == (2, 12, VOCABULARY)
     assert theirs[..., :VOCABULARY].std() > 0.01
     torch.testing.assert_close(ours, theirs[..., :VOCABULARY], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("vocabulary", [1, models.COLUMNS, models.COLUMNS + 1, 3 * models.COLUMNS - 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_logits_without_a_gradient_are_those_with_one(vocabulary, dtype):
+    """Made a block of the vocabulary at a time, in memory that is given (here between other numbers) or not."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    hidden, weight = (torch.randn(rows, 24, generator=generator).to(dtype) for rows in (7, vocabulary + 3))
+    head = models.Head(weight, None, 1.0, None, vocabulary)
+    expected = head.product(hidden.requires_grad_())
+    assert expected.requires_grad and expected.shape == (7, vocabulary)
+    around = torch.full((7, vocabulary + 2), 99.0, dtype=dtype)
+    with torch.no_grad():
+        given = head.product(hidden, around[:, 1:-1])
+        for found in (given, head.product(hidden)):
+            torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert given.data_ptr() == around[:, 1:-1].data_ptr()
+    assert bool((around[:, [0, -1]] == 99.0).all())
 
 
 def test_what_a_config_declares_is_in_the_head():
@@ -586,8 +604,8 @@ def test_a_gguf_teacher_computes_what_its_original_computes(tokenizer, tmp_path,
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     head = models.head_of(teacher, 2048)
     with torch.no_grad():
-        ours = head.logits(models.hidden_states(teacher, ids))
-        torch.testing.assert_close(ours, original(ids).logits, rtol=tolerance, atol=tolerance)
+        ours = head.logits(models.hidden_states(teacher, ids)[0])
+        torch.testing.assert_close(ours, original(ids).logits[0], rtol=tolerance, atol=tolerance)
     before = models.fingerprint(tmp_path, "tiny.gguf")
     flip(tmp_path / "tiny.gguf", -1)
     assert models.fingerprint(tmp_path, "tiny.gguf") != before
