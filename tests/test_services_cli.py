@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -84,9 +85,11 @@ def test_the_version_needs_no_command() -> None:
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     def seconds() -> float:
-        began = time.perf_counter()
+        """Of the processor: other tests may share it."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert kd("--help").returncode == 0
-        return time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
 
     assert min(seconds() for _ in range(5)) < 0.5
     code = (
