@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -23,6 +24,9 @@ from tests.harness import Parts, config
 
 VENDOR = FOLDER / "vendor"
 FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
@@ -277,8 +281,8 @@ def test_files_of_a_job_are_downloaded(page: Page, api: Parts) -> None:
     report = made(api, "made")
     open_page(page, api)
     page.get_by_role("link", name="made", exact=True).click()
-    expect(page.locator("pre").first).to_have_text("# A report\n")
-    saves(page, "report.md", "# A report\n")
+    expect(page.get_by_role("heading", name="Report")).to_be_visible()
+    saves(page, "report.md", "# made\n")
     report.unlink()
     page.route("**/artifacts/report.md", lambda route: route.abort())
     page.evaluate("sessionStorage.setItem('potstill-key', 'kd_any')")  # with which the page itself fetches
@@ -286,15 +290,69 @@ def test_files_of_a_job_are_downloaded(page: Page, api: Parts) -> None:
     expect(page.get_by_role("alert")).to_contain_text("does not answer")
 
 
-def made(api: Parts, name: str, *owner: Caller) -> Path:
-    """The report of a job that has succeeded."""
+REPORT = """# told
+
+## <b>bold</b> of `a|b`
+
+One line
+and the next.
+
+| text | perplexity |
+|---|---:|
+| student \\| teacher | 70.75 |
+| | |
+
+- Cache: `89b9`.
+- <img src=x onerror=alert(1)>
+
+![Reliability](reliability.png)
+
+![Training](curves.png)
+
+![Gone](gone.png)
+
+#no heading
+| alone
+-
+
+    | quoted |
+      as it *is*
+"""
+
+
+@in_browser
+def test_a_report_is_shown_as_what_its_markdown_says(page: Page, api: Parts) -> None:
+    made(api, "told", text=REPORT)
+    open_page(page, api)
+    page.get_by_role("link", name="told", exact=True).click()
+    report = page.get_by_role("region", name="Report")
+    expect(report.get_by_role("heading")).to_have_text(["Report", "<b>bold</b> of a|b"])
+    expect(report.locator("p")).to_have_text(["One line and the next.", "#no heading", "-"])
+    expect(report.locator("table").first.locator("td")).to_have_text(["student | teacher", "70.75", "", ""])
+    expect(report.get_by_role("listitem")).to_have_text(["Cache: 89b9.", "<img src=x onerror=alert(1)>"])
+    expect(report.locator("code")).to_have_text(["a|b", "89b9"])
+    expect(report.locator("pre")).to_have_text("| quoted |\n  as it *is*")
+    picture = report.get_by_role("img")
+    expect(picture).to_have_count(1)  # the curves are charts already, and one is not there
+    expect(picture).to_have_js_property("naturalWidth", 1)
+    page.evaluate("sessionStorage.setItem('potstill-key', 'kd_any')")  # with which the page itself fetches
+    page.reload()
+    expect(picture).to_have_attribute("src", re.compile("^blob:"))
+    expect(picture).to_have_js_property("naturalWidth", 1)
+
+
+def made(api: Parts, name: str, *owner: Caller, text: str = "# made\n") -> Path:
+    """The report of a job that has succeeded, with a picture beside it."""
     job_id = api.jobs.create(config(name), *owner).id
     claim = api.jobs.claim(job_id, "train", "test", 600)
     assert claim is not None
     report = api.settings.run_dir(job_id) / "report.md"
     report.parent.mkdir(parents=True)
-    report.write_text("# A report\n")
-    tell(api, claim, ("artifact", {"name": "report.md", "path": str(report)}))
+    report.write_text(text)
+    for path in (report, report.with_name("reliability.png"), report.with_name("curves.png")):
+        if path != report:
+            path.write_bytes(PIXEL)
+        tell(api, claim, ("artifact", {"name": path.name, "path": str(path)}))
     api.jobs.finish(claim, "succeeded")
     return report
 
@@ -348,5 +406,5 @@ def test_a_key_is_asked_for_and_shows_its_own_jobs_alone(page: Page, tmp_path: P
         assert page.get_by_text("of-bob").count() == 0
         page.reload()
         page.get_by_role("link", name="of-ann").click()
-        saves(page, "report.md", "# A report\n")
+        saves(page, "report.md", "# made\n")
         assert page.evaluate("localStorage.length === 0 && document.cookie === ''")

@@ -17,8 +17,9 @@ from starlette.staticfiles import StaticFiles
 
 FOLDER = Path(__file__).parents[1] / "dashboard"
 #: Nothing from elsewhere, nothing inline, and no form that leaves the page: what a name or a log says cannot run.
+#: Pictures may be blobs, which the page has fetched with its key.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 #: Asked for anew each time (and mostly not sent anew), so that a page never mixes the files of two versions.

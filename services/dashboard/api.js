@@ -24,12 +24,17 @@ export const get = async (path) => (await request("GET", path)).json();
 export const getText = async (path) => (await request("GET", path)).text();
 export const post = async (path, body) => (await request("POST", path, body)).json();
 
-/** Save a file. A link does not carry the key: with one, the file is fetched first. */
+/** An address of a file that an element can load, which does not carry the key: with one, the file is fetched first. */
+export async function address(path) {
+  if (sessionStorage.getItem(KEY) === null) return `.${path}`;
+  return URL.createObjectURL(await (await request("GET", path)).blob());
+}
+
+/** Save a file. */
 export async function download(path, name) {
-  const keyed = sessionStorage.getItem(KEY) !== null;
-  const href = keyed ? URL.createObjectURL(await (await request("GET", path)).blob()) : `.${path}`;
+  const href = await address(path);
   Object.assign(document.createElement("a"), { href, download: name }).click();
-  if (keyed) setTimeout(() => URL.revokeObjectURL(href), 60_000);
+  if (href.startsWith("blob:")) setTimeout(() => URL.revokeObjectURL(href), 60_000);
 }
 
 /** Ask for a key; every page that waits for one shares the question. `why` the one before did not do, if there was one. */

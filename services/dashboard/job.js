@@ -1,9 +1,10 @@
 // One job: how it goes, its curves, what it warned of, what it made.
 
-import { Refused, download, get, getText, post } from "./api.js";
+import { Refused, address, download, get, getText, post } from "./api.js";
 import { Charts, NAMES } from "./charts.js";
 import { bar, bytes, chip, duration, facts, fill, h, number, table, time } from "./elements.js";
 import { jobTable, newest } from "./jobs.js";
+import { blocks } from "./report.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 /** What may be asked of a job, by its status. */
@@ -16,6 +17,7 @@ const ENDED_MS = 5000; // somebody may have it run again
 const LOG_LINES = 200;
 const POINTS = 400;
 const MOST_TRIALS = 100; // of the newest
+const DRAWN_ABOVE = "curves.png"; // as charts
 
 export function jobPage(redraw, id) {
   const parts = Object.fromEntries(["head", "trials", "files", "report", "config"].map((name) => [name, h("div")]));
@@ -60,7 +62,7 @@ export function jobPage(redraw, id) {
     fill(parts.files, files.length ? fileTable(files, save) : null);
     if (version === null) fill(parts.config, configOf(job));
     if (files.some((file) => file.name === "report.md")) {
-      fill(parts.report, h("h2", {}, "Report"), h("pre", { tabindex: 0 }, await getText(`/jobs/${id}/artifacts/report.md`)));
+      fill(parts.report, h("section", { class: "report", "aria-label": "Report" }, await report(id, files)));
     }
     version = job.version;
   }
@@ -96,6 +98,16 @@ function head(job, act) {
       ["Took", job.finished_at && job.started_at ? duration((Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000) : null],
     ]),
   ];
+}
+
+/** The report without its title, which the page has, and with the pictures of it that are among the files. */
+async function report(id, files) {
+  const at = (name) => `/jobs/${id}/artifacts/${name}`;
+  const shown = files.filter(({ name, media_type }) => media_type.startsWith("image/") && name !== DRAWN_ABOVE);
+  const addresses = new Map(await Promise.all(shown.map(async ({ name }) => [name, await address(at(name))])));
+  const picture = (name, alt) => (addresses.has(name) ? h("img", { src: addresses.get(name), alt }) : null);
+  const text = (await getText(at("report.md"))).replace(/^# .*\n/, "");
+  return [h("h2", {}, "Report"), ...blocks(text, picture)];
 }
 
 function fileTable(files, save) {
