@@ -9,7 +9,6 @@
 # BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # SLOW=1       `make test` runs the tests marked slow too; SLOW=together only those of them that need not run alone
-# AGAIN=1      `make test` runs what failed once more, in one process, and fails if it fails again; both are shown
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
@@ -19,15 +18,13 @@ BENCH_FLAGS ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 2
 SLOW        ?=
-AGAIN       ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 # Status 5 = nothing selected, which TEST_FLAGS may well mean for one of the two.
-RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(if $(SLOW),, and not slow)" $(TEST_FLAGS)
-PYTEST = $(RUN_TESTS) || test $$? = 5$(if $(AGAIN), || $(RUN_TESTS) -n 0 --last-failed --last-failed-no-failures none)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(if $(SLOW),, and not slow)" $(TEST_FLAGS) || test $$? = 5
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
