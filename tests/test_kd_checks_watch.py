@@ -151,6 +151,7 @@ class Slow(PlainText):
         return super().read(indices, draws)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "pause", "alarms"), [(Slow, 0.0, 1), (PlainText, 0.004, 0)])
 def test_a_starved_loop_is_told_from_a_fed_one(kind: type[PlainText], pause: float, alarms: int) -> None:
     """The real batches of a source, and a loop that takes ``pause`` seconds a step."""

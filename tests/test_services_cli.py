@@ -82,6 +82,7 @@ def test_the_version_needs_no_command() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, importlib.metadata.version("potstill")), done.stderr
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     def seconds() -> float:
         began = time.perf_counter()
