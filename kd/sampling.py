@@ -63,19 +63,17 @@ class Chance:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a pass over the logits leaves: LSE and entropy (N,), sizes in blocks, blocks' largest and sum (N, J)."""
+    """What one pass over the logits leaves: LSE and entropy (N,), sizes in blocks, and each block's largest (N, J)."""
 
     lse_N: Tensor
     entropy_N: Tensor
     size_NJB: Tensor
     largest_NJ: Tensor
-    sums_NJ: Tensor
 
-    def take_out(self, rows_M: Tensor, ids_M: Tensor) -> None:
-        """Set the sizes of some tokens to 0, and sum their blocks anew."""
-        self.size_NJB.flatten(1)[rows_M, ids_M] = 0.0
-        blocks_M = ids_M // BLOCK
-        self.sums_NJ[rows_M, blocks_M] = self.size_NJB[rows_M, blocks_M].sum(-1)
+    @property
+    def sums_NJ(self) -> Tensor:
+        """The sum of each block's."""
+        return self.size_NJB.sum(-1)
 
     def of_blocks(self, rows_M: Tensor, blocks_M: Tensor) -> Tensor:
         """The sizes of some blocks, (M, 64)."""
@@ -119,10 +117,9 @@ class Sampler:
     def split(self, s_NV: Tensor, known_NK: Tensor) -> tuple[Sizes, tuple[Tensor, Tensor]]:
         """The sizes, which are 0 but in the tail, and rows and ids (H,) of heads."""
         sizes = self._read(s_NV)
-        rows_N = torch.arange(len(known_NK), device=known_NK.device)
-        sizes.take_out(rows_N.repeat_interleave(known_NK.shape[1]), known_NK.flatten())
+        sizes.size_NJB.flatten(1).scatter_(1, known_NK, 0.0)
         head = _above(sizes, self.codec.threshold)
-        sizes.take_out(*head)
+        sizes.size_NJB.flatten(1)[head] = 0.0
         return sizes, head
 
     def known(self, gold_N: Tensor) -> Tensor:
@@ -132,19 +129,21 @@ class Sampler:
     def _read(self, s_NV: Tensor) -> Sizes:
         """One pass over the logits, a few rows at a time: all but its first step find them in the processor's cache."""
         positions, vocabulary = s_NV.shape
-        sizes, step = self._room(s_NV), _rows_a_pass(s_NV)
+        step = _rows_a_pass(s_NV)
+        sizes = self._room(s_NV)
+        room_nV = s_NV.new_empty(min(step, positions), vocabulary)
         for start in range(0, positions, step):
             rows = slice(start, min(start + step, positions))
-            s_nV, size_nJB, largest_nJ = s_NV[rows], sizes.size_NJB[rows], sizes.largest_NJ[rows]
+            s_nV, size_nJB, largest_nJ = room_nV[: rows.stop - start], sizes.size_NJB[rows], sizes.largest_NJ[rows]
             size_nV = size_nJB.flatten(1)[:, :vocabulary]
+            torch.clamp(s_NV[rows], min=LOWEST, out=s_nV)
             torch.softmax(s_nV, -1, out=size_nV)
             torch.amax(size_nJB, -1, out=largest_nJ)
-            sizes.lse_N[rows] = lse_n = _log_sum(s_nV, largest_nJ)
-            sizes.entropy_N[rows] = lse_n - _mean(size_nV, s_nV)
+            sizes.lse_N[rows] = s_nV.amax(-1) - largest_nJ.amax(-1).log()
+            sizes.entropy_N[rows] = sizes.lse_N[rows] - by_row(torch.linalg.vecdot, size_nV, s_nV)
             if self.codec.profile == "tempered":
                 mean_tempered_(size_nV, s_nV, self.codec.proposal_betas)
                 torch.amax(size_nJB, -1, out=largest_nJ)
-            torch.sum(size_nJB, -1, out=sizes.sums_NJ[rows])
         _require_finite(sizes)
         return sizes
 
@@ -156,8 +155,7 @@ class Sampler:
         if kept is None or kept.size_NJB.dtype != s_NV.dtype or kept.largest_NJ.shape[0] < positions:
             size_NJB = s_NV.new_zeros(positions, blocks, BLOCK)  # the last block's padding stays 0
             lse_N, entropy_N = s_NV.new_empty(2, positions).unbind()
-            largest_NJ, sums_NJ = s_NV.new_empty(2, positions, blocks).unbind()
-            self._sizes = kept = Sizes(lse_N, entropy_N, size_NJB, largest_NJ, sums_NJ)
+            self._sizes = kept = Sizes(lse_N, entropy_N, size_NJB, s_NV.new_empty(positions, blocks))
         return Sizes(*(getattr(kept, field.name)[:positions] for field in fields(Sizes)))
 
     def _tempered(self, found: Sample, s_NV: Tensor, sizes: Sizes) -> Sample:
@@ -178,19 +176,6 @@ def tail_logprobs(s_nV: Tensor, sizes: Sizes, rows: slice) -> Tensor:
     """Log-probabilities (n, V) of some rows' tails; ``LOWEST`` for known and head tokens, whose sizes are 0."""
     in_tail_nV = sizes.size_NJB[rows].flatten(1)[:, : s_nV.shape[1]] > 0
     return torch.where(in_tail_nV, s_nV - sizes.lse_N[rows, None], LOWEST)
-
-
-def _log_sum(s_nV: Tensor, largest_nJ: Tensor) -> Tensor:
-    """LSE of each row, from its logits and each block's largest probability; the largest of all is exp(max - LSE)."""
-    largest_n, block_n = largest_nJ.max(-1)
-    ids_nB = block_n[:, None] * BLOCK + torch.arange(BLOCK, device=block_n.device)
-    return s_nV.gather(1, ids_nB.clamp_(max=s_nV.shape[1] - 1)).amax(-1) - largest_n.log()
-
-
-def _mean(p_nV: Tensor, s_nV: Tensor) -> Tensor:
-    """E_p[s] of each row; a token that cannot come (p = 0, s = -inf) adds nothing."""
-    mean_n = by_row(torch.linalg.vecdot, p_nV, s_nV)
-    return mean_n if torch.isfinite(mean_n).all() else by_row(torch.linalg.vecdot, p_nV, s_nV.clamp(min=LOWEST))
 
 
 def _rows_a_pass(s_NV: Tensor) -> int:
