@@ -268,18 +268,21 @@ class _Pass:
             chunk(part, hidden_ND)
 
     def _chunk(self, room_NV: Tensor, part: Part, hidden_ND: Tensor) -> None:
-        """One chunk, whose logits may lie in ``room_NV``; in one buffer, but where they are needed to the end."""
-        head, objective = self.work.head, self.work.objective
+        """One chunk, whose logits may lie in ``room_NV``; softmax(s) is written over them unless they are needed."""
+        head, objective, teacher = self.work.head, self.work.objective, part.teacher
         s_NV = head.logits(hidden_ND[part.rows], room_NV[: len(part.gold_N)])
         gold_s_N = s_NV.gather(1, part.gold_N[:, None])[:, 0]
-        kept_NV = s_NV if head.softcap else None
-        logq_NV = torch.log_softmax(s_NV, 1, out=None if head.softcap else s_NV)
-        gold_logq_N = logq_NV.gather(1, part.gold_N[:, None])[:, 0]
-        mean_N = -logq_NV.mean(1) if objective.label_smoothing > 0.0 else None
-        hard = self._labels(-gold_logq_N, mean_N, gold_s_N - gold_logq_N)
-        soft_NV = self._soft(part, logq_NV)
+        mean_s_N = s_NV.mean(1) if objective.label_smoothing > 0.0 else None
+        kept_NV, out_NV = (s_NV, None) if head.softcap else (None, s_NV)
+        soft_NV = None
+        if teacher is not None and self.work.student_temperature == 1.0 and self._by_sums(teacher):
+            q_NV, lse_N = self._softmax_and_kl(part, teacher, s_NV, out_NV)
+        else:
+            soft_NV = self._apart(part, teacher, s_NV) if teacher is not None else None
+            q_NV, lse_N = _softmax(s_NV, out_NV)
+        hard = self._labels(lse_N - gold_s_N, None if mean_s_N is None else lse_N - mean_s_N, lse_N)
         if self.wants_logits:
-            g_NV = self._gradient(part, logq_NV, soft_NV, hard)
+            g_NV = self._gradient(part, q_NV, soft_NV, hard)
             self._through_head(part.rows, hidden_ND, _through_transform(g_NV, kept_NV, head))
 
     def _chunk_in_kernels(self, part: Part, hidden_ND: Tensor) -> None:
@@ -297,7 +300,6 @@ class _Pass:
         )
         hard = self._labels(student.nll_N, student.mean_nll_N, student.lse_N)
         if part.entries is not None:
-            self.entropy += part.entries.entropy_N.sum(dtype=torch.float64)
             self._forward_kl(part, part.entries, student.expected_N, student.negentropy_N, student.logq_E)
         if self.wants_logits:
             soft = 0.0 if part.entries is None else (1.0 - alpha) * temperature
@@ -318,28 +320,33 @@ class _Pass:
         self.z += z * lse_N.double().square().sum()
         return alpha + 2.0 * z * lse_N[:, None]
 
-    def _soft(self, part: Part, logq_NV: Tensor) -> Tensor | None:
-        """Sum up the divergence; returns its gradient, None where it comes with the hard label's (``_gradient``)."""
-        teacher, temperature = part.teacher, self.work.student_temperature
-        if teacher is None:
-            return None
-        if temperature != 1.0:
-            logq_NV = torch.log_softmax(logq_NV / temperature, 1)
-        self.entropy += teacher.entropy_N.sum(dtype=torch.float64)
-        by_sums = self.work.objective.divergence == "forward_kl" and (
-            self.d_temperature is None or not isinstance(teacher, Distribution)
-        )
-        if not by_sums:
+    def _by_sums(self, teacher: Chunk) -> bool:
+        """Whether E_p[s] and LSE(s) are all that the divergence and its slopes take."""
+        forward = self.work.objective.divergence == "forward_kl"
+        return forward and (self.d_temperature is None or not isinstance(teacher, Distribution))
+
+    def _softmax_and_kl(self, part: Part, teacher: Chunk, s_NV: Tensor, out_NV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Sum up forward KL for logits s (over T); returns their softmax and LSE as ``_softmax`` does."""
+        expected_s_N = teacher.expected_N(s_NV)
+        s_E = part.entries.at(s_NV) if part.entries is not None and self.d_weights_E is not None else None
+        q_NV, lse_N = _softmax(s_NV, None if self.wants_slope else out_NV)
+        negentropy_N = torch.linalg.vecdot(q_NV, s_NV) - lse_N if self.wants_slope else None
+        logq_E = s_E - part.entries.spread(lse_N) if part.entries is not None and s_E is not None else None
+        self._forward_kl(part, teacher, expected_s_N - lse_N, negentropy_N, logq_E)
+        return q_NV, lse_N
+
+    def _apart(self, part: Part, teacher: Chunk, s_NV: Tensor) -> Tensor | None:
+        """Sum up a divergence that shares no softmax with the hard label; returns its gradient, if it is wanted."""
+        temperature = self.work.student_temperature
+        s_NV = s_NV / temperature
+        if not self._by_sums(teacher):
             assert isinstance(teacher, Distribution)
-            return self._diverge(part, teacher, logq_NV)
-        negentropy_N = torch.linalg.vecdot(logq_NV.exp(), logq_NV) if self.wants_slope else None
-        logq_E = part.entries.at(logq_NV) if part.entries is not None and self.d_weights_E is not None else None
-        self._forward_kl(part, teacher, teacher.expected_N(logq_NV), negentropy_N, logq_E)
-        if temperature == 1.0 or not self.wants_logits:
+            return self._diverge(part, teacher, torch.log_softmax(s_NV, 1, out=s_NV))
+        q_NV, _ = self._softmax_and_kl(part, teacher, s_NV, out_NV=s_NV)
+        if not self.wants_logits:
             return None
-        g_NV = logq_NV.exp_()
-        teacher.subtract_(g_NV, 1.0)
-        return g_NV.mul_(part.weighted((1.0 - self.work.objective.alpha) * temperature, g_NV))
+        teacher.subtract_(q_NV, 1.0)
+        return q_NV.mul_(part.weighted((1.0 - self.work.objective.alpha) * temperature, q_NV))
 
     def _forward_kl(
         self, part: Part, teacher: Chunk, expected_N: Tensor, negentropy_N: Tensor | None, logq_E: Tensor | None
@@ -350,6 +357,7 @@ class _Pass:
         """
         work = self.work
         kl_N = -expected_N - teacher.entropy_N
+        self.entropy += teacher.entropy_N.sum(dtype=torch.float64)
         self.kd += work.scale * part.sum(kl_N)
         if self.d_temperature is not None and negentropy_N is not None:
             slope = part.sum(2.0 * kl_N - (negentropy_N - expected_N)) * work.student_temperature
@@ -364,6 +372,7 @@ class _Pass:
         """Any divergence of whole distributions, its slope in T, and its gradient."""
         work, objective, temperature = self.work, self.work.objective, self.work.student_temperature
         found = diverge(objective.divergence, objective.beta, teacher.logp_NV, logq_NV)
+        self.entropy += teacher.entropy_N.sum(dtype=torch.float64)
         self.kd += work.scale * part.sum(found.value_N)
         if self.d_temperature is not None:
             along_N = slope_N(found.b_NV, teacher.logp_NV) / work.targets.temperature_value
@@ -377,14 +386,14 @@ class _Pass:
         g_NV = logit_gradient(found.a_NV, logq_NV.exp())
         return g_NV.mul_(part.weighted((1.0 - objective.alpha) * temperature, g_NV))
 
-    def _gradient(self, part: Part, logq_NV: Tensor, soft_NV: Tensor | None, hard: float | Tensor) -> Tensor:
-        """The gradient with respect to s, written over ``logq_NV``."""
-        alpha, e = self.work.objective.alpha, self.work.objective.label_smoothing
+    def _gradient(self, part: Part, q_NV: Tensor, soft_NV: Tensor | None, hard: float | Tensor) -> Tensor:
+        """The gradient with respect to s, written over ``q_NV``, softmax(s)."""
+        alpha, e, g_NV = self.work.objective.alpha, self.work.objective.label_smoothing, q_NV
         if soft_NV is not None and isinstance(hard, float) and hard == 0.0:
             return soft_NV
-        g_NV = logq_NV.exp_()
         share = 0.0 if part.teacher is None or soft_NV is not None or alpha == 1.0 else 1.0 - alpha
         if soft_NV is not None or part.weight_N is not None or isinstance(hard, Tensor):
+            hard = hard.to(g_NV.dtype) if isinstance(hard, Tensor) else hard
             g_NV.mul_(hard + part.weighted(share, g_NV))  # 1 - alpha + alpha otherwise
         if share > 0.0 and part.teacher is not None:
             part.teacher.subtract_(g_NV, part.weighted(share, g_NV))
@@ -404,6 +413,17 @@ class _Pass:
             torch.mm(g_NV, head.weight, out=self.d_hidden_ND[rows])
         if self.d_weight is not None:
             _add_product(self.d_weight[: head.vocabulary], g_NV.T, hidden_ND[rows])
+
+
+def _softmax(s_NV: Tensor, out_NV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(s), in ``out_NV`` (which may be s) or anew, and LSE(s), (N,) in float64.
+
+    The greatest probability is exp(max s - LSE(s)). A softmax and two maxima take a CPU half the time of a log-softmax
+    and its exponentials, and LSE(s) - s is rounded no more than s itself.
+    """
+    greatest_N = s_NV.amax(1).double()
+    q_NV = torch.softmax(s_NV, 1, out=out_NV)
+    return q_NV, greatest_N - q_NV.amax(1).double().log()
 
 
 class _FusedHead(torch.autograd.Function):

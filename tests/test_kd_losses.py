@@ -342,6 +342,24 @@ def test_tied_embedding_gets_both_gradients() -> None:
     assert relative(tied.grad, wide.grad) < 1e-5
 
 
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e4])
+def test_losses_of_large_logits_are_no_less_exact(size: float) -> None:
+    """Rows that are sure of the label, sure of another token, and undecided; logits are given as they are."""
+    logits_NV = torch.randn(N, V, generator=torch.Generator().manual_seed(2)) * size
+    logits_NV[:8, 3] += 30.0
+    gold_N = torch.tensor([3] * 4 + [5] * 4 + [7] * (N - 8))
+    terms = distillation_loss(
+        logits_NV, Head(torch.eye(V), None, 1.0, None, V), Targets(gold_N), Objective(alpha=1.0, z_loss=1.0)
+    )
+    exact = logits_NV.double()
+    lse_N = exact.logsumexp(1)
+    for found, expected in (
+        (terms.ce, nn.functional.cross_entropy(exact, gold_N, reduction="sum")),
+        (terms.z, lse_N.square().sum()),
+    ):
+        assert float(found) == pytest.approx(float(expected), rel=1e-6, abs=1e-5)
+
+
 def test_without_records_it_is_cross_entropy() -> None:
     generator = torch.Generator().manual_seed(4)
     x, weight = torch.randn(N, D, generator=generator).requires_grad_(), torch.randn(V, D, generator=generator)
