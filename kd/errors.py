@@ -7,7 +7,8 @@ PotstillError (cache.errors)
 ├── TokenizerMismatch     student and cache do not share a tokenizer
 ├── FidelityError         a cache's records are not what the live teacher says
 ├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
-│   └── NotFinite         the loss became NaN
+│   ├── NotFinite         the loss became NaN
+│   └── OutOfMemory       memory ran out; the remedy names the levers
 └── Interrupted           the run was asked to stop, and has saved what it needs to go on
 """
 
@@ -79,6 +80,10 @@ class NotFinite(TrainingError):
     """The loss or its gradient became NaN or infinite."""
 
     type = "nan_loss"
+
+
+class OutOfMemory(TrainingError):
+    """Memory ran out, of a GPU or of this machine."""
 
 
 class Interrupted(PotstillError):

@@ -33,14 +33,14 @@ from kd.config.train import TrainConfig
 from kd.diagnostics.stopwatch import Stopwatch, flops_per_token, utilisation
 from kd.diagnostics.trace import Trace
 from kd.diagnostics.trackers import Trackers, telling
-from kd.errors import ConfigError, NotFinite, Problem
+from kd.errors import ConfigError, NotFinite, OutOfMemory, Problem
 from kd.evaluate import evaluate, evaluation_temperature
 from kd.files import write_json
 from kd.levers.averaging import Averager, serve, serving
 from kd.levers.checkpointing import checkpoint_activations
 from kd.levers.compiling import CompileReport, compile_student
 from kd.levers.features import Features
-from kd.levers.fitting import fitting, memory_errors, rehearse, resized
+from kd.levers.fitting import fitting, forget, memory_errors, rehearse, resized, smaller
 from kd.levers.lookahead import LookAhead
 from kd.levers.memory import estimate_memory, free_memory, optimizer_bytes, peak_memory, reset_peak_memory
 from kd.levers.optimizers import make_optimizer
@@ -171,7 +171,9 @@ def run_loop(
             log.verdicts(0, [verdict])
         verdict.require()
 
-    while progress.step < steps and not ran_out_of_patience(progress, options):  # once, and after each roll-back
+    # Once, and again after each roll-back and where a step must be taken in smaller micro-batches.
+    while progress.step < steps and not ran_out_of_patience(progress, options):
+        forget()
         batches = Waited(training_batches(source, options, range(progress.step, steps)))
         for micro_batches in batches:
             began, step = time.monotonic(), progress.step
@@ -183,12 +185,16 @@ def run_loop(
             student.train()
             count = max(sum(len(batch) for batch in micro_batches), 1)
             sums = torch.zeros(4, device=device, dtype=torch.float64)
-            with memory_errors(options, str(memory)):
-                for batch in (micro_batch.to(device) for micro_batch in micro_batches):
-                    terms = losses(batch, alpha, T)
-                    with clock.phase("backward"):
-                        scaler.scale(terms.total / count).backward()
-                    sums += torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double()
+            try:
+                with memory_errors(options, str(memory)):
+                    for batch in (micro_batch.to(device) for micro_batch in micro_batches):
+                        terms = losses(batch, alpha, T)
+                        with clock.phase("backward"):
+                            scaler.scale(terms.total / count).backward()
+                        sums += torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double()
+            except OutOfMemory as refusal:
+                options = shrunk(options, state, refusal, monitor)
+                break
             loss, kd_loss, ce_loss, entropy = (sums / count).tolist()
 
             # ---- is it sound?
@@ -329,15 +335,34 @@ def fitted(
         return resized(options, state.progress.batch_size)
     student: Any = state.model
 
-    def attempt(smaller: TrainConfig) -> None:
-        whole = smaller.model_copy(update={"order": "shuffled"})  # batches by length are cut to their text
+    def attempt(tried: TrainConfig) -> None:
+        whole = tried.model_copy(update={"order": "shuffled"})  # batches by length are cut to their text
         batch = next(iter(training_batches(source, whole, range(1))))[0]
-        reserve = optimizer_bytes(student, smaller)
+        reserve = optimizer_bytes(student, tried)
         rehearse(lambda: loss(batch), [student, *state.extras.values()], reserve, student.device)
 
     found = fitting(options, attempt)
     if found != options:
         monitor.emit("warning", message=f"batch_size {options.batch_size} does not fit: {found.batch_size} is used.")
+    state.progress.batch_size = found.batch_size
+    return found
+
+
+def shrunk(options: TrainConfig, state: TrainState, refusal: OutOfMemory, monitor: Monitor) -> TrainConfig:
+    """``options`` in smaller micro-batches, for a step that ran out of memory although there was room for a rehearsal.
+
+    Other processes may have taken it, or the allocator has no hole that is large enough. Nothing is left of the step's
+    gradients. Raises ``refusal`` where the job does not allow that, where one sequence is the micro-batch already, and
+    where the order of sequences goes by micro-batches.
+    """
+    found = smaller(options)
+    if found is None or not options.auto_batch or options.order == "length":
+        raise refusal
+    state.optimizer.zero_grad(set_to_none=True)
+    tried, step = options.batch_size, state.progress.step + 1
+    monitor.emit(
+        "warning", message=f"Memory ran out at step {step} with batch_size {tried}: {found.batch_size} is used."
+    )
     state.progress.batch_size = found.batch_size
     return found
 

@@ -274,19 +274,29 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def child() -> dict[str, Any]:
+def run_child(script: str, *arguments: str) -> dict[str, Any]:
+    """What ``script`` prints, in a process of its own."""
     if sys.platform != "linux":
         pytest.skip("RLIMIT_AS is kept on Linux")
     # glibc raises its threshold for mmap with every large block that is freed, and then keeps such blocks in a heap
     # with holes: how much fits below a limit would be a matter of luck.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def child() -> dict[str, Any]:
+    return run_child(CHILD)
 
 
 def test_memory_that_runs_out_is_answered_by_the_levers(child: dict[str, Any]) -> None:
@@ -300,6 +310,67 @@ def test_auto_batch_trains_as_plain_accumulation_at_the_size_it_found(child: dic
     assert 1 < child["size"] < 32, child
     assert child["auto"] == child["plain"], "bit for bit"
     assert child["auto"] != child["other"], "the comparison can fail"
+
+
+LATER = """
+import json, resource, sys
+from pathlib import Path
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from kd.batches import PlainText
+from kd.data import Corpus, Document, pack
+from kd.errors import OutOfMemory
+from kd.jobfile import parse_config
+from kd.progress import Monitor
+from kd.train import train
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
+rng, warnings = np.random.default_rng(0), []
+texts = [[Document(rng.integers(0, 128, 512 * count).astype(np.uint32))] for count in (16, 1)]
+
+def run(name, listen=lambda event: None, **options):
+    config = parse_config({
+        "kind": "train",
+        "student": {"init": {"layers": 2, "hidden_size": 64, "tokenizer": "."}},
+        "data": {"train": "unused.txt", "sequence_length": 512},
+        "loss": {"alpha": 1.0},
+        "train": {"max_steps": 3, "batch_size": 16, "eval_steps": 4, "save_steps": 4} | options,
+    })
+    torch.manual_seed(0)
+    student = LlamaForCausalLM(LlamaConfig(vocab_size=128, max_position_embeddings=512, **SHAPE))
+    source = PlainText(Corpus(*(pack(text, config.data) for text in texts)))
+    progress = train(config, source, student, 128, Path(sys.argv[1]) / name, Monitor(listen))
+    return progress, [float(each.detach().double().sum()) for each in student.parameters()]
+
+def take_memory(event):
+    if event.type == "progress" and event.data["done"] == 1:
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**20, resource.RLIM_INFINITY))
+    if event.type == "warning":
+        warnings.append(event.data["message"])
+
+progress, auto = run("auto", take_memory, auto_batch=True)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+_, plain = run("plain")
+found = {"size": progress.batch_size, "step": progress.step, "tokens": progress.tokens, "warnings": warnings}
+for name, options in {"fixed": {}, "by length": {"auto_batch": True, "order": "length"}}.items():
+    try:
+        run(name, take_memory, **options)
+    except OutOfMemory as error:
+        found[name] = str(error)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(json.dumps(found | {"auto": auto, "plain": plain}))
+"""
+
+
+def test_memory_that_is_taken_later_is_answered_by_smaller_micro_batches(tmp_path: Path) -> None:
+    found = run_child(LATER, str(tmp_path))
+    assert found["size"] in (1, 2, 4, 8) and (found["step"], found["tokens"]) == (3, 3 * 16 * 511), found
+    assert "Memory ran out at step 2 with batch_size 16: 8 is used." in found["warnings"]
+    assert found["auto"] == pytest.approx(found["plain"], rel=1e-6, abs=1e-6)
+    for name in ("fixed", "by length"):
+        assert "Memory ran out with 16 sequences a forward pass" in found[name]
 
 
 def test_the_limit_of_the_process_is_what_is_free(child: dict[str, Any]) -> None:

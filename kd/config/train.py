@@ -138,8 +138,8 @@ class TrainConfig(Section):
     auto_batch: bool = Field(
         False,
         description=(
-            "Where memory runs out, halve batch_size and double gradient_accumulation_steps, which keeps the sequences "
-            "of an optimiser step."
+            "Where memory runs out, at the start or at a later step, halve batch_size and double "
+            "gradient_accumulation_steps, which keeps the sequences of an optimiser step."
         ),
     )
     logging_steps: int = Field(10, ge=1, le=1_000_000, description="Report metrics every so many steps.")

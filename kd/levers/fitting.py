@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.config.train import TrainConfig
-from kd.errors import TrainingError
+from kd.errors import OutOfMemory
 from kd.levers.memory import free_memory
 
 SPARE = 0.1
@@ -26,13 +26,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _PHRASES)
 
 
-def out_of_memory(error: BaseException, options: TrainConfig, estimate: str = "") -> TrainingError:
+def out_of_memory(error: BaseException, options: TrainConfig, estimate: str = "") -> OutOfMemory:
     """The answer to ``error``: the levers that are left, those first that leave the result as it is.
 
     ``estimate`` says what the memory was expected to be needed for.
     """
     said = (str(error).strip() or type(error).__name__).partition("\n")[0]
-    return TrainingError(
+    return OutOfMemory(
         f"Memory ran out with {options.batch_size} sequences a forward pass: {said}." + f" {estimate}" * bool(estimate),
         "Any of these needs less: " + "; ".join(_levers(options)) + ".",
     )
@@ -58,7 +58,7 @@ def _levers(options: TrainConfig) -> Iterator[str]:
 
 @contextmanager
 def memory_errors(options: TrainConfig, estimate: str = "") -> Iterator[None]:
-    """Turn running out of memory into a ``TrainingError`` that names the levers; other errors pass unchanged."""
+    """Turn running out of memory into an ``OutOfMemory`` that names the levers; other errors pass unchanged."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -88,22 +88,27 @@ def resized(options: TrainConfig, batch_size: int) -> TrainConfig:
 def fitting(options: TrainConfig, attempt: Callable[[TrainConfig], None]) -> TrainConfig:
     """``options`` with the largest micro-batch at which ``attempt`` does not run out of memory (``smaller``).
 
-    ``attempt`` must leave nothing behind (``rehearse``). Raises ``TrainingError`` where not even one sequence fits.
+    ``attempt`` must leave nothing behind (``rehearse``). Raises ``OutOfMemory`` where not even one sequence fits.
     """
     while True:
         refusal = _refusal(attempt, options)
         if refusal is None:
             return options
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        forget()
         reduced = smaller(options)
         if reduced is None:
             raise refusal
         options = reduced
 
 
-def _refusal(attempt: Callable[[TrainConfig], None], options: TrainConfig) -> TrainingError | None:
+def forget() -> None:
+    """Give back what a failed attempt has left to the garbage collector and to torch's own store."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _refusal(attempt: Callable[[TrainConfig], None], options: TrainConfig) -> OutOfMemory | None:
     """How ``attempt`` ran out of memory, if it did; without the traceback, which holds the tensors that filled it."""
     try:
         attempt(options)
