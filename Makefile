@@ -7,6 +7,7 @@
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
 # TEST_WORKERS processes that run tests, each with one arithmetic thread; those marked alone follow in one process
 # BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
+# TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # SLOW=1       `make test` runs the tests marked slow too; SLOW=together only those of them that need not run alone
 
@@ -15,6 +16,7 @@ TORCH_INDEX ?=
 DEMO_FLAGS  ?=
 TEST_FLAGS  ?=
 BENCH_FLAGS ?=
+TEMPERATURE_FLAGS ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 2
 SLOW        ?=
@@ -75,11 +77,12 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 bench-cache: $(STAMP) ## Measure what a cache keeps for its bytes, beside what others store
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)
 
-bench-train: $(STAMP) ## Measure the training loop: step, loop, levers, where its time goes
+bench-train: $(STAMP) ## Measure the training loop (10 minutes on two cores), then do bench-temperature
 	$(BIN)/python bench/train.py $(BENCH_FLAGS)
+	$(BIN)/python bench/temperature.py $(TEMPERATURE_FLAGS)
 
 bench-temperature: $(STAMP) ## Compare temperatures that learn with the best fixed one (an hour on two cores)
-	$(BIN)/python bench/temperature.py $(BENCH_FLAGS)
+	$(BIN)/python bench/temperature.py $(TEMPERATURE_FLAGS)
 
 bench-service: $(STAMP) ## Measure the API under load, with thousands of jobs stored and hundreds of streams open
 	$(BIN)/python bench/service.py $(BENCH_FLAGS)
