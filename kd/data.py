@@ -17,7 +17,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from cache.records import Sequences
+from kd.chats import QUIET, Chat, encode_chat
 from kd.config.data import DataConfig, DatasetSpec, Sources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
@@ -43,7 +43,6 @@ SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", 
 # What a file that is not what its name says raises: not UTF-8, not gzip, torn, not readable.
 _UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)
 _PARQUET_BATCH = 1000
-_QUIET = {"verbose": False}  # no warning for texts longer than the model's context: they are packed
 
 
 @dataclass(frozen=True)
@@ -366,7 +365,7 @@ def _cells(rows: Iterable[dict[str, Any]], where: str, config: DataConfig) -> It
 
 
 def _cell(row: Any, where: str, config: DataConfig) -> Any:
-    """The document in a row: a string, or the list of a chat's messages."""
+    """The document in a row: a string, or a chat."""
     column, kind = ("messages", list) if config.format == "messages" else (config.text_column, str)
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object: {str(row)[:40]}.", "Give one object with named columns a row.")
@@ -376,7 +375,7 @@ def _cell(row: Any, where: str, config: DataConfig) -> Any:
     if not isinstance(row[column], kind):
         detail = f"{where}: {column!r} must be a {kind.__name__}, but is a {type(row[column]).__name__}."
         raise DataError(detail, "Convert it, or set data.text_column.")
-    return row[column]
+    return Chat.of(row, where) if config.format == "messages" else row[column]
 
 
 # ---------------------------------------------------------------------- tokens
@@ -402,7 +401,7 @@ def encode(
 
 def _document(content: Any, place: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Document:
     if config.format == "messages":
-        return _chat(content, place, tokenizer, config.assistant_only_loss)
+        return Document(*encode_chat(content, place, tokenizer, config.assistant_only_loss))
     ids = encode_text(content, tokenizer)
     if tokenizer.eos_token_id is not None and ids and ids[-1] != tokenizer.eos_token_id:
         ids.append(tokenizer.eos_token_id)
@@ -411,70 +410,7 @@ def _document(content: Any, place: str, tokenizer: PreTrainedTokenizerBase, conf
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of ``text``."""
-    return list(tokenizer(text, **_QUIET)["input_ids"]) if text.strip() else []
-
-
-# ---------------------------------------------------------------------- chats
-
-# As transformers looks for it: what a template writes between this and {% endgeneration %} is the assistant's.
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_WHOLE_CHAT = "set data.assistant_only_loss: false to learn whole chats"
-
-
-def _chat(messages: Any, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Document:
-    """A rendered chat, of which the assistant's tokens alone are trained if ``assistant_only``."""
-    if not assistant_only:
-        whole = tokenizer.apply_chat_template(messages, return_dict=False, tokenizer_kwargs=_QUIET)
-        return Document(np.asarray(whole, np.uint32))
-    marked = _GENERATION.search(tokenizer.get_chat_template())
-    ids, trained = (_by_markers if marked else _by_prefixes)(messages, place, tokenizer)
-    if not trained[1:].any():
-        raise DataError(
-            f"{place} has no token of the assistant's to learn: it has no message of the role assistant, or an empty "
-            "one.",
-            f"Remove it, or {_WHOLE_CHAT}.",
-        )
-    return Document(ids, trained)
-
-
-def _by_markers(messages: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (N,) and mask (N,) by the template's own generation markers."""
-    rendered: Any = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET
-    )
-    return np.asarray(rendered["input_ids"], np.uint32), np.asarray(rendered["assistant_masks"], bool)
-
-
-def _by_prefixes(messages: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (N,) and mask (N,) where the template marks nothing.
-
-    An answer is what the chat up to it has beyond the prompt for it. A token that holds text of both is trained.
-    """
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **_QUIET)
-    begin, end = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
-    trained = np.zeros(len(begin), bool)
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            first, last = _answer(messages, number, text, place, tokenizer)
-            trained |= (begin < last) & (end > first)
-    return np.asarray(encoded["input_ids"], np.uint32), trained
-
-
-def _answer(messages: Any, number: int, text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Where in ``text``, the whole chat, the answer ``messages[number]`` begins and ends."""
-    remedy = f"Use a chat template with {{% generation %}} markers, or {_WHOLE_CHAT}."
-    if number == 0:
-        raise DataError(f"{place} begins with the assistant's message: there is no prompt to tell it from.", remedy)
-    prompt = str(tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True))
-    answered = str(tokenizer.apply_chat_template(messages[: number + 1], tokenize=False))
-    if not (answered.startswith(prompt) and text.startswith(answered)):
-        raise DataError(
-            f"{place}: the assistant's part of message {number + 1} cannot be told from its context: the chat template "
-            "writes what comes before it otherwise in the whole chat than in the prompt.",
-            remedy,
-        )
-    return len(prompt), len(answered)
+    return list(tokenizer(text, **QUIET)["input_ids"]) if text.strip() else []
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

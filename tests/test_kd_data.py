@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kd.chats import Chat
 from kd.config.data import DataConfig, DatasetSpec
 from kd.data import (
     Corpus,
@@ -248,7 +249,7 @@ def test_a_chat_without_a_template_and_text_without_a_utf8_form_are_refused(toke
     for assistant_only_loss in (True, False):
         options = config(format="messages", assistant_only_loss=assistant_only_loss)
         with pytest.raises(DataError, match=r"a: row 1 cannot be tokenized.*chat template"):
-            list(encode(rows(CHATS), tokenizer, options))
+            list(encode(rows([Chat(chat) for chat in CHATS]), tokenizer, options))
     with pytest.raises(DataError, match="a: row 2 cannot be tokenized"):
         list(encode(rows(["fine", "half a pair \ud800"]), tokenizer, config()))
 
@@ -332,7 +333,7 @@ def by_hand(talk: list[tuple[str, str]], tokenizer) -> tuple[list[int], list[boo
 
 
 def chats(talks, tokenizer, **changes) -> list[Document]:
-    return list(encode(rows([chat(talk) for talk in talks]), tokenizer, config(format="messages", **changes)))
+    return list(encode(rows([Chat(chat(talk)) for talk in talks]), tokenizer, config(format="messages", **changes)))
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "markers"])
@@ -377,7 +378,7 @@ def test_the_whole_chat_is_learned_on_request(tokenizer, monkeypatch, template):
 def test_a_chat_whose_answers_cannot_be_found_is_refused_by_its_row(tokenizer, monkeypatch, template, talk, detail):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(DataError) as caught:
-        list(encode(rows(["not this one", chat(talk)])[1:], tokenizer, config(format="messages")))
+        list(encode(rows(["not this one", Chat(chat(talk))])[1:], tokenizer, config(format="messages")))
     assert str(caught.value).startswith("a: row 2") and detail in str(caught.value)
     assert "data.assistant_only_loss: false" in caught.value.remedy
 
