@@ -24,7 +24,7 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.jobfile import parse_config
 from kd.search.report import row_of, search_report, write_search
-from kd.search.space import search_of, trial_job
+from kd.search.space import keeps_best, search_of, trial_job
 from kd.search.study import Outcome, make_study, new_trial, open_trials, report, should_prune, suggest, tell
 from services.jobs import Claim, JobStore
 from services.queue import publish
@@ -191,7 +191,8 @@ class Driver:
                 report(self._study, trial, data["step"], data.get("validation_loss"))
 
     def _end(self, trial: Trial, job_id: str | None, outcome: Outcome, why: str = "") -> None:
-        tell(self._study, trial, outcome, why)
+        best = outcome == "complete" and keeps_best(self._config, trial.params)
+        tell(self._study, trial, outcome, why, best)
         self._announce(trial, job_id)
         self._tell_progress()
 

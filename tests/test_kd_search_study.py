@@ -130,16 +130,19 @@ def test_the_loss_before_the_first_step_and_a_second_one_of_a_step_do_not_count(
     assert losses(study, trial) == {3: 2.0}
 
 
-def test_a_trial_counts_by_its_best_loss_and_fails_without_one(tmp_path: Path) -> None:
+def test_a_trial_counts_by_the_loss_of_the_weights_it_saves_and_fails_without_one(tmp_path: Path) -> None:
     study = open_study(tmp_path, make_job())
-    first, second, third = (study.ask() for _ in range(3))
-    for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5)):
-        report(study, first, step, loss)
+    first, second, third, stopped = (study.ask() for _ in range(4))
+    for trial in (first, stopped):
+        for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5)):
+            report(study, trial, step, loss)
     tell(study, first, "complete")
+    tell(study, stopped, "complete", keeps_best=True)
     tell(study, second, "complete")
     tell(study, third, "failed", "It diverged.")
     rows = {row["number"]: row for row in search_report(make_job(), study)["trials"]}
-    assert (rows[0]["state"], rows[0]["loss"], rows[0]["steps"]) == ("complete", 2.0, 3)
+    assert (rows[0]["state"], rows[0]["loss"], rows[0]["steps"]) == ("complete", 2.5, 3)
+    assert (rows[3]["state"], rows[3]["loss"], rows[3]["steps"]) == ("complete", 2.0, 3)
     assert (rows[1]["state"], rows[1]["why"]) == ("failed", "It has no held-out loss.")
     assert (rows[2]["state"], rows[2]["why"]) == ("failed", "It diverged.")
 

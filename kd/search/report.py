@@ -39,7 +39,7 @@ def row_of(trial: FrozenTrial) -> dict[str, Any]:
     return {
         "number": trial.number,
         "state": OUTCOMES.get(trial.state.name, "running"),
-        "loss": min(losses.values(), default=None),
+        "loss": trial.value if trial.state.name == "COMPLETE" else min(losses.values(), default=None),
         "steps": max(losses, default=0),
         "values": {name: trial.params[name] for name in sorted(trial.params)},
         "why": trial.user_attrs.get("why", ""),

@@ -56,6 +56,12 @@ def trial_job(config: JobConfig, overrides: Overrides, fingerprint: str, number:
     return parse_config(data)
 
 
+def keeps_best(config: JobConfig, overrides: Overrides) -> bool:
+    """Whether a trial saves its best weights, as early stopping does, and not its last."""
+    train = best_job(config, overrides).train
+    return train is not None and train.early_stopping_patience is not None
+
+
 def trial_name(config: JobConfig, number: int) -> str:
     """What a trial is called."""
     return f"{config.name[:57]}-{number:04d}"

@@ -163,8 +163,11 @@ def should_prune(trial: Trial) -> bool:
     return bool(trial.should_prune())
 
 
-def tell(study: Study, trial: Trial, outcome: Outcome, why: str = "") -> None:
-    """End a trial; a complete one counts by the best held-out loss that it came to, and without any it failed."""
+def tell(study: Study, trial: Trial, outcome: Outcome, why: str = "", keeps_best: bool = False) -> None:
+    """End a trial; a complete one counts by the held-out loss of the weights that it saved, without any it failed.
+
+    ``keeps_best``: those are its best, not its last (``kd.search.space.keeps_best``).
+    """
     from optuna.trial import TrialState
 
     found = losses(study, trial)
@@ -173,7 +176,7 @@ def tell(study: Study, trial: Trial, outcome: Outcome, why: str = "") -> None:
     if why:
         trial.set_user_attr("why", why)
     if outcome == "complete":
-        study.tell(trial, min(found.values()))
+        study.tell(trial, min(found.values()) if keeps_best else found[max(found)])
     else:
         study.tell(trial, state=TrialState.PRUNED if outcome == "pruned" else TrialState.FAIL)
 

@@ -22,7 +22,7 @@ from kd.files import read_json, write_json
 from kd.metrics import read_metrics
 from kd.progress import Event, Monitor
 from kd.search.report import row_of, search_report, write_search
-from kd.search.space import Overrides, search_of, space_problems, trial_job
+from kd.search.space import Overrides, keeps_best, search_of, space_problems, trial_job
 from kd.search.study import FileJournal, make_study, new_trial, open_trials, report, should_prune, suggest, tell
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class _Search:
         self.monitor.emit("trial", number=trial.number, values=overrides, state="running")
         try:
             self._train(trial.number, overrides, watched)
-            tell(self.study, trial, "complete")
+            tell(self.study, trial, "complete", keeps_best=keeps_best(self.config, overrides))
         except Interrupted:
             if not watched.pruned:
                 raise
