@@ -44,6 +44,8 @@ BACKOFF_SECONDS, LONGEST_BACKOFF, LONGEST_PAUSE = 0.5, 30.0, 600.0
 POLL_SECONDS, WAITING_SECONDS = 0.5, 30.0
 #: How far rounding may lift a sum of probabilities above 1 before an answer is refused.
 MASS_TOLERANCE = 1e-4
+#: Nats that the last entry may be too low before the mass that is missing cannot lie below it.
+_SLACK = 3.0
 _LOCAL = {"127.0.0.1", "localhost", "::1"}  # never through a proxy
 
 
@@ -411,6 +413,10 @@ def _entries(item: Any, gold: int, k: int, vocabulary: int) -> tuple[list[int], 
     if (mass := math.fsum(map(math.exp, logprobs.values()))) > 1.0 + MASS_TOLERANCE:
         raise ValueError(f"the probabilities sum to {mass:.6g}")
     best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
+    missing = 1.0 - math.fsum(math.exp(logprob) for _, logprob in best)
+    room = math.exp(min(best[-1][1] + _SLACK, 0.0)) * (vocabulary - len(best)) if best else 0.0
+    if missing > room + MASS_TOLERANCE:
+        raise ValueError(f"{missing:.4f} of the probability is missing, and cannot lie below the last entry")
     lacking = k - len(best)
     ids, values = [token for token, _ in best], [logprob for _, logprob in best]
     return ids + [0] * lacking, values + [-math.inf] * lacking, logprobs[gold]

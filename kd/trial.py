@@ -79,15 +79,17 @@ class _Trial:
         train = planned.corpus.train
         numbers = np.unique(np.linspace(0, len(train) - 1, min(SEQUENCES, len(train))).round().astype(np.int64))
         chosen = train.select(numbers)
+        remote = planned.teacher.backend == "http"  # answers come side by side: whole rounds are timed, none is warm-up
+        least = min(planned.teacher.concurrency, len(chosen)) if remote else 1
         counts, parts, times = [], [], [time.monotonic()]
         for count, records in reader.read(chosen, 0):
             counts.append(count)
             parts.append(records)
             times.append(time.monotonic())
             size = sum(column.nbytes for part in parts for column in part.columns.values())
-            if times[-1] - times[0] > SECONDS or size > RECORD_BYTES:
+            if sum(counts) >= least and (times[-1] - times[0] > SECONDS or size > RECORD_BYTES):
                 break
-        done, warm = sum(counts), min(1, len(counts) - 1)
+        done, warm = sum(counts), 0 if remote else min(1, len(counts) - 1)
         seconds = (times[-1] - times[warm]) / sum(counts[warm:]) * done
         return cls(chosen.select(slice(0, done)), Records.concatenate(parts), seconds)
 

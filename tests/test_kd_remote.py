@@ -22,32 +22,27 @@ from pydantic import ValidationError
 from cache.codec import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
 from cache.manifest import Probe
 from cache.records import Sequences
-from kd import models, remote
+from kd import models, remote, trial
 from kd.config.teacher import TeacherConfig
 from kd.data import position_ids
 from kd.errors import Interrupted, ModelError, TokenizerMismatch
+from kd.jobfile import parse_config
 from kd.progress import Event, Monitor
 from kd.remote import RemoteTeacher, TopK, remote_sha256, server_url
+from kd.trial import estimate_by_trial
+from tests.harness import ROOT
 from tests.remote_server import RemoteServer, entry, error
 
 VOCABULARY = 2048
 LENGTH = 40
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_teacher: Path) -> Iterator[RemoteServer]:
+@pytest.fixture
+def server(tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteServer]:
+    """A server that nobody asked yet, late requests of another test included, and a client that does not wait long."""
+    monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.01)
     with RemoteServer(tiny_teacher, VOCABULARY) as running:
         yield running
-
-
-@pytest.fixture
-def server(shared: RemoteServer, monkeypatch: pytest.MonkeyPatch) -> RemoteServer:
-    """The server without a past, and a client that does not wait long between attempts."""
-    monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.01)
-    shared.twists.clear()
-    shared.asked.clear()
-    shared.most_in_flight, shared.key, shared.max_logprobs, shared.vocabulary = 0, None, 4096, VOCABULARY
-    return shared
 
 
 def options(url: str, **changes: Any) -> TeacherConfig:
@@ -267,6 +262,23 @@ def test_waiting_grows_and_is_never_in_step():
     assert max(waits[3]) <= remote.LONGEST_BACKOFF * 1.5
 
 
+def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, monkeypatch):
+    """They come side by side: one of them alone takes as long as all that are under way."""
+    monkeypatch.setattr(trial, "SECONDS", 0.0)
+    job = {
+        "kind": "precompute",
+        "teacher": HTTP | {"url": server.url, "model": "teacher", "tokenizer": str(tiny_teacher), "concurrency": 3},
+        "data": {
+            "train": str(ROOT / "examples/austen/text/persuasion.txt"),
+            "sequence_length": 16,
+            "max_train_samples": 7,
+        },
+        "cache": {"profile": "topk", "k": 5},
+    }
+    estimate = estimate_by_trial(parse_config(job), tmp_path)
+    assert len(server.asked) >= 3 and estimate.seconds > 0
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -324,6 +336,10 @@ WRONG = {
     "too much": (
         at(13, lambda item, _: [each.update(logprob=-0.1) for each in item.values()]),
         "position 12: .*probabilities sum to",
+    ),
+    "no probabilities": (
+        at(13, lambda item, _: [each.update(logprob=each["logprob"] - 10.0) for each in item.values()]),
+        "position 12: .*of the probability is missing, and cannot lie below the last entry",
     ),
     "outside": (
         at(13, lambda item, _: item.update({"2048": entry(-9.0, 9, 0)})),
