@@ -17,17 +17,19 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cache.codec import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.store import Cache, open_cache, verify
 from kd.batches import make_batch
-from kd.errors import DataError, Interrupted
+from kd.errors import ConfigError, DataError, Interrupted
 from kd.exchange import distillkit, importing
 from kd.exchange.distillkit import Compression, encode
 from kd.exchange.importing import Request, import_records
 from kd.exchange.rows import log_sum_exp
+from kd.jobfile import parse_config
 from kd.progress import Monitor
 from kd.targets import TargetDecoder
 from kd.teacher import CachedRecords
+from kd.train import require_entropies
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "examples" / "austen" / "teacher"
 V, K = 2048, 6
@@ -305,6 +307,60 @@ def test_the_tokenizer_travels_with_the_cache(tmp_path: Path, tokenizer: Any) ->
     assert store.identity.tokenizer.sha256 == tokenizer_sha256(tokenizer)
     assert store.identity.tokenizer.vocabulary_size == V
     assert store.manifest.provenance.teacher_name == "theirs"
+
+
+def test_a_rare_next_token_may_be_named_beside_the_most_probable_ones(tmp_path: Path) -> None:
+    """As servers do that are asked for k: the k most probable, and the text's own."""
+    truth = TRUTHS[3]
+    logprobs = truth.logprobs.copy()
+    logprobs[np.arange(len(logprobs)), truth.tokens[1:]] = -30.0
+    logprobs -= log_sum_exp(logprobs)[:, None]
+    ids = np.concatenate([np.argsort(-logprobs, axis=1)[:, :K], truth.tokens[1:, None]], 1)
+    rows = [
+        [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in zip(*row, strict=True)]
+        for row in zip(ids.tolist(), np.take_along_axis(logprobs, ids, 1).tolist(), strict=True)
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", [{"input_ids": truth.tokens.tolist(), "logprobs": rows}] * 2)
+    store = imported("axolotl", path, tmp_path / "caches")
+    found = decoded(store, 0)
+    np.testing.assert_array_equal(found["ids"][:, :K], ids[:, :K])
+    own = logprobs[np.arange(len(logprobs)), truth.tokens[1:]]
+    assert own.max() < -20.0
+    np.testing.assert_allclose(found["gold"], own, atol=0.01)
+
+
+def test_entropies_come_back_and_may_be_unknown(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "source")
+    table = pyarrow.parquet.read_table(tmp_path / "source" / "rows.parquet")
+    known = [-(np.exp(truth.logprobs) * truth.logprobs).sum(1) for truth in TRUTHS]
+    column = [[None if place == 1 else value for place, value in enumerate(row.tolist())] for row in known]
+    with_entropy = table.append_column("entropy", pyarrow.array(column))
+    pyarrow.parquet.write_table(with_entropy, tmp_path / "source" / "rows.parquet")
+    store = imported("parquet", tmp_path / "source", tmp_path / "caches")
+    for number, entropy in enumerate(known):
+        codes = decoded(store, number)["entropy"]
+        unknown = np.arange(len(codes)) == 1
+        assert (codes[unknown] == UNKNOWN_ENTROPY).all()
+        np.testing.assert_allclose(codes[~unknown] * ENTROPY_STEP, entropy[~unknown], atol=ENTROPY_STEP)
+    column[0][0] = -1.0
+    pyarrow.parquet.write_table(
+        table.append_column("entropy", pyarrow.array(column)), tmp_path / "source" / "rows.parquet"
+    )
+    refused("parquet", tmp_path / "source", tmp_path / "others", "row 1: entropy must not be negative, but got -1")
+
+
+def test_tokens_cannot_weigh_by_entropies_that_no_record_holds(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "source")
+    source = CachedRecords(imported("parquet", tmp_path / "source", tmp_path / "caches"))
+    job = {
+        "kind": "train",
+        "student": {"init": {"layers": 1, "hidden_size": 8, "tokenizer": "."}},
+        "cache": {"fingerprint": source.identity},
+        "train": {"max_steps": 1},
+    }
+    require_entropies(parse_config(job), source)
+    with pytest.raises(ConfigError, match="which the records of this cache do not hold"):
+        require_entropies(parse_config(job | {"loss": {"entropy_weighting": 1.0}}), source)
 
 
 def test_training_sees_the_imported_distributions(tmp_path: Path) -> None:

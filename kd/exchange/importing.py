@@ -216,8 +216,8 @@ def _encoded(row: Row, number: int, codec: Codec) -> Records:
     row = resized(row, codec.k)
     assert row.residual is not None
     places = Places(np.full(len(row.positions), number), row.positions)
-    unknown = np.full(len(row.positions), np.nan)
-    return codec.encode_top(row.gold[:, None], unknown, (row.ids, row.logprobs), row.residual, places)
+    entropy = np.full(len(row.positions), np.nan) if row.entropy is None else row.entropy
+    return codec.encode_top(row.gold[:, None], entropy, (row.ids, row.logprobs), row.residual, places)
 
 
 def _padded(row: Row, length: int, tokenizer: PreTrainedTokenizerBase) -> Sequences:

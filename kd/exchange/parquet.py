@@ -27,7 +27,7 @@ from kd.exchange.files import parquet_batches
 from kd.exchange.rows import Row, one_document
 
 NEEDED = ("input_ids", "ids")
-OPTIONAL = ("logprobs", "weights", "document_start", "target_mask", "residual", "gold_logprob")
+OPTIONAL = ("logprobs", "weights", "document_start", "target_mask", "residual", "gold_logprob", "entropy")
 
 
 def rows(path: Path) -> Iterator[Row]:
@@ -59,12 +59,18 @@ def _row(batch: Any, index: int, where: str) -> Row:
     ids[there], logprobs[there] = flat_ids, flat_logprobs
     starts = _per_position(batch, "document_start", index, where, len(tokens))
     start = one_document(len(tokens)) | (False if starts is None else np.nan_to_num(starts) != 0)
-    gold, residual = (_per_position(batch, name, index, where, len(counts)) for name in ("gold_logprob", "residual"))
+    gold, residual, entropy = (
+        _per_position(batch, name, index, where, len(counts)) for name in ("gold_logprob", "residual", "entropy")
+    )
+    if entropy is not None and (entropy < 0).any():
+        least = float(np.nanmin(entropy))
+        raise DataError(f"{where}: entropy must not be negative, but got {least:g}.", "Give it in nats, or null.")
     mask = _per_position(batch, "target_mask", index, where, len(counts))
     row = Row(
         where, tokens, start, np.arange(len(counts)), ids, logprobs,
         np.full(len(counts), np.nan) if gold is None else gold,
         None if residual is None else np.where(np.isnan(residual), -np.inf, residual),
+        entropy=entropy,
     )  # fmt: skip
     return row.keep((counts > 0) & (mask != 0) if mask is not None else counts > 0)
 

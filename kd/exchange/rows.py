@@ -50,13 +50,16 @@ class Row:
     residual: NDArray[Any] | None = None
     rounding: float = MASS_TOLERANCE
     fitted: bool = False
+    entropy: NDArray[Any] | None = None
 
     def keep(self, mask: NDArray[np.bool_]) -> Row:
         """The row with only those records where ``mask`` (P,) is true."""
         residual = None if self.residual is None else self.residual[mask]
         records = (each[mask] for each in (self.positions, self.ids, self.logprobs, self.gold))
         positions, ids, logprobs, gold = records
-        return replace(self, positions=positions, ids=ids, logprobs=logprobs, gold=gold, residual=residual)
+        entropy = None if self.entropy is None else self.entropy[mask]
+        kept = replace(self, positions=positions, ids=ids, logprobs=logprobs, gold=gold)
+        return replace(kept, residual=residual, entropy=entropy)
 
     def refuse(self, place: Any, what: str, remedy: str) -> DataError:
         """The error for what is wrong at the record with index ``place``."""
@@ -158,7 +161,9 @@ def _require_room(row: Row, vocabulary: int) -> None:
     """Every token outside the entries is at most as probable as the last of them, so that much can be missing."""
     assert row.residual is not None
     counts = np.isfinite(row.logprobs).sum(axis=1)
-    last = np.where(np.isfinite(row.logprobs), row.logprobs, 0.0).min(axis=1)
+    # The text's own token may be named beside the most probable ones, however rare it is.
+    ranked = np.isfinite(row.logprobs) & (row.ids != row.tokens[row.positions + 1][:, None])
+    last = np.where(ranked, row.logprobs, 0.0).min(axis=1)
     slack = _FITTED_SLACK if row.fitted else _SLACK
     with np.errstate(divide="ignore"):
         room = last + slack + np.log(np.maximum(vocabulary - counts, 0))
