@@ -15,10 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cache.codec import UNKNOWN_ENTROPY
 from kd import checkpoint
 from kd.batches import Batch, Source, Waited, training_batches
 from kd.checkpoint import Progress, TrainState
@@ -54,6 +56,8 @@ from kd.precision import Precision, ScalerWatch, pick_device, set_tf32, target_h
 from kd.progress import Meter, Monitor
 from kd.resuming import resume_identity
 from kd.targets import TargetDecoder
+
+ENTROPIES_LOOKED_AT = 8  # sequences
 
 
 def train(
@@ -104,6 +108,7 @@ def run_loop(
     # ---- loss
     objective, decoder = Objective.of(config.loss), TargetDecoder.of(source, device)
     require_served(config, decoder)
+    require_entropies(config, source)
     temperature = TemperatureControl.of(config.loss.temperature, steps)
     features = None
     if config.loss.features.weight > 0 and decoder.head is not None:
@@ -150,7 +155,8 @@ def run_loop(
         ahead = LookAhead(student, head, source, decoder, options.batch_size, precision, device)
     watch.restore(progress.watch)
     scale_watch = ScalerWatch(**progress.scale_watch)
-    log = MetricsLog(run_dir / "metrics.jsonl", monitor, progress.step)
+    resumed = progress.first_evaluation is not None  # else all is done again, the evaluation before step 1 too
+    log = MetricsLog(run_dir / "metrics.jsonl", monitor, progress.step if resumed else -1)
     meter = Meter(steps, "steps", done=progress.step)
     reset_peak_memory(device)
 
@@ -325,6 +331,17 @@ def require_served(config: JobConfig, decoder: TargetDecoder) -> None:
         decoder.require(Objective.of(config.loss), *config.loss.temperatures)
     except ValueError as error:
         raise ConfigError([Problem("/loss", str(error), "See `kd cache info` for what a cache holds.")]) from error
+
+
+def require_entropies(config: JobConfig, source: Source) -> None:
+    """Raise ``ConfigError`` where tokens are to weigh by the teacher's entropy, and the first records hold none."""
+    if config.loss.entropy_weighting == 0.0 or source.codec is None:
+        return
+    _, records = source.read(np.arange(min(source.train_count, ENTROPIES_LOOKED_AT)))
+    if records is not None and len(records) and (records["entropy"] == UNKNOWN_ENTROPY).all():
+        detail = "tokens weigh by the teacher's entropy, which the records of this cache do not hold."
+        remedy = "Set it to 0, or capture with a local teacher."
+        raise ConfigError([Problem("/loss/entropy_weighting", detail, remedy)])
 
 
 def fitted(

@@ -110,6 +110,20 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, st
     assert lines[0] == lines[1], "no line lost, doubled or different"
 
 
+def test_killed_before_any_checkpoint_begins_its_history_anew(tmp_path: Path) -> None:
+    def killed(event: Event) -> None:
+        if event.type == "progress" and event.data["done"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_job(), tmp_path / "cut", Monitor(killed))
+    assert read_metrics(tmp_path / "cut" / "metrics.jsonl")
+    run(make_job(), tmp_path / "cut")
+    run(make_job(), tmp_path / "whole")
+    cut, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("cut", "whole"))
+    assert [(line["type"], line["step"]) for line in cut] == [(line["type"], line["step"]) for line in whole]
+
+
 def test_killed_between_checkpoints_resumes_from_the_last_one(tmp_path: Path) -> None:
     """As after kill -9: nothing was saved at the end, and a half-written checkpoint lies about."""
     job = make_job()

@@ -65,8 +65,8 @@ class DataConfig(Section):
         "auto",
         description=(
             "auto goes by the file's suffix; messages = rows with a chat under the key messages, and under tools the "
-            "JSON schemas of its tools if it has any, rendered by the tokenizer's chat template. A template that writes "
-            "today's date is told 26 July 2024, so that the same chats are the same tokens on any day."
+            "JSON schemas of its tools if it has any, rendered by the tokenizer's chat template. A template that "
+            "writes today's date is told 26 July 2024, so that the same chats are the same tokens on any day."
         ),
     )
     text_column: str = Field("text", min_length=1, description="Column (jsonl, parquet, datasets) that holds the text.")

@@ -176,6 +176,8 @@ class JobConfig(Placement):
                 "teacher.backend http gives the most probable tokens only: set cache.profile to topk, not "
                 f"{self.cache.profile}"
             )
+        if self.teacher is not None and self.teacher.backend == "http" and self.loss.entropy_weighting:
+            raise ValueError("teacher.backend http gives no entropies, by which loss.entropy_weighting weighs tokens")
         return self
 
     @model_validator(mode="after")
