@@ -108,7 +108,7 @@ def _wanted(config: DataConfig) -> int | None:
     if kept is None or fraction == 0:
         return kept
     streamed = config.streaming and _datasets(config.train)
-    return next(n for n in itertools.count(kept) if n - _held_out(n, fraction) >= kept) if streamed else None
+    return next(n for n in itertools.count(kept) if n - held_out_count(n, fraction) >= kept) if streamed else None
 
 
 def _load(
@@ -149,7 +149,7 @@ def _reported(documents: Iterator[Document], field: str, monitor: Monitor) -> It
 
 def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
     """Split off the last ``fraction`` of the sequences, at least one: neighbours in a text stay on one side."""
-    held_out = _held_out(len(train), fraction)
+    held_out = held_out_count(len(train), fraction)
     if held_out >= len(train):
         raise DataError(
             f"data.train gives {len(train)} sequence(s), too few to hold {held_out} out.",
@@ -159,7 +159,8 @@ def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
     return train.select(np.arange(cut)), train.select(np.arange(cut, len(train)))
 
 
-def _held_out(count: int, fraction: float) -> int:
+def held_out_count(count: int, fraction: float) -> int:
+    """How many of ``count`` sequences are held out."""
     return max(1, round(count * fraction)) if fraction > 0 else 0
 
 

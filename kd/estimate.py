@@ -24,12 +24,12 @@ import numpy as np
 
 from cache.codec import Codec, id_dtype
 from cache.disk import files_below
-from cache.errors import StorageError
+from cache.errors import PotstillError, StorageError
 from cache.manifest import CacheIdentity, CodecIdentity
 from cache.profiles import PROFILES
 from kd.config.cache import CacheConfig
 from kd.config.job import JobConfig
-from kd.data import find_files, format_of
+from kd.data import find_files, format_of, held_out_count
 from kd.errors import ConfigError, DataError, Problem
 
 #: Bytes of English text a token, where the tokenizer cannot be had.
@@ -241,7 +241,7 @@ def require_space(folder: Path, identity: CacheIdentity, positions: int, width: 
     need = storage_by_table(codec, width).total(positions, identity.shard_count)
     need -= sum(files_below(folder).values())
     free = free_bytes(folder)
-    if need * (0.5 if PROFILES[codec.profile].sampled else 1.0) > free:
+    if need * 0.5 > free:
         raise StorageError(
             f"{folder} needs about {_readable(need)} for {positions:,} tokens of profile {codec.profile}, but "
             f"{_readable(free)} is free.",
@@ -371,7 +371,7 @@ def _work(config: JobConfig, root: Path, tokenizer: _Tokenizer) -> Work:
         return max(math.ceil(text.tokens / data.sequence_length if data.packing else text.unpacked), 1)
 
     count = sequences(train)
-    held = sequences(held_out) if data.validation else math.ceil(count * data.held_out_fraction)
+    held = sequences(held_out) if data.validation else held_out_count(count, data.held_out_fraction)
     kept = min(count if data.validation else count - held, data.max_train_samples or count)
     kept_held = min(held, data.max_eval_samples or held)
     positions = _positions(train, count) * kept + _positions(held_out, sequences(held_out)) * kept_held
@@ -404,8 +404,17 @@ class _Reading:
             raise DataError(f"data.{field}: no file matches {sources}.", "Give a file, a folder or a glob.")
         every = max(len(files) // SAMPLE_FILES, 1)
         chosen = files[::every]
-        read = sum((self._file(file, SAMPLE_BYTES // len(chosen)) for file in chosen), _Text())
+        read = sum((self._readable(file, SAMPLE_BYTES // len(chosen)) for file in chosen), _Text())
         return read.times(_size(files) / max(_size(chosen), 1))
+
+    def _readable(self, path: Path, limit: int) -> _Text:
+        try:
+            return self._file(path, limit)
+        except PotstillError:
+            raise
+        except Exception as error:  # json, gzip, pyarrow, rows of another kind: each has classes of its own
+            what = f"{path} cannot be read as data.format {self.config.data.format}: {type(error).__name__}: {error}."
+            raise DataError(what, "Correct it, or set data.format.") from error
 
     def _file(self, path: Path, limit: int) -> _Text:
         kind = format_of(path, self.config.data)
@@ -423,7 +432,8 @@ class _Reading:
         if data.format != "messages":
             tokens = self.tokenizer.count(str(row.get(data.text_column) or "")) + 1
             return self._documents(tokens, tokens, 1.0)
-        said = [(message.get("role"), self.tokenizer.count(str(message["content"])) + 4) for message in row["messages"]]
+        chat = row["messages"]
+        said = [(each.get("role"), self.tokenizer.count(str(each.get("content") or "")) + 4) for each in chat]
         answers = sum(count for role, count in said if role == "assistant" or not data.assistant_only_loss)
         return self._documents(sum(count for _, count in said), answers, 1.0)
 

@@ -21,7 +21,7 @@ from cache.testing import make_codec, make_identity
 from kd import estimate as estimating
 from kd import trial
 from kd.config.job import JobConfig
-from kd.errors import ConfigError
+from kd.errors import ConfigError, DataError
 from kd.estimate import Estimate, Storage, Work, estimate_by_table, require_space, storage_by_table
 from kd.jobfile import load_config, parse_config
 from kd.pipeline import plan, precompute
@@ -166,6 +166,29 @@ def test_of_chats_only_answers_have_records(tiny_teacher: Path, tmp_path: Path) 
     assert of_answers.positions == pytest.approx(of_all.positions / 4, rel=0.1)
 
 
+def test_a_message_may_have_no_content(tiny_teacher: Path, tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    for number, message in enumerate((call, call | {"content": None})):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text((json.dumps({"messages": [{"role": "user", "content": "a b c " * 30}, message]}) + "\n") * 50)
+        assert estimate_by_table(job(tiny_teacher, path, {"format": "messages"}), Path(), tmp_path).tokens > 0
+
+
+def test_files_that_cannot_be_counted_are_named(tiny_teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "torn.jsonl.gz").write_bytes(b"no gzip")
+    for name, options in (("other.jsonl", {"format": "messages"}), ("torn.jsonl.gz", {})):
+        with pytest.raises(DataError, match=f"{name} cannot be read as data.format"):
+            estimate_by_table(job(tiny_teacher, tmp_path / name, options), Path(), tmp_path)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.03, 0.05])
+def test_as_many_are_held_out_as_will_be(tiny_teacher: Path, tiny_text: Path, tmp_path: Path, fraction: float) -> None:
+    config = job(tiny_teacher, tiny_text, {"validation_fraction": fraction})
+    estimate, corpus = estimate_by_table(config, Path(), tmp_path), plan(config).corpus
+    assert estimate.validation_sequences == len(corpus.validation)
+
+
 @pytest.mark.parametrize("name", ["topk", "dense", "hidden"])
 def test_arithmetic_is_what_a_capture_takes_before_compression(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, name: str
@@ -241,6 +264,19 @@ def test_what_no_disk_holds_is_refused(tmp_path: Path) -> None:
     ) as caught:
         require_space(tmp_path, identity, 10**12, 0)
     assert "cache.threshold" in caught.value.remedy and "KD_HOME" in caught.value.remedy
+
+
+@pytest.mark.parametrize("profile", ["threshold", "topk", "dense", "hidden"])
+def test_what_fits_when_it_is_compressed_is_not_refused(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str
+) -> None:
+    config = job(tiny_teacher, tiny_text, profile=profile)
+    fingerprint = precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    store, identity = open_cache(tmp_path / "caches" / fingerprint), plan(config).identity
+    monkeypatch.setattr(
+        estimating, "free_bytes", lambda folder: round(store.bytes_per_token * store.manifest.positions)
+    )
+    require_space(tmp_path / "elsewhere", identity, store.manifest.positions, 16)
 
 
 def test_a_capture_is_refused_before_its_teacher_is_loaded(
