@@ -259,10 +259,10 @@ def _tally(opened: Cache, index: int, shard: Folder) -> dict[str, NDArray[Any]]:
 
 
 def _most_entries(opened: Cache) -> int:
-    """The largest number of entries that a record can have."""
+    """No record has more entries: sizes sum to 1, and 1 / threshold of them are above it, or drawn, at most."""
     codec = opened.codec
     if PROFILES[codec.profile].sampled:
-        return 1 + len(codec.always_keep) + 2 * 255
+        return 1 + len(codec.always_keep) + 2 * math.ceil(1.0 / codec.threshold)
     return codec.k if codec.profile == "topk" else codec.vocabulary_size
 
 

@@ -199,7 +199,15 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     """
     half_removed = [root / path.name.removeprefix(TEMPORARY) for path in root.glob(f"{TEMPORARY}*")]
     folders = sorted({*_folders(root), *(folder for folder in half_removed if _FINGERPRINT.fullmatch(folder.name))})
-    return [garbage for folder in folders if not _is_busy(folder) for garbage in _garbage_of(folder, older_than)]
+    return [garbage for folder in folders if not _is_busy(folder) for garbage in _listed(folder, older_than)]
+
+
+def _listed(folder: Path, older_than: float) -> list[Garbage]:
+    """Garbage of a cache that nobody held a moment ago; none where files go while one looks: somebody writes to it."""
+    try:
+        return list(_garbage_of(folder, older_than))
+    except FileNotFoundError:
+        return []
 
 
 def collect(garbage: Iterable[Garbage], older_than: float) -> list[Garbage]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Places, Sample
 from cache.disk import files_below
 from cache.errors import CacheCorrupt
 from cache.inspection import diff, same_records, stats
@@ -120,6 +120,32 @@ def test_bytes_by_array_add_up_to_the_folder(opened, profile):
     assert found.bytes["tokens"] == sum(size for name, size in files.items() if "/tokens/" in name)
     assert ("lm_head" in found.bytes) == (profile == "hidden")
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["bytes"] == found.bytes
+
+
+def test_small_thresholds_keep_more_entries_than_a_byte_counts(tmp_path):
+    """Some records hold nearly every token and others few: shards are summed up all the same."""
+    identity = make_identity(vocabulary_size=900, codec=make_codec("threshold", threshold=0.001))
+    codec = identity.record_codec()
+    p_V = np.where(np.arange(900) < 880, 1.0, 0.5) / 890.0
+    with capture(tmp_path, identity) as writer:
+        for index in writer.missing_shards():
+            sequences, records = make_shard(identity, index)
+            if index == 1:
+                count = sequences.positions
+                sample = Sample(
+                    known_logprobs=np.log(np.full((count, 1), p_V[0])),
+                    entropy=np.full(count, 6.8),
+                    head_count=np.full(count, 879),
+                    head_ids=np.tile(np.arange(1, 880), count),
+                    head_logprobs=np.log(np.tile(p_V[1:880], count)),
+                    tail_count=np.full(count, 10),
+                    tail_ids=np.tile(np.arange(880, 890), count)[:, None],
+                )
+                records = codec.encode_sample(sample, Places(np.zeros(count, np.int64), np.arange(count)))
+            writer.write_shard(index, sequences, records)
+        writer.finish(PROVENANCE)
+    found = stats(open_cache(tmp_path / identity.fingerprint)).entries
+    assert (found.max, found.p50 < 500) == (1 + 879 + 10, True)
 
 
 def test_what_an_import_does_not_know_is_left_out(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache import operations
 from cache.disk import files_below
 from cache.errors import CacheCorrupt, CacheError, CacheMismatch, CacheNotFound
 from cache.inspection import same_records
@@ -341,6 +342,21 @@ def test_a_capture_under_way_is_never_touched(tmp_path):
         fill(writer)
     assert collect([found], 0) == [], "it has been completed since it was found"
     assert verify(writer.folder) == []
+
+
+def test_files_that_go_while_one_looks_end_no_search_for_garbage(store, monkeypatch):
+    """A capture may begin between the look at its lock and the look at its files."""
+    other = shutil.copytree(store, store.parent / ("0" * 64))
+    (store / ".tmp-x").write_bytes(b"x")
+    real = operations._garbage_of
+
+    def vanishing(folder, older_than):
+        if folder == other:
+            raise FileNotFoundError(folder / "seals" / "000000.json")
+        return real(folder, older_than)
+
+    monkeypatch.setattr(operations, "_garbage_of", vanishing)
+    assert [found.path for found in find_garbage(store.parent, 0)] == [store / ".tmp-x"]
 
 
 def test_what_is_no_cache_is_left_alone(store):
