@@ -98,7 +98,9 @@ def _teacher_name(config: JobConfig, source: Source) -> str | None:
     """As the job names it, or as the cache does that the job names."""
     if not isinstance(source, CachedRecords):
         return None
-    return config.teacher.model if config.teacher is not None else source.store.manifest.provenance.teacher_name
+    if config.teacher is None or config.cache.fingerprint is not None:
+        return source.store.manifest.provenance.teacher_name
+    return config.teacher.model
 
 
 def _teacher_facts(source: Source, at_once: int) -> Report:

@@ -301,6 +301,8 @@ FLOORS = [
     ("tempered", 1.7, Objective(0.4)),
     ("dense", 1.0, Objective(0.4)),
     ("dense", 0.6, Objective(0.4)),
+    ("dense", 1.0, Objective(0.4, entropy_weighting=4.0)),
+    ("dense", 1.0, Objective(0.3, entropy_weighting=-4.0)),
     ("dense", 2.0, Objective(0.3, "reverse_kl")),
     ("hidden", 1.5, Objective(0.3, "jsd", z_loss=1e-3)),
     ("dense", 1.0, Objective(0.3, "skew_kl")),

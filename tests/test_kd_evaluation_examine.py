@@ -84,6 +84,24 @@ def test_a_run_is_measured_against_teacher_and_start(job: dict[str, Any], run_di
     assert f"Measured on {report['evaluation']['tokens']} held-out tokens" in page and "## Samples" in page
 
 
+def test_the_start_is_that_of_the_run_s_own_job(job: dict[str, Any], run_dir: Path, tmp_path: Path) -> None:
+    """A search's trials have jobs of their own, and a job file may have been edited since."""
+    trial = parse_config(job | {"student": {"init": {"layers": 1, "hidden_size": 8}}})
+    expected = look(trial.model_dump(mode="json"), "mine", tmp_path / "home", tmp_path / "expected")
+    (run_dir / "config.json").write_text(trial.model_dump_json())
+    found = look(job, "mine", tmp_path / "home", tmp_path / "found")
+    (run_dir / "config.json").write_text("{}")  # of another version, say: then the job file it is
+    others = look(job, "mine", tmp_path / "home", tmp_path / "others")
+    start = [report["evaluation"]["models"][BEFORE]["perplexity"] for report in (expected, found, others)]
+    assert start[0] == start[1] != start[2]
+
+
+def test_a_job_that_trains_nothing_can_say_what_to_measure(job: dict[str, Any], run_dir: Path, tmp_path: Path) -> None:
+    asked = {name: section for name, section in job.items() if name != "train"} | {"kind": "precompute"}
+    report = look(asked, "mine", tmp_path / "home", tmp_path / "found")
+    assert list(report["evaluation"]["models"]) == [STUDENT, TEACHER]
+
+
 def test_the_teacher_as_a_model_is_its_own_equal(job: dict[str, Any], tiny_teacher: Path, tmp_path: Path) -> None:
     measured = look(job, tiny_teacher, tmp_path / "home", tmp_path / "out")["evaluation"]["models"]
     assert list(measured) == [STUDENT, TEACHER], "no start is known of a model that no run made"

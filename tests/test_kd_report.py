@@ -202,6 +202,27 @@ def test_the_page_says(changes: dict[str, Any], line: str) -> None:
     assert line not in render(BARE)
 
 
+def test_a_roll_back_is_told_among_the_checks() -> None:
+    """Its verdict is sound, for the run goes on; but it is no check that was passed."""
+    verdicts = [
+        {"check": "parity", "ok": True, "message": "It agrees.", "step": 0, "remedy": ""},
+        {"check": "spike", "ok": True, "message": "Back to step 40 with half the rate.", "step": 40, "remedy": ""},
+    ]
+    page = render(BARE | {"checks": verdicts})
+    assert "Step 40, spike: Back to step 40 with half the rate." in page
+    assert "- Checks passed: parity." in page
+
+
+def test_the_teacher_is_the_one_whose_records_were_read(trained: Trained, tmp_path: Path) -> None:
+    store = trained.source.store
+    assert trained.config.teacher is not None
+    other = trained.config.teacher.model_copy(update={"model": "elsewhere/other"})
+    sealed = trained.config.cache.model_copy(update={"fingerprint": store.identity.fingerprint})
+    config = trained.config.model_copy(update={"teacher": other, "cache": sealed})
+    report = make_report(config, trained.source, trained.student, trained.progress, vocabulary_size(trained.tokenizer))
+    assert report["teacher"] == store.manifest.provenance.teacher_name == trained.config.teacher.model
+
+
 def test_a_sample_cannot_break_the_page() -> None:
     samples = {STUDENT: [{"prompt": "# a\n\n```", "text": "| b |\n<i>"}]}
     page = render(BARE | {"evaluation": {"models": {}, "samples": samples}})

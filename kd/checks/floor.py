@@ -38,7 +38,8 @@ def least_loss(targets: Targets, objective: Objective, vocabulary: int) -> float
     s_NV = _sought(targets, objective, vocabulary).log()
     with torch.no_grad():
         least = float(dense_loss(s_NV, free, targets, objective).total)
-    if objective.alpha in (0.0, 1.0) or (objective.divergence == "forward_kl" and float(targets.temperature) == 1.0):
+    mixed = objective.divergence == "forward_kl" and float(targets.temperature) == 1.0
+    if objective.alpha in (0.0, 1.0) or (mixed and not objective.entropy_weighting):
         return least
     return min(least, _searched(s_NV.requires_grad_(), free, targets, objective))
 

@@ -15,10 +15,11 @@ from kd import models
 from kd.batches import PlainText, Source
 from kd.config.job import JobConfig
 from kd.data import load_corpus
-from kd.errors import DataError
+from kd.errors import ConfigError, DataError
 from kd.evaluation.closer import Run, look_closer, require_possible
 from kd.evaluation.pages import closing_sections, table_of_models
-from kd.files import write_json, write_text
+from kd.files import read_json, write_json, write_text
+from kd.jobfile import parse_config
 from kd.pipeline import cut_as, open_source
 from kd.progress import SILENT, Monitor, finite
 from kd.student import load_saved
@@ -57,20 +58,29 @@ def examine(config: JobConfig, target: Target, home: Path, out: Path, monitor: M
     The teacher is run wherever the job has one that can; the student before training is that of a run's job. Raises
     ``ConfigError`` for an evaluation that is impossible, ``DataError`` where the job holds nothing out.
     """
-    config = with_teacher(config)
+    config = with_teacher(as_trained(config, target.run))
     require_possible(config)
     models.hide_progress_bars()
     monitor.emit("stage", stage="train", phase="loading the model and the text")
     tokenizer = models.load_tokenizer(target.model)
     source, config = open_text(config, tokenizer, home, target.run or out, monitor)
     student = load_saved(target.model)
-    with_start = target.run is not None and config.student is not None
+    with_start = target.run is not None and config.student is not None and config.train is not None
     found = look_closer(config, source, student, Run(out, tokenizer, monitor, target.run), with_start)
     teacher = config.teacher.model if config.evaluation.teacher and config.teacher is not None else None
     report: Report = finite({"name": config.name, "model": str(target.model), "teacher": teacher, **found})
     write_json(out / "report.json", report)
     write_text(out / "report.md", render(report))
     return report
+
+
+def as_trained(config: JobConfig, run: Path | None) -> JobConfig:
+    """``config`` with the student and the training of ``run``, whose job may be another: a trial of a search is."""
+    try:
+        made = parse_config(read_json(run / "config.json")) if run is not None else None
+    except (ConfigError, ValueError):  # missing, damaged, or of another version
+        made = None
+    return config if made is None else config.model_copy(update={"student": made.student, "train": made.train})
 
 
 def with_teacher(config: JobConfig) -> JobConfig:

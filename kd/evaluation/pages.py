@@ -47,8 +47,8 @@ def closing_sections(report: Found) -> list[str]:
 
 def _checks(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the checks of the training objected to, each with its step; that all is well in one line."""
-    wrong = [verdict for verdict in verdicts if not verdict["ok"]]
-    sound = ", ".join(dict.fromkeys(verdict["check"] for verdict in verdicts if verdict["ok"]))
+    wrong = [verdict for verdict in verdicts if not verdict["ok"] or verdict["check"] == "spike"]
+    sound = ", ".join(dict.fromkeys(verdict["check"] for verdict in verdicts if verdict not in wrong))
     lines = [f"- Step {verdict['step']:,}, {verdict['check']}: {verdict['message']}" for verdict in wrong]
     return [*([f"- Checks passed: {sound}."] if sound else []), *(["", "## Checks", "", *lines] if lines else [])]
 
