@@ -31,7 +31,7 @@ from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.levers.adapters import add_adapters
-from kd.levers.inheritance import student_of
+from kd.levers.inheritance import hollow_student_of, student_of
 from kd.validate import HUB_ID, remote_code_allowed
 
 
@@ -212,17 +212,23 @@ def build_student(
 
 
 def _without_adapters(
-    config: StudentConfig, tokenizer: PreTrainedTokenizerBase, context: int, teacher: TeacherConfig | None
+    config: StudentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None,
+    hollow: bool = False,
 ) -> PreTrainedModel:
+    """The student, or where it is to be ``hollow`` its shape alone."""
+    read, cut = (_hollow, hollow_student_of) if hollow else (load, student_of)
     if config.init is not None:
         return _fresh_llama(config.init, tokenizer, context)
     if config.from_teacher is None:
         assert config.model is not None
-        return load(resolve(config.model, config.revision), torch.float32)
+        return read(resolve(config.model, config.revision), torch.float32)
     assert teacher is not None, "JobConfig refuses a student out of a teacher that it does not have"
     folder = resolve(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
-    whole = load(folder, torch.float32, teacher.gguf_file, allowed_remote_code(teacher))
-    return student_of(whole.eval(), config.from_teacher)
+    whole = read(folder, torch.float32, teacher.gguf_file, allowed_remote_code(teacher))
+    return cut(whole.eval(), config.from_teacher)
 
 
 def _fresh_llama(init: StudentInit, tokenizer: PreTrainedTokenizerBase, context: int) -> PreTrainedModel:
@@ -257,7 +263,46 @@ def load(
             "GGUF files need: pip install 'potstill[gguf]'." if gguf_file else "It must be a causal language model."
         )
         raise ModelError(f"the model in {folder} cannot be loaded: {_first_line(error)}", remedy) from error
+    _forget_gguf(model)
     return model
+
+
+def _forget_gguf(model: PreTrainedModel) -> None:
+    """Take off the mark of a GGUF file: its weights were unpacked, and transformers saves no model that bears it."""
+    if getattr(getattr(model.config, "quantization_config", None), "quant_method", None) == "gguf":
+        del model.config.quantization_config
+        for name, value in {"hf_quantizer": None, "is_quantized": False}.items():
+            setattr(model, name, value)
+
+
+def require_student(
+    config: StudentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None = None,
+) -> None:
+    """Raise what ``build_student`` would of a shape that cannot be; no weights are read or made."""
+    with torch.device("meta"):
+        student = _without_adapters(config, tokenizer, context, teacher, hollow=True)
+        if config.lora is not None:
+            add_adapters(student, config.lora)
+
+
+def _hollow(
+    folder: Path, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """What ``load`` gives, without its weights where the device "meta" is the default."""
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        shape = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
+        hollow: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shape, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        raise ModelError(
+            f"the model in {folder} cannot be made: {_first_line(error)}", "It must be a causal language model."
+        ) from error
+    return hollow
 
 
 def _first_line(error: Exception) -> str:

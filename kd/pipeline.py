@@ -76,11 +76,21 @@ def run_stage(stage: str, config: JobConfig, home: Path, run_dir: Path, monitor:
 def precompute(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Make sure that a sealed cache for this job exists, capturing it if it does not."""
     planned = plan(config, monitor)
+    require_student(config, planned)
     monitor.emit("plan", fingerprint=planned.identity.fingerprint)  # whose cache it is, before anything lies there
     summary = capture(planned, home / "caches", monitor)
     write_json(run_dir / "cache.json", {**summary, "inputs": cache_inputs(config)})
     monitor.emit("cache", **summary)
     return {"cache": summary}
+
+
+def require_student(config: JobConfig, planned: Plan) -> None:
+    """Raise what training would of the job's student, by its tokenizer and shape: the capture may take days."""
+    if config.student is None or config.stages == ("precompute",):
+        return
+    own = student_tokenizer(config)
+    models.require_same_tokenizer(own, models.probe(planned.tokenizer, models.PROBES))
+    models.require_student(config.student, own, config.data.sequence_length, config.teacher)
 
 
 def verify_cache(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

@@ -611,6 +611,43 @@ def test_a_gguf_teacher_computes_what_its_original_computes(tokenizer, tmp_path,
     assert models.fingerprint(tmp_path, "tiny.gguf") != before
 
 
+def test_a_student_cut_out_of_a_gguf_teacher_is_a_model_like_any_other(tokenizer, tmp_path):
+    """transformers marks what it unpacked from GGUF, and saves nothing that bears the mark."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(**LLAMA | {"vocab_size": 2048, "num_hidden_layers": 2}, tie_word_embeddings=False)
+    write_gguf(LlamaForCausalLM(shape), tokenizer, tmp_path / "tiny.gguf", np.float32)
+    teacher = TeacherConfig(model=str(tmp_path), gguf_file="tiny.gguf")
+    config = StudentConfig.model_validate({"from_teacher": {"layers": 1}})
+    models.build_student(config, tokenizer, 32, teacher).save_pretrained(tmp_path / "student")
+    written = json.loads((tmp_path / "student" / "config.json").read_text())
+    assert "quantization_config" not in written
+    (tmp_path / "student" / "config.json").write_text(
+        json.dumps(written | {"quantization_config": {"quant_method": "gguf", "gguf_file": "tiny.gguf"}})
+    )  # as an earlier version left it
+    models.load(tmp_path / "student", torch.float32).save_pretrained(tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "student, message",
+    [
+        ({"from_teacher": {"layers": 200}}, "student.from_teacher.layers is 200, but the teacher .* has only"),
+        ({"from_teacher": {"layers": 1, "hidden_size": 9}}, "has this shape"),
+        ({"from_teacher": {"layers": 1}, "lora": {"targets": ["foo"]}}, "no linear layer named foo"),
+        ({"model": "TEACHER", "lora": {"targets": ["foo"]}}, "no linear layer named foo"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_known_without_weights(tiny_teacher, tokenizer, tmp_path, student, message):
+    shutil.copytree(tiny_teacher, tmp_path / "t")
+    (tmp_path / "t" / "model.safetensors").write_bytes(b"not to be read")
+    raw = json.loads(json.dumps(student).replace("TEACHER", str(tmp_path / "t")))
+    teacher = TeacherConfig(model=str(tmp_path / "t"))
+    with pytest.raises(ModelError, match=message):
+        models.require_student(StudentConfig.model_validate(raw), tokenizer, 32, teacher)
+    for sound in ({"init": {"layers": 1, "hidden_size": 16}}, {"from_teacher": {"layers": 1}, "lora": {}}):
+        models.require_student(StudentConfig.model_validate(sound), tokenizer, 32, teacher)
+
+
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"nothing of the kind")
     with pytest.raises(ModelError, match="cannot be loaded"):

@@ -391,15 +391,35 @@ def test_a_damaged_cache_is_refused_and_captured_anew(done, job, home, flip):
 
 
 def test_a_student_with_another_tokenizer_is_refused_before_training(job, home, tiny_teacher, tmp_path):
-    other = shutil.copytree(tiny_teacher, tmp_path / "permuted")
-    path = other / "tokenizer.json"
+    other = permuted(tiny_teacher, tmp_path / "permuted")
+    with pytest.raises(TokenizerMismatch, match="does not encode text as the cache's does") as caught:
+        run(job | {"kind": "train", "student": {"model": str(other)}}, home)
+    assert caught.value.remedy and not (home / "runs" / "x" / "checkpoints").exists()
+
+
+def permuted(tiny_teacher: Path, folder: Path) -> Path:
+    """The teacher with a tokenizer of equal size that numbers two letters otherwise."""
+    path = Path(shutil.copytree(tiny_teacher, folder)) / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     vocabulary["e"], vocabulary["o"] = vocabulary["o"], vocabulary["e"]
     path.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(TokenizerMismatch, match="does not encode text as the cache's does") as caught:
-        run(job | {"kind": "train", "student": {"model": str(other)}}, home)
-    assert caught.value.remedy and not (home / "runs" / "x" / "checkpoints").exists()
+    return folder
+
+
+def test_a_student_that_cannot_be_is_refused_before_the_capture(job, tiny_teacher, tmp_path):
+    """It is the teacher's reading that takes days."""
+    wrong = [
+        ({"model": str(permuted(tiny_teacher, tmp_path / "permuted"))}, TokenizerMismatch, "does not encode text"),
+        ({"from_teacher": {"layers": 200}}, ModelError, "but the teacher .* has only"),
+        ({"model": str(tiny_teacher), "lora": {"targets": ["foo"]}}, ModelError, "no linear layer named foo"),
+    ]
+    for student, error, message in wrong:
+        with pytest.raises(error, match=message):
+            run(job | {"student": student}, tmp_path / "home")
+        assert not (tmp_path / "home" / "caches").exists()
+    alone = {key: value for key, value in job.items() if key != "train"} | {"kind": "precompute"}
+    assert run(alone | {"student": wrong[0][0]}, tmp_path / "home")["cache"], "whoever captures alone may say anything"
 
 
 def test_input_that_is_wrong_is_refused_before_anything_is_written(job, tmp_path):

@@ -70,6 +70,12 @@ def student_of(teacher: PreTrainedModel, plan: StudentFromTeacher) -> PreTrained
     return student
 
 
+def hollow_student_of(teacher: PreTrainedModel, plan: StudentFromTeacher) -> PreTrainedModel:
+    """What ``student_of`` makes, without weights, of a ``teacher`` that need have none; raises what it does."""
+    _require_smaller(teacher, plan)
+    return _empty(teacher, plan, picked_layers(teacher.config.num_hidden_layers, plan))
+
+
 def picked_layers(layers: int, plan: StudentFromTeacher) -> tuple[int, ...]:
     """Which of the teacher's ``layers`` become the student's, in order."""
     count, gaps = plan.layers, max(plan.layers - 1, 1)
