@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -113,13 +113,18 @@ class Origin:
         gguf_file = path.name if path.suffix == ".gguf" else None
         place = path.parent if gguf_file else path
         config = TeacherConfig(
-            model=str(place) if place.exists() else name or provenance.teacher_name,
+            model=str(place) if place.exists() else _hub_id(name or provenance.teacher_name, gguf_file),
             revision=None if name else provenance.teacher_revision or None,
             gguf_file=gguf_file,
             trust_remote_code=remote_code_allowed(),
         )
         folder = models.resolve(config.model, config.revision)
         return cls(config, folder, models.fingerprint(folder, gguf_file) == store.identity.teacher.model_sha256)
+
+
+def _hub_id(name: str, gguf_file: str | None) -> str:
+    """``owner/model`` of ``owner/model/file.gguf``."""
+    return name if gguf_file is None else str(PurePosixPath(name).parent)
 
 
 def temperatures_of(codec: Codec) -> tuple[float, ...]:

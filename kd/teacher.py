@@ -282,7 +282,7 @@ def _provenance(plan: Plan) -> Provenance:
     excerpt = str(tokenizer.decode(plan.corpus.train.tokens[0][:256].tolist(), skip_special_tokens=True))
     special = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
     return Provenance(
-        teacher_name=plan.teacher.model,
+        teacher_name="/".join([plan.teacher.model, *filter(None, [plan.teacher.gguf_file])]),
         teacher_revision=plan.teacher.revision or "",
         probes=models.probe(tokenizer, (*models.PROBES, excerpt)),
         special_tokens={name: int(value) for name, value in special.items() if value is not None},

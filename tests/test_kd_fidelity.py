@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cache.manifest import FidelityRow
 from cache.records import Records, Sequences
@@ -26,6 +26,7 @@ from kd.jobfile import parse_config
 from kd.pipeline import precompute
 from kd.progress import SILENT, Event, Monitor
 from kd.sampling import Chance
+from tests.test_kd_models import write_gguf
 from tests.test_services_cli import kd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -255,6 +256,25 @@ def test_kd_cache_fidelity_with_another_teacher(home: Path, stores: dict[str, Ca
     assert any(line.startswith("gold_error at temperature 1 is") for line in answer["problems"])
     assert answer["written"] is False
     assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_a_gguf_teacher_is_found_where_the_cache_says(tokenizer: Any, tiny_text: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    (tmp_path / "teacher").mkdir()
+    write_gguf(LlamaForCausalLM(shape), tokenizer, tmp_path / "teacher" / "tiny.gguf", np.float32)
+    job = {
+        "kind": "precompute",
+        "teacher": {"model": str(tmp_path / "teacher"), "gguf_file": "tiny.gguf"},
+        "data": {"train": str(tiny_text), "sequence_length": 16, "max_train_samples": 4, "max_eval_samples": 1},
+    }
+    found = precompute(parse_config(job), tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    store = open_cache(tmp_path / "caches" / found)
+    origin = Origin.find(store, None, tmp_path)
+    assert origin.genuine and origin.config.gguf_file == "tiny.gguf" and origin.folder == tmp_path / "teacher"
 
 
 def test_records_of_a_server_or_of_an_import_have_no_live_teacher(stores: dict[str, Cache], tmp_path: Path) -> None:
