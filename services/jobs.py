@@ -18,7 +18,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kd.config.job import JobConfig
-from services.schemas import Action, Job, Status, WorkerState, links_of
+from services.schemas import Action, Job, JobResources, Status, WorkerState, links_of
+from services.settings import SEARCH
 
 SCRIPT = Path(__file__).with_name("jobs.lua").read_text(encoding="utf-8")
 MENDED = 100  #: open jobs that one call of mend looks at
@@ -224,6 +225,32 @@ def job_of(record: Mapping[str, str], **more: Any) -> Job:
     )
 
 
+def nobody_for(job: Job, workers: Iterable[WorkerState]) -> str | None:
+    """Why none of these workers could run a queued job, idle or busy; None where one could.
+
+    None too of a job that asks for nothing, which any worker will do that comes, and of a search, which an API drives.
+    """
+    needs = job.resources
+    if job.stage == SEARCH or not (needs.gpus or needs.memory):
+        return None
+    serving = [worker for worker in workers if job.stage in worker.stages]
+    if any(worker.device.covers(needs.gpus, needs.memory) for worker in serving):
+        return None
+    if not serving:
+        return f"No worker of stage {job.stage} is at work; the job waits until one comes that has {_in_words(needs)}."
+    return f"No worker at work on stage {job.stage} has {_in_words(needs)}; the job waits until one comes that has."
+
+
+def _in_words(needs: JobResources) -> str:
+    """What a job asks for, where it asks for something: 2 GPUs with 24 GiB each."""
+    memory = f"{needs.memory / 2**30:.4g} GiB" if needs.memory else ""
+    if not needs.gpus:
+        return f"{memory} of memory"
+    gpus = "1 GPU" if needs.gpus == 1 else f"{needs.gpus} GPUs"
+    each = " each" if needs.gpus > 1 else ""
+    return f"{gpus} with {memory}{each}" if memory else gpus
+
+
 class JobStore:
     """Jobs in Redis. Every change is one call of ``jobs.lua``; every method may raise ``RedisError``."""
 
@@ -310,18 +337,24 @@ class JobStore:
             pipeline.smembers(f"kd:job:{record['id']}:waits")
             pipeline.zrank(f"kd:queue:{record['stage']}", record["id"])
         around = pipeline.execute() if records else []
+        workers = self.workers() if any(position is not None for position in around[1::2]) else []
         pace: dict[str, float | None] = {}
         for record, waits_for, position in zip(records, around[::2], around[1::2], strict=True):
-            more = {"waits_for": sorted(waits_for), "queue_position": position}
-            if position is not None:
-                stage = record["stage"]
-                pace[stage] = pace[stage] if stage in pace else self._seconds_per_job(stage)
-                more["estimated_start_at"] = _in_seconds((position + 1) * pace[stage]) if pace[stage] else None
-            yield job_of(record, **more)
+            job = job_of(record, waits_for=sorted(waits_for), queue_position=position)
+            if position is None:
+                yield job
+            elif why := nobody_for(job, workers):
+                yield job.model_copy(update={"reason": why})
+            else:
+                if job.stage not in pace:
+                    pace[job.stage] = self._seconds_per_job(sum(job.stage in worker.stages for worker in workers))
+                seconds = pace[job.stage]
+                start = _in_seconds((position + 1) * seconds) if seconds else None
+                yield job.model_copy(update={"estimated_start_at": start})
 
-    def _seconds_per_job(self, stage: str) -> float | None:
-        """How often a place in the queue becomes free, by the mean duration of earlier jobs; None if unknown."""
-        workers, seconds, runs = self.workers_of(stage), 0.0, 0.0
+    def _seconds_per_job(self, workers: int) -> float | None:
+        """How often one of so many workers becomes free, by the mean duration of earlier jobs; None if unknown."""
+        seconds, runs = 0.0, 0.0
         for name, labels, value in self.counters():
             if labels.get("status") == "succeeded":
                 seconds += value if name == "kd_job_duration_seconds_sum" else 0

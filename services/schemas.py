@@ -110,7 +110,13 @@ class Job(View):
     parent: str | None = Field(None, description="The search whose trial this job is; null for any other.")
     labels: dict[str, str] = Field(default_factory=dict, description="Words to find it by.")
     status: Status
-    reason: str | None = Field(None, description="Why it waits or ended, in a word: dependencies, deadline_exceeded.")
+    reason: str | None = Field(
+        None,
+        description=(
+            "Why it waits or ended, in a word: dependencies, deadline_exceeded. Of a queued job a sentence, where no "
+            "worker has the resources that it asks for, idle or busy."
+        ),
+    )
     stage: str = Field(description="The stage under way, or to come: precompute, train or search.")
     phase: str | None = Field(None, description="What the stage is doing, in a word or two.")
     priority: int = Field(5, description="Of queued jobs the highest goes first, 0 to 9.")
@@ -119,7 +125,11 @@ class Job(View):
     resources: JobResources = Field(default_factory=JobResources, description="What a worker must have.")
     queue_position: int | None = Field(None, description="Jobs before it in the queue; null unless queued.")
     estimated_start_at: datetime | None = Field(
-        None, description="By the mean duration of earlier jobs; null where there are none, or unless queued."
+        None,
+        description=(
+            "By the mean duration of earlier jobs; null where there are none, unless queued, or where no worker has "
+            "what the job asks for."
+        ),
     )
     worker: str | None = Field(None, description="The worker that has it; null unless one has.")
     progress: Progress
@@ -156,6 +166,10 @@ class Device(View):
     index: str = Field("", description="Numbers of its GPUs, for example 0 or 0,1; empty for cpu.")
     count: int = Field(0, description="GPUs.")
     memory_bytes: int = Field(0, description="Of each GPU, or of the host.")
+
+    def covers(self, gpus: int | None, memory: int | None) -> bool:
+        """Whether it has what a job asks for; None = nothing in particular. Memory that is not known is enough."""
+        return (gpus or 0) <= self.count and (memory or 0) <= (self.memory_bytes or 1 << 62)
 
 
 class WorkerState(View):

@@ -584,6 +584,54 @@ def test_who_does_not_fit_blocks_nobody(jobs: JobStore) -> None:
     assert jobs.claim_next("train", "w", 5, Capacity(8, 1 << 40)).id == large[0]
 
 
+CPU = Device(memory_bytes=8 << 30)
+GPU = Device(kind="cuda", name="T", index="0", count=1, memory_bytes=16 << 30)
+
+
+def show(jobs: JobStore, worker: str, device: Device, stage: str = "train", **more: Any) -> None:
+    jobs.show_worker(WorkerState(id=worker, stages=[stage], device=device, **more), 30)
+
+
+@pytest.mark.parametrize(
+    ("resources", "asked"),
+    [
+        ({"gpus": 2}, "2 GPUs"),
+        ({"gpus": 1, "memory": "24GiB"}, "1 GPU with 24 GiB"),
+        ({"gpus": 2, "memory": "1.5GiB"}, "2 GPUs with 1.5 GiB each"),
+        ({"memory": "24GiB"}, "24 GiB of memory"),
+    ],
+)
+def test_a_job_that_no_worker_could_run_says_so_and_is_promised_no_start(
+    jobs: JobStore, resources: dict[str, Any], asked: str
+) -> None:
+    jobs.count("kd_job_duration_seconds_sum", 100, kind="train", status="succeeded")
+    jobs.count("kd_job_duration_seconds_count", 1, kind="train", status="succeeded")
+    job_id, plain = queued(jobs, resources=resources), queued(jobs, resources={"gpus": 0})
+    show(jobs, "other:1", Device(kind="cuda", count=8, memory_bytes=1 << 40), "precompute")
+    nobody = f"No worker of stage train is at work; the job waits until one comes that has {asked}."
+    assert (job_of(jobs, job_id).reason, job_of(jobs, plain).reason) == (nobody, None)
+    show(jobs, "cpu:1", CPU)
+    show(jobs, "gpu:1", GPU)
+    job = job_of(jobs, job_id)
+    assert job.reason == f"No worker at work on stage train has {asked}; the job waits until one comes that has."
+    assert (job.estimated_start_at, job.queue_position) == (None, 0)
+    assert [each.reason for each in jobs.page(JobQuery(), 2).jobs] == [None, job.reason]
+    assert (job_of(jobs, plain).reason, job_of(jobs, plain).estimated_start_at is None) == (None, False)
+    show(jobs, "big:1", Device(kind="cuda", count=2, memory_bytes=1 << 36), job=plain)
+    job = job_of(jobs, job_id)
+    assert (job.reason, job.estimated_start_at is None) == (None, False), "a busy one will do"
+    jobs.hide_worker("big:1")
+    jobs.change("pause", job_id)
+    assert job_of(jobs, job_id).reason is None, "it waits for nobody"
+
+
+def test_a_search_waits_for_no_worker(jobs: JobStore) -> None:
+    space = {"train.learning_rate": {"choices": [0.1, 0.2]}}
+    claim = running(jobs, "search", search={"space": space}, data=HELD_OUT, resources={"gpus": 1})
+    jobs.advance(claim, "search")
+    assert (job_of(jobs, claim.id).status, job_of(jobs, claim.id).reason) == ("queued", None)
+
+
 def test_an_estimate_of_the_start_needs_a_worker_and_a_job_that_has_ended(jobs: JobStore) -> None:
     first, second = queued(jobs), queued(jobs)
     assert job_of(jobs, second).estimated_start_at is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from services.jobs import Caller
+from services.schemas import WorkerState
 from services.terminal.client import Client, Refused, Unreachable
 from tests.api import running, serving, tell, with_keys
 from tests.harness import ROOT, Parts, config
@@ -69,6 +71,20 @@ def test_a_job_is_paused_resumed_cancelled_retried_and_deleted(shell: Shell) -> 
     assert "delete, retry" in refused.stderr
     assert shell.ok("jobs", "rm", job_id, "--artifacts").strip() == f"{job_id}: deleted"
     assert "no job" in shell.kd("jobs", "show", job_id).stderr
+
+
+def test_a_job_that_no_worker_could_run_says_so_once(shell: Shell) -> None:
+    job_id = shell.parts.jobs.create(config("quick", resources={"gpus": 1}), ALICE).id
+    for action in ("pause", "resume"):
+        shell.parts.jobs.change(action, job_id)
+    shell.parts.jobs.show_worker(WorkerState(id="cpu:1", stages=["train"]), 30)
+    why = "No worker at work on stage train has 1 GPU; the job waits until one comes that has."
+    assert re.search(rf"^reason +{why}$", shell.ok("jobs", "show", job_id), re.MULTILINE)
+    threading.Timer(4.0, shell.parts.jobs.change, ["cancel", job_id]).start()
+    lines = shell.kd("watch", job_id).stderr.splitlines()
+    assert lines == ["train: queued", why, "paused", "train: queued", "cancelled"]
+    assert why not in shell.kd("watch", job_id).stderr, "what has ended waits for nobody"
+    shell.parts.jobs.hide_worker("cpu:1")
 
 
 def test_a_running_job_is_asked(shell: Shell) -> None:

@@ -14,7 +14,7 @@ from kd.config.student import StudentInit
 from kd.estimate import estimate_by_table, free_bytes, vocabulary_size
 from services.api.views import JobPlan, MemoryEstimate
 from services.schemas import JobEstimate, WorkerState
-from services.settings import Settings
+from services.settings import SEARCH, Settings
 
 #: Bytes that an optimiser keeps for each parameter, in float32; adafactor's rows and columns are next to nothing.
 OPTIMIZER_BYTES = {"adamw": 8, "adafactor": 0, "muon": 8, "lion": 4, "lars": 4, "schedule_free": 8}
@@ -143,11 +143,7 @@ def _warnings(
         yield "loss.alpha 1 gives the teacher no weight, but it is captured all the same: alpha weighs the hard labels."
     for stage in config.stages:
         serving = [worker for worker in workers if stage in worker.stages]
-        if stage != "search" and not any(_fits(config, worker) for worker in serving):
+        needs = config.resources
+        if stage != SEARCH and not any(worker.device.covers(needs.gpus, needs.memory) for worker in serving):
             found = "none of them has the resources asked for" if serving else "there is none"
             yield f"The job will wait for a worker of stage {stage}: {found}."
-
-
-def _fits(config: JobConfig, worker: WorkerState) -> bool:
-    needs, device = config.resources, worker.device
-    return (needs.gpus or 0) <= device.count and (needs.memory or 0) <= (device.memory_bytes or 1 << 62)

@@ -74,6 +74,9 @@ class Display:
         size = _number("bytes per token", data.get("bytes_per_token"), ".1f")
         self._say(f"cache {str(data.get('fingerprint'))[:12]}: {size}{reused}")
 
+    def _on_reason(self, data: dict[str, Any]) -> None:
+        self._say(str(data["reason"]))
+
     def _on_warning(self, data: dict[str, Any]) -> None:
         self._say(f"warning: {data.get('message')}")
 

@@ -229,7 +229,7 @@ def _follow(client: Client, job_id: str, as_json: bool) -> None:
 
     try:
         with Display(err) as display:
-            for kind, data in client.events(job_id):
+            for kind, data in _told(client, job_id):
                 display.show(kind, data)
     except KeyboardInterrupt:
         err.print(f"The job goes on. `kd watch {job_id}` follows it, `kd jobs cancel {job_id}` stops it.")
@@ -242,6 +242,17 @@ def _follow(client: Client, job_id: str, as_json: bool) -> None:
     for name, path in {} if as_json else job["artifacts"].items():
         out.print(f"{name}: {path}", soft_wrap=True)
     raise typer.Exit(EXIT_OF_STATUS[job["status"]])
+
+
+def _told(client: Client, job_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Its events; and once, where no worker could run it, why: that is in the record, and happens to no job."""
+    told = False
+    for kind, data in client.events(job_id):
+        yield kind, data
+        if not told and kind == "status" and data["status"] == "queued":
+            job = client.patiently(partial(client.get, f"/jobs/{job_id}"))
+            if told := job["status"] == "queued" and job["reason"] is not None:
+                yield "reason", job
 
 
 def _percent(job: dict[str, Any]) -> str:
