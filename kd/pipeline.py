@@ -97,7 +97,7 @@ def verify_cache(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
     """Compare every digest of a sealed cache; raises ``CacheCorrupt`` that names what is damaged."""
     folder = home / "caches" / str(config.cache.fingerprint)
     monitor.emit("stage", stage="precompute", phase="verifying")
-    monitor.emit("cache", fingerprint=config.cache.fingerprint)
+    monitor.emit("plan", fingerprint=folder.name)  # whose bytes these are, whatever is found
     damage = verify(folder)
     write_json(run_dir / "verify.json", {"fingerprint": config.cache.fingerprint, "problems": damage})
     monitor.emit("artifact", name="verify.json", path=str(run_dir / "verify.json"))
@@ -105,7 +105,9 @@ def verify_cache(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
         raise CacheCorrupt(
             f"{folder} is damaged: {'; '.join(damage[:10])}.", "Delete it and capture it again, or restore a backup."
         )
-    return {"cache": {"fingerprint": config.cache.fingerprint}}
+    found = {"fingerprint": folder.name, "verified": True}
+    monitor.emit("cache", **found)
+    return {"cache": found}
 
 
 def search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

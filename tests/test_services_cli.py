@@ -315,6 +315,35 @@ def test_caches_are_listed_shown_and_verified(tmp_path: Path) -> None:
         assert (refused.returncode, f"{nothing!r} names 0 caches" in refused.stderr) == (1, True)
 
 
+def test_a_run_of_kind_verify_ends_with_a_verdict(tmp_path: Path) -> None:
+    folder = make_cache(tmp_path / "caches")
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump({"kind": "verify", "cache": {"fingerprint": folder.name}}))
+    done = kd("run", job, "--home", tmp_path)
+    verdict = f"cache {folder.name[:12]}: every byte is as it was sealed"
+    assert (done.returncode, done.stderr.splitlines()) == (0, ["precompute: verifying", verdict])
+    found = json.loads(kd("run", job, "--home", tmp_path, "--json").stdout)
+    assert found == {"cache": {"fingerprint": folder.name, "verified": True}}
+    victim = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[::-1])
+    bad = kd("run", job, "--home", tmp_path)
+    assert bad.returncode != 0
+    assert "is damaged" in bad.stderr
+    assert verdict not in bad.stderr
+
+
+def test_what_is_not_known_of_a_cache_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    with Display(Console(width=120)) as display:
+        display.show("cache", {"fingerprint": "5f" * 16})
+        display.show("cache", {"fingerprint": "5f" * 16, "bytes_per_token": 23.04, "reused": True})
+    assert capsys.readouterr().out.splitlines() == [
+        "cache 5f5f5f5f5f5f",
+        "cache 5f5f5f5f5f5f: bytes per token 23.0 (captured before)",
+    ]
+
+
 def test_doctor_says_what_is_there(service: Parts) -> None:
     done = kd("doctor", "--json", "--server", service.settings.server)
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)}

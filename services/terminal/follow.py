@@ -71,8 +71,10 @@ class Display:
 
     def _on_cache(self, data: dict[str, Any]) -> None:
         reused = " (captured before)" if data.get("reused") else ""
+        whole = "every byte is as it was sealed" if data.get("verified") else ""
         size = _number("bytes per token", data.get("bytes_per_token"), ".1f")
-        self._say(f"cache {str(data.get('fingerprint'))[:12]}: {size}{reused}")
+        facts = ", ".join(filter(None, [size, whole]))
+        self._say(": ".join(filter(None, [f"cache {str(data.get('fingerprint'))[:12]}", facts])) + reused)
 
     def _on_reason(self, data: dict[str, Any]) -> None:
         self._say(str(data["reason"]))
