@@ -13,8 +13,15 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, Tag, ValidationError
 
-from kd.config.job import JobConfig
+from kd.config.cache import FINGERPRINT
+from kd.config.job import NAME, JobConfig
 from kd.errors import ConfigError, Problem
+
+#: What a text must be, by the pattern of its field.
+IN_WORDS = {
+    FINGERPRINT: "must be a whole fingerprint, 32 hexadecimal digits",
+    NAME: "must be 1 to 63 lower-case letters, digits, dots, dashes and underscores, the first a letter or a digit",
+}
 
 
 def parse_config(data: Any) -> JobConfig:
@@ -131,11 +138,19 @@ def _problem(errors: list[Mapping[str, Any]]) -> Problem:
         return Problem(pointer, "is required but missing.")
     if error["type"] == "value_error":
         return Problem(pointer, str(error["msg"]).removeprefix("Value error, ") + ".")
+    if error["type"] == "string_pattern_mismatch" and (words := IN_WORDS.get(error["ctx"]["pattern"])):
+        return Problem(pointer, f"{words}, but got {error['input']!r}.", _whole_fingerprint(error))
     message = ", or ".join([error["msg"], *(each["msg"].removeprefix("Input should be ") for each in errors[1:])])
     got = error.get("input")
     shown = f", but got {got!r}" if isinstance(got, str | int | float | bool) or got is None else ""
     choices = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
     return Problem(pointer, f"{message}{shown}.", _meant(got, choices) if isinstance(got, str) else "")
+
+
+def _whole_fingerprint(error: Mapping[str, Any]) -> str:
+    """Where the rest of a fingerprint is found of which the beginning was given, as tables show it."""
+    beginning = error["ctx"]["pattern"] == FINGERPRINT and re.fullmatch("[0-9a-f]{1,31}", error["input"])
+    return f"`kd cache info {error['input']}` prints it." if beginning else ""
 
 
 def _meant(given: Any, known: list[str], what: str | None = None) -> str:

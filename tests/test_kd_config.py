@@ -837,6 +837,22 @@ def test_an_unknown_key_in_an_override_is_refused_like_any_other():
     assert (found.pointer, found.remedy) == ("/train/max_step", "Did you mean max_steps?")
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("5f1d", "`kd cache info 5f1d` prints it."), ("5F1D" * 8, ""), ("caches/5f1d", ""), ("", "")]
+)
+def test_a_fingerprint_is_given_whole(name, remedy):
+    (found,) = problems({"kind": "verify", "cache": {"fingerprint": name}})
+    detail = f"must be a whole fingerprint, 32 hexadecimal digits, but got {name!r}."
+    assert found == Problem("/cache/fingerprint", detail, remedy)
+
+
+@pytest.mark.parametrize("name", ["Bad_Name", "-a", "a b", "", "a" * 64])
+def test_what_a_name_may_hold_is_said(name):
+    (found,) = problems(changed("name", name))
+    allowed = "1 to 63 lower-case letters, digits, dots, dashes and underscores, the first a letter or a digit"
+    assert found == Problem("/name", f"must be {allowed}, but got {name!r}.")
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no job file at .*gone\.yaml"):
         load_config(tmp_path / "gone.yaml")

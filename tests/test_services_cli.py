@@ -298,6 +298,7 @@ def test_caches_are_listed_shown_and_verified(tmp_path: Path) -> None:
     (listed,) = json.loads(kd("cache", "ls", "--json", *home).stdout)
     assert (listed["fingerprint"], listed["complete"]) == (folder.name, True)
     assert folder.name[:12] in kd("cache", "ls", *home).stdout
+    assert folder.name in kd("cache", "info", folder.name[:4], *home).stdout, "as a job must name it"
     shown = json.loads(kd("cache", "info", folder.name[:6], "--json", *home).stdout)
     assert shown["fingerprint"] == folder.name
     assert shown["identity"]

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from cache.profiles import PROFILES
 from kd.config.section import Section
 
+FINGERPRINT = r"^[0-9a-f]{32}$"
+
 #: Bits of the numbers that profiles dense and hidden keep.
 DTYPE_BITS = {
     "dense": {"auto": 16, "float16": 16, "float32": 32},
@@ -83,7 +85,7 @@ class CacheConfig(Section):
     )
     fingerprint: str | None = Field(
         None,
-        pattern=r"^[0-9a-f]{32}$",
+        pattern=FINGERPRINT,
         description="Kind train: the sealed cache to train from, say an imported one; its text stands for data.",
     )
 

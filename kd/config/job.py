@@ -22,6 +22,8 @@ from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
 from kd.config.train import TrainConfig
 
+NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
 
 class JobConfig(Placement):
     """A whole job."""
@@ -36,7 +38,7 @@ class JobConfig(Placement):
     )
     name: str = Field(
         "job",
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        pattern=NAME,
         description="A name for people; lower case, digits, dot, dash, underscore.",
     )
     teacher: TeacherConfig | None = Field(
