@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,31 @@ def test_a_run_is_found_by_its_name_and_by_its_folder_and_a_model_by_its_own(run
     assert alone.folder(home, "tiny") == home / "evaluations" / "tiny"
     with pytest.raises(ModelError, match="'nowhere/at/all' does not exist"):
         Target.find("nowhere/at/all", home)
+
+
+def test_a_run_is_found_by_the_beginning_of_its_name_and_the_newest_as_last(run_dir: Path, tmp_path: Path) -> None:
+    home, found = tmp_path / "home", Target(run_dir / "student", run_dir)
+    shutil.copytree(run_dir, old := run_dir.parent / "job_01minute")
+    for run, seconds in ((old, 100), (run_dir, 200)):
+        (run / "config.json").write_text("{}")
+        os.utime(run / "config.json", (seconds, seconds))
+    (old / "evaluation").mkdir()  # the folder's own time is now
+    assert Target.find("last", home) == Target.find("min", home.resolve()) == found
+    for name in ("job_01", "01m", "job_01minute"):
+        assert Target.find(name, home) == Target(old / "student", old)
+    run_dir.rename(run_dir.with_name("job_01"))
+    assert Target.find("job_01", home).run == run_dir.with_name("job_01"), "its whole name is another's beginning"
+    with pytest.raises(ModelError, match=r"'job_' names 2 runs under .*: job_01, job_01minute\.") as caught:
+        Target.find("job_", home)
+    assert "more of the name" in caught.value.remedy
+    shutil.rmtree(old / "student")
+    with pytest.raises(ModelError, match=r"the run .*/job_01minute has no student"):
+        Target.find("01m", home)
+
+
+def test_without_runs_there_is_no_last_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no run under"):
+        Target.find("last", tmp_path)
 
 
 def test_a_run_is_measured_against_teacher_and_start(job: dict[str, Any], run_dir: Path, tmp_path: Path) -> None:

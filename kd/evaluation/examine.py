@@ -15,7 +15,7 @@ from kd import models
 from kd.batches import PlainText, Source
 from kd.config.job import JobConfig
 from kd.data import load_corpus
-from kd.errors import ConfigError, DataError
+from kd.errors import ConfigError, DataError, ModelError
 from kd.evaluation.closer import Run, look_closer, require_possible
 from kd.evaluation.pages import closing_sections, table_of_models
 from kd.files import read_json, write_json, write_text
@@ -38,18 +38,52 @@ class Target:
 
     @classmethod
     def find(cls, name: str, home: Path) -> Target:
-        """The run or model at ``name``: a run's folder, its name below ``home``/runs, a model's folder or a hub id.
+        """The run or model at ``name``: a run's folder, a run below ``home``/runs, a model's folder or a hub id.
 
-        Raises ``ModelError`` where there is none.
+        A run may be named as in ``named_run``; a folder goes before it. Raises ``ModelError`` where there is none.
         """
         for run in (Path(name), home / "runs" / name):
-            if any((run / "student" / name).is_file() for name in _STUDENT):
+            if _has_student(run):
                 return cls(run / "student", run)
-        return cls(models.resolve(name), None)
+        found = None if Path(name).is_dir() else named_run(name, home / "runs")
+        if found is None:
+            return cls(models.resolve(name), None)
+        if not _has_student(found):
+            raise ModelError(f"the run {found} has no student.", "Name a run that has trained one to its end.")
+        return cls(found / "student", found)
 
     def folder(self, home: Path, job: str) -> Path:
         """Where the findings go if nobody says: into the run, or beside the runs."""
         return self.run / "evaluation" if self.run is not None else home / "evaluations" / job
+
+
+def named_run(name: str, runs: Path) -> Path | None:
+    """The run below ``runs`` with that name, or the only one that begins so; ``last`` = the one that began last.
+
+    The job_ of a job's id need not be given. None where none is named so; raises ``ModelError`` where several are.
+    """
+    folders = sorted(folder for folder in runs.glob("[!.]*") if folder.is_dir())
+    if name == "last":
+        if not folders:
+            raise ModelError(f"there is no run under {runs}.", "Run a job first, or name a model.")
+        return max(folders, key=_began)
+    exact = [folder for folder in folders if folder.name == name]
+    found = exact or [folder for folder in folders if name and folder.name.startswith((name, f"job_{name}"))]
+    if len(found) > 1:
+        names = ", ".join(folder.name for folder in found[:5])
+        remedy = "Give more of the name; of a hub's model that has it too, the owner."
+        raise ModelError(f"{name!r} names {len(found)} runs under {runs}: {names}.", remedy)
+    return found[0] if found else None
+
+
+def _began(run: Path) -> float:
+    """When it began, by its job, which is written then; the folder's own time is later, after an evaluation say."""
+    job = run / "config.json"
+    return (job if job.is_file() else run).stat().st_mtime
+
+
+def _has_student(run: Path) -> bool:
+    return any((run / "student" / name).is_file() for name in _STUDENT)
 
 
 def examine(config: JobConfig, target: Target, home: Path, out: Path, monitor: Monitor = SILENT) -> Report:

@@ -29,7 +29,12 @@ app = typer.Typer()
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder or name, a model, a hub id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="A run: its folder, the beginning of its name, or `last`. A model, a hub id."
+        ),
+    ],
     job_file: JobFile,
     overrides: Overrides = None,
     folder: Annotated[
