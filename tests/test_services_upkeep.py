@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.manifest import CacheIdentity
-from cache.store import capture, open_cache, verify
+from cache.manifest import CacheIdentity, Probe
+from cache.store import capture, open_cache, read_manifest, verify
 from cache.testing import fill, make_cache, make_codec, make_identity
 from services.jobs import Batch
 from services.terminal.upkeep import _embedded_url
@@ -90,6 +90,19 @@ def test_diff_ends_with_one_where_there_is_a_difference(home: Path) -> None:
     missing = kd(home, "diff", ONE, "./nothing")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "No cache at nothing" in missing.stderr
+
+
+def test_diff_cuts_a_name_that_is_a_whole_paragraph(home: Path) -> None:
+    paragraph = "It is a truth universally acknowledged, that a single man is in want. " * 8
+    for number, name in enumerate((ONE, TWO)):
+        manifest = read_manifest(home / "caches" / name)
+        provenance = replace(manifest.provenance, probes=(Probe(paragraph, (number,)),))
+        (home / "caches" / name / "manifest.json").write_bytes(replace(manifest, provenance=provenance).to_bytes())
+    other = kd(home, "diff", ONE, TWO)
+    assert (other.returncode, other.stderr) == (1, "")
+    (line,) = [line for line in other.stdout.splitlines() if "truth" in line]
+    assert re.fullmatch(r'provenance\.probes\."It is a truth .{0,40}\.\.\.  0 +1', line)
+    assert paragraph in kd(home, "diff", ONE, TWO, "--json").stdout
 
 
 def test_stats_show_histograms_and_the_teacher_s_perplexity(home: Path) -> None:

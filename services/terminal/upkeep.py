@@ -176,7 +176,7 @@ def _embedded_url(folder: Path) -> str | None:
 
 def _print_comparison(found: Comparison) -> None:
     if found.fields:
-        table(["FIELD", "A", "B"], [[name, _short(left), _short(right)] for name, left, right in found.fields])
+        table(["FIELD", "A", "B"], [[_short(cell) for cell in row] for row in found.fields])
     records = found.records
     if records is not None:
         out.print(f"{records.equal_shards} of {records.shards} shards are equal, byte for byte")
