@@ -372,11 +372,23 @@ def _cell(row: Any, where: str, config: DataConfig) -> Any:
         raise DataError(f"{where} is not a JSON object: {str(row)[:40]}.", "Give one object with named columns a row.")
     if row.get(column) is None:
         known = ", ".join(sorted(row))
-        raise DataError(f"{where} has no {column!r}; its columns: {known}.", "Set data.text_column.")
+        raise DataError(f"{where} has no {column!r}; its columns: {known}.", _right_column(row, config))
     if not isinstance(row[column], kind):
         detail = f"{where}: {column!r} must be a {kind.__name__}, but is a {type(row[column]).__name__}."
-        raise DataError(detail, "Convert it, or set data.text_column.")
+        raise DataError(detail, f"Convert it. {_right_column(row, config)}")
     return Chat.of(row, where) if config.format == "messages" else row[column]
+
+
+def _right_column(row: dict[str, Any], config: DataConfig) -> str:
+    """What to do about a row whose document is not where ``config`` looks for it: it may be a chat."""
+    chat = "A chat is a list of {role, content} under messages: rename the column, and its keys if they are others."
+    if config.format == "messages":
+        return chat
+    if isinstance(row.get("messages"), list):
+        return "Set data.format: messages."
+    if isinstance(row.get("conversations"), list):  # as ShareGPT has them
+        return f"Set data.format: messages. {chat}"
+    return "Set data.text_column."
 
 
 # ---------------------------------------------------------------------- tokens

@@ -185,6 +185,27 @@ def test_a_row_without_a_value_is_named(tmp_path):
     assert "row 2 has no 'text'" in refusal(write(tmp_path, "a.jsonl", [*ROWS[:1], {"text": None}]))
 
 
+SHAREGPT = {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Anne Elliot."}]}
+
+
+@pytest.mark.parametrize(
+    "row, changes, remedies",
+    [
+        ({"messages": CHATS[0]}, {}, ["Set data.format: messages."]),
+        ({"messages": CHATS[0]}, {"text_column": "messages"}, ["Set data.format: messages."]),
+        (SHAREGPT, {}, ["Set data.format: messages.", "list of {role, content} under messages: rename the column"]),
+        (SHAREGPT, {"text_column": "conversations"}, ["Set data.format: messages.", "rename the column"]),
+        (SHAREGPT, {"format": "messages"}, ["list of {role, content} under messages: rename the column"]),
+        ({"messages": "Who?"}, {"format": "messages"}, ["list of {role, content} under messages"]),
+    ],
+)
+def test_a_chat_that_is_not_where_it_is_looked_for_is_told_where_to_go(tmp_path, row, changes, remedies):
+    with pytest.raises(DataError) as caught:
+        documents(write(tmp_path, "a.jsonl", [row]), **changes)
+    assert [each for each in remedies if each not in caught.value.remedy] == []
+    assert "text_column" not in caught.value.remedy
+
+
 @pytest.mark.parametrize("value", [5, ["a"], {"a": 1}, True])
 def test_a_value_that_is_not_text_is_named(tmp_path, value):
     message = refusal(write(tmp_path, "a.jsonl", [*ROWS[:2], {"text": value}]))
