@@ -117,13 +117,19 @@ def _model(pointer: str, model: str, root: Path, gguf_file: str | None = None) -
         if not (folder / gguf_file).is_file():
             yield Problem("/teacher/gguf_file", f"{folder / gguf_file} does not exist.", _listing(folder, "*.gguf"))
     elif not (folder / "config.json").is_file():
-        yield Problem(pointer, f"{model!r} holds no config.json.", "Give the folder of a Hugging Face model.")
+        remedy = _by_gguf(pointer, folder) or "Give the folder of a Hugging Face model."
+        yield Problem(pointer, f"{model!r} holds no config.json.", remedy)
     elif not any(folder.glob("*.safetensors")):
-        yield Problem(
-            pointer,
-            f"{model!r} holds no *.safetensors weights.",
-            "Convert it, or name a GGUF file (teacher.gguf_file).",
-        )
+        remedy = _by_gguf(pointer, folder) or "Convert its weights to safetensors."
+        yield Problem(pointer, f"{model!r} holds no *.safetensors weights.", remedy)
+
+
+def _by_gguf(pointer: str, folder: Path) -> str:
+    """What to do where a folder that cannot be loaded as it is holds GGUF files; nothing where it holds none."""
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    if names and pointer == "/student/model":
+        return "A student must be the folder of a Hugging Face model with safetensors: GGUF is for teachers only."
+    return f"Set teacher.gguf_file: {' or '.join(names)}." if names else ""
 
 
 def _in_hub_cache(model: str) -> bool:

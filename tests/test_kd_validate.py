@@ -204,6 +204,21 @@ def test_a_missing_gguf_file_lists_those_that_are_there(root):
     assert problem.remedy == "There is no *.gguf in it."
 
 
+def test_a_folder_with_gguf_files_alone_is_told_the_field_that_names_them(root):
+    for lacking, config in (("config.json", None), ("*.safetensors", "{}")):
+        if config is not None:
+            (root / "gguf" / "config.json").write_text(config, encoding="utf-8")
+        (problem,) = check(root, teacher={"model": "gguf"})
+        assert (problem.pointer, problem.remedy) == ("/teacher/model", "Set teacher.gguf_file: model-f16.gguf.")
+        assert lacking in problem.detail
+        (problem,) = check(root, student={"model": "gguf"})
+        assert problem.pointer == "/student/model" and lacking in problem.detail
+        assert "A student must be" in problem.remedy and "teachers only" in problem.remedy
+    (root / "gguf" / "model-q8.gguf").write_bytes(b"GGUF")
+    (problem,) = check(root, teacher={"model": "gguf"})
+    assert problem.remedy == "Set teacher.gguf_file: model-f16.gguf or model-q8.gguf."
+
+
 def test_remote_code_is_allowed_by_the_operator_alone(root, monkeypatch):
     asked = {"teacher": {"model": "model", "trust_remote_code": True}}
     monkeypatch.setenv("KD_TRUST_REMOTE_CODE", "0")
