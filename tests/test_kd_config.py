@@ -544,6 +544,24 @@ CONTRADICTIONS = {
         ["train.lr_scheduler_type", "train.warmup_steps 10", "train.max_steps 10"],
         {"train": {"epochs": 1, "lr_scheduler_type": "onecycle", "warmup_steps": 10}},
     ),
+    "a constant rate that warms up": (
+        {"train": STEPS | {"lr_scheduler_type": "constant", "warmup_steps": 2}},
+        [
+            "train.lr_scheduler_type constant has",
+            "train.warmup_steps is 2",
+            "use train.lr_scheduler_type constant_with",
+        ],
+        {"train": STEPS | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}},
+    ),
+    "a schedule-free optimiser at a constant rate that warms up": (
+        {"train": STEPS | {"optim": "schedule_free", "lr_scheduler_type": "constant", "warmup_steps": 2}},
+        [
+            "train.lr_scheduler_type constant has",
+            "train.warmup_steps is 2",
+            "use train.lr_scheduler_type constant_with",
+        ],
+        {"train": STEPS | {"optim": "schedule_free", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}},
+    ),
     "CUDA graphs over gradients that are summed": (
         {"train": STEPS | {"compile": "reduce-overhead", "gradient_accumulation_steps": 2}},
         ["train.compile reduce-overhead", "train.gradient_accumulation_steps 2"],
@@ -982,7 +1000,7 @@ def test_every_scheduler_can_be_made_and_stepped(name):
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     options = {"max_steps": 10, "lr_scheduler_type": name, "lr_scheduler_kwargs": SCHEDULE_KWARGS.get(name, {})}
-    options |= {"warmup_steps": 2}
+    options |= {"warmup_steps": 0 if name == "constant" else 2}
     scheduler = make_scheduler(optimizer, parse_config(JOB | {"train": options}).train, 10)
     rates = []
     for _ in range(10):

@@ -312,12 +312,13 @@ SCHEDULES: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_runs_and_resumes(tmp_path: Path, name: str) -> None:
-    job = make_job(lr_scheduler_type=name, lr_scheduler_kwargs=SCHEDULES[name])
+    warmup = 0 if name == "constant" else 2
+    job = make_job(lr_scheduler_type=name, lr_scheduler_kwargs=SCHEDULES[name], warmup_steps=warmup)
     whole, _ = run(job, tmp_path / "whole")
     rates = [line["learning_rate"] for line in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "loss" in line]
     assert job.train is not None
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=job.train.learning_rate)
-    reference = transformers.get_scheduler(name, optimizer, 2, 8, SCHEDULES[name])
+    reference = transformers.get_scheduler(name, optimizer, warmup, 8, SCHEDULES[name])
     for rate in rates:
         assert rate == pytest.approx(reference.get_last_lr()[0])
         optimizer.step()

@@ -226,6 +226,15 @@ class TrainConfig(Section):
         return self.compile in ("reduce-overhead", "max-autotune")
 
     @model_validator(mode="after")
+    def _a_constant_rate_does_not_rise(self) -> Self:
+        if self.lr_scheduler_type == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"train.lr_scheduler_type constant has no warm-up, but train.warmup_steps is {self.warmup_steps}: use "
+                "train.lr_scheduler_type constant_with_warmup"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_cycle_rises_and_falls(self) -> Self:
         if self.lr_scheduler_type != "onecycle" or not self.warmup_steps:
             return self
