@@ -13,6 +13,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
@@ -197,6 +199,23 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group(name: str) -> N
         assert all((parameter.ndim >= 2) == (group["weight_decay"] == 0.1) for parameter in group["params"])
         assert group["weight_decay"] in (0.1, 0.0) and group["lr"] == 0.01
     assert sum(len(group["params"]) for group in groups) == len(list(student.parameters()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_of_experts_are_no_matrices_though_they_stand_in_one(name: str) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1, "head_dim": 4}
+    student = GptOssForCausalLM(GptOssConfig(**SHAPE, **experts))
+    group_of = {
+        parameter: group
+        for group in make_optimizer(student, (), options(optim=name), CPU).param_groups
+        for parameter in group["params"]
+    }
+    own = student.model.layers[0].mlp.experts
+    for bias in (own.gate_up_proj_bias, own.down_proj_bias):
+        assert bias.ndim == 2 and group_of[bias]["weight_decay"] == 0 and "ns_steps" not in group_of[bias]
+    assert group_of[own.down_proj]["weight_decay"] == 0.1
+    map_of_states = student.model.layers[0].self_attn.q_proj.weight
+    assert ("ns_steps" in group_of[map_of_states]) == (name == "muon")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -86,9 +86,10 @@ def _groups(student: PreTrainedModel, extra: list[Parameter], options: TrainConf
     rates.update(dict.fromkeys(extra, options.learning_rate))
     if not rates:
         raise TrainingError("The student has no parameter to train.", "Do not freeze all of it.")
+    biases = _biases(student)
     groups: list[Group] = [
         {
-            "params": [p for p in rates if rates[p] == rate and (p.ndim >= 2) == decays],
+            "params": [p for p in rates if rates[p] == rate and (p.ndim >= 2 and p not in biases) == decays],
             "lr": rate,
             "weight_decay": decay,
         }
@@ -96,6 +97,11 @@ def _groups(student: PreTrainedModel, extra: list[Parameter], options: TrainConf
         for decays, decay in ((True, options.weight_decay), (False, 0.0))
     ]
     return [group for group in groups if group["params"]]
+
+
+def _biases(student: PreTrainedModel) -> set[Parameter]:
+    """The biases of ``student``, by their names: those of all experts of a layer may stand in one matrix."""
+    return {parameter for name, parameter in student.named_parameters() if name.endswith("bias")}
 
 
 # ---------------------------------------------------------------------- optimisers
@@ -140,12 +146,13 @@ def _recipe(name: str, options: TrainConfig, device: torch.device) -> tuple[Call
 
 
 def _muon(student: PreTrainedModel, groups: list[Group], options: TrainConfig, device: torch.device) -> Optimizer:
-    """Muon orthogonalises maps between hidden states; rows of embeddings and head are no such maps."""
+    """Muon orthogonalises maps between hidden states; rows of embeddings and head, and biases, are no such maps."""
+    biases = _biases(student)
     maps = {
         parameter
         for layer in decoder_layers(student)
         for parameter in layer.parameters()
-        if parameter.requires_grad and parameter.ndim == 2
+        if parameter.requires_grad and parameter.ndim == 2 and parameter not in biases
     }
     adam = options.model_copy(update={"optim_args": {}})
     halves = [
