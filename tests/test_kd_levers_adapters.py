@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from kd import models
 from kd.config.student import LoraConfig
@@ -89,6 +95,36 @@ def test_a_target_that_matches_nothing_is_refused_with_those_that_there_are(targ
 def test_a_model_that_peft_cannot_adapt_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"MambaForCausalLM cannot have adapters at .*out_proj"):
         adapters.add_adapters(build("mamba"), LoraConfig())
+
+
+def mixture(kind: str) -> PreTrainedModel:
+    """A dense layer, and one of experts, in DeepSeek with a shared one."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 12, "moe_intermediate_size": 4, "num_experts_per_tok": 2}
+    if kind == "qwen3":
+        experts = {"num_experts": 4, "mlp_only_layers": [0], "head_dim": 4}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    heads = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **experts, **heads))
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # peft, of its own conversion
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [("qwen3", "[k_proj, o_proj, q_proj, v_proj]"),
+     ("deepseek", "[kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj]")],
+)  # fmt: skip
+def test_adapters_of_other_layers_than_were_to_get_one_are_refused(kind: str, left: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\.down_proj would get none, and .*mlp\.experts would"
+    ) as caught:
+        adapters.add_adapters(mixture(kind), LoraConfig())
+    assert f"student.lora.targets to {left}," in caught.value.remedy
+    targets = tuple(left.strip("[]").split(", "))
+    student = adapters.add_adapters(mixture(kind), LoraConfig(targets=targets))
+    with_one = {name.split(".lora_A")[0] for name, _ in student.named_parameters() if ".lora_A." in name}
+    assert with_one == {f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in targets}
 
 
 @pytest.mark.parametrize("kind", KINDS)

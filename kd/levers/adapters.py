@@ -30,7 +30,8 @@ _PREFIX = "base_model.model."  # where a PeftModel holds the model that it wraps
 def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
     """Give ``student`` adapters, in place, from torch's current random state; nothing else of it is trained any more.
 
-    B is zero, so that the student's logits do not change. Raises ``ModelError`` where a target names no linear layer.
+    B is zero, so that the student's logits do not change. Raises ``ModelError`` where a target names no linear layer,
+    or peft gives adapters to other layers than those.
     """
     from peft import inject_adapter_in_model
 
@@ -42,6 +43,7 @@ def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedMode
         raise ModelError(
             f"{name} cannot have adapters at {', '.join(wanted)}: {error}", "Set student.lora.targets, or train it all."
         ) from error
+    _require_placed(student, {path for path in layers if _last_of(path, wanted)})
     for parameter in trained(student):
         parameter.data = parameter.data.float()
     student.train(student.training)  # peft's own layers begin in training mode, and would drop out
@@ -133,13 +135,39 @@ def linear_layers(student: PreTrainedModel) -> dict[str, nn.Module]:
 def _targets(name: str, layers: dict[str, nn.Module], targets: tuple[str, ...]) -> list[str]:
     """The names to adapt, the last parts of paths by default; refused where one of ``targets`` matches none of them."""
     known = sorted({path.rpartition(".")[2] for path in layers})
-    missing = [target for target in targets if not any(f".{path}".endswith(f".{target}") for path in layers)]
+    missing = [target for target in targets if not any(_last_of(path, [target]) for path in layers)]
     if missing or not known:
         raise ModelError(
             f"student.lora.targets: {name} has no linear layer named {', '.join(missing) or 'anything'}.",
             f"It has {', '.join(known) or 'none'}; the LM head and the embeddings stay as they are.",
         )
     return sorted(targets) or known
+
+
+def _last_of(path: str, targets: list[str]) -> bool:
+    """Whether one of ``targets`` is the last part, or the last parts, of ``path``."""
+    return any(f".{path}".endswith(f".{target}") for target in targets)
+
+
+def _require_placed(student: PreTrainedModel, wanted: set[str]) -> None:
+    """Refuse adapters of other layers than those at the paths ``wanted``.
+
+    In a mixture of experts peft takes the names of an MLP's linear layers for the experts' weights, which are in no
+    linear layer: they get adapters then, and the layers of these names, in dense MLPs and shared experts, get none.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    placed = {path for path, module in student.named_modules() if isinstance(module, BaseTunerLayer)}
+    without, unasked = sorted(wanted - placed), sorted(placed - wanted)
+    if not (without or unasked):
+        return
+    found = [f"{without[0]} would get none"] * bool(without) + [f"{unasked[0]} would get one"] * bool(unasked)
+    names = {path.rpartition(".")[2] for path in wanted & placed} - {path.rpartition(".")[2] for path in without}
+    possible = f" to [{', '.join(sorted(names))}]" if names else ""
+    raise ModelError(
+        f"{type(student).__name__} cannot have adapters at the layers that were to get one: {', and '.join(found)}.",
+        f"Set student.lora.targets{possible}, or train it all.",
+    )
 
 
 def _peft_config(student: PreTrainedModel, config: LoraConfig, targets: list[str]) -> PeftConfig:
