@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 import typing
@@ -27,9 +28,8 @@ IN_WORDS = {
 def parse_config(data: Any) -> JobConfig:
     """The job that ``data`` (parsed YAML or JSON) describes, or ``ConfigError`` with every problem in it."""
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            [Problem("", f"a job must be a mapping, but got {type(data).__name__}.", "See examples/austen/job.yaml.")]
-        )
+        got = "a list" if isinstance(data, list) else _shown(data)
+        raise ConfigError([Problem("", f"a job must be a mapping, but got {got}.", "See examples/austen/job.yaml.")])
     try:
         return JobConfig.model_validate(data)
     except ValidationError as error:
@@ -140,9 +140,10 @@ def _problem(errors: list[Mapping[str, Any]]) -> Problem:
         return Problem(pointer, str(error["msg"]).removeprefix("Value error, ") + ".")
     if error["type"] == "string_pattern_mismatch" and (words := IN_WORDS.get(error["ctx"]["pattern"])):
         return Problem(pointer, f"{words}, but got {error['input']!r}.", _whole_fingerprint(error))
-    message = ", or ".join([error["msg"], *(each["msg"].removeprefix("Input should be ") for each in errors[1:])])
+    first, *others = map(_told, errors)
+    message = ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     got = error.get("input")
-    shown = f", but got {got!r}" if isinstance(got, str | int | float | bool) or got is None else ""
+    shown = f", but got {_shown(got)}" if isinstance(got, str | int | float | bool) or got is None else ""
     choices = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
     return Problem(pointer, f"{message}{shown}.", _meant(got, choices) if isinstance(got, str) else "")
 
@@ -151,6 +152,28 @@ def _whole_fingerprint(error: Mapping[str, Any]) -> str:
     """Where the rest of a fingerprint is found of which the beginning was given, as tables show it."""
     beginning = error["ctx"]["pattern"] == FINGERPRINT and re.fullmatch("[0-9a-f]{1,31}", error["input"])
     return f"`kd cache info {error['input']}` prints it." if beginning else ""
+
+
+# What pydantic says of forms that YAML has other names for.
+_FORMS_IN_YAML = {
+    "tuple_type": "Input should be a list",
+    "dict_type": "Input should be a mapping",
+    "model_type": "Input should be a section (a mapping of fields)",
+    "model_attributes_type": "Input should be a section (a mapping of fields)",  # of a body over HTTP
+}
+
+
+def _told(error: Mapping[str, Any]) -> str:
+    """Pydantic's message, in the words of YAML."""
+    if error["type"] in ("too_long", "too_short"):
+        told = str(error["msg"]).removesuffix(" after validation").replace(" after validation,", ",")
+        return told.replace("Tuple ", "List ").replace("Dictionary ", "Mapping ")
+    return _FORMS_IN_YAML.get(error["type"], str(error["msg"]))
+
+
+def _shown(value: Any) -> str:
+    """``value`` as YAML has it where Python has another word for it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _meant(given: Any, known: list[str], what: str | None = None) -> str:

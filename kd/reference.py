@@ -19,8 +19,8 @@ INTRODUCTION = """\
 <!-- Written by `make docs` from kd/config: edit the descriptions there. -->
 
 A job is one tree of settings. The YAML file of `kd run`, the body of `POST /jobs` and the overrides of the command line
-(`--set train.max_steps=100`) share these names. Unknown keys are refused, and so are values out of bounds.
-`kd validate job.yaml` checks a job without starting it.
+(`--set train.max_steps=100`) share these names. Unknown keys are refused, and so are values out of bounds; `null` is
+a field's default. `kd validate job.yaml` checks a job without starting it.
 """
 
 _BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}

@@ -202,6 +202,21 @@ FORMS = [
     ("student.lora.targets", [1], ["/student/lora/targets/0"], "valid string"),
     ("evaluation", {1: 2}, ["/evaluation/1"], "Keys should be strings"),
     ("body", 1, ["/body"], "unknown key 'body'"),
+    ("teacher.model", None, ["/teacher/model"], "Input should be a valid string, but got null."),
+    ("name", True, ["/name"], "Input should be a valid string, but got true."),
+    ("nothing", None, ["/nothing"], "unknown key 'nothing'"),
+    ("evaluation.tasks", "hellaswag", ["/evaluation/tasks"], "Input should be a list, but got 'hellaswag'."),
+    ("evaluation.tasks", ["a"] * 65, ["/evaluation/tasks"], "List should have at most 64 items, not 65."),
+    ("cache", 3, ["/cache"], "Input should be a section (a mapping of fields), but got 3."),
+    ("cache", [], ["/cache"], "Input should be a section (a mapping of fields)."),
+    (
+        "search.space",
+        {"x": None},
+        ["/search/space/x"],
+        "Input should be a section (a mapping of fields), but got null.",
+    ),
+    ("search.space", "x", ["/search/space"], "Input should be a mapping, but got 'x'."),
+    ("search.space", {}, ["/search/space"], "Mapping should have at least 1 item, not 0."),
 ]
 
 
@@ -224,10 +239,10 @@ def test_plain_minimisation_of_the_temperature_is_refused_with_the_reason(mode):
 
 BOUNDS = [
     # path, refused, accepted
-    ("kind", ["distil", None, 1], []),
+    ("kind", ["distil", 1], [None]),
     ("name", ["", "Upper", "a b", "-a", "a" * 64, "ä"], ["a", "a" * 63, "0.1_x-y"]),
     ("teacher.model", [""], ["x"]),
-    ("teacher.backend", ["vllm", None], ["local"]),
+    ("teacher.backend", ["vllm"], ["local", None]),
     ("teacher.url", ["host:8000", "ftp://host", "http://name:secret@host"], []),
     ("teacher.tokenizer", [""], []),
     ("teacher.api_key_env", ["HOME", "KD_REDIS_URL"], []),
@@ -260,7 +275,7 @@ BOUNDS = [
     ("cache.seed", [-1, 2**32], [0, 2**32 - 1]),
     ("cache.shard_sequences", [0, 65537], [1, 65536]),
     ("student.from_teacher.layers", [0, 257], [1, 256]),
-    ("student.from_teacher.pick", ["middle", None], ["spread", "first", "last", "ends"]),
+    ("student.from_teacher.pick", ["middle"], ["spread", "first", "last", "ends", None]),
     ("student.from_teacher.hidden_size", [7, 32769], [8, None]),
     ("student.from_teacher.intermediate_size", [7, 131073], [8, None]),
     ("student.lora.rank", [0, 4097], [1, 4096]),
@@ -268,12 +283,12 @@ BOUNDS = [
     ("student.lora.dropout", [-0.1, 1.0], [0, 0.9]),
     ("student.lora.targets", ["q_proj", [1], ["a"] * 65], [[], ["q_proj"]]),
     ("data.train.1.weight", [0, -1, 1e6 + 1], [0.5, 1e6]),
-    ("loss.alpha", [-0.1, 1.1, float("nan"), "a", None], [0, 1, RAMP]),
+    ("loss.alpha", [-0.1, 1.1, float("nan"), "a"], [0, 1, RAMP, None]),
     ("loss.alpha.schedule", ["exponential", None], ["linear", "cosine", "step"]),
     ("loss.alpha.start", [-0.1, 1.1, 101], [0, 1]),
     ("loss.alpha.end", [-0.1, 1.1, 101], [0, 1]),
     ("loss.alpha.steps", [0, 100_000_001], [1, None]),
-    ("loss.temperature", [0, 2.0, 101, None, RAMP, LEARNED], [1]),
+    ("loss.temperature", [0, 2.0, 101, RAMP, LEARNED], [1, None]),
     ("loss.temperature.start", [0, -1, 101], [0.01, 100]),
     ("loss.temperature.end", [0, -1, 101], [0.01, 100]),
     ("loss.temperature.steps", [0, 100_000_001], [1, None]),
@@ -305,7 +320,7 @@ BOUNDS = [
         [{}, {"num_cycles": 1}],
     ),
     ("train.warmup_steps", [-1], [0]),
-    ("train.optim", ["adam", None], ["adamw", "adafactor", "muon", "lion", "lars"]),
+    ("train.optim", ["adam"], ["adamw", "adafactor", "muon", "lion", "lars", None]),
     ("train.optim_args", [{"amsgrd": 1}, {"momentum": 1}, {"amsgrad": "yes?"}, 3], [{}, {"amsgrad": True}]),
     ("train.layer_lr_decay", [0, 1.1], [0.5, 1]),
     ("train.ema_decay", [0, 1], [0.999, None]),
@@ -838,6 +853,52 @@ def test_a_value_may_hold_an_equals_sign_and_null_takes_a_choice_back():
     assert config.teacher.model == "a=b" and (config.train.max_steps, config.train.epochs) == (None, 2)
 
 
+def nulled(section: type[BaseModel]) -> Iterator[str]:
+    """The fields of ``section`` that have a default, but not null among their values."""
+    for name, field in section.model_fields.items():
+        if not field.is_required() and type(None) not in typing.get_args(field.annotation):
+            yield name
+
+
+def outcome(job: dict[str, Any]) -> JobConfig | list[Problem]:
+    """The job, or what is wrong with it: the parts of one may need more than the default."""
+    try:
+        return parse_config(job)
+    except ConfigError as error:
+        return error.problems
+
+
+@pytest.mark.parametrize(
+    "level, section, job", LEVELS, ids=[f"{level} {section.__name__}" for level, section, _ in LEVELS]
+)
+def test_null_is_the_default_of_every_field_that_has_one(level, section, job):
+    for name in nulled(section):
+        path = f"{level}.{name}".lstrip(".")
+        before = copy.deepcopy(job)
+        inner: Any = before
+        for key in [int(key) if key.isdigit() else key for key in level.split(".") if key]:
+            inner = inner.setdefault(key, {}) if isinstance(key, str) else inner[key]
+        inner.pop(name, None)
+        assert outcome(changed(path, None, job)) == outcome(before)
+
+
+def test_null_is_kept_where_it_is_a_value():
+    config = parse_config(apply_overrides(JOB, ["student.init=null", "student.model=x", "cache=null"]))
+    assert config.student == StudentConfig(model="x") and config.cache == CacheConfig()
+    assert "init" in config.student.model_fields_set and "cache" not in config.model_fields_set
+
+
+def test_the_schema_takes_null_where_a_job_does():
+    schema = JobConfig.model_json_schema()
+    for section in all_sections():
+        properties = schema["properties"] if section is JobConfig else schema["$defs"][section.__name__]["properties"]
+        for name, field in section.model_fields.items():
+            forms = properties[name].get("anyOf", [])
+            assert ({"type": "null"} in forms) == (
+                name in set(nulled(section)) or type(None) in typing.get_args(field.annotation)
+            ), (section, name)
+
+
 def test_overrides_leave_the_original_alone():
     job = copy.deepcopy(JOB)
     apply_overrides(job, ["train.max_steps=99", "student.init.layers=9"])
@@ -880,8 +941,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         ("latin.yaml", b"name: caf\xe9", "cannot be read"),
         ("torn.yaml", b"a: [1, 2", "is not valid YAML"),
         ("tag.yaml", b"a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
-        ("list.yaml", b"- a", "must be a mapping, but got list"),
-        ("nothing.yaml", b"", "must be a mapping, but got NoneType"),
+        ("list.yaml", b"- a", "must be a mapping, but got a list"),
+        ("nothing.yaml", b"", "must be a mapping, but got null"),
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=what):

@@ -139,6 +139,9 @@ def test_many_posts_of_one_key_make_one_job(http: httpx.Client, text: str) -> No
         ({"depends_on": [UNKNOWN]}, "/depends_on/0", UNKNOWN),
         ({"webhook": "https://example.org/hook"}, "/webhook", "off on this server"),
         ({"resources": {"memory": "much"}}, "/resources/memory", "valid integer"),
+        ({"evaluation": {"tasks": "hellaswag"}}, "/evaluation/tasks", "Input should be a list, but got 'hellaswag'"),
+        ({"teacher": {"model": None}}, "/teacher/model", "but got null"),
+        ({"cache": 3}, "/cache", "Input should be a section (a mapping of fields), but got 3."),
     ],
 )
 def test_a_bad_job_is_refused_with_a_pointer(
@@ -152,6 +155,13 @@ def test_a_bad_job_is_refused_with_a_pointer(
         assert words in found[pointer] and not document.detail.startswith("1 problem")
         assert words in f"{document.detail} {document.errors[0].remedy}"
     assert http.get("/jobs").json()["data"] == []
+
+
+def test_null_is_the_default_of_a_field(http: httpx.Client, text: str) -> None:
+    job = valid("quick", text)
+    nulls = {"cache": None, "data": job["data"] | {"validation": None}, "evaluation": {"tasks": None}}
+    made = http.post("/jobs", json=job | nulls).raise_for_status().json()
+    assert made["config"] == http.post("/jobs", json=job).raise_for_status().json()["config"]
 
 
 def test_every_problem_is_listed(http: httpx.Client, text: str) -> None:
@@ -171,7 +181,7 @@ def test_a_value_that_is_of_no_form_is_one_problem(http: httpx.Client, text: str
     "content, headers, status, words",
     [
         (b'{"kind": ', {"content-type": "application/json"}, 400, "not JSON"),
-        (b"[]", {"content-type": "application/json"}, 422, "dictionary"),
+        (b"[]", {"content-type": "application/json"}, 422, "a section (a mapping of fields)"),
         (b"", {"content-type": "application/json"}, 422, "no body"),
         (b"kind: distill", {"content-type": "application/yaml"}, 415, "Content-Type: application/json"),
         (b"{}", {"content-type": "text/plain"}, 415, "Content-Type: application/json"),
