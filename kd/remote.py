@@ -37,15 +37,13 @@ from cache.manifest import Probe, canonical_json
 from cache.records import Records, Sequences
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
-from kd.exchange.rows import log1mexp, log_sum_exp
+from kd.exchange.rows import SLACK, log1mexp, log_sum_exp
 from kd.progress import SILENT, Monitor
 
 BACKOFF_SECONDS, LONGEST_BACKOFF, LONGEST_PAUSE = 0.5, 30.0, 600.0
 POLL_SECONDS, WAITING_SECONDS = 0.5, 30.0
 #: How far rounding may lift a sum of probabilities above 1 before an answer is refused.
 MASS_TOLERANCE = 1e-4
-#: Nats that the last entry may be too low before the mass that is missing cannot lie below it.
-_SLACK = 3.0
 _LOCAL = {"127.0.0.1", "localhost", "::1"}  # never through a proxy
 
 
@@ -414,7 +412,7 @@ def _entries(item: Any, gold: int, k: int, vocabulary: int) -> tuple[list[int], 
         raise ValueError(f"the probabilities sum to {mass:.6g}")
     best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
     missing = 1.0 - math.fsum(math.exp(logprob) for _, logprob in best)
-    room = math.exp(min(best[-1][1] + _SLACK, 0.0)) * (vocabulary - len(best)) if best else 0.0
+    room = math.exp(min(best[-1][1] + SLACK, 0.0)) * (vocabulary - len(best))
     if missing > room + MASS_TOLERANCE:
         raise ValueError(f"{missing:.4f} of the probability is missing, and cannot lie below the last entry")
     lacking = k - len(best)

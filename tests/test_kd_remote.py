@@ -263,20 +263,38 @@ def test_waiting_grows_and_is_never_in_step():
 
 
 def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, monkeypatch):
-    """They come side by side: one of them alone takes as long as all that are under way."""
+    """They come side by side: one of them takes as long as all that are under way, and the first is no warm-up."""
+
+    def slowly(answer: Any) -> Any:
+        time.sleep(0.4)
+        return answer
+
+    read, inner = [], RemoteTeacher.read
+
+    def counted(self: RemoteTeacher, sequences: Sequences, first: int) -> Iterator[Any]:
+        for count, records in inner(self, sequences, first):
+            read.append(count)
+            yield count, records
+
+    def seconds(concurrency: int) -> float:
+        server.twists.clear()
+        server.twists.extend([slowly] * 20)
+        read.clear()
+        url = {"url": server.url, "model": "teacher", "tokenizer": str(tiny_teacher)}
+        text = str(ROOT / "examples/austen/text/persuasion.txt")
+        job = {
+            "kind": "precompute",
+            "teacher": HTTP | url | {"concurrency": concurrency},
+            "data": {"train": text, "sequence_length": 16, "max_train_samples": 6, "validation_fraction": 0},
+            "cache": {"profile": "topk", "k": 5},
+        }
+        return estimate_by_trial(parse_config(job), tmp_path).seconds
+
+    monkeypatch.setattr(RemoteTeacher, "read", counted)
+    assert seconds(concurrency=6) >= 0.4 and len(read) == 6
     monkeypatch.setattr(trial, "SECONDS", 0.0)
-    job = {
-        "kind": "precompute",
-        "teacher": HTTP | {"url": server.url, "model": "teacher", "tokenizer": str(tiny_teacher), "concurrency": 3},
-        "data": {
-            "train": str(ROOT / "examples/austen/text/persuasion.txt"),
-            "sequence_length": 16,
-            "max_train_samples": 7,
-        },
-        "cache": {"profile": "topk", "k": 5},
-    }
-    estimate = estimate_by_trial(parse_config(job), tmp_path)
-    assert len(server.asked) >= 3 and estimate.seconds > 0
+    seconds(concurrency=3)
+    assert len(read) >= 3
 
 
 # ---------------------------------------------------------------------- what is refused

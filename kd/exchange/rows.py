@@ -23,7 +23,7 @@ MASS_TOLERANCE = 1e-3
 _WHOLE = 1e-6
 #: Nats that the last entry may be too low before the mass that is missing cannot lie below it; by far, where a
 #: fitted curve stands for the entries.
-_SLACK, _FITTED_SLACK = 3.0, 20.0
+SLACK, _FITTED_SLACK = 3.0, 20.0
 _OTHER_CONFIGURATION = (
     "The records are damaged, or were encoded with another configuration or tokenizer than the one given."
 )
@@ -164,7 +164,7 @@ def _require_room(row: Row, vocabulary: int) -> None:
     # The text's own token may be named beside the most probable ones, however rare it is.
     ranked = np.isfinite(row.logprobs) & (row.ids != row.tokens[row.positions + 1][:, None])
     last = np.where(ranked, row.logprobs, 0.0).min(axis=1)
-    slack = _FITTED_SLACK if row.fitted else _SLACK
+    slack = _FITTED_SLACK if row.fitted else SLACK
     with np.errstate(divide="ignore"):
         room = last + slack + np.log(np.maximum(vocabulary - counts, 0))
     for place in np.flatnonzero(np.exp(row.residual) > np.exp(np.minimum(room, 0.0)) + row.rounding)[:1]:

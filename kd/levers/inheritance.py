@@ -56,9 +56,8 @@ def student_of(teacher: PreTrainedModel, plan: StudentFromTeacher) -> PreTrained
 
     Raises ``ModelError`` for a teacher of another kind, and for a student that is larger than it in any way.
     """
-    _require_smaller(teacher, plan)
+    student = hollow_student_of(teacher, plan)
     picked = picked_layers(teacher.config.num_hidden_layers, plan)
-    student = _empty(teacher, plan, picked)
     tensors = {name: parameter.detach() for name, parameter in teacher.named_parameters()}
     stream, mlp = student.config.hidden_size, student.config.intermediate_size
     if mlp < teacher.config.intermediate_size:
