@@ -1,4 +1,5 @@
-# Two images of one code: `api`, which has no torch and is a tenth as large, and `worker`. docker-compose.yml builds both.
+# Two images with the same code: `api`, which has no torch and is a tenth as large, and `worker`. docker-compose.yml builds
+# both.
 #     docker build --target api --tag potstill-api .
 #     docker build --target worker --tag potstill-worker .          CUDA comes with torch's wheel
 #     docker build --target worker --tag potstill-worker \
@@ -11,22 +12,22 @@ WORKDIR /app
 COPY constraints.txt ./
 
 
-# From what changes least to what changes most: torch, then the other packages; the code comes last of all.
+# Layers are ordered by how rarely they change: torch, then the other packages, and the code last.
 FROM python AS api-packages
 COPY pyproject.toml LICENSE README.md ./
 RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 extras = project["optional-dependencies"]; \
 print(*project["dependencies"], *extras["otel"], sep="\n")' > /tmp/requirements.txt \
     && pip install -c constraints.txt -r /tmp/requirements.txt
-# Only the command `kd` and the metadata: the code is imported from /app (PYTHONPATH), where `base` puts it.
+# Installs only the command `kd` and the metadata; the code is imported from /app (PYTHONPATH), where `base` puts it.
 RUN pip install --no-deps --editable .
 
 
 FROM python AS worker-packages
-# Where to look for torch besides the default index; empty = the default index, whose build for Linux has CUDA.
+# A second index for torch; empty = only the default index, whose build for Linux has CUDA.
 ARG TORCH_INDEX=""
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
-# Extras of pyproject.toml to install besides, separated by commas: track, eval, fast.
+# More extras of pyproject.toml to install, separated by commas: track, eval, fast.
 ARG EXTRAS=""
 COPY pyproject.toml LICENSE README.md ./
 RUN python -c 'import os, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -49,8 +50,8 @@ FROM python:3.11-slim AS base
 LABEL org.opencontainers.image.title="potstill" \
       org.opencontainers.image.description="A knowledge-distillation service" \
       org.opencontainers.image.licenses="Apache-2.0"
-# tini reaps the children of a killed run and passes SIGTERM on. A new volume that is mounted at one of the folders
-# belongs to the user, as they do.
+# tini reaps the children of a killed run and passes SIGTERM on. The folders belong to the user, and so does a new volume
+# that is mounted at one of them.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini \
     && rm -rf /var/lib/apt/lists/* \
@@ -58,7 +59,7 @@ RUN apt-get update \
     && install --directory --owner=10001 --group=10001 /data /models /secrets /keys \
     && install --directory /app/files
 WORKDIR /app
-# PYTHONPATH puts our packages before any other `cache` or `services` that may ever be installed beside them.
+# PYTHONPATH puts our packages before any other `cache` or `services` that may be installed beside them.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONPATH=/app \
     PYTHONUNBUFFERED=1 \
@@ -77,12 +78,12 @@ FROM base AS api
 COPY --from=api-packages /opt/venv /opt/venv
 COPY --from=code /app /app
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["python", "-m", "services.health", "api"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["python", "-m", "services.process.health", "api"]
 CMD ["kd", "serve", "--host", "0.0.0.0", "--port", "8000"]
 
 
 FROM base AS worker
-# g++ is what torch.compile compiles with.
+# torch.compile needs g++.
 USER root
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
@@ -91,5 +92,5 @@ USER 10001:10001
 COPY --from=worker-packages /opt/venv /opt/venv
 COPY --from=code /app /app
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
-HEALTHCHECK --interval=15s --timeout=5s --start-period=60s --retries=4 CMD ["python", "-m", "services.health", "worker"]
+HEALTHCHECK --interval=15s --timeout=5s --start-period=60s --retries=4 CMD ["python", "-m", "services.process.health", "worker"]
 CMD ["kd", "worker", "--queues", "precompute,train"]

@@ -1,15 +1,15 @@
 # Two commands do everything on a fresh clone: `make demo` and `make test`.
 #
 # PYTHON       the interpreter that makes .venv: 3.11, 3.12 or 3.13
-# TORCH_INDEX  where to look for torch besides the default index. On Linux the default is a CUDA build of gigabytes;
+# TORCH_INDEX  a second index for torch. On Linux the default index has a CUDA build of gigabytes;
 #              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
-# TEST_WORKERS processes that run tests, each with one arithmetic thread; those marked alone follow in one process
+# TEST_WORKERS processes that run tests, each with one arithmetic thread; tests marked alone follow in one process
 # BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
 # TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
-# SLOW=1       `make test` runs the tests marked slow too; SLOW=together only those of them that need not run alone
+# SLOW=1       `make test` also runs the tests marked slow
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
@@ -23,9 +23,10 @@ SLOW        ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
+DEMO_STAMP := .venv/.demo
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
-# Status 5 = nothing selected, which TEST_FLAGS may well mean for one of the two.
+# Status 5 means that no test was selected, which TEST_FLAGS can cause in one of the two calls.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(if $(SLOW),, and not slow)" $(TEST_FLAGS) || test $$? = 5
 CODE  := cache kd services tests $(wildcard bench examples)
 
@@ -36,23 +37,34 @@ CODE  := cache kd services tests $(wildcard bench examples)
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
-install: $(STAMP) ## Create .venv and install the pinned versions; instant when done before
+install: $(STAMP) ## Create .venv and install the pinned versions; instant when done already
 
-# torch first and alone, so that nothing else decides which build of it is taken.
-$(STAMP): pyproject.toml constraints.txt
+# torch comes first and alone, so that no other package decides which build of it is taken.
+define INSTALL
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 14) or sys.exit( \
 	    f"Potstill needs Python 3.11 to 3.13, but $(PYTHON) is {v.major}.{v.minor}: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(PIP) install -c constraints.txt -e '.[dev,gguf]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
+endef
+
+$(STAMP): EXTRAS := dev,gguf
+$(STAMP): pyproject.toml constraints.txt
+	$(INSTALL)
+	@touch $(DEMO_STAMP) $@
+
+# The demo needs no tools of development: a third of the packages.
+$(DEMO_STAMP): EXTRAS := local,worker
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(INSTALL)
 	@touch $@
 
-demo: $(STAMP) ## Distil a small teacher on this machine, through the whole service
+demo: $(DEMO_STAMP) ## Distil a small teacher on this machine, through the whole service
 	$(BIN)/kd demo $(DEMO_FLAGS)
 
 test: $(STAMP) ## Run the tests
 	$(call PYTEST,-n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder,not alone)
-	$(call PYTEST,-n 0,alone$(if $(filter together,$(SLOW)), and not slow))
+	$(call PYTEST,-n 0,alone)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)
@@ -64,44 +76,44 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff format $(CODE)
 
 docs: $(STAMP) ## Write docs/configuration.md, api.md and settings.md from the descriptions in the code
-	$(BIN)/python -m kd.reference > docs/configuration.md.new
+	$(BIN)/python -m kd.config.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(BIN)/python -m services.api.reference > docs/api.md.new
 	mv docs/api.md.new docs/api.md
 	$(BIN)/python -m services.reference > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
-bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios in one run
+bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios within one run
 	$(BIN)/python bench/speed.py $(BENCH_FLAGS)
 
-bench-cache: $(STAMP) ## Measure what a cache keeps for its bytes, beside what others store
+bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the formats of other tools
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)
 
 bench-train: $(STAMP) ## Measure the training loop (10 minutes on two cores), then do bench-temperature
 	$(BIN)/python bench/train.py $(BENCH_FLAGS)
 	$(BIN)/python bench/temperature.py $(TEMPERATURE_FLAGS)
 
-bench-temperature: $(STAMP) ## Compare temperatures that learn with the best fixed one (an hour on two cores)
+bench-temperature: $(STAMP) ## Compare learned temperatures with the best fixed one (an hour on two cores)
 	$(BIN)/python bench/temperature.py $(TEMPERATURE_FLAGS)
 
 bench-service: $(STAMP) ## Measure the API under load, with thousands of jobs stored and hundreds of streams open
 	$(BIN)/python bench/service.py $(BENCH_FLAGS)
 
-chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs run; ends with what was found (half an hour)
+chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs run; print what broke (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python bench/chaos.py $(CHAOS_FLAGS)
 
-fuzz: $(STAMP) ## Ask the API everything that its OpenAPI document allows, and what it does not (schemathesis)
-	KD_FUZZ_EXAMPLES=200 $(BIN)/pytest -n 0 tests/test_schemathesis.py
+fuzz: $(STAMP) ## Send the API valid and invalid requests made from its OpenAPI document (schemathesis)
+	KD_FUZZ_EXAMPLES=200 $(BIN)/pytest -n 0 tests/services/api/test_schemathesis.py
 
 sbom: $(STAMP) ## Write sbom.json, the CycloneDX bill of materials
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o sbom.json $(BIN)/python
 
-audit: $(STAMP) ## Look for known holes: bandit, and pip-audit (needs a network)
-	KD_AUDIT=1 $(BIN)/pytest -n 0 -k "bandit or hole" tests/test_security.py
+audit: $(STAMP) ## Look for known vulnerabilities: bandit, and pip-audit (needs a network)
+	KD_AUDIT=1 $(BIN)/pytest -n 0 -k "bandit or hole" tests/system/test_security.py
 
 up: $(STAMP) ## Run the service in this terminal until Ctrl-C: server, API, workers
 	$(BIN)/kd up
 
-clean: ## Remove .venv and what the tools left behind; caches and runs stay
+clean: ## Remove .venv and the files of the tools; caches and runs stay
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,20 +1,26 @@
-"""The service under hundreds of real faults: what it promised is checked, and how fast it got over them is printed.
+"""Inject hundreds of faults into the service, check its promises, and print how fast it recovers.
 
-    python bench/chaos.py [--faults 500] [--jobs 200] [--demo-faults 30] [--outage 300] [--seed 1] [--workers 3]
+    python bench/chaos.py [--faults 500] [--jobs 200] [--demo-faults 30] [--outage 300] [--seed 1]
+                          [--workers 3] [--out FILE]
 
-soak      jobs that write real shards, some of which share a cache, wait for another, are poison; meanwhile children,
-          workers, hosts, Redis and API are killed, stopped and terminated, hints doubled, jobs cancelled, paused and
-          retried; then every job must be in its right state, every shard, step and student as an undisturbed run has
-          it, nothing done twice, no process left
-demo      the example job of examples/austen, under the same faults: the same student, the same cache, to the bit
-outage    Redis is stopped in the middle of that job's training: it goes on, in attempt 1, and its history is complete
+soak      Jobs write real shards. Some share a cache, some wait for another job, some always die.
+          Meanwhile children, workers, hosts, Redis and the API are killed, stopped and terminated,
+          hints are doubled, and jobs are cancelled, paused and retried. At the end every job must
+          be in its right state, every shard, step and student must equal those of an undisturbed
+          run, nothing may have been done twice, and no process may be left over.
+demo      The job of examples/austen runs under the same faults. Its student and its cache must be
+          the same, bit for bit.
+outage    Redis is stopped in the middle of that job's training. The training must continue in
+          attempt 1, and its history must be complete.
 
-recovery  of a child, worker or host: from the fault until the job's next useful write (in the demo: until its next
-          news), without the time that it stood in the queue behind others; of Redis or API: from when its cause was
-          gone until /readyz says yes. Of a fault with no work under way, or on a job that a client stopped as well,
-          there is none.
+recovery  After a fault of a child, worker or host: seconds from the fault until the job's next
+          useful write (in the demo: its next event), without the time that the job waits in the
+          queue behind others. After a fault of Redis or the API: seconds from the end of the fault
+          until /readyz succeeds. A fault that met no work, or a job that a client stopped as well,
+          has no recovery.
 
-Exit code 1 where anything was not as promised. A seed gives the same plan; what it meets is up to the machine.
+Exits with code 1 if a promise was broken. A seed fixes the plan of the faults; what each of them
+meets depends on the machine.
 """
 
 from __future__ import annotations
@@ -27,26 +33,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.support.paths import ROOT
+
 sys.path.insert(0, str(ROOT))
 
-from kd.jobfile import load_config  # noqa: E402
-from tests.chaos import Cluster, Plan, Soak  # noqa: E402
-from tests.judge import Verdict, render  # noqa: E402
-from tests.real_job import Ordeal, outage  # noqa: E402
+from bench.support.faults import Cluster, Soak, SoakPlan
+from bench.support.judge import SoakVerdict, render_recoveries
+from bench.support.real_job import DisturbedRuns, run_outage
+from kd.config.jobfile import load_config
 
 EXAMPLE = ROOT / "examples" / "austen" / "job.yaml"
-SHOWN = 40
+VIOLATIONS_SHOWN = 40
 
 
 def say(line: str) -> None:
-    """To who waits."""
+    """Print progress to stderr, so that stdout holds the tables alone."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def running(workers: int, child: str) -> Iterator[tuple[Cluster, Path]]:
-    """A cluster in a folder of its own, which stays where something went wrong, and an empty folder beside it."""
+    """Yield a running cluster and an empty folder; their parent folder stays for inspection."""
     folder = Path(tempfile.mkdtemp(prefix="potstill-chaos-"))
     say(f"data and logs: {folder}")
     cluster = Cluster(folder / "home", workers, child)
@@ -56,65 +63,78 @@ def running(workers: int, child: str) -> Iterator[tuple[Cluster, Path]]:
         cluster.close()
 
 
-def soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
-    """The table of the light jobs, and what was not as promised."""
-    with running(arguments.workers, "tests.light_child") as (cluster, spare):
-        jobs = Soak(cluster, Plan(arguments.faults, arguments.jobs, arguments.seed))
+def run_soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """Run the light jobs under faults; returns their table and the violations."""
+    with running(arguments.workers, "bench.support.light_child") as (cluster, spare):
+        jobs = Soak(cluster, SoakPlan(arguments.faults, arguments.jobs, arguments.seed))
         try:
             jobs.run(say)
         finally:
             jobs.close()
-        verdict = Verdict(jobs, spare)
-        title = f"## {len(jobs.chaos.injuries)} faults, {len(jobs.orders)} light jobs, seed {arguments.seed}"
-        return f"{title}\n\n{render(verdict.rows(), verdict.summary())}\n", verdict.violations
+        verdict = SoakVerdict(jobs, spare)
+        faults = len(jobs.chaos.injuries)
+        title = f"## {faults} faults, {len(jobs.orders)} light jobs, seed {arguments.seed}"
+        return (
+            f"{title}\n\n{render_recoveries(verdict.rows(), verdict.summary())}\n",
+            verdict.violations,
+        )
 
 
-def demo(arguments: argparse.Namespace) -> tuple[str, list[str]]:
-    """The tables of the real job under faults and through a long outage, and what was not as promised."""
+def run_demo(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """Run the real job under faults and through a long outage; returns table and violations."""
     with running(1, "services.worker.child") as (cluster, _):
-        ordeal = Ordeal(cluster, load_config(EXAMPLE), arguments.seed)
+        runs = DisturbedRuns(cluster, load_config(EXAMPLE), arguments.seed)
         try:
-            ordeal.undisturbed()
-            say(f"the example takes {ordeal.seconds:.0f} s undisturbed")
-            ordeal.run(arguments.demo_faults, (0.5, max(2.0, ordeal.seconds / 12)))
+            runs.run_undisturbed()
+            say(f"the example takes {runs.seconds:.0f} s undisturbed")
+            runs.run(arguments.demo_faults, (0.5, max(2.0, runs.seconds / 12)))
         finally:
-            ordeal.close()
-        table = f"## The example job\n\n{render(ordeal.rows(), ordeal.summary())}\n"
-        found = ordeal.violations
+            runs.close()
+        table = f"## The example job\n\n{render_recoveries(runs.rows(), runs.summary())}\n"
+        found = runs.violations
         if arguments.outage:
-            more = list(outage(cluster, longer(ordeal, arguments.outage), arguments.outage))
-            kept = "not all as promised" if more else "the training went on, attempt 1, history complete"
+            more = list(run_outage(cluster, lengthen_job(runs, arguments.outage), arguments.outage))
+            kept = (
+                "not all as promised"
+                if more
+                else "the training went on, attempt 1, history complete"
+            )
             table += f"- Redis away for {arguments.outage:.0f} s in the middle of it: {kept}\n"
             found = [*found, *more]
         return table, found
 
 
-def longer(ordeal: Ordeal, seconds: float):  # type: ignore[no-untyped-def]
-    """The example, with steps enough to train for half as long again."""
-    assert ordeal.config.train is not None and ordeal.config.train.max_steps is not None
-    steps = ordeal.config.train.max_steps * (1 + 2 * 1.5 * seconds / ordeal.seconds)
+def lengthen_job(runs: DisturbedRuns, seconds: float):  # type: ignore[no-untyped-def]
+    """The example with more steps, so that its training outlasts the outage."""
+    assert runs.config.train is not None and runs.config.train.max_steps is not None
+    steps = runs.config.train.max_steps * (1 + 2 * 1.5 * seconds / runs.seconds)
     return load_config(EXAMPLE, [f"train.max_steps={round(steps)}", "train.logging_steps=5"])
 
 
 def main() -> int:
-    """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the parts that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--demo-faults", type=int, default=30)
-    parser.add_argument("--outage", type=float, default=300.0, help="seconds; 0 leaves it out")
+    parser.add_argument(
+        "--outage", type=float, default=300.0, help="seconds without Redis; 0 skips this part"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="file for the table, too")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parts = [soak(arguments)] if arguments.faults else []
-    parts += [demo(arguments)] if arguments.demo_faults else []
-    text, violations = "\n".join(table for table, _ in parts), [line for _, found in parts for line in found]
+    parts = [run_soak(arguments)] if arguments.faults else []
+    parts += [run_demo(arguments)] if arguments.demo_faults else []
+    text = "\n".join(table for table, _ in parts)
+    violations = [line for _, found in parts for line in found]
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")
-    for line in violations[:SHOWN]:
+    for line in violations[:VIOLATIONS_SHOWN]:
         say(f"VIOLATION {line}")
     return 1 if violations else 0
 

@@ -1,10 +1,12 @@
-"""The API under load: POST and GET with thousands of jobs stored and hundreds of event streams open, as one table.
+"""Measure the API under load, with thousands of jobs stored and hundreds of event streams open.
 
-    python bench/service.py [--jobs 10000] [--more 100000] [--streams 200] [--seconds 5] [--out FILE]
+    python bench/service.py [--jobs 10000] [--more 100000] [--streams 200] [--seconds 5]
+                            [--out FILE]
 
-API and Valkey are real processes on this machine, and so is the client, which shares their cores: the numbers are what
-is left for the service. Floors: GET /healthz is what HTTP alone costs, and HGETALL what the store alone does. The
-clients are closed loops: each sends its next request when the answer to its last one has come.
+API and Valkey are real processes on this machine. The client is one too and shares their cores, so
+the numbers show what is left for the service. Floors: GET /healthz is the cost of HTTP alone, and
+HGETALL the cost of the store alone. The clients are closed loops: each sends its next request when
+the answer to its last one has arrived.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from typing import Any
 
 import httpx
 
-from kd.jobfile import parse_config
-from services.embedded import EmbeddedServer, find_binary, free_port
-from services.jobs import Batch, JobStore, connect
+from bench.support.paths import ROOT
+from kd.config.jobfile import parse_config
 from services.settings import Settings
+from services.store.connection import connect_redis
+from services.store.embedded import EmbeddedServer, find_binary, find_free_port
+from services.store.jobs.leases import EventBatch
+from services.store.jobs.store import JobStore
 
-ROOT = Path(__file__).resolve().parent.parent
 UNLIMITED = {
     "rate_post": 10**9,
     "rate_get": 10**9,
@@ -49,25 +53,28 @@ JOB: dict[str, Any] = {
     "loss": {"alpha": 1.0},
     "train": {"max_steps": 10},
 }
-RUNNING = 20  #: jobs whose streams are listened to
+#: Jobs whose streams have listeners.
+RUNNING = 20
+#: Seconds between two beats of a job.
 BEAT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Load:
-    """What came of one kind of request: seconds of each, and how long all of them took together."""
+class LoadResult:
+    """The result of one kind of request: seconds of each, and of all together (``wall``)."""
 
     latencies: list[float]
     wall: float
 
     def row(self, name: str, clients: int) -> str:
-        """Throughput, median and 99th percentile as a row of the table."""
-        middle, late = (1000 * percentile(self.latencies, share) for share in (0.5, 0.99))
-        return f"| {name} | {clients} | {len(self.latencies) / self.wall:,.0f} | {middle:.1f} | {late:.1f} |"
+        """Format throughput, median and 99th percentile as a row of the table."""
+        middle, late = (1000 * compute_percentile(self.latencies, share) for share in (0.5, 0.99))
+        rate = len(self.latencies) / self.wall
+        return f"| {name} | {clients} | {rate:,.0f} | {middle:.1f} | {late:.1f} |"
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value that ``share`` of them are not above."""
+def compute_percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least ``share`` of the values do not exceed."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
@@ -75,8 +82,8 @@ def percentile(values: list[float], share: float) -> float:
 
 
 @dataclass
-class Service:
-    """An API and its store, as processes."""
+class ServiceUnderTest:
+    """An API and its store as processes."""
 
     port: int
     store: JobStore
@@ -90,21 +97,24 @@ class Service:
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[Service]:
-    """Start both; end both."""
+def service(folder: Path) -> Iterator[ServiceUnderTest]:
+    """Start API and store, yield them, and stop them."""
     server = EmbeddedServer(folder / "redis", find_binary())
     server.start()
-    port = free_port()
+    port = find_free_port()
     settings = Settings.model_validate(
-        {"home": folder, "root": ROOT, "redis_url": server.url, "port": port, "disk_floor_bytes": 0} | UNLIMITED
+        {"home": folder, "root": ROOT, "redis_url": server.url, "port": port, "disk_floor_bytes": 0}
+        | UNLIMITED
     )
     environment = os.environ | settings.environment() | {"PYTHONPATH": str(ROOT)}
     with (folder / "api.log").open("wb") as log:
-        api = subprocess.Popen([sys.executable, "-m", "services.api"], env=environment, stdout=log, stderr=log)
+        api = subprocess.Popen(
+            [sys.executable, "-m", "services.api"], env=environment, stdout=log, stderr=log
+        )
     try:
         _await(f"http://127.0.0.1:{port}/readyz", api, folder / "api.log")
-        with connect(server.url, timeout=30) as client:
-            yield Service(port, JobStore(client))
+        with connect_redis(server.url, timeout=30) as client:
+            yield ServiceUnderTest(port, JobStore(client))
     finally:
         api.terminate()
         api.wait(20)
@@ -124,11 +134,14 @@ def _await(url: str, api: subprocess.Popen[bytes], log: Path) -> None:
     raise SystemExit(f"the API did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-# ---------------------------------------------------------------------- the client: little code, for it to cost little
+# ---------------------------------------------------------------------- the client
 
 
 class Connection:
-    """A kept-alive HTTP/1.1 connection; a library's client would take more of the cores than the server does."""
+    """A kept-alive HTTP/1.1 connection in little code.
+
+    A library's client would take more of the cores than the server does.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -142,14 +155,17 @@ class Connection:
 
     def send(self, method: str, path: str, body: bytes = b"", accept: str = "*/*") -> None:
         """Send a request."""
-        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: {accept}\r\nContent-Length: {len(body)}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: {accept}\r\n"
+        head += f"Content-Length: {len(body)}\r\n"
         kind = "Content-Type: application/json\r\n" if body else ""
         self._writer.write((head + kind + "\r\n").encode() + body)
 
     async def head(self) -> tuple[int, dict[str, str]]:
         """Status and headers of the answer."""
         lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        return int(lines[0].split()[1]), dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
+        return int(lines[0].split()[1]), dict(
+            line.lower().split(": ", 1) for line in lines[1:] if ": " in line
+        )
 
     async def request(self, method: str, path: str, body: bytes = b"") -> int:
         """Send a request, read the whole answer, return its status."""
@@ -163,17 +179,20 @@ class Connection:
         return await self._reader.readline()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._writer.close()
 
 
-async def load(port: int, clients: int, seconds: float, request: Callable[[int], tuple[str, str, bytes]]) -> Load:
-    """As many requests as ``clients`` closed loops send in ``seconds``; any answer but success ends the benchmark."""
+async def generate_load(
+    port: int, clients: int, seconds: float, request: Callable[[int], tuple[str, str, bytes]]
+) -> LoadResult:
+    """Send requests from ``clients`` closed loops for ``seconds``; raises at the first failure."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
 
     async def loop(first: int) -> None:
-        connection, number = await Connection(port).open(), first
+        connection = await Connection(port).open()
+        number = first
         while (began := time.perf_counter()) < end:
             method, path, body = request(number)
             status = await connection.request(method, path, body)
@@ -185,18 +204,19 @@ async def load(port: int, clients: int, seconds: float, request: Callable[[int],
 
     began = time.perf_counter()
     await asyncio.gather(*(loop(number) for number in range(clients)))
-    return Load(latencies, time.perf_counter() - began)
+    return LoadResult(latencies, time.perf_counter() - began)
 
 
 # ---------------------------------------------------------------------- streams
 
 
-class Beats(threading.Thread):
-    """A worker's beats for some jobs, each with one event that holds the time at which it was sent."""
+class HeartbeatThread(threading.Thread):
+    """Sends a worker's beats for some jobs; each has one event that holds its sending time."""
 
     def __init__(self, store: JobStore) -> None:
         super().__init__(daemon=True)
-        self._store, self._ended = store, threading.Event()
+        self._store = store
+        self._ended = threading.Event()
         found = (store.claim_next("train", "bench", 3600.0) for _ in range(RUNNING))
         self.claims = [claim for claim in found if claim is not None]
 
@@ -206,8 +226,11 @@ class Beats(threading.Thread):
         while not self._ended.wait(BEAT_SECONDS):
             number += 1
             for claim in self.claims:
-                event = {"type": "metrics", "data": {"step": number, "loss": 1.0, "sent": time.time()}}
-                self._store.beat(claim, 3600.0, Batch(number, (event,)))
+                event = {
+                    "type": "metrics",
+                    "data": {"step": number, "loss": 1.0, "sent": time.time()},
+                }
+                self._store.beat(claim, 3600.0, EventBatch(number, (event,)))
 
     def stop(self) -> None:
         """End the beats."""
@@ -216,7 +239,7 @@ class Beats(threading.Thread):
 
 
 async def listen(port: int, job_id: str, delays: list[float]) -> None:
-    """Note how long each event took from its beat to here."""
+    """Add to ``delays`` the seconds that each event took from its beat to this client."""
     connection = await Connection(port).open()
     connection.send("GET", f"/jobs/{job_id}/events/stream", accept="text/event-stream")
     status, _ = await connection.head()
@@ -230,8 +253,8 @@ async def listen(port: int, job_id: str, delays: list[float]) -> None:
 # ---------------------------------------------------------------------- the table
 
 
-def requests_of(found: Service) -> dict[str, Callable[[int], tuple[str, str, bytes]]]:
-    """The requests that are measured, by name; number n of each."""
+def list_requests(found: ServiceUnderTest) -> dict[str, Callable[[int], tuple[str, str, bytes]]]:
+    """The measured requests by name; each is a function of its number."""
     body = json.dumps(JOB).encode()
     return {
         "GET /jobs/{id}": lambda n: ("GET", f"/jobs/{found.ids[n % len(found.ids)]}", b""),
@@ -240,19 +263,24 @@ def requests_of(found: Service) -> dict[str, Callable[[int], tuple[str, str, byt
     }
 
 
-async def under_load(found: Service, options: argparse.Namespace) -> list[str]:
-    """Rows of throughput and latency, first with idle streams' absence, then with all of them open."""
-    floor = await load(found.port, 8, options.seconds, lambda n: ("GET", "/healthz", b""))
+async def measure_under_load(found: ServiceUnderTest, options: argparse.Namespace) -> list[str]:
+    """Rows of throughput and latency, first without streams, then with all of them open."""
+    floor = await generate_load(found.port, 8, options.seconds, lambda n: ("GET", "/healthz", b""))
     rows = [floor.row("GET /healthz (floor: HTTP alone)", 8)]
-    for name, request in requests_of(found).items():
+    for name, request in list_requests(found).items():
         for clients in (1, 8):
-            rows.append((await load(found.port, clients, options.seconds, request)).row(name, clients))
-    return rows + await with_streams(found, options)
+            rows.append(
+                (await generate_load(found.port, clients, options.seconds, request)).row(
+                    name, clients
+                )
+            )
+    return rows + await measure_with_streams(found, options)
 
 
-async def with_streams(found: Service, options: argparse.Namespace) -> list[str]:
-    """The same while streams are open and events flow through them."""
-    beats, delays = Beats(JobStore(found.store.redis)), list[float]()
+async def measure_with_streams(found: ServiceUnderTest, options: argparse.Namespace) -> list[str]:
+    """Rows of throughput and latency while streams are open and events flow through them."""
+    beats = HeartbeatThread(JobStore(found.store.redis))
+    delays = list[float]()
     running = [claim.id for claim in beats.claims]
     streams = [
         asyncio.create_task(listen(found.port, running[number % len(running)], delays))
@@ -261,8 +289,8 @@ async def with_streams(found: Service, options: argparse.Namespace) -> list[str]
     await asyncio.sleep(1.0)
     beats.start()
     rows = []
-    for name, request in requests_of(found).items():
-        measured = await load(found.port, 8, options.seconds, request)
+    for name, request in list_requests(found).items():
+        measured = await generate_load(found.port, 8, options.seconds, request)
         rows.append(measured.row(f"{name}, {options.streams} streams open", 8))
     beats.stop()
     for stream in streams:
@@ -270,66 +298,100 @@ async def with_streams(found: Service, options: argparse.Namespace) -> list[str]
             stream.result()
         stream.cancel()
     expected = options.streams / BEAT_SECONDS
-    middle, late = (1000 * percentile(delays, share) for share in (0.5, 0.99))
+    middle, late = (1000 * compute_percentile(delays, share) for share in (0.5, 0.99))
     wall = 3 * options.seconds
-    rows.append(f"| an event, beat to stream (sent: {expected:,.0f}/s) | {options.streams} | "
-                f"{len(delays) / wall:,.0f} | {middle:.1f} | {late:.1f} |")  # fmt: skip
+    name = f"an event, beat to stream (sent: {expected:,.0f}/s)"
+    rate = len(delays) / wall
+    rows.append(f"| {name} | {options.streams} | {rate:,.0f} | {middle:.1f} | {late:.1f} |")
     return rows
 
 
-def store_floor(found: Service, count: int = 2000) -> str:
-    """What the store alone does, one client."""
-    ids, latencies = found.ids[:count], list[float]()
+def measure_store_floor(found: ServiceUnderTest, count: int = 2000) -> str:
+    """Measure reads of the store alone, by one client."""
+    ids = found.ids[:count]
+    latencies = list[float]()
     began = time.perf_counter()
     for job_id in ids:
         start = time.perf_counter()
         found.store.redis.hgetall(f"kd:job:{job_id}")
         latencies.append(time.perf_counter() - start)
-    return Load(latencies, time.perf_counter() - began).row("HGETALL of a record (floor: the store alone)", 1)
+    return LoadResult(latencies, time.perf_counter() - began).row(
+        "HGETALL of a record (floor: the store alone)", 1
+    )
 
 
-def commands(found: Service) -> int:
+def count_commands(found: ServiceUnderTest) -> int:
     """Commands that the server has run so far."""
     return int(found.store.redis.info("stats")["total_commands_processed"])
 
 
-def listing(found: Service, pages: int = 50) -> tuple[float, float]:
-    """Median milliseconds of a page of 20 jobs, and commands of the store per page, others' subtracted."""
+def measure_listing(found: ServiceUnderTest, pages: int = 50) -> tuple[float, float]:
+    """Median milliseconds of a page of 20 jobs, and the store's commands for each page.
+
+    Commands of other clients of the store are measured afterwards and subtracted.
+    """
     with httpx.Client(base_url=f"http://127.0.0.1:{found.port}", trust_env=False) as client:
         client.get("/jobs?limit=20")
-        before, began = commands(found), time.perf_counter()
+        before = count_commands(found)
+        began = time.perf_counter()
         taken = []
         for _ in range(pages):
             start = time.perf_counter()
             client.get("/jobs?limit=20&status=queued").raise_for_status()
             taken.append(time.perf_counter() - start)
-        spent, wall = commands(found) - before, time.perf_counter() - began
-    idle = commands(found)
+        spent = count_commands(found) - before
+        wall = time.perf_counter() - began
+    idle = count_commands(found)
     time.sleep(wall)
-    return 1000 * statistics.median(taken), (spent - (commands(found) - idle)) / pages
+    return 1000 * statistics.median(taken), (spent - (count_commands(found) - idle)) / pages
 
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=10_000, help="jobs stored while the API is under load")
-    parser.add_argument("--more", type=int, default=100_000, help="jobs stored when a listing is measured last")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=10_000, help="jobs stored while the API is under load"
+    )
+    parser.add_argument(
+        "--more", type=int, default=100_000, help="jobs stored when a listing is measured last"
+    )
     parser.add_argument("--streams", type=int, default=200, help="open event streams")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="write the page here too")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement")
+    parser.add_argument("--out", type=Path, help="write the page to this file too")
     options = parser.parse_args()
-    lines = [f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.", ""]
+    lines = [
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
+        "",
+    ]
     with tempfile.TemporaryDirectory() as folder, service(Path(folder)) as found:
         found.fill(100)
-        pages = {100: listing(found)}
+        pages = {100: measure_listing(found)}
         found.fill(options.jobs)
-        pages[options.jobs] = listing(found)
-        lines += [f"With {options.jobs:,} jobs stored:", "", "| what | clients | a second | p50, ms | p99, ms |"]
-        lines += ["|---|--:|--:|--:|--:|", store_floor(found), *asyncio.run(under_load(found, options)), ""]
+        pages[options.jobs] = measure_listing(found)
+        lines += [
+            f"With {options.jobs:,} jobs stored:",
+            "",
+            "| what | clients | a second | p50, ms | p99, ms |",
+        ]
+        lines += [
+            "|---|--:|--:|--:|--:|",
+            measure_store_floor(found),
+            *asyncio.run(measure_under_load(found, options)),
+            "",
+        ]
         found.fill(options.more)
-        pages[options.more] = listing(found)
-    lines += ["One page of 20 of the queued jobs:", "", "| jobs stored | p50, ms | commands of the store |"]
-    lines += ["|--:|--:|--:|", *(f"| {jobs:,} | {ms:.1f} | {spent:.1f} |" for jobs, (ms, spent) in pages.items())]
+        pages[options.more] = measure_listing(found)
+    lines += [
+        "One page of 20 of the queued jobs:",
+        "",
+        "| jobs stored | p50, ms | commands of the store |",
+    ]
+    lines += [
+        "|--:|--:|--:|",
+        *(f"| {jobs:,} | {ms:.1f} | {spent:.1f} |" for jobs, (ms, spent) in pages.items()),
+    ]
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:

@@ -1,37 +1,46 @@
-"""How much distillation costs beyond what there is to do without it: one table, of ratios measured in one run.
+"""Measure what distillation costs beyond training without it: one table of ratios from one run.
 
-    python bench/speed.py [--quick] [--teacher 16x2048] [--student 16x1024] [--batch 8] [--rounds 7] [--out FILE]
+    python bench/speed.py [--quick] [--teacher 16x2048] [--student 16x1024] [--batch 8] [--rounds 7]
+                          [--out FILE]
     python bench/speed.py --tasks head --head 16384x2048x248320
 
-task        the first variant, speed 1        what is compared with it
-capture     the teacher's bare forward        reading its records, of profile threshold and of profile tempered;
-                                              reading and sealing them on disk, as a shard of one batch, which is the
-                                              dearest there is: a job's holds 256 sequences (the note below the table)
-step        cross-entropy on all logits       the fused head: on hard labels alone, on the teacher's records
-head        cross-entropy on all logits       the same without the model around it; torch's own chunked loss; on a GPU
-                                              Liger's and cut cross-entropy where they are installed; records of profile
-                                              tempered at T = 2
-loader      the student's step on records     reading a cache in random order and making batches of it
+task      the first variant, speed 1      compared with it
+capture   the teacher's bare forward      reading its records, of profile threshold and of profile
+                                          tempered; reading and sealing them on disk as a shard of
+                                          one batch. This is the worst case: a job's shard holds 256
+                                          sequences (the note below the table).
+step      cross-entropy on all logits     the fused LM head: on hard labels alone, on the teacher's
+                                          records
+head      cross-entropy on all logits     the fused LM head without a model around it; torch's own
+                                          chunked loss; on a GPU Liger's and cut cross-entropy if
+                                          they are installed; records of profile tempered at T = 2
+loader    the student's step on records   reading a cache in random order and making batches of it
 
-The bare forward is the teacher's own, with its head: the logits of the whole batch. Records are those that a small
-random Llama's capture seals, read back from disk; decoding their columns is a part of what is timed.
+The bare forward includes the teacher's LM head: it makes the logits of the whole batch. The records
+are captured from a small random Llama, sealed, and read back from disk; decoding their columns is
+part of the measured time.
 
-Runs on the first GPU if there is one, else on the CPU. Models are random Llamas named by layers x width, made here;
-nothing is downloaded. Needs torch, transformers, numpy, zarr and what kd/config.py reads YAML with (pydantic, pyyaml).
+Runs on the first GPU if there is one, else on the CPU. Models are random Llamas made here and named
+by layers x width; nothing is downloaded. Needs torch, transformers, numpy, zarr, pydantic and
+pyyaml.
 
-The floor of a task is what its arithmetic and the bytes that must move take at the rates of this machine, measured
-first (one large matrix product, one large copy). N positions, T tokens a sequence, L layers, D width, V vocabulary,
-P parameters outside the embedding and the head:
+The floor of a task is the time that its arithmetic and its necessary bytes take at the rates of
+this machine. The rates are measured first, with one large matrix product and one large copy. N
+positions, L positions of a sequence, H layers, D width, V vocabulary, P parameters outside
+embedding and LM head:
 
-    capture     N (2 P + 2 L T D + 2 D V) FLOP: body, causal attention, head. Nothing for the records: logits that are
-                made must be read, but a chunk of them fits a CPU's cache.
-    step        three times that (forward, and two products for each of its in the backward pass),
-                and 28 bytes of each parameter for AdamW in float32: four numbers read, three written.
-    head        3 * 2 N D V FLOP: the logits, and the gradients of both their factors.
-    loader      the records as stored, read, and the batch that is made of them, written.
+    capture   N (2 P + 2 H L D + 2 D V) FLOP: body, causal attention, LM head. Nothing is added for
+              the records: the logits must be read once more, but a chunk of them fits the CPU's
+              cache.
+    step      three times as many FLOP (for each product of the forward pass two in the backward
+              pass), and 28 bytes for each parameter for AdamW in float32: four numbers read, three
+              written.
+    head      3 * 2 N D V FLOP: the logits, and the gradients of both their factors.
+    loader    the bytes of the stored records, read, and of the batch made of them, written.
 
-Materialised logits move at least 4 N V (forward) + 8 N V (backward) bytes more in float32, which the fused head does
-not; that is room below the first variant, not part of the floor.
+Materialised logits move at least 4 N V (forward) + 8 N V (backward) bytes more in float32. The
+fused LM head does not move them, so it may be faster than the first variant; the floor does not
+count them.
 """
 
 from __future__ import annotations
@@ -55,40 +64,57 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import Machine, Row, extra_memory, fresh_processes, interleave, measure_machine, render, seconds
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.timing import (
+    Machine,
+    TimingRow,
+    fresh_processes,
+    interleave,
+    measure_extra_memory,
+    measure_machine,
+    render_timings,
+    time_run,
+)
 from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
-from cache.store import Cache, capture, open_cache
+from cache.store import Cache, open_cache, open_writer
 from cache.testing import make_codec, make_identity
-from kd.batches import Batch, make_batch, step_indices
+from kd.capture.recording import Recorder
+from kd.capture.teacher import Teacher
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
-from kd.losses import Objective, distillation_loss
-from kd.models import Head, head_of, hide_progress_bars
-from kd.precision import Precision, pick_device, target_hidden_states
-from kd.recording import Recorder
-from kd.targets import TargetDecoder, Targets
-from kd.teacher import CachedRecords, Teacher
-from kd.train import make_optimizer
+from kd.loss.decoder import TargetDecoder
+from kd.loss.fused import compute_distillation_loss
+from kd.loss.objective import Objective
+from kd.loss.targets import Targets
+from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.loading import hide_progress_bars
+from kd.models.precision import Precision, compute_target_hidden_states, pick_device
+from kd.optim.optimizers import make_optimizer
+from kd.text.batches import Batch, CachedRecords, list_step_indices, make_batch
 
-PRELOAD = ["transformers.models.llama.modeling_llama", "kd.teacher", "kd.train"]
-THRESHOLD, ALPHA, TEMPERATURE = 0.04, 0.1, 2.0
-HARD, RECORDS = "fused, hard labels alone", f"fused, records, alpha {ALPHA}"
+PRELOAD = ["transformers.models.llama.modeling_llama", "kd.capture.teacher", "kd.training.loop"]
+THRESHOLD = 0.04
+ALPHA = 0.1
+TEMPERATURE = 2.0
+HARD = "fused, hard labels alone"
+RECORDS = f"fused, records, alpha {ALPHA}"
 TEMPERED = f"fused, tempered records at T = {TEMPERATURE:g}, alpha {ALPHA}"
-BATCHES = 16  # that the loader's cache holds
-SMALL = (1, 64)  # the teacher that the records to train on come from
+#: Batches in the cache of the task loader.
+BATCHES = 16
+#: Layers and width of the teacher whose records the tasks step, head and loader train on.
+SMALL = (1, 64)
 DEVICE = pick_device()
 
-Run = Callable[[], Any]
+Runnable = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What to measure: models as (layers, width), the head alone as (positions, width, vocabulary)."""
+class BenchmarkSizes:
+    """Sizes: models as (layers, width), the LM head alone as (positions, width, vocabulary)."""
 
     teacher: tuple[int, int] = (6, 512)
     student: tuple[int, int] = (4, 256)
@@ -102,7 +128,7 @@ class Sizes:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What the teacher, and the student's matrix products, run in."""
+        """The precision of the teacher and of the student's matrix products."""
         return getattr(torch, self.dtype)
 
     @property
@@ -112,24 +138,26 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes(),
-    "cuda": Sizes((16, 2048), (16, 1024), (8192, 2048, 151_936), 128_256, 1024, 8, "bfloat16", 20, 8192),
+    "cpu": BenchmarkSizes(),
+    "cuda": BenchmarkSizes(
+        (16, 2048), (16, 1024), (8192, 2048, 151_936), 128_256, 1024, 8, "bfloat16", 20, 8192
+    ),
 }
-QUICK = Sizes((2, 64), (2, 64), (64, 32, 1000), 1000, 32, 2, rounds=2, product=256)
+QUICK = BenchmarkSizes((2, 64), (2, 64), (64, 32, 1000), 1000, 32, 2, rounds=2, product=256)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do a task, with the arithmetic and the bytes that no way can do without."""
+    """One way to do a task, with the arithmetic and the bytes that every way needs."""
 
-    run: Run
+    run: Runnable
     flops: float
     moved: float = 0.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """Ways to do ``tokens`` tokens of one task, the one to compare with first; ``note`` tells what is not a ratio."""
+    """Variants of a task for ``tokens`` tokens, the reference first; ``note`` adds other facts."""
 
     variants: dict[str, Variant]
     tokens: int
@@ -139,75 +167,93 @@ class Task:
 # ---------------------------------------------------------------------- the tasks
 
 
-def capture_task(sizes: Sizes, folder: Path) -> Task:
-    model = frozen(sizes, sizes.teacher)
-    sequences, seeds = one_document_each(sizes, sizes.batch), count()
-    tokens_BT = make_batch(sequences, None).to(DEVICE).tokens_BT
+def make_capture_task(sizes: BenchmarkSizes, folder: Path) -> Task:
+    model = make_frozen_llama(sizes, sizes.teacher)
+    sequences = make_random_documents(sizes, sizes.batch)
+    seeds = count()
+    tokens_BL = make_batch(sequences, None).to(DEVICE).tokens_BL
     threshold, tempered = (
-        reader(model, identity_of(sizes, sequences, profile), sequences) for profile in ("threshold", "tempered")
+        make_teacher(model, make_cache_identity(sizes, sequences, profile), sequences)
+        for profile in ("threshold", "tempered")
     )
 
     @torch.no_grad()
     def bare() -> None:
-        model(input_ids=tokens_BT, use_cache=False)
+        model(input_ids=tokens_BL, use_cache=False)
 
     def read(teacher: Teacher) -> Records:
         return Records.concatenate(records for _, records in teacher.read(sequences, 0))
 
     def seal() -> None:
-        with capture(folder, identity_of(sizes, sequences, "threshold", seed=next(seeds))) as writer:
+        with open_writer(
+            folder, make_cache_identity(sizes, sequences, "threshold", seed=next(seeds))
+        ) as writer:
             writer.write_shard(0, sequences, read(threshold))
 
-    runs: dict[str, Run] = {
+    runs: dict[str, Runnable] = {
         "teacher's bare forward": bare,
         "records read": partial(read, threshold),
         "records read and sealed": seal,
         "tempered records read": partial(read, tempered),
     }
-    flops = forward_flops(sizes, model)
+    flops = count_forward_flops(sizes, model)
 
     def about() -> str:
-        return f"{about_records(read(threshold), tempered)}; {about_sealing(sizes, folder, bare)}"
+        return (
+            f"{describe_records(read(threshold), tempered)}; {measure_sealing(sizes, folder, bare)}"
+        )
 
     return Task({name: Variant(run, flops) for name, run in runs.items()}, sizes.tokens, about)
 
 
-def about_records(records: Records, tempered: Teacher) -> str:
+def describe_records(records: Records, tempered: Teacher) -> str:
     heads, tails = (records.length(axis) / len(records) for axis in ("head", "tail"))
-    entries = f"its records hold the next token, {heads:.1f} head and {tails:.1f} tail entries a token"
-    return f"{entries}; tempered ones {tempered.recorder.nodes} nodes"
+    entries = (
+        f"its records hold the next token, {heads:.1f} head and {tails:.1f} tail entries a token"
+    )
+    return f"{entries}; tempered ones {tempered.recorder.knots} nodes"
 
 
-def about_sealing(sizes: Sizes, folder: Path, bare: Run) -> str:
-    """What a shard of the size that a job's have costs to seal; its records are a small teacher's."""
-    sequences = one_document_each(sizes, CacheConfig().shard_sequences)
-    teacher = reader(frozen(sizes, SMALL), identity_of(sizes, sequences, "threshold"), sequences)
+def measure_sealing(sizes: BenchmarkSizes, folder: Path, bare: Runnable) -> str:
+    """Measure the sealing of a shard as large as a job's; its records come from a small teacher."""
+    sequences = make_random_documents(sizes, CacheConfig().shard_sequences)
+    teacher = make_teacher(
+        make_frozen_llama(sizes, SMALL),
+        make_cache_identity(sizes, sequences, "threshold"),
+        sequences,
+    )
     records = Records.concatenate(each for _, each in teacher.read(sequences, 0))
 
     def seal(seed: int) -> None:
-        with capture(folder, identity_of(sizes, sequences, "threshold", seed)) as writer:
+        with open_writer(
+            folder, make_cache_identity(sizes, sequences, "threshold", seed)
+        ) as writer:
             writer.write_shard(0, sequences, records)
 
-    taken = median(seconds(partial(seal, seed)) for seed in range(3))
-    share = taken / (seconds(bare) * len(sequences) / sizes.batch)
-    return f"a shard of {len(sequences)} sequences is sealed in {taken:.2f} s, {share:.2%} of their bare forward's time"
+    taken = median(time_run(partial(seal, seed)) for seed in range(3))
+    share = taken / (time_run(bare) * len(sequences) / sizes.batch)
+    sealed = f"a shard of {len(sequences)} sequences is sealed in {taken:.2f} s"
+    return f"{sealed}, {share:.2%} of their bare forward's time"
 
 
-def step_task(sizes: Sizes, folder: Path) -> Task:
-    student = llama(sizes, sizes.student, tie_word_embeddings=True)
-    head, precision = head_of(student, sizes.vocabulary), Precision(DEVICE.type, sizes.torch_dtype)
+def make_step_task(sizes: BenchmarkSizes, folder: Path) -> Task:
+    student = make_llama(sizes, sizes.student, tie_word_embeddings=True)
+    head = find_lm_head(student, sizes.vocabulary)
+    precision = Precision(DEVICE.type, sizes.torch_dtype)
     optimizer = make_optimizer(student, (), TrainConfig(max_steps=1, learning_rate=1e-5), DEVICE)
-    batch, decoder = recorded(sizes, folder, "threshold")
-    labels_BT = F.pad(batch.tokens_BT[:, 1:], (0, 1), value=-100)
+    batch, decoder = make_recorded_batch(sizes, folder, "threshold")
+    labels_BL = F.pad(batch.tokens_BL[:, 1:], (0, 1), value=-100)
 
     def plain() -> Tensor:
         with precision.autocast():
-            logits = student(input_ids=batch.tokens_BT, use_cache=False).logits
-            return F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten())
+            logits = student(input_ids=batch.tokens_BL, use_cache=False).logits
+            return F.cross_entropy(logits.flatten(0, 1), labels_BL.flatten())
 
     def fused(targets: Callable[[], Targets], alpha: float) -> Tensor:
-        hidden_ND = target_hidden_states(student, batch, precision)
-        return distillation_loss(hidden_ND, head, targets(), Objective(alpha)).total / len(batch)
+        hidden_ND = compute_target_hidden_states(student, batch, precision)
+        return compute_distillation_loss(hidden_ND, head, targets(), Objective(alpha)).total / len(
+            batch
+        )
 
     def step(loss: Callable[[], Tensor]) -> None:
         loss().backward()
@@ -217,24 +263,33 @@ def step_task(sizes: Sizes, folder: Path) -> Task:
     losses = {
         "cross-entropy, all logits": plain,
         HARD: partial(fused, partial(Targets, batch.gold_N), 1.0),
-        RECORDS: partial(fused, partial(decoder.targets, batch.gold_N, batch.teacher), ALPHA),
+        RECORDS: partial(fused, partial(decoder.decode, batch.gold_N, batch.teacher), ALPHA),
     }
-    flops, moved = 3 * forward_flops(sizes, student), 28.0 * sum(each.numel() for each in student.parameters())
-    return Task({name: Variant(partial(step, loss), flops, moved) for name, loss in losses.items()}, sizes.tokens)
+    flops = 3 * count_forward_flops(sizes, student)
+    moved = 28.0 * sum(each.numel() for each in student.parameters())
+    return Task(
+        {name: Variant(partial(step, loss), flops, moved) for name, loss in losses.items()},
+        sizes.tokens,
+    )
 
 
-def head_task(sizes: Sizes, folder: Path) -> Task:
+def make_head_task(sizes: BenchmarkSizes, folder: Path) -> Task:
     positions, width, vocabulary = sizes.head
     torch.manual_seed(0)
     hidden_ND = torch.randn(positions, width, device=DEVICE).to(sizes.torch_dtype).requires_grad_()
-    weight_VD = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).to(sizes.torch_dtype).requires_grad_()
+    weight_VD = (
+        (torch.randn(vocabulary, width, device=DEVICE) / width**0.5)
+        .to(sizes.torch_dtype)
+        .requires_grad_()
+    )
     one = replace(sizes, vocabulary=vocabulary, length=positions + 1, batch=1)
     decoded: dict[str, Callable[[], Targets]] = {}
     for profile in ("threshold", "tempered"):
-        batch, decoder = recorded(one, folder, profile)
+        batch, decoder = make_recorded_batch(one, folder, profile)
         temperature = TEMPERATURE if profile == "tempered" else 1.0
-        decoded[profile] = partial(decoder.targets, batch.gold_N, batch.teacher, temperature)
-    gold_N, head = batch.gold_N, Head(weight_VD, None, 1.0, None, vocabulary)
+        decoded[profile] = partial(decoder.decode, batch.gold_N, batch.teacher, temperature)
+    gold_N = batch.gold_N
+    head = LMHead(weight_VD, None, 1.0, None, vocabulary)
 
     def step(loss: Callable[[], Tensor]) -> None:
         loss().backward()
@@ -248,24 +303,34 @@ def head_task(sizes: Sizes, folder: Path) -> Task:
         return F.linear_cross_entropy(hidden_ND, weight_VD, gold_N, options=options)
 
     def fused(targets: Callable[[], Targets], alpha: float) -> Tensor:
-        return distillation_loss(hidden_ND, head, targets(), Objective(alpha)).total / positions
+        return (
+            compute_distillation_loss(hidden_ND, head, targets(), Objective(alpha)).total
+            / positions
+        )
 
     losses = {
         "cross-entropy, all logits": plain,
         "torch's linear_cross_entropy": chunked,
-        **{name: partial(loss, hidden_ND, weight_VD, gold_N) for name, loss in peers().items()},
+        **{
+            name: partial(loss, hidden_ND, weight_VD, gold_N) for name, loss in find_peers().items()
+        },
         HARD: partial(fused, partial(Targets, gold_N), 1.0),
         RECORDS: partial(fused, decoded["threshold"], ALPHA),
         TEMPERED: partial(fused, decoded["tempered"], ALPHA),
     }
-    if not hasattr(F, "linear_cross_entropy"):  # it came with torch 2.13
+    if not hasattr(F, "linear_cross_entropy"):  # torch has it from version 2.13 on
         del losses["torch's linear_cross_entropy"]
     flops = 6.0 * positions * width * vocabulary
-    return Task({name: Variant(partial(step, loss), flops) for name, loss in losses.items()}, positions)
+    return Task(
+        {name: Variant(partial(step, loss), flops) for name, loss in losses.items()}, positions
+    )
 
 
-def peers() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Others' heads on hard labels, of (hidden states, weight, labels): those that are installed, on a GPU."""
+def find_peers() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Find other projects' fused LM heads that are installed; none without a GPU.
+
+    Each is a function of hidden states, weight and hard labels.
+    """
     found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     if DEVICE.type != "cuda":
         return found
@@ -281,56 +346,77 @@ def peers() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     return found
 
 
-def loader_task(sizes: Sizes, folder: Path) -> Task:
-    store = sealed(sizes, folder, one_document_each(sizes, BATCHES * sizes.batch), "threshold")
-    source, steps = CachedRecords(store), count()
+def make_loader_task(sizes: BenchmarkSizes, folder: Path) -> Task:
+    store = seal_cache(
+        sizes, folder, make_random_documents(sizes, BATCHES * sizes.batch), "threshold"
+    )
+    source = CachedRecords(store)
+    steps = count()
 
     def load() -> Batch:
-        return next_batch(source, sizes.batch, next(steps))
+        return read_batch(source, sizes.batch, next(steps))
 
-    some = [load() for _ in range(BATCHES)]  # and now every chunk has been decoded once
-    moved = store.bytes_per_token * store.manifest.positions / BATCHES + bytes_of(some[0])
+    # Load all once, so that every chunk of the cache is decoded before the time is measured.
+    some = [load() for _ in range(BATCHES)]
+    moved = store.bytes_per_token * store.manifest.positions / BATCHES + count_batch_bytes(some[0])
     variants = {
-        "the student's step on records": step_task(sizes, folder).variants[RECORDS],
+        "the student's step on records": make_step_task(sizes, folder).variants[RECORDS],
         "cache to batches": Variant(load, 0.0, moved),
     }
-    return Task(variants, sizes.tokens, partial(per_core, store, sizes.batch))
+    return Task(variants, sizes.tokens, partial(measure_per_core, store, sizes.batch))
 
 
-def next_batch(source: CachedRecords, size: int, step: int) -> Batch:
-    return make_batch(*source.read(step_indices(source.train_count, size, 0, step)))
+def read_batch(source: CachedRecords, size: int, step: int) -> Batch:
+    return make_batch(*source.read(list_step_indices(source.train_count, size, 0, step)))
 
 
-def bytes_of(batch: Batch) -> int:
+def count_batch_bytes(batch: Batch) -> int:
     assert batch.teacher is not None
-    return sum(each.nbytes for each in (batch.tokens_BT, batch.rows_N, batch.gold_N, *batch.teacher.values()))
-
-
-def per_core(store: Cache, size: int) -> str:
-    """What one core's time is worth, and what the first look at a shard costs once: opening and decompressing it."""
-    tokens, entries = store.manifest.positions, store.manifest.entries
-    source, seconds = CachedRecords(open_cache(store.folder)), []
-    for epoch in range(4):
-        began = time.process_time()
-        batches = [next_batch(source, size, step) for step in range(epoch * BATCHES, (epoch + 1) * BATCHES)]
-        seconds.append(time.process_time() - began)
-    each, compact = sum(seconds[1:]) / 3, sum(map(bytes_of, batches)) / tokens
-    shards = len(store.manifest.shards)
-    return (
-        f"{entries / tokens:.1f} entries and {store.bytes_per_token:.1f} bytes a token, {compact:.1f} in a batch; in a "
-        f"second one core reads {tokens / each:,.0f} tokens, {entries / each:,.0f} entries, and the first look at a "
-        f"shard of {tokens / shards:,.0f} tokens costs {(seconds[0] - each) / shards * 1e3:,.1f} ms more"
+    return sum(
+        each.nbytes
+        for each in (batch.tokens_BL, batch.rows_N, batch.gold_N, *batch.teacher.values())
     )
 
 
-TASKS = {"capture": capture_task, "step": step_task, "head": head_task, "loader": loader_task}
+def measure_per_core(store: Cache, size: int) -> str:
+    """Measure how much one core reads in a second, and what opening a shard costs once."""
+    tokens = store.manifest.positions
+    entries = store.manifest.entries
+    source = CachedRecords(open_cache(store.folder))
+    seconds = []
+    for epoch in range(4):
+        began = time.process_time()
+        batches = [
+            read_batch(source, size, step) for step in range(epoch * BATCHES, (epoch + 1) * BATCHES)
+        ]
+        seconds.append(time.process_time() - began)
+    each = sum(seconds[1:]) / 3
+    compact = sum(map(count_batch_bytes, batches)) / tokens
+    shards = len(store.manifest.shards)
+    return (
+        f"{entries / tokens:.1f} entries and {store.bytes_per_token:.1f} bytes a token, "
+        f"{compact:.1f} in a batch; in a second one core reads {tokens / each:,.0f} tokens, "
+        f"{entries / each:,.0f} entries, and the first look at a shard of "
+        f"{tokens / shards:,.0f} tokens costs {(seconds[0] - each) / shards * 1e3:,.1f} ms more"
+    )
+
+
+TASKS = {
+    "capture": make_capture_task,
+    "step": make_step_task,
+    "head": make_head_task,
+    "loader": make_loader_task,
+}
 
 
 # ---------------------------------------------------------------------- what they are made of
 
 
-def llama(sizes: Sizes, shape: tuple[int, int], **options: Any) -> LlamaForCausalLM:
-    """A random Llama whose logits have a spread of 4 nats where the head is its own: an entropy as of real text."""
+def make_llama(sizes: BenchmarkSizes, shape: tuple[int, int], **options: Any) -> LlamaForCausalLM:
+    """Make a random Llama; with an LM head of its own its entropy is like that of real text.
+
+    The logits then have a spread of 4 nats.
+    """
     layers, width = shape
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
@@ -349,127 +435,163 @@ def llama(sizes: Sizes, shape: tuple[int, int], **options: Any) -> LlamaForCausa
     return model
 
 
-def one_document(tokens_BT: np.ndarray) -> Sequences:
-    """Sequences that are one document each."""
-    start_BT, target_BT = np.zeros(tokens_BT.shape, bool), np.ones(tokens_BT.shape, bool)
-    start_BT[:, 0], target_BT[:, -1] = True, False
-    return Sequences(tokens_BT.astype(np.uint32), start_BT, target_BT)
+def make_single_documents(tokens_BL: np.ndarray) -> Sequences:
+    """Make sequences of one document each."""
+    start_BL = np.zeros(tokens_BL.shape, bool)
+    target_BL = np.ones(tokens_BL.shape, bool)
+    start_BL[:, 0] = True
+    target_BL[:, -1] = False
+    return Sequences(tokens_BL.astype(np.uint32), start_BL, target_BL)
 
 
-def one_document_each(sizes: Sizes, sequences: int) -> Sequences:
-    return one_document(np.random.default_rng(0).integers(0, sizes.vocabulary, (sequences, sizes.length)))
+def make_random_documents(sizes: BenchmarkSizes, sequences: int) -> Sequences:
+    return make_single_documents(
+        np.random.default_rng(0).integers(0, sizes.vocabulary, (sequences, sizes.length))
+    )
 
 
-def identity_of(sizes: Sizes, sequences: Sequences, profile: str, seed: int = 0) -> CacheIdentity:
-    """A cache of ``sequences``, in shards of the size that a job's have."""
-    codec = make_codec(profile, threshold=THRESHOLD, shard_sequences=CacheConfig().shard_sequences, seed=seed)
+def make_cache_identity(
+    sizes: BenchmarkSizes, sequences: Sequences, profile: str, seed: int = 0
+) -> CacheIdentity:
+    """Make the identity of a cache of ``sequences``, with shards as large as a job's."""
+    codec = make_codec(
+        profile, threshold=THRESHOLD, shard_sequences=CacheConfig().shard_sequences, seed=seed
+    )
     return make_identity(sizes.vocabulary, sizes.length, len(sequences), 0, codec)
 
 
-def frozen(sizes: Sizes, shape: tuple[int, int]) -> LlamaForCausalLM:
-    """A teacher."""
-    return llama(sizes, shape).to(sizes.torch_dtype).eval().requires_grad_(False)
+def make_frozen_llama(sizes: BenchmarkSizes, shape: tuple[int, int]) -> LlamaForCausalLM:
+    """Make a random Llama as a teacher: its precision, in evaluation mode, without gradients."""
+    return make_llama(sizes, shape).to(sizes.torch_dtype).eval().requires_grad_(False)
 
 
-def reader(model: LlamaForCausalLM, identity: CacheIdentity, sequences: Sequences) -> Teacher:
-    """``model`` as the teacher of a cache, with as many nodes as it needs."""
-    head = head_of(model, identity.tokenizer.vocabulary_size)
+def make_teacher(model: LlamaForCausalLM, identity: CacheIdentity, sequences: Sequences) -> Teacher:
+    """Make ``model`` the teacher of a cache, with as many knots as the cache needs."""
+    head = find_lm_head(model, identity.tokenizer.vocabulary_size)
     teacher = Teacher(model, Recorder(head, identity.record_codec()), len(identity.shard_range(0)))
     if identity.codec.profile != "tempered":
         return teacher
-    return replace(teacher, recorder=replace(teacher.recorder, nodes=teacher.choose_nodes(sequences).count))
+    return replace(
+        teacher, recorder=replace(teacher.recorder, knots=teacher.choose_knots(sequences).count)
+    )
 
 
-def sealed(sizes: Sizes, folder: Path, sequences: Sequences, profile: str) -> Cache:
-    """A cache of ``sequences`` below ``folder``, of what a small teacher says of them."""
-    identity = identity_of(sizes, sequences, profile)
-    teacher = reader(frozen(sizes, SMALL), identity, sequences)
-    with capture(folder, identity) as writer:
+def seal_cache(sizes: BenchmarkSizes, folder: Path, sequences: Sequences, profile: str) -> Cache:
+    """Capture a cache of ``sequences`` below ``folder`` from a small teacher."""
+    identity = make_cache_identity(sizes, sequences, profile)
+    teacher = make_teacher(make_frozen_llama(sizes, SMALL), identity, sequences)
+    with open_writer(folder, identity) as writer:
         for index in range(identity.shard_count):
             numbers = identity.shard_range(index)
             part = sequences.select(np.asarray(numbers))
-            records = Records.concatenate(records for _, records in teacher.read(part, numbers.start))
+            records = Records.concatenate(
+                records for _, records in teacher.read(part, numbers.start)
+            )
             writer.write_shard(index, part, records)
         writer.finish(Provenance())
     return open_cache(folder / identity.fingerprint)
 
 
-def recorded(sizes: Sizes, folder: Path, profile: str) -> tuple[Batch, TargetDecoder]:
-    """One batch with its records as training has it, and what decodes them."""
-    store = sealed(sizes, folder, one_document_each(sizes, sizes.batch), profile)
+def make_recorded_batch(
+    sizes: BenchmarkSizes, folder: Path, profile: str
+) -> tuple[Batch, TargetDecoder]:
+    """Make one batch with its records as in training, and the decoder of its records."""
+    store = seal_cache(sizes, folder, make_random_documents(sizes, sizes.batch), profile)
     batch = make_batch(*store.read(range(sizes.batch))).to(DEVICE)
     return batch, TargetDecoder(store.codec)
 
 
-def forward_flops(sizes: Sizes, model: LlamaForCausalLM) -> float:
-    layers, width = model.config.num_hidden_layers, model.config.hidden_size
-    body = sum(parameter.numel() for name, parameter in model.named_parameters() if ".layers." in name)
-    return sizes.tokens * (2.0 * body + 2.0 * layers * sizes.length * width + 2.0 * width * sizes.vocabulary)
+def count_forward_flops(sizes: BenchmarkSizes, model: LlamaForCausalLM) -> float:
+    layers = model.config.num_hidden_layers
+    width = model.config.hidden_size
+    body = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".layers." in name
+    )
+    return sizes.tokens * (
+        2.0 * body + 2.0 * layers * sizes.length * width + 2.0 * width * sizes.vocabulary
+    )
 
 
 # ---------------------------------------------------------------------- running them
 
 
-def bench(sizes: Sizes, tasks: Sequence[str]) -> str:
-    """Measure the tasks; the table as text, with the machine above it."""
+def measure_tasks(sizes: BenchmarkSizes, tasks: Sequence[str]) -> str:
+    """Measure the tasks; returns the table as text, with the machine above it."""
     hide_progress_bars()
     torch.set_float32_matmul_precision("high")  # as training sets it
     machine = measure_machine(sizes.torch_dtype, sizes.product)
-    rows, notes = [], []
+    rows = []
+    notes = []
     with fresh_processes(PRELOAD) as pool:
         for name in tasks:
             print(f"measuring: {name}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 task = TASKS[name](sizes, Path(folder))
-                memory = memories(name, sizes, task, pool)
-                rows += measured(name, task, memory, machine, sizes.rounds)
+                memory = measure_memories(name, sizes, task, pool)
+                rows += measure_task(name, task, memory, machine, sizes.rounds)
                 notes += [f"- {name}: {task.note()}."] if task.note else []
-    return "\n".join([*heading(machine, sizes), "", render(rows), "", *notes])
+    return "\n".join([*make_heading(machine, sizes), "", render_timings(rows), "", *notes])
 
 
-def measured(name: str, task: Task, memory: dict[str, float | None], machine: Machine, rounds: int) -> list[Row]:
+def measure_task(
+    name: str, task: Task, memory: dict[str, float | None], machine: Machine, rounds: int
+) -> list[TimingRow]:
     timings = interleave({each: variant.run for each, variant in task.variants.items()}, rounds)
     return [
-        Row(name, each, task.tokens, timings[each], memory[each], machine.floor(variant.flops, variant.moved))
+        TimingRow(
+            name,
+            each,
+            task.tokens,
+            timings[each],
+            memory[each],
+            machine.floor(variant.flops, variant.moved),
+        )
         for each, variant in task.variants.items()
     ]
 
 
-def memories(name: str, sizes: Sizes, task: Task, pool: Executor) -> dict[str, float | None]:
-    """The extra memory of each variant. A GPU keeps account of it; on a CPU each needs a process of its own."""
+def measure_memories(
+    name: str, sizes: BenchmarkSizes, task: Task, pool: Executor
+) -> dict[str, float | None]:
+    """Measure the extra memory of each variant; on a CPU each runs in a process of its own."""
     if DEVICE.type == "cuda":
-        return {each: extra_memory(variant.run) for each, variant in task.variants.items()}
-    return {each: pool.submit(memory_alone, name, sizes, each).result() for each in task.variants}
+        return {each: measure_extra_memory(variant.run) for each, variant in task.variants.items()}
+    return {
+        each: pool.submit(measure_memory_alone, name, sizes, each).result()
+        for each in task.variants
+    }
 
 
-def memory_alone(name: str, sizes: Sizes, variant: str) -> float | None:
+def measure_memory_alone(name: str, sizes: BenchmarkSizes, variant: str) -> float | None:
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
-        return extra_memory(TASKS[name](sizes, Path(folder)).variants[variant].run)
+        return measure_extra_memory(TASKS[name](sizes, Path(folder)).variants[variant].run)
 
 
-def heading(machine: Machine, sizes: Sizes) -> list[str]:
-    """The machine's line and the sizes'."""
-    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else cpu_name()
+def make_heading(machine: Machine, sizes: BenchmarkSizes) -> list[str]:
+    """The lines about the machine and about the sizes."""
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else read_cpu_name()
     positions, width, vocabulary = sizes.head
     about_machine = (
-        f"Machine: {device}, torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores; "
-        f"{sizes.dtype} products {machine.products / 1e12:.3g} TFLOP/s, copies {machine.copies / 1e9:.3g} GB/s."
+        f"Machine: {device}, torch {torch.__version__}, {torch.get_num_threads()} threads on "
+        f"{os.cpu_count()} cores; {sizes.dtype} products {machine.products / 1e12:.3g} TFLOP/s, "
+        f"copies {machine.copies / 1e9:.3g} GB/s."
     )
     about_sizes = (
-        f"Sizes: teacher {named(sizes.teacher)}, student {named(sizes.student)}, vocabulary {sizes.vocabulary:,}, "
-        f"{sizes.batch} sequences of {sizes.length} tokens; head alone N = {positions:,}, D = {width:,}, "
-        f"V = {vocabulary:,}; threshold {THRESHOLD}; {sizes.rounds} rounds."
+        f"Sizes: teacher {format_shape(sizes.teacher)}, student {format_shape(sizes.student)}, "
+        f"vocabulary {sizes.vocabulary:,}, {sizes.batch} sequences of {sizes.length} tokens; "
+        f"head alone N = {positions:,}, D = {width:,}, V = {vocabulary:,}; "
+        f"threshold {THRESHOLD}; {sizes.rounds} rounds."
     )
     return [about_machine, "", about_sizes]
 
 
-def named(shape: tuple[int, int]) -> str:
+def format_shape(shape: tuple[int, int]) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
-def cpu_name() -> str:
-    """The processor as Linux names it, or else its architecture."""
+def read_cpu_name() -> str:
+    """Read the processor's name on Linux; elsewhere return its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -477,38 +599,55 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def shape(text: str) -> tuple[int, int]:
+def parse_shape(text: str) -> tuple[int, int]:
     layers, width = map(int, text.split("x"))
     return layers, width
 
 
-def head_shape(text: str) -> tuple[int, int, int]:
+def parse_head_shape(text: str) -> tuple[int, int, int]:
     positions, width, vocabulary = map(int, text.split("x"))
     return positions, width, vocabulary
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Print what distillation costs, as ratios measured in one run.")
-    parser.add_argument(
-        "--teacher", type=shape, metavar="LAYERSxWIDTH", help="a random Llama's; width a multiple of 64"
+    parser = argparse.ArgumentParser(
+        description="Measure what distillation costs, as ratios in one run."
     )
-    parser.add_argument("--student", type=shape, metavar="LAYERSxWIDTH")
-    parser.add_argument("--head", type=head_shape, metavar="POSITIONSxWIDTHxVOCABULARY", help="of the head alone")
+    parser.add_argument(
+        "--teacher",
+        type=parse_shape,
+        metavar="LAYERSxWIDTH",
+        help="a random Llama; its width is a multiple of 64",
+    )
+    parser.add_argument("--student", type=parse_shape, metavar="LAYERSxWIDTH")
+    parser.add_argument(
+        "--head",
+        type=parse_head_shape,
+        metavar="POSITIONSxWIDTHxVOCABULARY",
+        help="sizes of the task head",
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--vocabulary", type=int, help="of both models")
+    parser.add_argument("--vocabulary", type=int, help="vocabulary of both models")
     parser.add_argument("--length", type=int, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, help="sequences")
-    parser.add_argument("--rounds", type=int, help="each variant is timed once a round")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, and nothing else")
+    parser.add_argument("--batch", type=int, help="sequences of a batch")
+    parser.add_argument("--rounds", type=int, help="rounds; each variant is timed once in each")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, which show only that it works"
+    )
     parser.add_argument("--out", type=Path, help="write the same text to this file too")
     return parser.parse_args()
 
 
 def main() -> None:
     given = vars(parse_arguments())
-    out, quick, tasks = given.pop("out"), given.pop("quick"), given.pop("tasks")
-    sizes = replace(QUICK if quick else SIZES[DEVICE.type], **{name: each for name, each in given.items() if each})
-    text = bench(sizes, tasks)
+    out = given.pop("out")
+    quick = given.pop("quick")
+    tasks = given.pop("tasks")
+    sizes = replace(
+        QUICK if quick else SIZES[DEVICE.type],
+        **{name: each for name, each in given.items() if each},
+    )
+    text = measure_tasks(sizes, tasks)
     print(text)
     if out:
         out.write_text(text + "\n", encoding="utf-8")

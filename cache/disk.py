@@ -1,6 +1,7 @@
-"""What a power cut must not undo: files and folders that appear whole or not at all, and one writer at a time.
+"""Durable writes and file locks.
 
-Anything unfinished has a name that begins with ``.tmp-``, so that the next capture can sweep it away.
+Files and folders appear whole or not at all, even after a power cut.
+The name of anything unfinished begins with ``.tmp-``, so that the next capture can remove it.
 """
 
 from __future__ import annotations
@@ -14,21 +15,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from cache.errors import StorageError
 
-TEMPORARY = ".tmp-"
-#: Begins the name of a folder that another one is about to replace.
-ASIDE = f"{TEMPORARY}old-"
+#: Prefix of the names of unfinished files and folders.
+TEMPORARY_PREFIX = ".tmp-"
+#: Prefix of the name of a folder that another folder is about to replace.
+ASIDE_PREFIX = f"{TEMPORARY_PREFIX}old-"
+#: Time between two attempts to take a lock.
 _POLL_SECONDS = 0.2
-_ATTEMPTS = 20
+#: Time between two attempts to remove a folder.
+_REMOVE_SECONDS = 0.02
+_REMOVE_ATTEMPTS = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn "disk full" and "not writable" under ``path`` into ``StorageError``; other errors pass unchanged."""
+    """Raise ``StorageError`` for "disk full" and "not writable"; let other errors pass unchanged.
+
+    ``path`` is the file or folder that the remedy names.
+    """
     try:
         yield
     except OSError as error:
@@ -38,21 +47,23 @@ def storage_errors(path: Path) -> Iterator[None]:
                 where, f"Free space on the disk of {path}, or raise its quota, then run again."
             ) from error
         if error.errno in _FORBIDDEN:
-            raise StorageError(where, f"Make {path} writable for this user, or choose another folder.") from error
+            raise StorageError(
+                where, f"Make {path} writable for this user, or choose another folder."
+            ) from error
         raise
 
 
 def make_folder(folder: Path) -> None:
-    """Create ``folder`` and its parents, durably; nothing happens where it exists."""
+    """Create ``folder`` and its parents, durably; do nothing where it exists."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        sync(folder.parent)
+        sync_path(folder.parent)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path``, whole and durable, replacing what was there."""
-    temporary = path.with_name(TEMPORARY + path.name)
+    """Write ``data`` to ``path``, whole or not at all and durably; replace what was there."""
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -61,64 +72,72 @@ def write_file(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    sync_path(path.parent)
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
     """Rename a finished folder to its place, durably.
 
-    What was there before is set aside until then: whoever is killed in between leaves it for ``settle``.
+    A folder that was there before is renamed first. After a crash between the two renames,
+    ``recover_folder`` brings it back.
     """
+    # Content must be on the disk before the name is, else a power cut leaves an empty folder.
     for parent, _, names in os.walk(temporary, topdown=False):
         for name in names:
-            sync(Path(parent, name))
-        sync(Path(parent))
-    settle(folder)
+            sync_path(Path(parent, name))
+        sync_path(Path(parent))
+    recover_folder(folder)
     if os.path.lexists(folder):
-        folder.rename(folder.with_name(ASIDE + folder.name))
+        folder.rename(folder.with_name(ASIDE_PREFIX + folder.name))
     try:
         temporary.rename(folder)
-        sync(folder.parent)
+        sync_path(folder.parent)
     finally:
-        settle(folder)
+        recover_folder(folder)
 
 
-def settle(folder: Path) -> None:
-    """End a replacement of ``folder`` that was broken off: what is aside goes, or back where nothing has its place."""
-    aside = folder.with_name(ASIDE + folder.name)
+def recover_folder(folder: Path) -> None:
+    """Finish or undo a replacement of ``folder`` that a crash interrupted.
+
+    The old folder, which was set aside, is removed if the new one is in place; else it is put back.
+    """
+    aside = folder.with_name(ASIDE_PREFIX + folder.name)
     if os.path.lexists(folder):
-        remove(aside)
+        remove_path(aside)
     elif os.path.lexists(aside):
         aside.rename(folder)
-        sync(folder.parent)
+        sync_path(folder.parent)
 
 
-def remove(path: Path) -> None:
-    """Delete the file or folder at ``path``, durably; nothing happens where there is none."""
+def remove_path(path: Path) -> None:
+    """Delete the file or folder at ``path``, durably; do nothing where there is none."""
     if path.is_dir() and not path.is_symlink():
         _remove_folder(path)
     elif os.path.lexists(path):
         path.unlink()
     else:
         return
-    sync(path.parent)
+    sync_path(path.parent)
 
 
 def _remove_folder(folder: Path) -> None:
-    """Delete a folder in which threads of a writer that has failed may still be adding and taking away files."""
-    for left in reversed(range(_ATTEMPTS)):
+    """Delete a folder, in several attempts if need be.
+
+    Threads of a writer that has failed may still add files to it, or remove files from it.
+    """
+    for left in reversed(range(_REMOVE_ATTEMPTS)):
         try:
             shutil.rmtree(folder)
         except OSError as error:
             if left == 0 or error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                 raise
-            time.sleep(_POLL_SECONDS / 10)
+            time.sleep(_REMOVE_SECONDS)
         if not folder.exists():
             return
 
 
-def sync(path: Path) -> None:
-    """Force a file's or a folder's content to the disk."""
+def sync_path(path: Path) -> None:
+    """Force the content of a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -126,8 +145,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def files_below(folder: Path) -> dict[str, int]:
-    """Every file below ``folder`` and its size in bytes, by relative name with forward slashes, sorted."""
+def list_file_sizes(folder: Path) -> dict[str, int]:
+    """Map each file below ``folder``, by relative POSIX name, to its bytes; sorted by name."""
     found = {}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -136,23 +155,24 @@ def files_below(folder: Path) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file's bytes, in hex."""
+def hash_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock at ``path``; while another process does, call ``waiting`` five times a second.
+    """Hold the lock file at ``path``; while another process holds it, wait.
 
-    ``waiting`` may raise to give up. The lock goes with the process, however it ends; its file stays, because
-    deleting it would let two processes lock two files of one name.
+    ``waiting`` is called five times a second meanwhile, and may raise to give up. The operating
+    system frees the lock when the process ends, in any way. The lock file stays: if it were
+    deleted, two processes could hold locks on two files of the same name.
     """
     with storage_errors(path.parent):
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        while not _try_lock(handle):
+        while not try_lock(handle):
             if waiting is not None:
                 waiting()
             time.sleep(_POLL_SECONDS)
@@ -161,9 +181,23 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
         os.close(handle)
 
 
-def _try_lock(handle: int) -> bool:
+def try_lock(file: int | IO[Any], shared: bool = False) -> bool:
+    """Lock an open file without waiting; return whether it is locked now.
+
+    Any number of ``shared`` locks can be held at once, but none beside an exclusive one. Closing
+    the file frees the lock.
+    """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, _choose_lock(shared) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def wait_for_lock(file: int | IO[Any], shared: bool = False) -> None:
+    """Lock an open file as ``try_lock`` does, but wait until the lock is free."""
+    fcntl.flock(file, _choose_lock(shared))
+
+
+def _choose_lock(shared: bool) -> int:
+    return fcntl.LOCK_SH if shared else fcntl.LOCK_EX

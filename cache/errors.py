@@ -2,8 +2,8 @@
 
     PotstillError                 detail: what and where; remedy: what to do about it
     ├── CacheError
-    │   ├── CacheNotFound         no cache lies there
-    │   ├── CacheIncomplete       capture has not finished: no manifest, or shards missing
+    │   ├── CacheNotFound         no cache at the given path
+    │   ├── CacheIncomplete       the capture has not finished: no manifest, or shards missing
     │   ├── CacheMismatch         sealed for other inputs, or written by a newer version
     │   └── CacheCorrupt          bytes differ from what was sealed
     ├── StorageError              disk full, folder not writable
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 
 class PotstillError(Exception):
-    """An error a user can act on: ``detail`` says what happened and where, ``remedy`` what to do."""
+    """An error that a user can act on: what happened and where, and what to do about it."""
 
     type: ClassVar[str] = "internal"
 
@@ -31,18 +31,18 @@ class PotstillError(Exception):
         return f"{self.detail} {self.remedy}".strip()
 
     def to_json(self) -> dict[str, str]:
-        """The form in which an error travels from a child process to the API."""
+        """Return the JSON object that a child process sends to the API."""
         return {"type": self.type, "detail": self.detail, "remedy": self.remedy}
 
 
 class CacheError(PotstillError):
-    """Something about a cache on disk."""
+    """An error about a cache on disk."""
 
     type = "cache_error"
 
 
 class CacheNotFound(CacheError):
-    """No cache lies at the given place."""
+    """There is no cache at the given path."""
 
     type = "cache_missing"
 
@@ -54,7 +54,7 @@ class CacheIncomplete(CacheError):
 
 
 class CacheMismatch(CacheError):
-    """The cache is whole but is not the one asked for, or a newer version wrote it."""
+    """The cache is whole, but is not the requested one, or a newer version wrote it."""
 
     type = "cache_mismatch"
 

@@ -1,16 +1,17 @@
-"""What a cache is: the identity that names its folder, and the manifest that completes it.
+"""The identity that names the folder of a cache, and the manifest that completes it.
 
-CacheIdentity          everything the bytes of the records depend on; its fingerprint names the folder
+CacheIdentity          all that the bytes of the records depend on; its fingerprint names the folder
 ├── teacher            TeacherIdentity     weights by content, and the dtype they ran in
 ├── tokenizer          TokenizerIdentity   by content
-├── data               DataIdentity        tokens by content, and how they were cut
-└── codec              CodecIdentity       what is kept of the teacher, and with which random numbers
+├── data               DataIdentity        text by content, and how it was cut into sequences
+└── codec              CodecIdentity       what is kept of the teacher, and the seed of sampling
 Manifest
 ├── identity           CacheIdentity
 ├── provenance         Provenance          names for people, and what checks a student's tokenizer
-├── shards             one ShardEntry each, in order
+├── shards             one ShardEntry for each shard, in order
 ├── head               FolderEntry         the teacher's LM head, in a hidden cache
-└── fidelity           one FidelityRow a temperature: how close the records are to the live teacher
+├── fidelity           one FidelityRow for each temperature: closeness to the live teacher
+└── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ from cache.errors import CacheCorrupt, CacheMismatch
 from cache.profiles import PROFILES
 
 FORMAT = "potstill-cache"
-#: Version of the folder's layout: a reader refuses what is newer.
-FORMAT_VERSION = 2
-#: Version of sampling and rounding: part of the identity, because it changes the bytes.
+#: Version of the folder's layout.
+FORMAT_VERSION = 3
+#: The oldest version that this program reads. A cache of it has no token map.
+OLDEST_FORMAT_VERSION = 2
+#: Version of sampling and rounding. It is part of the identity, because it changes the bytes.
 CODEC_VERSION = 2
-#: The same of hidden states in int8, which since then are kept as cosines.
+#: Codec version of hidden states in int8, which are stored as cosines.
 COSINES_VERSION = 3
-#: Bits that a number of these profiles may have.
+_REMEDY = "Delete the cache's folder and capture it again."
+#: Bits of a number that a user may choose, for the profiles that have a choice.
 _BITS = {"dense": (16, 32), "hidden": (8, 16)}
 
 
-def codec_version(profile: str, bits: int) -> int:
-    """The codec version that this program writes and reads, for records of ``profile`` with numbers of ``bits``."""
+def choose_codec_version(profile: str, bits: int) -> int:
+    """Choose the codec version that this program reads and writes for a profile."""
     return COSINES_VERSION if (profile, bits) == ("hidden", 8) else CODEC_VERSION
 
 
@@ -61,7 +65,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """The sequences: sha256 of the text, tokens a sequence, packed or not, and how many of each split."""
+    """The sequences: sha256 of the text, length, packed or not, and the number in each split."""
 
     sha256: str
     sequence_length: int
@@ -71,18 +75,19 @@ class DataIdentity:
 
     @property
     def sequences(self) -> int:
-        """Sequences of both splits: training first, then validation."""
+        """Number of sequences of both splits."""
         return self.train_sequences + self.validation_sequences
 
 
 @dataclass(frozen=True)
 class CodecIdentity:
-    """What is kept, and with which random numbers; fields that a profile does not use are 0 or empty.
+    """The stored part of the teacher, and the seed; unused fields of a profile are 0 or empty.
 
-    ``threshold`` is a probability; ``temperatures`` the range (T min, T max) of profile tempered; ``always_keep`` the
-    ids kept at every position; ``draws`` the independent tail samples of each; ``k`` and ``bits`` the size of topk and
-    the precision of dense and hidden; a ``version`` of 0 becomes the present one. Raises ``ValueError`` for a profile
-    that does not exist or a number out of range.
+    ``threshold`` is a probability; ``temperatures`` the range (T min, T max) of profile tempered;
+    ``always_keep`` the ids that every record keeps; ``draws`` the number of tail samples of each
+    position; ``k`` the entries of topk; ``bits`` the precision of dense and hidden. A ``version``
+    of 0 becomes the present one. Raises ``ValueError`` for a profile that does not exist or a
+    number out of range.
     """
 
     profile: str
@@ -97,28 +102,46 @@ class CodecIdentity:
     version: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "version", self.version or codec_version(self.profile, self.bits))
+        object.__setattr__(
+            self, "version", self.version or choose_codec_version(self.profile, self.bits)
+        )
         if self.profile not in PROFILES:
-            raise ValueError(f"codec.profile must be one of {', '.join(PROFILES)}, but got {self.profile!r}.")
+            raise ValueError(
+                f"codec.profile must be one of {', '.join(PROFILES)}, but got {self.profile!r}."
+            )
         if PROFILES[self.profile].sampled and not SMALLEST_THRESHOLD <= self.threshold < 1:
-            raise ValueError(f"codec.threshold must lie in [1/1000, 1), but got {self.threshold:g}.")
+            raise ValueError(
+                f"codec.threshold must lie in [1/1000, 1), but got {self.threshold:g}."
+            )
         if self.profile == "tempered" and not (
             len(self.temperatures) == 2 and 0 < self.temperatures[0] < self.temperatures[1]
         ):
-            raise ValueError(f"codec.temperatures must be a range above 0, but got {self.temperatures}.")
+            raise ValueError(
+                f"codec.temperatures must be a range above 0, but got {self.temperatures}."
+            )
         if self.profile == "topk" and self.k < 1:
             raise ValueError(f"codec.k must be at least 1, but got {self.k}.")
         if self.profile in _BITS and self.bits not in _BITS[self.profile]:
-            raise ValueError(f"codec.bits of {self.profile} must be one of {_BITS[self.profile]}, but got {self.bits}.")
-        if len(set(self.always_keep)) != len(self.always_keep) or min(self.always_keep, default=0) < 0:
-            raise ValueError(f"codec.always_keep must name tokens, each once, but got {self.always_keep}.")
+            raise ValueError(
+                f"codec.bits of {self.profile} must be one of {_BITS[self.profile]}, "
+                f"but got {self.bits}."
+            )
+        if (
+            len(set(self.always_keep)) != len(self.always_keep)
+            or min(self.always_keep, default=0) < 0
+        ):
+            raise ValueError(
+                f"codec.always_keep must name tokens, each once, but got {self.always_keep}."
+            )
         if self.shard_sequences < 1 or not 0 <= self.seed < 2**64 or not 1 <= self.draws <= 64:
             got = f"{self.shard_sequences}, {self.seed} and {self.draws}"
-            rule = "codec.shard_sequences must be at least 1, codec.seed in [0, 2^64) and codec.draws in [1, 64]"
-            raise ValueError(f"{rule}, but got {got}.")
+            raise ValueError(
+                "codec.shard_sequences must be at least 1, codec.seed in [0, 2^64) "
+                f"and codec.draws in [1, 64], but got {got}."
+            )
 
     def record_codec(self, vocabulary_size: int) -> Codec:
-        """The codec of records over ``vocabulary_size`` tokens."""
+        """Build the codec of records over ``vocabulary_size`` tokens."""
         return Codec(
             profile=self.profile,
             vocabulary_size=vocabulary_size,
@@ -143,43 +166,48 @@ class CacheIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """The cache's name: the first 32 hex digits of the sha256 of the identity's canonical JSON."""
-        return hashlib.sha256(canonical_json(self.to_json())).hexdigest()[:32]
+        """The cache's name: the first 32 hex digits of the sha256 of the canonical JSON."""
+        return hashlib.sha256(encode_canonical_json(self.to_json())).hexdigest()[:32]
 
     @property
     def shard_count(self) -> int:
-        """Shards of the complete cache; the last may be shorter."""
+        """Number of shards of the complete cache; the last may be shorter."""
         return math.ceil(self.data.sequences / self.codec.shard_sequences)
 
     def shard_range(self, index: int) -> range:
-        """The numbers of the sequences in shard ``index``."""
+        """Return the numbers of the sequences in shard ``index``."""
         start = index * self.codec.shard_sequences
         return range(start, min(start + self.codec.shard_sequences, self.data.sequences))
 
     def record_codec(self) -> Codec:
-        """The codec that writes and reads this cache's records."""
+        """Build the codec that writes and reads the records of this cache."""
         return self.codec.record_codec(self.tokenizer.vocabulary_size)
 
     def to_json(self) -> dict[str, Any]:
-        """The identity as plain JSON values; ``from_json`` is its inverse."""
+        """Return the identity as plain JSON values; ``from_json`` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: object) -> CacheIdentity:
-        """Parse strictly, as ``parse`` does; the inverse of ``to_json``."""
-        identity: CacheIdentity = parse(cls, document, "identity")
+        """Parse strictly, as ``parse_as`` does; the inverse of ``to_json``."""
+        identity: CacheIdentity = parse_as(cls, document, "identity")
         return identity
 
 
-def differences(expected: CacheIdentity, got: CacheIdentity) -> list[str]:
-    """One line for each differing field, such as ``data.sequence_length: expected 512, got 256``."""
-    wanted, found = _flat(expected.to_json()), _flat(got.to_json())
-    return [f"{name}: expected {value}, got {found[name]}" for name, value in wanted.items() if found[name] != value]
+def list_differences(expected: CacheIdentity, got: CacheIdentity) -> list[str]:
+    """List the differing fields, such as ``data.sequence_length: expected 512, got 256``."""
+    wanted = flatten(expected.to_json())
+    found = flatten(got.to_json())
+    return [
+        f"{name}: expected {value}, got {found[name]}"
+        for name, value in wanted.items()
+        if found[name] != value
+    ]
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A text and the ids that the cache's tokenizer gives it: a student's tokenizer must agree."""
+class TokenizerProbe:
+    """A text and its ids from the cache's tokenizer: a student's tokenizer must return the same."""
 
     text: str
     ids: tuple[int, ...]
@@ -187,17 +215,17 @@ class Probe:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What no byte of the records depends on: names for people, and what checks a student's tokenizer."""
+    """Facts that the records do not depend on: names for people, and checks of a tokenizer."""
 
     teacher_name: str = ""
     teacher_revision: str = ""
-    probes: tuple[Probe, ...] = ()
+    probes: tuple[TokenizerProbe, ...] = ()
     special_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard in the manifest: counts, bytes on disk with its seal, and the digest of its seal."""
+    """One shard in the manifest: counts, bytes on disk with the seal, and the seal's digest."""
 
     sequences: int
     positions: int
@@ -209,7 +237,10 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class FolderEntry:
-    """The folder of the teacher's LM head in the manifest: bytes on disk with its seal, and the seal's digest."""
+    """A folder of arrays in the manifest: bytes on disk with the seal, and the seal's digest.
+
+    Both are empty where the cache has no such folder.
+    """
 
     bytes: int = 0
     digest: str = ""
@@ -217,14 +248,18 @@ class FolderEntry:
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """How close the records are to the live teacher at one temperature, on ``positions`` sampled positions.
+    """How close the records are to the live teacher at one temperature, on sampled ``positions``.
 
-    ``kept_mass`` mean probability of the tokens whose value is stored, ``kept_error`` the mean sum of what they differ
-    in; ``kl`` mean KL(live || decoded) in nats, what is not stored as one bucket, None where a sample stands for it;
-    ``bias_z`` the largest z of the mean of redrawn samples, ``stored_z`` of the stored ones, None where nothing is
-    drawn; ``gold_error`` mean |p decoded / p live - 1| of the next token; ``top1_agreement`` share of positions with
-    the same most probable token, or one that ties with it within what is stored, None where no record knows it;
-    ``entropy_error`` mean decoded minus live entropy in nats.
+    ``kept_mass``       mean sum of the probabilities whose values are stored
+    ``kept_error``      mean sum of their absolute errors
+    ``kl``              mean KL(live || decoded) in nats, with all tokens that are not stored as one
+                        bucket; None where a sample stands for them
+    ``bias_z``          largest z of the mean of redrawn samples; None where nothing is drawn
+    ``stored_z``        largest z of the mean of stored samples; None where nothing is drawn
+    ``gold_error``      mean |p decoded / p live - 1| of the next token
+    ``top1_agreement``  share of positions with the same most probable token, or one whose stored
+                        value ties with it; None where no record contains it
+    ``entropy_error``   mean decoded minus live entropy in nats
     """
 
     temperature: float
@@ -241,117 +276,149 @@ class FidelityRow:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete cache. Written last, so its presence means that every shard is there."""
+    """The description of a complete cache. It is written last, so with it every shard exists."""
 
     identity: CacheIdentity
     provenance: Provenance
     shards: tuple[ShardEntry, ...]
     head: FolderEntry = FolderEntry()
     fidelity: tuple[FidelityRow, ...] = ()
+    token_map: FolderEntry = FolderEntry()
 
     @property
     def positions(self) -> int:
-        """Positions with a record."""
+        """Number of positions with a record."""
         return sum(shard.positions for shard in self.shards)
 
     @property
     def entries(self) -> int:
-        """Head and tail entries of all records."""
+        """Number of head and tail entries of all records."""
         return sum(shard.head_entries + shard.tail_entries for shard in self.shards)
 
     def to_bytes(self) -> bytes:
-        """The file, with a digest of itself; ``from_bytes`` is its inverse."""
-        return signed_json({"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)})
+        """Encode the manifest's file, with a digest of itself; ``from_bytes`` is the inverse."""
+        return sign_json({"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
         """Parse strictly; ``where`` names the file in errors.
 
-        Raises ``CacheMismatch`` for another version, ``CacheCorrupt`` for anything else that was not written so.
+        Raises ``CacheMismatch`` for another version, and ``CacheCorrupt`` unless every byte is as
+        it was written.
         """
-        document = _json_object(data, where)
+        # The version comes first: another version may sign or lay out its manifest differently.
+        document = _parse_json_object(data, where)
         if document.get("format") == FORMAT:
-            _refuse_other("format", document.get("version"), FORMAT_VERSION, where)
-        content = verified_json(data, where)
+            versions = range(OLDEST_FORMAT_VERSION, FORMAT_VERSION + 1)
+            _refuse_other_version("format", document.get("version"), versions, where)
+        content = verify_json(data, where)
         _require(content.pop("format", None) == FORMAT, where, f"format must be {FORMAT!r}")
-        _require(content.pop("version", None) == FORMAT_VERSION, where, f"version must be {FORMAT_VERSION}")
-        manifest: Manifest = parse(cls, content, where)
+        version = content.pop("version", None)
+        _require(type(version) is int and version > 0, where, f"version must be {FORMAT_VERSION}")
+        if version == OLDEST_FORMAT_VERSION:
+            content["token_map"] = asdict(FolderEntry())
+        manifest: Manifest = parse_as(cls, content, where)
         codec = manifest.identity.codec
-        _refuse_other("codec", codec.version, codec_version(codec.profile, codec.bits), where)
-        expected = [len(manifest.identity.shard_range(index)) for index in range(manifest.identity.shard_count)]
-        _require([shard.sequences for shard in manifest.shards] == expected, where, "shards must hold every sequence")
+        ours = choose_codec_version(codec.profile, codec.bits)
+        _refuse_other_version("codec", codec.version, range(ours, ours + 1), where)
+        expected = [
+            len(manifest.identity.shard_range(index))
+            for index in range(manifest.identity.shard_count)
+        ]
+        _require(
+            [shard.sequences for shard in manifest.shards] == expected,
+            where,
+            "shards must hold every sequence",
+        )
         return manifest
 
 
-def canonical_json(document: object) -> bytes:
-    """The one spelling of a JSON document: sorted keys, no spaces, ASCII, no NaN."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+def encode_canonical_json(document: object) -> bytes:
+    """Encode a JSON document in its one canonical form: sorted keys, no spaces, ASCII, no NaN."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode(
+        "ascii"
+    )
 
 
-def signed_json(document: dict[str, Any]) -> bytes:
-    """The canonical JSON of ``document`` and of its own sha256 under the key ``digest``."""
-    return canonical_json({**document, "digest": hashlib.sha256(canonical_json(document)).hexdigest()})
+def sign_json(document: dict[str, Any]) -> bytes:
+    """Encode ``document`` as canonical JSON, with its own sha256 under the key ``digest``."""
+    return encode_canonical_json(
+        {**document, "digest": hashlib.sha256(encode_canonical_json(document)).hexdigest()}
+    )
 
 
-def verified_json(data: bytes, where: str) -> dict[str, Any]:
-    """The document in ``data`` without its digest; raises ``CacheCorrupt`` unless every byte is as it was signed."""
-    document = _json_object(data, where)
+def verify_json(data: bytes, where: str) -> dict[str, Any]:
+    """Return the document in ``data`` without its digest.
+
+    Raises ``CacheCorrupt`` unless every byte is as it was signed.
+    """
+    document = _parse_json_object(data, where)
     digest = document.pop("digest", None)
     try:
-        genuine = signed_json(document) == data
-    except ValueError:  # a flipped bit can turn a number into an infinity, which has no spelling
+        genuine = sign_json(document) == data
+    except ValueError:
+        # A flipped bit can turn a number into an infinity, which canonical JSON does not have.
         genuine = False
     _require(genuine, where, f"its content must match its own digest {digest}")
     return document
 
 
-def _json_object(data: bytes, where: str) -> dict[str, Any]:
+def _parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CacheCorrupt(
-            f"{where} is not JSON: {error}.", "Delete the cache's folder and capture it again."
-        ) from error
+        raise CacheCorrupt(f"{where} is not JSON: {error}.", _REMEDY) from error
     _require(isinstance(document, dict), where, "it must be a JSON object")
     return dict(document)
 
 
-def _refuse_other(what: str, version: object, ours: int, where: str) -> None:
-    if isinstance(version, int) and version > ours:
-        detail = f"{where}: {what} version {version} is newer than {ours}, the newest this program reads."
-        raise CacheMismatch(detail, "Upgrade Potstill, or capture the cache again with this version.")
-    if isinstance(version, int) and 1 <= version < ours:
-        detail = f"{where}: {what} version {version} is older than {ours}, the oldest this program reads."
-        raise CacheMismatch(detail, "Capture the cache again with this version, and delete the old one.")
+def _refuse_other_version(what: str, version: object, ours: range, where: str) -> None:
+    if isinstance(version, int) and version > ours[-1]:
+        raise CacheMismatch(
+            f"{where}: {what} version {version} is newer than {ours[-1]}, "
+            "the newest this program reads.",
+            "Upgrade Potstill, or capture the cache again with this version.",
+        )
+    if isinstance(version, int) and 1 <= version < ours[0]:
+        raise CacheMismatch(
+            f"{where}: {what} version {version} is older than {ours[0]}, "
+            "the oldest this program reads.",
+            "Capture the cache again with this version, and delete the old one.",
+        )
 
 
 def _require(holds: bool, where: str, rule: str) -> None:
     if not holds:
-        raise CacheCorrupt(f"{where} was damaged: {rule}.", "Delete the cache's folder and capture it again.")
+        raise CacheCorrupt(f"{where} was damaged: {rule}.", _REMEDY)
 
 
-def parse(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``: a dataclass, a tuple or dict of one kind, or a plain JSON type.
+def parse_as(kind: Any, value: Any, where: str) -> Any:
+    """Parse ``value`` as ``kind``: a dataclass, a tuple or dict of one kind, or a plain JSON type.
 
-    Raises ``CacheCorrupt`` naming the first field that is missing, unknown or of a wrong type.
+    Raises ``CacheCorrupt`` that names a field which is missing, unknown or of a wrong type.
     """
     if is_dataclass(kind):
         return _parse_dataclass(kind, value, where)
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is tuple:
         _require(isinstance(value, list), where, "it must be a list")
-        return tuple(parse(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value))
+        return tuple(
+            parse_as(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value)
+        )
     if origin is dict:
         _require(isinstance(value, dict), where, "it must be an object")
-        return {key: parse(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if origin is UnionType:  # only ``kind | None``
-        return None if value is None else parse(arguments[0], value, where)
+        return {key: parse_as(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    # The only unions here are ``kind | None``.
+    if origin is UnionType:
+        return None if value is None else parse_as(arguments[0], value, where)
+    # Not isinstance: a bool is an int, and would be taken for one.
     _require(type(value) is kind, where, f"it must be of type {kind.__name__}, but got {value!r}")
     return value
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _resolve_hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
@@ -359,17 +426,21 @@ def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
     names = {item.name for item in fields(kind)}
     _require(isinstance(value, dict), where, "it must be an object")
     _require(set(value) == names, where, f"fields must be {sorted(names)}, but got {sorted(value)}")
-    hints = _hints(kind)
-    parsed = {name: parse(hints[name], value[name], f"{where}.{name}") for name in names}
+    hints = _resolve_hints(kind)
+    parsed = {name: parse_as(hints[name], value[name], f"{where}.{name}") for name in names}
     try:
         return kind(**parsed)
     except ValueError as error:
-        raise CacheCorrupt(f"{where}: {error}", "Delete the cache's folder and capture it again.") from error
+        raise CacheCorrupt(f"{where}: {error}", _REMEDY) from error
 
 
-def _flat(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one level with dotted names."""
+def flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested objects to one level with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in document.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
     return flat

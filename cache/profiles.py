@@ -1,14 +1,15 @@
-"""What a cache can keep of a teacher, and which objectives each form of it serves.
+"""The forms in which a cache can keep a teacher, and the losses that each form serves.
 
-threshold   heavy tokens exact, the tail sampled without bias             forward KL at T = 1
-tempered    the same, with what it takes to be right at other T           forward KL at any T of a range
-topk        the k most probable tokens and the mass of the rest           forward KL at T = 1, the rest as one bucket
-dense       every log-probability                                         any divergence at any T
-hidden      the last hidden state, and the teacher's LM head once         any divergence at any T
+threshold   heavy tokens exact, the tail sampled without bias      forward KL at T = 1
+tempered    as threshold, and what other temperatures need         forward KL at any T of a range
+topk        the k most probable tokens, and the rest as one bucket  forward KL at T = 1
+dense       every log-probability                                  any divergence at any T
+hidden      the last hidden state, and the teacher's LM head once  any divergence at any T
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FORWARD_KL = "forward_kl"
@@ -16,10 +17,11 @@ FORWARD_KL = "forward_kl"
 
 @dataclass(frozen=True)
 class Profile:
-    """What one profile serves; ``tempered`` is limited to the range that a cache was captured for.
+    """The abilities of one profile; ``tempered`` serves only a range of temperatures.
 
-    Other divergences than forward KL need the whole distribution: a token that the student likes and the record leaves
-    out would be lost.
+    Divergences other than forward KL need the whole distribution: they would miss a token that the
+    student finds probable and that the record leaves out. ``sampled`` records have a head and a
+    sampled tail.
     """
 
     name: str
@@ -40,25 +42,49 @@ PROFILES = {
 }
 
 
-def unserved(
-    name: str, temperatures: tuple[float, float] | None, divergence: str = FORWARD_KL, temperature: float = 1.0
+def explain_unsupported(
+    name: str,
+    covered: Sequence[float],
+    divergence: str = FORWARD_KL,
+    temperatures: Sequence[float] = (1.0,),
+    features: bool = False,
+    learned: bool = False,
 ) -> str | None:
-    """Why a cache of profile ``name`` cannot serve an objective, naming the profile that can; None if it can.
+    """Explain why a cache of profile ``name`` cannot serve a loss; return None if it can.
 
-    ``temperatures`` is the range that a tempered cache was captured for.
+    This is the only place that decides it, and the text names a profile that can serve the loss.
+    ``covered`` is the range (lowest, highest) that a tempered cache was captured for; it is empty
+    for other profiles. The loss needs all of ``temperatures``; ``learned`` means that it also needs
+    the derivative in the temperature, ``features`` that it compares hidden states. The text ends
+    without a full stop.
     """
     profile = PROFILES[name]
     if divergence != FORWARD_KL and not profile.any_divergence:
-        return f"profile {name} serves forward KL only, and {divergence} needs all of p: use profile hidden or dense"
-    if temperature != 1.0 and not profile.any_temperature:
         return (
-            f"profile {name} is right at temperature 1 only, but {temperature:g} is asked for: use profile tempered "
-            "with cache.temperatures around it (or hidden, or dense)"
+            f"loss.divergence {divergence} needs all of p, but cache.profile {name} serves "
+            "forward KL only: use profile hidden or dense"
         )
-    if name == "tempered" and temperatures and not temperatures[0] <= temperature <= temperatures[1]:
-        low, high = temperatures
+    for temperature in temperatures:
+        if temperature != 1.0 and not profile.any_temperature:
+            return (
+                f"loss.temperature {temperature:g} cannot be served, because cache.profile {name} "
+                "is right at temperature 1 only: use profile tempered with cache.temperatures "
+                "around it (or hidden, or dense)"
+            )
+        if name == "tempered" and covered and not covered[0] <= temperature <= covered[1]:
+            return (
+                f"loss.temperature {temperature:g} cannot be served, because this cache of "
+                f"cache.profile tempered covers temperatures {covered[0]:g} to {covered[1]:g}: "
+                "capture one whose cache.temperatures cover it, or use profile hidden"
+            )
+    if learned and not profile.any_temperature:
         return (
-            f"this tempered cache covers temperatures {low:g} to {high:g}, but {temperature:g} is asked for: capture "
-            "one whose cache.temperatures cover it, or use profile hidden"
+            f"a learned loss.temperature cannot be served, because cache.profile {name} is right "
+            "at temperature 1 only: use profile tempered, hidden or dense"
+        )
+    if features and name != "hidden":
+        return (
+            "loss.features compares hidden states, which cache.profile "
+            f"{name} does not keep: use cache.profile hidden"
         )
     return None

@@ -1,7 +1,7 @@
 """Sequences of tokens and the teacher's records for their positions, in memory.
 
 S   sequences               L   tokens of a sequence
-P   positions with a record, in sequence-major order: ``np.flatnonzero(target_mask_SL)``
+N   positions with a record, in sequence-major order: ``np.flatnonzero(target_mask_SL)``
 H   head entries of all records, record after record
 M   tail entries of all records, record after record
 """
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 class Sequences:
     """Packed token sequences.
 
-    ``tokens`` (S, L) uint32. ``document_start`` (S, L) bool: a new document, or a piece of one, begins here.
-    ``target_mask`` (S, L) bool: the position has a record, that is, it predicts token t + 1 of the same document.
-    Raises ``ValueError`` where shapes differ or a target would lie outside the sequence or in another document.
+    ``tokens`` (S, L) uint32. ``document_start`` (S, L) bool: a new document, or a piece of one,
+    begins here. ``target_mask`` (S, L) bool: the position has a record, that is, it predicts the
+    next token of the same document. Raises ``ValueError`` where shapes differ, or where a target
+    would lie outside the sequence or in another document.
     """
 
     tokens: NDArray[np.uint32]
@@ -31,43 +32,53 @@ class Sequences:
 
     def __post_init__(self) -> None:
         _require_dtypes(self, tokens=np.uint32, document_start=np.bool_, target_mask=np.bool_)
-        shapes = {name: getattr(self, name).shape for name in ("tokens", "document_start", "target_mask")}
+        shapes = {
+            name: getattr(self, name).shape for name in ("tokens", "document_start", "target_mask")
+        }
         if len(set(shapes.values())) != 1 or self.tokens.ndim != 2 or self.length < 1:
             raise ValueError(f"Sequences need three arrays of one shape (S, L), but got {shapes}.")
         if self.target_mask[:, -1].any():
-            raise ValueError("target_mask must be False at the last position: its target lies outside the sequence.")
+            raise ValueError(
+                "target_mask must be False at the last position: "
+                "its target lies outside the sequence."
+            )
         if (self.target_mask[:, :-1] & self.document_start[:, 1:]).any():
-            raise ValueError("target_mask must be False where the next token begins a new document.")
+            raise ValueError(
+                "target_mask must be False where the next token begins a new document."
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def length(self) -> int:
-        """Tokens of one sequence, L."""
+        """Number of tokens of one sequence, L."""
         return int(self.tokens.shape[1])
 
     @property
     def positions(self) -> int:
-        """Positions with a record, P."""
+        """Number of positions with a record, N."""
         return int(np.count_nonzero(self.target_mask))
 
     def select(self, indices: Any) -> Sequences:
-        """The sequences at ``indices`` (an index array, slice or mask), in that order."""
-        return Sequences(self.tokens[indices], self.document_start[indices], self.target_mask[indices])
+        """Return the sequences at ``indices`` (an index array, slice or mask), in that order."""
+        return Sequences(
+            self.tokens[indices], self.document_start[indices], self.target_mask[indices]
+        )
 
-    def gold_ids(self) -> NDArray[np.uint32]:
-        """The next token of every position with a record, (P,)."""
+    def find_gold_ids(self) -> NDArray[np.uint32]:
+        """Return the next token of every position with a record, (N,)."""
         return self.tokens[:, 1:][self.target_mask[:, :-1]]
 
     @staticmethod
     def concatenate(parts: Iterable[Sequences]) -> Sequences:
-        """All sequences of ``parts`` (at least one), in order."""
-        return Sequences(*_concatenated(parts, Sequences))
+        """Join all sequences of ``parts`` (at least one), in order."""
+        return Sequences(*_concatenate_fields(parts, Sequences))
 
 
-#: What a row of a column belongs to. Rows of heads and tails lie record after record, ``head_count`` and ``tail_count``
-#: of them; which columns a profile has, and in which types, is the codec's to say.
+#: The axis along which each column has its rows. A record has ``head_count`` rows of heads and
+#: ``tail_count`` rows of tails, and records follow each other. The codec decides which columns a
+#: profile has, and their types.
 AXES = {
     "known": "position",
     "entropy": "position",
@@ -89,9 +100,10 @@ AXES = {
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """What the teacher knows about P positions: columns of small integers, as stored and as batches carry them.
+    """The teacher's records of N positions: columns of small integers.
 
-    ``cache.codec`` says what they mean. Raises ``ValueError`` where a column is unknown or of another length.
+    Files and batches hold the same integers; ``cache.codec`` defines their meaning. Raises
+    ``ValueError`` where a column is unknown or has a wrong number of rows.
     """
 
     columns: dict[str, NDArray[Any]]
@@ -102,7 +114,9 @@ class Records:
         lengths = {axis: self.length(axis) for axis in ("position", "head", "tail")}
         for name, column in self.columns.items():
             if len(column) != lengths[AXES[name]]:
-                raise ValueError(f"{name} must have {lengths[AXES[name]]} rows, but got {len(column)}.")
+                raise ValueError(
+                    f"{name} must have {lengths[AXES[name]]} rows, but got {len(column)}."
+                )
 
     def __len__(self) -> int:
         return len(self.columns["entropy"])
@@ -111,13 +125,18 @@ class Records:
         return self.columns[name]
 
     def length(self, axis: str) -> int:
-        """Rows of ``axis``: positions, head entries or tail entries."""
+        """Return the number of rows of ``axis``: "position", "head" or "tail"."""
         if axis == "position":
             return len(self)
-        return int(self.columns[f"{axis}_count"].sum(dtype=np.int64)) if f"{axis}_count" in self.columns else 0
+        return (
+            int(self.columns[f"{axis}_count"].sum(dtype=np.int64))
+            if f"{axis}_count" in self.columns
+            else 0
+        )
 
     def slice(self, start: int, stop: int) -> Records:
-        """Records ``start`` to ``stop`` as views; nothing is copied."""
+        """Return records ``start`` to ``stop`` as views; nothing is copied."""
+        # Counts may be uint8: their sums need a wider type.
         cuts = {"position": slice(start, stop)}
         for axis in ("head", "tail"):
             if (count := self.columns.get(f"{axis}_count")) is not None:
@@ -127,17 +146,19 @@ class Records:
 
     @staticmethod
     def concatenate(parts: Iterable[Records]) -> Records:
-        """All records of ``parts`` (at least one, of one profile), in order."""
+        """Join all records of ``parts`` (at least one, of one profile), in order."""
         kept = [part.columns for part in parts]
-        return Records({name: np.concatenate([columns[name] for columns in kept]) for name in kept[0]})
+        return Records(
+            {name: np.concatenate([columns[name] for columns in kept]) for name in kept[0]}
+        )
 
 
-def offsets_of(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """The CSR offsets of ``counts`` (N,): (N + 1,), from 0 to their sum."""
+def compute_offsets(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the offsets of rows with ``counts`` entries: one more than rows, from 0 to the sum."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-def _concatenated(parts: Iterable[Any], kind: type[Any]) -> list[NDArray[Any]]:
+def _concatenate_fields(parts: Iterable[Any], kind: type[Any]) -> list[NDArray[Any]]:
     kept = list(parts)
     return [np.concatenate([getattr(part, field.name) for part in kept]) for field in fields(kind)]
 

@@ -1,7 +1,7 @@
-"""The folder of one cache: capture it, open it, verify it, list what there is.
+"""The folder of a cache: capture it, open it, verify it, list all caches.
 
-with capture(root, identity) as writer:             one writer at a time; others wait
-    for index in writer.missing_shards():           sealed shards are checked, then skipped
+with open_writer(root, identity) as writer:         one writer at a time; others wait
+    for index in writer.find_missing_shards():      sealed shards are checked, then skipped
         writer.write_shard(index, sequences, records)
     manifest = writer.finish(provenance)
 
@@ -26,17 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.disk import (
-    TEMPORARY,
-    files_below,
+    TEMPORARY_PREFIX,
+    list_file_sizes,
     locked,
     make_folder,
     publish_folder,
-    remove,
+    remove_path,
     storage_errors,
     write_file,
 )
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
-from cache.layout import Arrays, from_arrays
+from cache.layout import Arrays, decode_arrays
 from cache.manifest import (
     CacheIdentity,
     FidelityRow,
@@ -44,36 +44,59 @@ from cache.manifest import (
     Manifest,
     Provenance,
     ShardEntry,
-    canonical_json,
-    differences,
+    encode_canonical_json,
+    list_differences,
 )
 from cache.records import Records, Sequences
-from cache.shard import PER_SEQUENCE, Folder, Seal, Shard, shard_arrays, write_arrays
+from cache.shard import (
+    PER_SEQUENCE,
+    RECAPTURE_REMEDY,
+    ArrayFolder,
+    Seal,
+    Shard,
+    make_shard_arrays,
+    write_arrays,
+)
 
 MANIFEST = "manifest.json"
-GROUP = "shards/zarr.json"
-HEAD = "head"
+GROUP_FILE = "shards/zarr.json"
+#: Name of the folder with the teacher's LM head.
+LM_HEAD = "head"
+#: Name of the folder with the tokens of all ids.
+TOKEN_MAP = "token_map"  # noqa: S105 (no password)
+#: The arrays in it.
+TOKEN_ARRAYS = ("ids", "lengths", "text")
 #: The metadata of the Zarr group that holds the shards.
-_GROUP_METADATA = canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
-_REMEDY = "Run the job again: damaged shards are captured anew."
-_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_GROUP_METADATA = encode_canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
+#: The name of a cache's folder.
+FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+#: Decoded shards that a cache keeps in memory, in bytes, unless the caller sets a limit.
+_MEMORY_BYTES = 1 << 29
 
 
 @contextmanager
-def capture(root: Path, identity: CacheIdentity, waiting: Callable[[], None] | None = None) -> Iterator[CacheWriter]:
+def open_writer(
+    root: Path, identity: CacheIdentity, waiting: Callable[[], None] | None = None
+) -> Iterator[CacheWriter]:
     """Begin or resume the cache of ``identity`` below ``root``, as its only writer.
 
-    While another process captures the same cache, ``waiting`` is called five times a second; it may raise to give up.
-    Raises ``StorageError`` where the disk is full or the folder is not writable.
+    While another process captures the same cache, ``waiting`` is called five times a second; it may
+    raise to give up. Raises ``StorageError`` where the disk is full or the folder is not writable.
     """
     with storage_errors(root):
         make_folder(root)
-    with locked(root / f"{identity.fingerprint}.lock", waiting):
-        yield CacheWriter(root / identity.fingerprint, identity)
+    folder = root / identity.fingerprint
+    with locked(locate_lock(folder), waiting):
+        yield CacheWriter(folder, identity)
+
+
+def locate_lock(folder: Path) -> Path:
+    """Return the path of the lock file of the cache in ``folder``, which lies beside it."""
+    return folder.with_name(f"{folder.name}.lock")
 
 
 class CacheWriter:
-    """Writes shards, each published whole or not at all. Made by ``capture``, which holds the lock."""
+    """Writes shards, each whole or not at all. ``open_writer`` makes it and holds the lock."""
 
     def __init__(self, folder: Path, identity: CacheIdentity) -> None:
         self.folder = folder
@@ -82,100 +105,129 @@ class CacheWriter:
         with storage_errors(folder):
             self._prepare()
 
-    def missing_shards(self) -> list[int]:
-        """The shards still to be written; sealed ones are read in full and count only if every byte is as sealed."""
-        return [index for index in range(self.identity.shard_count) if not self._sound(index)]
+    def find_missing_shards(self) -> list[int]:
+        """Find the shards still to be written; read every byte of sealed ones to check them."""
+        return [index for index in range(self.identity.shard_count) if not self._is_sound(index)]
 
     def write_shard(self, index: int, sequences: Sequences, records: Records) -> int:
-        """Write and seal shard ``index``, which holds the sequences ``identity.shard_range(index)``; returns its bytes.
+        """Write and seal shard ``index``; return its bytes on disk.
 
-        Raises ``ValueError`` where the data does not fit the identity, ``StorageError`` where the disk refuses.
+        It holds the sequences ``identity.shard_range(index)``. Raises ``ValueError`` where the data
+        does not fit the identity, ``StorageError`` where the disk is full or not writable.
         """
         self._require_fit(index, sequences, records)
-        arrays = shard_arrays(sequences, records, self.codec)
-        return self._publish(_shard_name(index), arrays, lambda folder: Seal.of(folder, sequences, records)).bytes
+        arrays = make_shard_arrays(sequences, records, self.codec)
+        return self._publish(
+            _name_shard(index), arrays, lambda folder: Seal.of(folder, sequences, records)
+        ).bytes
 
-    def write_head(self, arrays: Arrays) -> None:
-        """Write and seal the teacher's LM head, which a hidden cache keeps once; one that lies sealed is left alone."""
-        seal = self._seal(HEAD)
-        if seal is None or seal.problems(self.folder / HEAD):
-            self._publish(HEAD, arrays, Seal.of_folder)
+    def write_lm_head(self, arrays: Arrays) -> None:
+        """Write and seal the teacher's LM head of a hidden cache, unless it is sealed already."""
+        self._write_once(LM_HEAD, arrays)
 
-    def _publish(self, name: str, arrays: Arrays, sealed: Callable[[Path], Seal]) -> Seal:
-        """Write a folder of arrays whole or not at all, then its seal; until then the cache is incomplete."""
-        temporary = self.folder / f"{TEMPORARY}{name.replace('/', '-')}"
+    def write_token_map(self, arrays: Arrays) -> None:
+        """Write and seal the tokens of all ids, unless they are sealed already."""
+        self._write_once(TOKEN_MAP, arrays)
+
+    def _write_once(self, name: str, arrays: Arrays) -> None:
+        seal = self._read_own_seal(name)
+        if seal is None or seal.find_problems(self.folder / name):
+            self._publish(name, arrays, Seal.of_folder)
+
+    def _publish(self, name: str, arrays: Arrays, make_seal: Callable[[Path], Seal]) -> Seal:
+        """Write a folder of arrays whole or not at all, then its seal."""
+        temporary = self.folder / f"{TEMPORARY_PREFIX}{name.replace('/', '-')}"
         with storage_errors(self.folder):
             try:
-                remove(self.folder / MANIFEST)
-                remove(_seal_file(self.folder, name))
+                # Manifest and seal go first: after a crash, nothing vouches for the new content.
+                remove_path(self.folder / MANIFEST)
+                remove_path(_locate_seal(self.folder, name))
                 write_arrays(temporary, arrays)
-                seal = sealed(temporary)
+                seal = make_seal(temporary)
                 publish_folder(temporary, self.folder / name)
             finally:
-                remove(temporary)
-            write_file(_seal_file(self.folder, name), seal.to_bytes())
+                remove_path(temporary)
+            write_file(_locate_seal(self.folder, name), seal.to_bytes())
         return seal
 
-    def sealed_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of array ``name`` in the first sealed shard; None where no shard is sealed."""
+    def read_sealed_shape(self, name: str) -> tuple[int, ...] | None:
+        """Read the shape of array ``name`` from the first sealed shard; None without one."""
         for index in range(self.identity.shard_count):
-            if (seal := self._shard_seal(index)) is not None:
-                return Folder(self.folder / _shard_name(index), seal).shape(name)
+            if (seal := self._read_shard_seal(index)) is not None:
+                return ArrayFolder(self.folder / _name_shard(index), seal).shape(name)
         return None
 
     def finish(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...] = ()) -> Manifest:
-        """Write the manifest, last; raises ``CacheIncomplete`` if a shard, or a needed head, has not been sealed."""
-        manifest = self._manifest(provenance, fidelity)
+        """Write the manifest; raise ``CacheIncomplete`` if a shard or the LM head is not sealed."""
+        manifest = self._make_manifest(provenance, fidelity)
         with storage_errors(self.folder):
             write_file(self.folder / MANIFEST, manifest.to_bytes())
         return manifest
 
-    def readable(self) -> Cache:
-        """What is sealed, to be looked at before ``finish``; raises ``CacheIncomplete`` as that does."""
-        return Cache(self.folder, self._manifest(Provenance(), ()), 1 << 29)
+    def open_sealed(self) -> Cache:
+        """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
+        return Cache(self.folder, self._make_manifest(Provenance(), ()), _MEMORY_BYTES)
 
-    def _manifest(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...]) -> Manifest:
-        entries = [self._entry(index) for index in range(self.identity.shard_count)]
+    def _make_manifest(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...]) -> Manifest:
+        entries = [self._make_entry(index) for index in range(self.identity.shard_count)]
         missing = [index for index, entry in enumerate(entries) if entry is None]
         if missing:
-            detail = (
-                f"{self.folder}: {len(missing)} of {len(entries)} shards are not sealed, the first is {missing[0]}."
+            raise CacheIncomplete(
+                f"{self.folder}: {len(missing)} of {len(entries)} shards are not sealed, "
+                f"the first is {missing[0]}.",
+                "Run the job again: it continues after the sealed shards.",
             )
-            raise CacheIncomplete(detail, "Run the job again: it goes on from the sealed shards.")
-        seal = self._seal(HEAD)
-        if seal is None and self.identity.codec.profile == "hidden":
-            raise CacheIncomplete(f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again.")
-        head = FolderEntry() if seal is None else FolderEntry(seal.bytes, seal.digest)
-        return Manifest(self.identity, provenance, tuple(entry for entry in entries if entry), head, fidelity)
+        head = self._make_folder_entry(LM_HEAD)
+        if not head.digest and self.identity.codec.profile == "hidden":
+            raise CacheIncomplete(
+                f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again."
+            )
+        return Manifest(
+            identity=self.identity,
+            provenance=provenance,
+            shards=tuple(entry for entry in entries if entry),
+            head=head,
+            fidelity=fidelity,
+            token_map=self._make_folder_entry(TOKEN_MAP),
+        )
+
+    def _make_folder_entry(self, name: str) -> FolderEntry:
+        seal = self._read_own_seal(name)
+        return FolderEntry() if seal is None else FolderEntry(seal.bytes, seal.digest)
 
     def _prepare(self) -> None:
         for name in ("shards", "seals"):
             make_folder(self.folder / name)
-        self._sweep()
-        group = self.folder / GROUP
+        self._remove_leftovers()
+        # A crash may have left half of it, in a cache of this or of an earlier process.
+        group = self.folder / GROUP_FILE
         if not group.exists() or group.read_bytes() != _GROUP_METADATA:
             write_file(group, _GROUP_METADATA)
 
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Delete what an interrupted writer left behind."""
         for folder in (self.folder, self.folder / "shards", self.folder / "seals"):
-            for leftover in folder.glob(f"{TEMPORARY}*"):
-                remove(leftover)
+            for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
+                remove_path(leftover)
 
-    def _sound(self, index: int) -> bool:
-        seal = self._shard_seal(index)
-        return seal is not None and not seal.problems(self.folder / _shard_name(index))
+    def _is_sound(self, index: int) -> bool:
+        seal = self._read_shard_seal(index)
+        return seal is not None and not seal.find_problems(self.folder / _name_shard(index))
 
-    def _entry(self, index: int) -> ShardEntry | None:
-        seal = self._shard_seal(index)
-        return seal.entry() if seal is not None else None
+    def _make_entry(self, index: int) -> ShardEntry | None:
+        seal = self._read_shard_seal(index)
+        return seal.to_entry() if seal is not None else None
 
-    def _shard_seal(self, index: int) -> Seal | None:
-        seal = self._seal(_shard_name(index))
-        return seal if seal is not None and seal.sequences == len(self.identity.shard_range(index)) else None
+    def _read_shard_seal(self, index: int) -> Seal | None:
+        seal = self._read_own_seal(_name_shard(index))
+        return (
+            seal
+            if seal is not None and seal.sequences == len(self.identity.shard_range(index))
+            else None
+        )
 
-    def _seal(self, name: str) -> Seal | None:
-        path = _seal_file(self.folder, name)
+    def _read_own_seal(self, name: str) -> Seal | None:
+        path = _locate_seal(self.folder, name)
         try:
             return Seal.from_bytes(path.read_bytes(), str(path))
         except (FileNotFoundError, CacheCorrupt):
@@ -183,10 +235,15 @@ class CacheWriter:
 
     def _require_fit(self, index: int, sequences: Sequences, records: Records) -> None:
         if not 0 <= index < self.identity.shard_count:
-            raise ValueError(f"A shard must lie in [0, {self.identity.shard_count}), but got {index}.")
+            raise ValueError(
+                f"A shard must lie in [0, {self.identity.shard_count}), but got {index}."
+            )
         expected = (len(self.identity.shard_range(index)), self.identity.data.sequence_length)
         if sequences.tokens.shape != expected:
-            raise ValueError(f"Shard {index} must hold tokens of shape {expected}, but got {sequences.tokens.shape}.")
+            raise ValueError(
+                f"Shard {index} must hold tokens of shape {expected}, "
+                f"but got {sequences.tokens.shape}."
+            )
         if len(records) != sequences.positions:
             got = f"{len(records)} records for {sequences.positions} positions of target_mask"
             raise ValueError(f"Shard {index} must hold one record for each target, but got {got}.")
@@ -195,9 +252,9 @@ class CacheWriter:
 
 
 class Cache:
-    """A complete cache, open for reading. Made by ``open_cache``; safe to share between threads.
+    """A complete cache, open for reading. ``open_cache`` makes it; threads may share it.
 
-    Decoded shards are kept up to ``memory_bytes``, the least recently used go first.
+    Decoded shards stay in memory up to ``memory_bytes``; the least recently used is dropped first.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, memory_bytes: int) -> None:
@@ -206,7 +263,8 @@ class Cache:
         self._memory_bytes = memory_bytes
         self.codec = manifest.identity.record_codec()
         self._shards: OrderedDict[int, Shard] = OrderedDict()
-        self._sound: set[Path] = set()  # files found as sealed, also of shards that memory has no room for any more
+        # Files whose sha256 was checked, those of dropped shards too, so that none is hashed twice.
+        self._sound: set[Path] = set()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -214,7 +272,7 @@ class Cache:
 
     @property
     def identity(self) -> CacheIdentity:
-        """What the bytes of this cache depend on."""
+        """All that the bytes of this cache depend on."""
         return self.manifest.identity
 
     @property
@@ -229,90 +287,132 @@ class Cache:
 
     @property
     def bytes_per_token(self) -> float:
-        """All bytes on disk for each position with a record."""
-        return bytes_on_disk(self.folder, self.manifest) / max(self.manifest.positions, 1)
+        """All bytes on disk divided by the positions with a record."""
+        return measure_cache_bytes(self.folder, self.manifest) / max(self.manifest.positions, 1)
 
-    def read(self, indices: Iterable[int], draws: int | NDArray[Any] = 0) -> tuple[Sequences, Records]:
-        """The sequences numbered ``indices`` (at least one) and their records, in that order.
+    def read(
+        self, indices: Iterable[int], draws: int | NDArray[Any] = 0
+    ) -> tuple[Sequences, Records]:
+        """Read the sequences numbered ``indices`` (at least one) and their records, in that order.
 
-        ``draws`` says which of a cache's independent tail samples, of each sequence or of all, modulo their number.
-        Raises ``IndexError`` for a number outside the cache, ``CacheCorrupt`` where bytes differ from what was sealed.
+        ``draws`` selects the tail sample, for each sequence or for all, modulo the number of
+        samples. Raises ``IndexError`` for a number outside the cache, ``CacheCorrupt`` where bytes
+        differ from what was sealed.
         """
         numbers = np.fromiter(indices, np.int64)
         chosen = np.broadcast_to(np.asarray(draws) % self.codec.draws, numbers.shape)
         with self._lock, storage_errors(self.folder):
-            found = [self._stored(*pair) for pair in zip(numbers.tolist(), chosen.tolist(), strict=True)]
-        stored = from_arrays([part for part, _ in found], [order for _, order in found], self.codec)
+            found = [
+                self._read_stored(*pair)
+                for pair in zip(numbers.tolist(), chosen.tolist(), strict=True)
+            ]
+        stored = decode_arrays(
+            [part for part, _ in found], [order for _, order in found], self.codec
+        )
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
-        """The teacher's LM head of a hidden cache: ``weight`` (V, D), ``bias`` (V,) or (0,), ``transform`` (2,).
+        """Read the teacher's LM head of a hidden cache.
 
-        ``weight`` is float32 or the bits of bfloat16 in uint16; ``transform`` is scale and soft cap (0 = none).
+        ``weight`` (V, D) is float32, or the bits of bfloat16 in uint16; ``bias`` is (V,) or (0,);
+        ``transform`` (2,) is scale and soft cap (0 = none).
         """
-        with self._lock, storage_errors(self.folder):
-            seal = _read_seal(self.folder, HEAD, self.manifest.head.digest)
-            folder = Folder(self.folder / HEAD, seal)
-            return {name: folder.whole(name) for name in ("weight", "bias", "transform")}
+        return self._read_folder(LM_HEAD, self.manifest.head, ("weight", "bias", "transform"))
 
-    def _stored(self, number: int, draw: int) -> tuple[Arrays, NDArray[Any]]:
+    def token_map(self) -> Arrays | None:
+        """Read the tokens of all ids; None in a cache that was written before caches kept them.
+
+        ``ids`` (E,) of the tokens, their ``lengths`` (E,) in bytes, and their ``text`` in UTF-8.
+        """
+        entry = self.manifest.token_map
+        return self._read_folder(TOKEN_MAP, entry, TOKEN_ARRAYS) if entry.digest else None
+
+    def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
+        with self._lock, storage_errors(self.folder):
+            seal = _read_seal(self.folder, name, entry.digest)
+            folder = ArrayFolder(self.folder / name, seal)
+            return {array: folder.read_array(array) for array in arrays}
+
+    def _read_stored(self, number: int, draw: int) -> tuple[Arrays, NDArray[Any]]:
         if not 0 <= number < len(self):
             raise IndexError(f"A sequence number must lie in [0, {len(self)}), but got {number}.")
         index, row = divmod(number, self.identity.codec.shard_sequences)
-        shard = self._shard(index)
-        return shard.sequence(row, draw), shard.order
+        shard = self._open_shard(index)
+        return shard.read_sequence(row, draw), shard.order
 
-    def _shard(self, index: int) -> Shard:
+    def _open_shard(self, index: int) -> Shard:
         if index not in self._shards:
-            seal = _read_seal(self.folder, _shard_name(index), self.manifest.shards[index].digest)
-            self._shards[index] = Shard(self.folder / _shard_name(index), seal, self.codec, self._sound)
+            seal = _read_seal(self.folder, _name_shard(index), self.manifest.shards[index].digest)
+            self._shards[index] = Shard(
+                self.folder / _name_shard(index), seal, self.codec, self._sound
+            )
         self._shards.move_to_end(index)
-        while len(self._shards) > 1 and sum(shard.nbytes for shard in self._shards.values()) > self._memory_bytes:
+        # The shard in use stays, even if it alone is larger than the limit.
+        while (
+            len(self._shards) > 1
+            and sum(shard.nbytes for shard in self._shards.values()) > self._memory_bytes
+        ):
             self._shards.popitem(last=False)
         return self._shards[index]
 
 
-def open_cache(folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = 1 << 29) -> Cache:
-    """Open a complete cache for reading; every file is looked for, content is checked when it is read.
+def open_cache(
+    folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = _MEMORY_BYTES
+) -> Cache:
+    """Open a complete cache for reading.
 
-    Raises ``CacheNotFound``, ``CacheIncomplete`` without manifest or shard, ``CacheMismatch`` for another version or
-    an identity other than ``expected``, ``CacheCorrupt`` where a file is missing or not of its size.
+    Presence and size of every file are checked now, content when it is read. Raises
+    ``CacheNotFound``; ``CacheIncomplete`` without a manifest or a shard; ``CacheMismatch`` for
+    another version, or an identity other than ``expected``; ``CacheCorrupt`` where a file is
+    missing or has another size.
     """
     manifest = read_manifest(folder)
     if expected is not None and expected != manifest.identity:
-        detail = f"{folder} was captured for other inputs: {'; '.join(differences(expected, manifest.identity))}."
-        raise CacheMismatch(detail, "Capture a cache for this job, or give the job the inputs of this cache.")
+        differences = "; ".join(list_differences(expected, manifest.identity))
+        raise CacheMismatch(
+            f"{folder} was captured for other inputs: {differences}.",
+            "Capture a cache for this job, or give the job the inputs of this cache.",
+        )
     with storage_errors(folder):
-        for name, digest in _sealed_folders(manifest):
+        for problem in _check_group(folder):
+            raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
+        for name, digest in _list_sealed_folders(manifest):
             _read_seal(folder, name, digest).require_files(folder / name)
     return Cache(folder, manifest, memory_bytes)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the cache in ``folder``; raises as ``open_cache`` does."""
+    """Read the manifest of the cache in ``folder``; raises as ``open_cache`` does."""
     if not folder.is_dir():
-        raise CacheNotFound(f"No cache at {folder}.", "Check the path, or capture the cache with a precompute job.")
+        raise CacheNotFound(
+            f"No cache at {folder}.", "Check the path, or capture the cache with a precompute job."
+        )
     try:
         with storage_errors(folder):
             data = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
-        detail = f"{folder} has no {MANIFEST}: its capture has not finished."
-        raise CacheIncomplete(detail, "Run the job again: it goes on from the sealed shards.") from error
+        raise CacheIncomplete(
+            f"{folder} has no {MANIFEST}: its capture has not finished.",
+            "Run the job again: it continues after the sealed shards.",
+        ) from error
     manifest = Manifest.from_bytes(data, str(folder / MANIFEST))
-    if _FINGERPRINT.fullmatch(folder.name) and folder.name != manifest.identity.fingerprint:
-        detail = f"{folder} holds the cache {manifest.identity.fingerprint}: it was renamed, or its identity edited."
-        raise CacheMismatch(detail, "Give the folder its own name, or capture the cache again.")
+    if FINGERPRINT.fullmatch(folder.name) and folder.name != manifest.identity.fingerprint:
+        raise CacheMismatch(
+            f"{folder} holds the cache {manifest.identity.fingerprint}: the folder was renamed, "
+            "or the identity was edited.",
+            "Give the folder its own name, or capture the cache again.",
+        )
     return manifest
 
 
 def replace_fidelity(folder: Path, fidelity: tuple[FidelityRow, ...]) -> Manifest:
-    """Put other fidelity rows into the manifest of a complete cache; raises as ``open_cache`` does.
+    """Replace the fidelity rows in the manifest of a complete cache; raises as ``open_cache`` does.
 
-    The file's time stays: it is when the cache was captured.
+    The modification time of the file is kept, because it is shown as the time of the capture.
     """
     path = folder / MANIFEST
-    with locked(folder.parent / f"{folder.name}.lock"), storage_errors(folder):
+    with locked(locate_lock(folder)), storage_errors(folder):
         manifest = replace(read_manifest(folder), fidelity=fidelity)
         times = path.stat()
         write_file(path, manifest.to_bytes())
@@ -320,33 +420,35 @@ def replace_fidelity(folder: Path, fidelity: tuple[FidelityRow, ...]) -> Manifes
     return manifest
 
 
-def verify(folder: Path) -> list[str]:
-    """Read every byte of a cache; one line for each file that is missing, extra or damaged, none if all is well.
+def verify_cache(folder: Path) -> list[str]:
+    """Read every byte of a cache; return one line for each file that is missing, extra or damaged.
 
-    Raises ``CacheNotFound`` where there is no folder.
+    A sound cache gives no line. Raises ``CacheNotFound`` where there is no folder.
     """
     try:
         manifest = read_manifest(folder)
     except (CacheIncomplete, CacheMismatch, CacheCorrupt) as error:
         return [f"{MANIFEST}: {error.detail}"]
     with storage_errors(folder):
-        lines = _group_problems(folder)
-        for name, digest in _sealed_folders(manifest):
-            lines += _folder_problems(folder, name, digest)
-        return lines + _strangers(folder, manifest)
+        lines = _check_group(folder)
+        for name, digest in _list_sealed_folders(manifest):
+            lines += _check_folder(folder, name, digest)
+        return lines + _find_unknown_files(folder, manifest)
 
 
-def bytes_on_disk(folder: Path, manifest: Manifest) -> int:
-    """All bytes of a complete cache, without walking its folder."""
-    sealed = sum(shard.bytes for shard in manifest.shards) + manifest.head.bytes
+def measure_cache_bytes(folder: Path, manifest: Manifest) -> int:
+    """Return all bytes of a complete cache, from its manifest."""
+    sealed = sum(shard.bytes for shard in manifest.shards)
+    sealed += manifest.head.bytes + manifest.token_map.bytes
     return sealed + len(_GROUP_METADATA) + (folder / MANIFEST).stat().st_size
 
 
 @dataclass(frozen=True)
 class CacheSummary:
-    """One line of a listing; ``problem`` says why a cache cannot be used, and is empty for a usable one.
+    """One line of a listing; ``problem`` is the reason why a cache cannot be used, or empty.
 
-    ``tokens`` counts positions with a record. Numbers that only a manifest knows are None without one.
+    ``tokens`` counts positions with a record. Numbers that only a manifest contains are None
+    without one.
     """
 
     fingerprint: str
@@ -365,31 +467,37 @@ class CacheSummary:
     created: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The summary as plain JSON values."""
+        """Return the summary as plain JSON values."""
         return asdict(self)
 
 
 def list_caches(root: Path) -> list[CacheSummary]:
-    """Every cache below ``root``, newest first; those being captured, or broken, are listed as such."""
+    """List every cache below ``root``, newest first, and unfinished or damaged ones after them."""
     if not root.is_dir():
         return []
-    folders = [folder for folder in root.iterdir() if _FINGERPRINT.fullmatch(folder.name) and folder.is_dir()]
-    summaries = [summarise(folder) for folder in sorted(folders)]
+    folders = [
+        folder
+        for folder in root.iterdir()
+        if FINGERPRINT.fullmatch(folder.name) and folder.is_dir()
+    ]
+    summaries = [summarise_cache(folder) for folder in sorted(folders)]
     return sorted(summaries, key=lambda summary: summary.created or "", reverse=True)
 
 
-def summarise(folder: Path) -> CacheSummary:
-    """The summary of the cache in ``folder``, from its manifest alone where it has one."""
+def summarise_cache(folder: Path) -> CacheSummary:
+    """Summarise the cache in ``folder``, from its manifest alone where it has one."""
     try:
-        return _complete_summary(folder, read_manifest(folder))
+        return _summarise_complete(folder, read_manifest(folder))
     except (CacheError, OSError) as error:
         problem = error.detail if isinstance(error, CacheError) else str(error)
     sealed = sum(1 for _ in (folder / "seals").glob("[0-9]*.json"))
-    return CacheSummary(folder.name, str(folder), False, problem, sum(files_below(folder).values()), sealed)
+    return CacheSummary(
+        folder.name, str(folder), False, problem, sum(list_file_sizes(folder).values()), sealed
+    )
 
 
-def _complete_summary(folder: Path, manifest: Manifest) -> CacheSummary:
-    size = bytes_on_disk(folder, manifest)
+def _summarise_complete(folder: Path, manifest: Manifest) -> CacheSummary:
+    size = measure_cache_bytes(folder, manifest)
     modified = (folder / MANIFEST).stat().st_mtime
     return CacheSummary(
         fingerprint=folder.name,
@@ -409,52 +517,63 @@ def _complete_summary(folder: Path, manifest: Manifest) -> CacheSummary:
     )
 
 
-def _shard_name(index: int) -> str:
+def _name_shard(index: int) -> str:
     return f"shards/{index:06d}"
 
 
-def _seal_file(folder: Path, name: str) -> Path:
+def _locate_seal(folder: Path, name: str) -> Path:
     return folder / "seals" / f"{name.rpartition('/')[2]}.json"
 
 
-def _sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
-    """The folders of a complete cache, each with the digest of its seal."""
-    shards = [(_shard_name(index), shard.digest) for index, shard in enumerate(manifest.shards)]
-    return shards + ([(HEAD, manifest.head.digest)] if manifest.head.digest else [])
+def _list_sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
+    """List the sealed folders of a complete cache, each with the digest of its seal."""
+    shards = [(_name_shard(index), shard.digest) for index, shard in enumerate(manifest.shards)]
+    folders = ((LM_HEAD, manifest.head.digest), (TOKEN_MAP, manifest.token_map.digest))
+    return shards + [(name, digest) for name, digest in folders if digest]
 
 
 def _read_seal(folder: Path, name: str, digest: str) -> Seal:
-    """The seal of a folder of arrays, if it is the one that the manifest names."""
-    path = _seal_file(folder, name)
+    """Read the seal of a folder of arrays; raise unless it is the one that the manifest names."""
+    path = _locate_seal(folder, name)
     if not (folder / name).is_dir():
-        raise CacheIncomplete(f"{folder / name} is missing, but the manifest names it.", _REMEDY)
+        raise CacheIncomplete(
+            f"{folder / name} is missing, but the manifest names it.", RECAPTURE_REMEDY
+        )
     if not path.is_file():
-        raise CacheCorrupt(f"{path} is missing, but the manifest names it.", _REMEDY)
+        raise CacheCorrupt(f"{path} is missing, but the manifest names it.", RECAPTURE_REMEDY)
     seal = Seal.from_bytes(path.read_bytes(), str(path))
     if seal.digest != digest:
-        raise CacheCorrupt(f"{path} is not the seal that the manifest names.", _REMEDY)
+        raise CacheCorrupt(f"{path} is not the seal that the manifest names.", RECAPTURE_REMEDY)
     return seal
 
 
-def _folder_problems(folder: Path, name: str, digest: str) -> list[str]:
+def _check_folder(folder: Path, name: str, digest: str) -> list[str]:
     try:
         seal = _read_seal(folder, name, digest)
     except (CacheCorrupt, CacheIncomplete) as error:
         return [error.detail]
-    return [f"{name}/{line}" for line in seal.problems(folder / name)]
+    return [f"{name}/{line}" for line in seal.find_problems(folder / name)]
 
 
-def _group_problems(folder: Path) -> list[str]:
-    group = folder / GROUP
+def _check_group(folder: Path) -> list[str]:
+    group = folder / GROUP_FILE
     if not group.is_file():
-        return [f"{GROUP}: missing"]
-    return [] if group.read_bytes() == _GROUP_METADATA else [f"{GROUP}: content differs from what was written"]
+        return [f"{GROUP_FILE}: missing"]
+    return (
+        []
+        if group.read_bytes() == _GROUP_METADATA
+        else [f"{GROUP_FILE}: content differs from what was written"]
+    )
 
 
-def _strangers(folder: Path, manifest: Manifest) -> list[str]:
-    """Files outside the sealed folders that no cache has."""
-    names = [name for name, _ in _sealed_folders(manifest)]
-    known = {MANIFEST, GROUP} | {_seal_file(Path(), name).as_posix() for name in names}
+def _find_unknown_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return a line for each file outside the sealed folders that no cache has."""
+    names = [name for name, _ in _list_sealed_folders(manifest)]
+    known = {MANIFEST, GROUP_FILE} | {_locate_seal(Path(), name).as_posix() for name in names}
     inside = tuple(f"{name}/" for name in names)
-    found = (name for name in files_below(folder) if name not in known and not name.startswith(inside))
+    found = (
+        name
+        for name in list_file_sizes(folder)
+        if name not in known and not name.startswith(inside)
+    )
     return [f"{name}: not part of the cache" for name in found]

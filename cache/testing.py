@@ -1,6 +1,6 @@
-"""Small random data that is valid: for this project's tests and for its users'.
+"""Small random data that is valid, for the tests of this project and of its users.
 
-S   sequences       L   tokens of a sequence       V   vocabulary size       P   positions with a record
+S   sequences       L   tokens of a sequence       V   vocabulary size       N   positions
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import Codec, Places, Sample
+from cache.codec import Codec, RecordPositions, Sample
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
     DataIdentity,
     Manifest,
-    Probe,
     Provenance,
     TeacherIdentity,
     TokenizerIdentity,
+    TokenizerProbe,
 )
 from cache.records import Records, Sequences
-from cache.store import CacheWriter, capture
+from cache.store import CacheWriter, open_writer
 
 #: Width of the hidden states of a hidden cache.
-HIDDEN = 6
-PROVENANCE = Provenance("tiny", "main", (Probe("It was", (3, 5)),), {"eos": 0})
+HIDDEN_WIDTH = 6
+PROVENANCE = Provenance("tiny", "main", (TokenizerProbe("It was", (3, 5)),), {"eos": 0})
 
 
 def make_codec(profile: str = "threshold", **options: Any) -> CodecIdentity:
-    """A codec of ``profile`` with small defaults, shards of four sequences."""
+    """Make a codec of ``profile`` with small defaults and shards of four sequences."""
     own: dict[str, dict[str, Any]] = {
         "threshold": {"threshold": 0.04},
         "tempered": {"threshold": 0.04, "temperatures": (0.5, 2.0)},
@@ -49,7 +49,7 @@ def make_identity(
     validation_sequences: int = 3,
     codec: CodecIdentity | None = None,
 ) -> CacheIdentity:
-    """The identity of a small cache: by default three shards, the last one short."""
+    """Make the identity of a small cache; by default it has three shards, the last one short."""
     return CacheIdentity(
         TeacherIdentity("a" * 64, "float32"),
         TokenizerIdentity(vocabulary_size, "b" * 64),
@@ -59,7 +59,10 @@ def make_identity(
 
 
 def make_sequences(seed: int, count: int, length: int, vocabulary_size: int) -> Sequences:
-    """Random tokens (S, L) packed from documents of about eight tokens, with a target wherever there can be one."""
+    """Make random tokens (S, L), packed from documents of about eight tokens.
+
+    Every position that can have a target has one.
+    """
     rng = np.random.default_rng(seed)
     starts_SL = rng.random((count, length)) < 1 / 8
     starts_SL[:, 0] = True
@@ -70,78 +73,103 @@ def make_sequences(seed: int, count: int, length: int, vocabulary_size: int) -> 
 
 
 def make_records(seed: int, positions: int, codec: Codec) -> Records:
-    """Columns of ``positions`` random records; a tail's ids differ from its head's, and log-probabilities are real."""
+    """Make ``positions`` random records.
+
+    The ids of a tail differ from those of its head, and log-probabilities are those of logits.
+    """
     rng = np.random.default_rng(seed)
-    logits_PV = rng.normal(0, 3, (positions, codec.vocabulary_size))
-    logp_PV = logits_PV - np.log(np.exp(logits_PV).sum(1, keepdims=True))
-    entropy = -(np.exp(logp_PV) * logp_PV).sum(1)
-    places = Places(np.zeros(positions, np.int64), np.arange(positions))
-    known = logp_PV[:, [0, *codec.always_keep]]  # token 0 plays the gold token
+    logits_NV = rng.normal(0, 3, (positions, codec.vocabulary_size))
+    logp_NV = logits_NV - np.log(np.exp(logits_NV).sum(1, keepdims=True))
+    entropy = -(np.exp(logp_NV) * logp_NV).sum(1)
+    places = RecordPositions(np.zeros(positions, np.int64), np.arange(positions))
+    # Token 0 stands for the gold token.
+    known = logp_NV[:, [0, *codec.always_keep]]
     if codec.profile == "topk":
-        top_ids = np.argsort(-logp_PV, axis=1)[:, : codec.k]
-        top = np.take_along_axis(logp_PV, top_ids, 1)
+        top_ids = np.argsort(-logp_NV, axis=1)[:, : codec.k]
+        top = np.take_along_axis(logp_NV, top_ids, 1)
         residual = np.log(np.maximum(1 - np.exp(top).sum(1), 1e-12))
         return codec.encode_top(known[:, :1], entropy, (top_ids, top), residual, places)
     if codec.profile == "dense":
-        return codec.encode_dense(known, entropy, logp_PV, places)
+        return codec.encode_dense(known, entropy, logp_NV, places)
     if codec.profile == "hidden":
-        return codec.encode_hidden(known, entropy, rng.normal(size=(positions, HIDDEN)), places)
-    return codec.encode_sample(_sample(rng, logp_PV, known, codec), places)
+        return codec.encode_hidden(
+            known, entropy, rng.normal(size=(positions, HIDDEN_WIDTH)), places
+        )
+    return codec.encode_sample(_draw_sample(rng, logp_NV, known, codec), places)
 
 
-def _sample(rng: np.random.Generator, logp_PV: NDArray[Any], known: NDArray[Any], codec: Codec) -> Sample:
-    """Every token above the threshold, and one to four others for each draw: valid, but no fair sample."""
-    free_PV = np.ones(logp_PV.shape, bool)
-    free_PV[:, [0, *codec.always_keep]] = False
-    head_PV = free_PV & (np.exp(logp_PV) > codec.threshold)
-    tail_count = rng.integers(1, 5, len(logp_PV))
-    others = [np.flatnonzero(row) for row in free_PV & ~head_PV]
+def _draw_sample(
+    rng: np.random.Generator, logp_NV: NDArray[Any], known: NDArray[Any], codec: Codec
+) -> Sample:
+    """Take every token above the threshold, and one to four others in each draw, at random."""
+    free_NV = np.ones(logp_NV.shape, bool)
+    free_NV[:, [0, *codec.always_keep]] = False
+    head_NV = free_NV & (np.exp(logp_NV) > codec.threshold)
+    tail_count = rng.integers(1, 5, len(logp_NV))
+    others = [np.flatnonzero(row) for row in free_NV & ~head_NV]
     picks = [
         np.stack([rng.choice(ids, count, replace=False) for _ in range(codec.draws)], axis=1)
         for ids, count in zip(others, tail_count.tolist(), strict=True)
     ]
     tail_ids = np.concatenate([np.empty((0, codec.draws), np.int64), *picks])
-    rows = np.repeat(np.arange(len(logp_PV)), tail_count)[:, None]
+    rows = np.repeat(np.arange(len(logp_NV)), tail_count)[:, None]
     tempered = codec.profile == "tempered"
     return Sample(
         known_logprobs=known,
-        entropy=-(np.exp(logp_PV) * logp_PV).sum(1),
-        head_count=head_PV.sum(1),
-        head_ids=np.nonzero(head_PV)[1],
-        head_logprobs=logp_PV[head_PV],
+        entropy=-(np.exp(logp_NV) * logp_NV).sum(1),
+        head_count=head_NV.sum(1),
+        head_ids=np.nonzero(head_NV)[1],
+        head_logprobs=logp_NV[head_NV],
         tail_count=tail_count,
         tail_ids=tail_ids,
-        tail_logprobs=logp_PV[rows, tail_ids] if tempered else None,
-        partition=rng.normal(-2, 1, (len(logp_PV), 4, 2)) if tempered else None,
+        tail_logprobs=logp_NV[rows, tail_ids] if tempered else None,
+        partition=rng.normal(-2, 1, (len(logp_NV), 4, 2)) if tempered else None,
     )
 
 
-def make_head(vocabulary_size: int) -> dict[str, NDArray[Any]]:
-    """A random LM head, for hidden caches."""
-    weight = np.random.default_rng(7).normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
+def make_lm_head(vocabulary_size: int) -> dict[str, NDArray[Any]]:
+    """Make a random LM head, for hidden caches."""
+    weight = (
+        np.random.default_rng(7).normal(size=(vocabulary_size, HIDDEN_WIDTH)).astype(np.float32)
+    )
     return {"weight": weight, "bias": np.zeros(0, np.float32), "transform": np.array([1.0, 0.0])}
 
 
+def make_token_map(vocabulary_size: int) -> dict[str, NDArray[Any]]:
+    """Make a map of ids to made-up tokens."""
+    tokens = [f"token {number}".encode() for number in range(vocabulary_size)]
+    return {
+        "ids": np.arange(vocabulary_size, dtype=np.uint32),
+        "lengths": np.array([len(token) for token in tokens], np.uint32),
+        "text": np.frombuffer(b"".join(tokens), np.uint8),
+    }
+
+
 def make_shard(identity: CacheIdentity, index: int) -> tuple[Sequences, Records]:
-    """The same random content for the same (identity, index)."""
+    """Make the random content of a shard, which depends on ``identity`` and ``index`` alone."""
     seed = identity.codec.seed * 1000 + index
-    count, vocabulary_size = len(identity.shard_range(index)), identity.tokenizer.vocabulary_size
-    sequences = make_sequences(seed, count, identity.data.sequence_length, vocabulary_size)
+    sequences = make_sequences(
+        seed,
+        len(identity.shard_range(index)),
+        identity.data.sequence_length,
+        identity.tokenizer.vocabulary_size,
+    )
     return sequences, make_records(seed, sequences.positions, identity.record_codec())
 
 
-def fill(writer: CacheWriter) -> Manifest:
-    """Write every missing shard, and the head that a hidden cache needs, and finish."""
+def fill_cache(writer: CacheWriter) -> Manifest:
+    """Write every missing shard, the LM head of a hidden cache and the token map, and finish."""
     if writer.identity.codec.profile == "hidden":
-        writer.write_head(make_head(writer.identity.tokenizer.vocabulary_size))
-    for index in writer.missing_shards():
+        writer.write_lm_head(make_lm_head(writer.identity.tokenizer.vocabulary_size))
+    writer.write_token_map(make_token_map(writer.identity.tokenizer.vocabulary_size))
+    for index in writer.find_missing_shards():
         writer.write_shard(index, *make_shard(writer.identity, index))
     return writer.finish(PROVENANCE)
 
 
 def make_cache(root: Path, identity: CacheIdentity | None = None) -> Path:
-    """Capture a small cache below ``root``; returns its folder."""
+    """Write a small cache below ``root``; return its folder."""
     identity = identity or make_identity()
-    with capture(root, identity) as writer:
-        fill(writer)
+    with open_writer(root, identity) as writer:
+        fill_cache(writer)
     return root / identity.fingerprint

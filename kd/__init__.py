@@ -1,1 +1,4 @@
-"""The science: data, teacher, losses, training, evaluation. Knows nothing of HTTP, Redis or Celery."""
+"""The science: data, teacher, losses, training, evaluation.
+
+It knows nothing of HTTP, Redis or Celery.
+"""

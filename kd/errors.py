@@ -1,15 +1,15 @@
-"""What can go wrong in a run, beyond the cache's own errors.
+"""The errors of a run, besides those of the cache.
 
 PotstillError (cache.errors)
 ├── ConfigError           the job's configuration is wrong; ``problems`` names each field
 ├── ModelError            missing, gated, or of a shape that cannot be distilled
 ├── DataError             missing, empty, too short, or not in the declared format
 ├── TokenizerMismatch     student and cache do not share a tokenizer
-├── FidelityError         a cache's records are not what the live teacher says
+├── FidelityError         a cache's records differ from the running teacher
 ├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
 │   ├── NotFinite         the loss became NaN
-│   └── OutOfMemory       memory ran out; the remedy names the levers
-└── Interrupted           the run was asked to stop, and has saved what it needs to go on
+│   └── OutOfMemory       memory ran out; the remedy names settings that need less
+└── Interrupted           the run was asked to stop, and has saved what it needs to resume
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from cache.errors import PotstillError
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong field: a JSON pointer to it, what is wrong, and what to do."""
+    """One wrong field: a JSON pointer to it, what is wrong, and the remedy."""
 
     pointer: str
     detail: str
     remedy: str = ""
 
     def __str__(self) -> str:
+        # For people the dotted name of a field; the pointer itself is for programs.
         where = self.pointer.strip("/").replace("/", ".") or "job"
         return f"{where}: {self.detail} {self.remedy}".strip()
 
     def to_json(self) -> dict[str, str]:
-        """As it stands in the ``errors`` list of a problem document."""
+        """Return the entry in the ``errors`` list of a problem document."""
         return {"pointer": self.pointer, "detail": self.detail, "remedy": self.remedy}
 
 
 class ConfigError(PotstillError):
-    """The configuration is refused; every problem is listed, not only the first."""
+    """The configuration is refused; ``problems`` lists everything that is wrong with it."""
 
     type = "invalid_config"
 
@@ -47,7 +48,7 @@ class ConfigError(PotstillError):
 
 
 class ModelError(PotstillError):
-    """A model cannot be found, read, or used as teacher or student."""
+    """A model cannot be found, read, or used as a teacher or student."""
 
     type = "model_error"
 
@@ -65,13 +66,13 @@ class TokenizerMismatch(PotstillError):
 
 
 class FidelityError(PotstillError):
-    """The records of a cache differ from the live teacher by more than their profile allows."""
+    """The records of a cache differ from the running teacher by more than their profile allows."""
 
     type = "fidelity_error"
 
 
 class TrainingError(PotstillError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
     type = "training_error"
 
@@ -83,10 +84,16 @@ class NotFinite(TrainingError):
 
 
 class OutOfMemory(TrainingError):
-    """Memory ran out, of a GPU or of this machine."""
+    """A GPU or this machine ran out of memory."""
 
 
 class Interrupted(PotstillError):
-    """The run was asked to stop; what it did so far is on disk and a new attempt goes on from there."""
+    """The run was asked to stop; its work is on disk, and a new attempt continues from there."""
 
     type = "interrupted"
+
+
+def _format_first_line(error: Exception) -> str:
+    # Libraries put advice and stack traces into the lines after the first.
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,4 +1,4 @@
-"""A run's files: folders and JSON that appear whole or not at all, on top of ``cache.disk``."""
+"""Write the files of a run so that each appears whole or not at all, on top of ``cache.disk``."""
 
 from __future__ import annotations
 
@@ -10,53 +10,74 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from cache.disk import TEMPORARY, make_folder, publish_folder, remove, settle, storage_errors, write_file
+from cache.disk import (
+    TEMPORARY_PREFIX,
+    make_folder,
+    publish_folder,
+    recover_folder,
+    remove_path,
+    storage_errors,
+    write_file,
+)
 from cache.errors import StorageError
 
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """Fill the yielded folder; when the block ends well, it takes the place of ``final`` by a rename.
+    """Yield a folder to fill; when the block ends without an error, it replaces ``final``.
 
-    There is a whole ``final`` from the first time on, but for a kill between two renames, which ``settle`` mends.
+    From the first time on a whole ``final`` exists, except after a kill between two renames, which
+    ``recover_folder`` repairs.
     """
-    temporary = final.with_name(TEMPORARY + final.name)
+    # Beside the final folder, because a rename is atomic only within a file system.
+    temporary = final.with_name(TEMPORARY_PREFIX + final.name)
     with _disk_errors(final.parent):
         make_folder(final.parent)
-        settle(final)
-        remove(temporary)
+        recover_folder(final)
+        remove_path(temporary)  # a killed process may have left it
         temporary.mkdir()
         try:
             yield temporary
             publish_folder(temporary, final)
         finally:
-            remove(temporary)
+            remove_path(temporary)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in one step."""
+    """Replace ``path`` by ``text`` in one atomic step."""
     with _disk_errors(path.parent):
         make_folder(path.parent)
         write_file(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value`` as JSON; NaN is refused, JSON has none."""
+    """Replace ``path`` by ``value`` as JSON. Raises ``ValueError`` for NaN, which JSON lacks."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The JSON at ``path``, or None where there is no file."""
+    """Read the JSON at ``path``; return None if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 @contextmanager
 def _disk_errors(where: Path) -> Iterator[None]:
-    """As ``cache.disk.storage_errors``, and also for safetensors, which has an exception of its own for a full disk."""
+    """Turn disk errors into ``StorageError``, also the one that safetensors has for a full disk."""
     try:
         with storage_errors(where):
             yield
     except SafetensorError as error:
         if "No space left" not in str(error):
             raise
-        raise StorageError(f"{where}: no space left on the disk.", "Free space, then run again.") from error
+        raise StorageError(
+            f"{where}: no space left on the disk.", "Free space, then run again."
+        ) from error
+
+
+def format_bytes(size: float) -> str:
+    """A number of bytes with its unit, for messages."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

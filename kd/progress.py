@@ -1,28 +1,30 @@
-"""How a run tells the world what it does, and how the world tells it to stop.
+"""Report what a run does, and ask it to stop.
 
-A run emits ``Event``s: small JSON-able facts. Who listens (a progress bar, a child's pipe to its
-supervisor, nobody) is not the run's business.
+A run emits ``Event``s: small facts that JSON can hold. It does not know who listens: a progress
+bar, the pipe from a worker's process to its supervisor, or nobody.
 
     type         data
-    stage        {phase, and stage where it is known}               what is being done now
+    stage        {phase, and stage if it is known}: what the run does now
     progress     {done, total, unit, fraction, eta_seconds, tokens, tokens_per_second}
-    metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, alpha, learning_rate, grad_norm}
-    temperature  {step, temperature, temperature_gradient, temperature_margin}, where it is learned
+    metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, alpha, learning_rate,
+                 grad_norm}
+    temperature  {step, temperature, temperature_gradient, temperature_margin}, if it is learned
     layers       {step, grad_norms by group of layers}
     check        {step, check, ok, message, remedy, facts}
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
-    evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement}
-    plan         {fingerprint}, of the cache that is wanted: it may be whole, half captured, or not begun
+    evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,
+                 validation_tokens; validation_perplexity_low and _high below 2,000 tokens}
+    plan         {fingerprint} of the cache that the run needs; it may be sealed, partial or missing
     cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused}
-    trial        {number, state, values, loss, why}, of a search
+    trial        {number, state, values, loss, why}, in a search
     checkpoint   {step, path}
     artifact     {name, path}
     warning      {message}
 
-and two that are for the supervisor alone, and reach no record:
+and two that only the supervisor uses; they are not stored:
 
-    alive        {stepping}          a loop turns, and says so with each turn; or else something long is being done
-    shard        {bytes, seconds}    one more part of a cache is on the disk
+    alive        {stepping}: true = a loop runs and reports each step; false = a long task begins
+    shard        {bytes, seconds}: one more shard of a cache is on the disk
 """
 
 from __future__ import annotations
@@ -36,43 +38,45 @@ from typing import Any
 
 from kd.errors import Interrupted
 
+#: Least seconds between two ``alive`` events.
 ALIVE_SECONDS = 5.0
+#: Least seconds between two reports that a run waits for another process.
 WAITING_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Event:
-    """One fact about a run; ``data`` holds JSON values only, and numbers in it are finite or None."""
+    """One fact about a run; ``data`` holds only values that JSON has."""
 
     type: str
     data: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """The line form in which an event crosses a process boundary."""
-        return {"type": self.type, "data": finite(self.data)}
+        """Return the event as JSON for another process; NaN and infinity become None."""
+        return {"type": self.type, "data": replace_nonfinite(self.data)}
 
 
-def finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity replaced by None: JSON has neither."""
+def replace_nonfinite(value: Any) -> Any:
+    """Return ``value`` with None in place of every NaN and infinity, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return value
 
 
 def _ignore(event: Event) -> None:
-    """Nobody listens."""
+    """Drop the event: nobody listens."""
 
 
-def _never() -> bool:
+def _never_stop() -> bool:
     return False
 
 
-class Elsewhere(Interrupted):
-    """Another process does this very work: to be tried again once nobody holds the lock at ``lock``."""
+class WorkHeldElsewhere(Interrupted):
+    """Another process does the same work. Try again when the lock at ``lock`` is free."""
 
     type = "elsewhere"
 
@@ -82,8 +86,8 @@ class Elsewhere(Interrupted):
 
 
 @dataclass
-class Pulse:
-    """When a run last said that it is alive, that it waits, and whether a loop turned then."""
+class Liveness:
+    """The times of a run's last ``alive`` event and waiting report, and its last ``stepping``."""
 
     alive_at: float = -math.inf
     waits_at: float = -math.inf
@@ -92,59 +96,71 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Monitor:
-    """Where a run's events go, and whether it should stop at the next safe point.
+    """Receives a run's events, and decides whether it stops at the next safe point.
 
-    ``patient``: whether it waits for work that another process does; otherwise it raises ``Elsewhere``.
+    ``patient``: whether the run waits while another process does the same work; otherwise it raises
+    ``WorkHeldElsewhere``.
     """
 
     listen: Callable[[Event], None] = _ignore
-    should_stop: Callable[[], bool] = _never
+    should_stop: Callable[[], bool] = _never_stop
     patient: bool = True
-    _pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    _pulse: Liveness = field(default_factory=Liveness, repr=False, compare=False)
 
     def emit(self, type: str, **data: Any) -> None:
         """Send one event."""
         self.listen(Event(type, data))
 
     def check(self, what: str) -> None:
-        """Raise ``Interrupted`` if a stop was asked for. Call it only where everything is saved."""
+        """Raise ``Interrupted`` if the run should stop. Call it only where everything is saved."""
         if self.should_stop():
-            raise Interrupted(f"Stopped on request {what}.", "Run the same job again to go on from here.")
+            raise Interrupted(
+                f"Stopped on request {what}.", "Run the same job again to continue from here."
+            )
         if self._pulse.stepping:
-            self.alive()
+            self.report_alive()
 
-    def alive(self, stepping: bool = True) -> None:
-        """Say, every few seconds, that a loop turns: from now on its silence means within minutes that it hangs.
+    def report_alive(self, stepping: bool = True) -> None:
+        """Report at most every few seconds that a loop runs; if it then stays silent, it hangs.
 
-        ``stepping`` False: something follows that may take long and says nothing, as an evaluation or a checkpoint.
+        ``stepping`` False: a long task without reports follows, such as an evaluation or a
+        checkpoint.
         """
-        pulse, now = self._pulse, time.monotonic()
+        pulse = self._pulse
+        now = time.monotonic()
+        # A change of ``stepping`` is reported at once: it changes how long silence is allowed.
         if stepping == pulse.stepping and now - pulse.alive_at < ALIVE_SECONDS:
             return
-        pulse.alive_at, pulse.stepping = now, stepping
+        pulse.alive_at = now
+        pulse.stepping = stepping
         self.emit("alive", stepping=stepping)
 
     def wait_for(self, what: str, lock: Path, stage: str) -> None:
-        """Called while another process that holds ``lock`` does ``what``; says so now and then.
+        """Report now and then that the run waits for ``what``, which the holder of ``lock`` does.
 
-        Raises ``Elsewhere`` where there is no patience for it, ``Interrupted`` if a stop was asked for.
+        Call it repeatedly while waiting. Raises ``WorkHeldElsewhere`` if the run is not patient,
+        and ``Interrupted`` if it should stop.
         """
-        pulse, now = self._pulse, time.monotonic()
+        pulse = self._pulse
+        now = time.monotonic()
         if now - pulse.waits_at > WAITING_SECONDS:
             pulse.waits_at = now
             self.emit("stage", stage=stage, phase=f"waiting for {what}")
         if not self.patient:
-            raise Elsewhere(what, lock)
+            raise WorkHeldElsewhere(what, lock)
         if self.should_stop():
-            raise Interrupted(f"Stopped on request while waiting for {what}.", "Run the same job again.")
+            raise Interrupted(
+                f"Stopped on request while waiting for {what}.", "Run the same job again."
+            )
 
 
+#: A monitor without a listener, which never stops a run.
 SILENT = Monitor()
 
 
 @dataclass
-class Meter:
-    """Turns counts into rates: done of total, seconds left, tokens per second of this process."""
+class ProgressMeter:
+    """Computes the share that is done, the ETA and the tokens per second of this process."""
 
     total: int
     unit: str
@@ -157,10 +173,11 @@ class Meter:
         self._first = self.done
 
     def advance(self, done: int, tokens: int) -> dict[str, Any]:
-        """Count ``done`` more units and ``tokens`` more tokens; returns a progress event's data."""
+        """Add ``done`` units and ``tokens`` tokens; return the data of a progress event."""
         self.done += done
         self.tokens += tokens
-        seconds = max(time.monotonic() - self._began, 1e-9)
+        seconds = max(time.monotonic() - self._began, 1e-9)  # a clock may not have moved yet
+        # Units that were done before this process began say nothing about its pace.
         pace = (self.done - self._first) / seconds
         return {
             "done": self.done,

@@ -1,7 +1,11 @@
-"""What needs the real services: skipped where no server can be found, unless this is CI."""
+"""Fixtures for all tests: the real services, tiny models and a short text.
+
+A test that needs the server is skipped where its binary is missing; in CI it fails.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,25 +13,46 @@ from typing import Any
 
 import pytest
 
-# Where there is no GPU, Triton's kernels run in its interpreter. It reads this when somebody first imports it.
+from bench.support.paths import AUSTEN
+
+# Without a GPU, Triton runs its kernels in an interpreter. Triton reads the variable when it is
+# first imported, so the variable is set before any other import.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from services.embedded import ServerError, find_binary
-from tests.harness import Parts
+from bench.support.harness import Parts
+from services.store.embedded import StoreUnavailable, find_binary
+
+# A failed assertion of a helper then shows its values, as one of a test does.
+pytest.register_assert_rewrite("tests.support")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: processes that share the files would else wait for the last of them."""
+    """Run the files with slow tests first.
+
+    Parallel test processes share the files. A slow file at the end would keep one process busy
+    while the others wait.
+    """
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Leave what exists before a module out of the collections of garbage during it.
+
+    Every training run collects garbage, which takes a second among the objects of all tests and of
+    all libraries, and a hundredth of one without them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def _server_binary() -> Path:
     try:
         return find_binary()
-    except ServerError as error:
+    except StoreUnavailable as error:
         if os.environ.get("CI"):
             pytest.fail(str(error))
         pytest.skip(str(error))
@@ -42,14 +67,14 @@ def _shared(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def parts(_shared: Parts) -> Parts:
-    """An empty server and nothing else."""
+    """An empty server, without API and worker."""
     _shared.jobs.redis.flushall()
     return _shared
 
 
 @pytest.fixture
 def new_parts(_server_binary: Path, tmp_path: Path) -> Iterator[Callable[..., Parts]]:
-    """Servers of the test's own, with settings of its own."""
+    """A function that starts a server with given settings for this test alone."""
     made: list[Parts] = []
 
     def make(**settings: Any) -> Parts:
@@ -63,9 +88,14 @@ def new_parts(_server_binary: Path, tmp_path: Path) -> Iterator[Callable[..., Pa
 
 @pytest.fixture(scope="module")
 def service(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
-    """API and worker, with the scripted child; shared by the tests of a module, which leave them running."""
+    """API and worker, with the scripted child.
+
+    The tests of a module share them and leave them running.
+    """
     folder = tmp_path_factory.mktemp("service")
-    parts = Parts(folder, data_roots=(tmp_path_factory.getbasetemp(),), rate_post=10**6, rate_get=10**6)
+    parts = Parts(
+        folder, data_roots=(tmp_path_factory.getbasetemp(),), rate_post=10**6, rate_get=10**6
+    )
     parts.start_api()
     parts.start_worker()
     yield parts
@@ -74,20 +104,21 @@ def service(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 # ---------------------------------------------------------------------- tiny models and text (kd)
 
-AUSTEN = Path(__file__).resolve().parent.parent / "examples" / "austen"
-
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The example's real tokenizer: byte-level BPE, 2,048 tokens."""
-    from kd.models import load_tokenizer
+    from kd.models.tokenizers import load_tokenizer
 
     return load_tokenizer(AUSTEN / "teacher")
 
 
 @pytest.fixture(scope="session")
 def tiny_teacher(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random Llama of two layers whose head is padded to 2,112 rows. Tests that change it copy it."""
+    """The folder of a random Llama of two layers; its LM head is padded to 2,112 rows.
+
+    A test that changes the folder copies it first.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,7 +130,7 @@ def tiny_teacher(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=512,
-        initializer_range=0.4,  # far from uniform: records with heads and with tails
+        initializer_range=0.4,  # distributions far from uniform: records get both heads and tails
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -115,13 +146,24 @@ def tiny_teacher(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text file of about 5,000 tokens."""
     path = tmp_path_factory.mktemp("text") / "persuasion.txt"
-    path.write_text((AUSTEN / "text" / "persuasion.txt").read_text(encoding="utf-8")[:16_000], encoding="utf-8")
+    path.write_text(
+        (AUSTEN / "text" / "persuasion.txt").read_text(encoding="utf-8")[:16_000], encoding="utf-8"
+    )
     return path
 
 
 @pytest.fixture
+def hub_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the copies that ``datasets`` makes in the folder of the test."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets cache")
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch on one thread: tiny models gain nothing from more, and lose where the cores are busy."""
+    """Torch on one thread.
+
+    Tiny models gain nothing from more threads, and are slower where the cores are busy.
+    """
     import torch
 
     before = torch.get_num_threads()

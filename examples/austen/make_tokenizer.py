@@ -2,7 +2,7 @@
 
     python examples/austen/make_tokenizer.py
 
-The result stands in ``teacher/`` beside this file, with the teacher that uses it.
+The result is written to ``teacher/`` beside this file, next to the teacher that uses it.
 """
 
 from pathlib import Path
@@ -19,10 +19,14 @@ def main() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=2048, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=2048,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train([str(HERE / "text" / f"{novel}.txt") for novel in NOVELS], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
     fast.save_pretrained(HERE / "teacher")
 
 

@@ -1,1 +1,1 @@
-"""Checks that a careful engineer makes by hand, each a function that gives a verdict."""
+"""Checks that a careful engineer makes by hand, each a function that returns a verdict."""

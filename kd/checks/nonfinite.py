@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity comes from."""
+"""Find where a NaN or an infinity comes from."""
 
 from __future__ import annotations
 
@@ -10,48 +10,69 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kd.batches import Batch
-from kd.models import hidden_states
-from kd.precision import Precision
+from kd.models.layers import compute_hidden_states
+from kd.models.precision import Precision
+from kd.text.batches import Batch
 
 
 @torch.no_grad()
-def locate_nonfinite(student: PreTrainedModel, batches: Iterable[Batch], precision: Precision | None = None) -> str:
-    """A sentence that names the first module whose output on one of the ``batches`` is not finite.
+def locate_nonfinite(
+    student: PreTrainedModel, batches: Iterable[Batch], precision: Precision | None = None
+) -> str:
+    """Name the first module whose output is not finite on one of ``batches``, in a sentence.
 
-    Where all are finite: the first weight that is not, else the first gradient that is not. Runs the student in
-    evaluation mode; its mode, weights, gradients and the random state stay as they are. Batches are on its device.
+    Where all outputs are finite, it names the first weight that is not, else the first gradient
+    that is not. The student runs in evaluation mode; its mode, weights and gradients and the random
+    state are kept. Batches are on its device.
     """
     training = student.training
-    student.eval()
+    student.eval()  # dropout would draw from the random state
     try:
-        module = next(filter(None, (_first_module(student, batch, precision) for batch in batches)), None)
+        module = next(
+            filter(None, (_find_nonfinite_module(student, batch, precision) for batch in batches)),
+            None,
+        )
     finally:
         student.train(training)
-    return module or _first_tensor(student) or "All modules, weights and gradients are finite: the loss itself is not."
+    return (
+        module
+        or _find_nonfinite_tensor(student)
+        or "All modules, weights and gradients are finite: the loss itself is not."
+    )
 
 
-def _first_module(student: PreTrainedModel, batch: Batch, precision: Precision | None) -> str | None:
+def _find_nonfinite_module(
+    student: PreTrainedModel, batch: Batch, precision: Precision | None
+) -> str | None:
     found: list[str] = []
-    with _watching(student, found), torch.compiler.set_stance("force_eager"):
+    # Compiled code runs no hooks, hence the eager stance.
+    with _hook_modules(student, found), torch.compiler.set_stance("force_eager"):
         if precision is None:
-            hidden_states(student, batch.tokens_BT, batch.positions_BT)
+            compute_hidden_states(student, batch.tokens_BL, batch.positions_BL)
         else:
             with precision.autocast():
-                hidden_states(student, batch.tokens_BT, batch.positions_BT)
+                compute_hidden_states(student, batch.tokens_BL, batch.positions_BL)
     return found[0] if found else None
 
 
 @contextmanager
-def _watching(student: nn.Module, found: list[str]) -> Iterator[None]:
-    """Hooks on every module; an inner one ends, and speaks, before the one that holds it."""
+def _hook_modules(student: nn.Module, found: list[str]) -> Iterator[None]:
+    """Put a hook on every module that appends the first fault to ``found``.
+
+    An inner module ends before the module that contains it, so the innermost is reported.
+    """
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not all(map(_finite, _tensors(output))):
-            found.append(_sentence(name, module, all(map(_finite, _tensors(inputs)))))
+        if not found and not all(map(_is_finite, _iterate_tensors(output))):
+            found.append(
+                _describe_module(name, module, all(map(_is_finite, _iterate_tensors(inputs))))
+            )
 
+    # ``name=name`` binds the name of this round; a plain closure would see the last one.
     handles = [
-        module.register_forward_hook(lambda module, inputs, output, name=name: look(name, module, inputs, output))
+        module.register_forward_hook(
+            lambda module, inputs, output, name=name: look(name, module, inputs, output)
+        )
         for name, module in student.named_modules()
     ]
     try:
@@ -61,37 +82,47 @@ def _watching(student: nn.Module, found: list[str]) -> Iterator[None]:
             handle.remove()
 
 
-def _sentence(name: str, module: nn.Module, sound_inputs: bool) -> str:
-    weights = [key for key, tensor in module.named_parameters(recurse=False) if not _finite(tensor)]
+def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:
+    weights = [
+        key for key, tensor in module.named_parameters(recurse=False) if not _is_finite(tensor)
+    ]
     where = f"{name or 'the model'} ({type(module).__name__})"
     if weights:
-        return f"The first output that is not finite is that of {where}: its {weights[0]} is not finite."
-    given = "its inputs and its own weights are finite" if sound_inputs else "one of its inputs is not"
-    return f"The first output that is not finite is that of {where}; {given}."
+        return (
+            f"The first output that is not finite is that of {where}: "
+            f"its {weights[0]} is not finite."
+        )
+    cause = (
+        "its inputs and its own weights are finite" if sound_inputs else "one of its inputs is not"
+    )
+    return f"The first output that is not finite is that of {where}; {cause}."
 
 
-def _first_tensor(student: nn.Module) -> str | None:
+def _find_nonfinite_tensor(student: nn.Module) -> str | None:
     for name, parameter in student.named_parameters():
-        if not _finite(parameter):
+        if not _is_finite(parameter):
             return f"The weight {name} is not finite."
     for name, parameter in student.named_parameters():
-        if parameter.grad is not None and not _finite(parameter.grad):
-            return f"All modules and weights are finite; the first gradient that is not is that of {name}."
+        if parameter.grad is not None and not _is_finite(parameter.grad):
+            return (
+                "All modules and weights are finite; "
+                f"the first gradient that is not is that of {name}."
+            )
     return None
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in what a module takes or gives."""
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors among a module's inputs or outputs."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
 
 
-def _finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())

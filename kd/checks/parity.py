@@ -1,8 +1,9 @@
-"""The fused loss against the plain one: value and gradients on a few tokens, before any step is taken.
+"""Check the fused loss against the plain one: value and gradients on a few tokens, before any step.
 
-Both start from the same logits: those that the fused pass made, in the dtype of its matrix products. Near the teacher
-the gradient is what two nearly equal distributions differ by, and logits rounded otherwise have another one. How far
-these logits are from exact ones is compared by itself.
+Both start from the same logits, those that the fused pass made in the dtype of its matrix products.
+Near the teacher the gradient is the difference of two nearly equal distributions, so logits that
+are rounded differently have a different gradient. These logits are compared with exact ones
+separately.
 
 Shapes: N positions that have a target, D hidden width, V vocabulary.
 """
@@ -17,131 +18,176 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kd.checks.verdict import Verdict
-from kd.dense_loss import dense_loss_of, teacher_logits, token_weights
-from kd.losses import Objective, distillation_loss
-from kd.models import Head
-from kd.precision import float32_products
-from kd.targets import DenseTarget, HiddenTarget, SparseTarget, Target, Targets, TopTarget
+from kd.loss.dense import (
+    compute_dense_loss_from_logits,
+    compute_teacher_logits,
+    compute_token_weights,
+)
+from kd.loss.fused import compute_distillation_loss
+from kd.loss.objective import Objective
+from kd.loss.sparse_targets import SparseTarget
+from kd.loss.targets import Targets, TeacherTarget
+from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
+from kd.models.lm_head import LMHead
+from kd.models.precision import float32_products
 
-#: The largest error, as a share of what is compared, by the dtype of the products.
+#: The largest relative error allowed, by the dtype of the products.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-#: What is compared counts as no smaller than this share of what it is made of: where student and teacher agree it is 0.
-LEAST = 0.1
-#: Rounding of both logits, in units of their size: by so much log p and log q may differ and their order be anyone's.
-TIE = 8.0
+#: Errors are relative to at least this share of the typical size of a value (``_estimate_sizes``),
+#: because the value itself is 0 where student and teacher agree.
+LEAST_SIZE = 0.1
+#: Rounding of both logits, in epsilons of their size. Where log p and log q differ by less,
+#: rounding decides which is greater.
+TIE_ROUNDING = 8.0
 _REMEDY = (
-    "This is a bug in the loss or in how records are decoded: please report it with your job's `loss` and `cache`."
+    "This is a bug in the loss or in how records are decoded: "
+    "please report it with your job's `loss` and `cache`."
 )
 
 
-def parity(hidden_ND: Tensor, head: Head, targets: Targets, objective: Objective, tokens: int) -> Verdict:
-    """Compare the fused loss of the first ``tokens`` positions with a dense one in float64, value and gradients.
+def check_parity(
+    hidden_ND: Tensor, lm_head: LMHead, targets: Targets, objective: Objective, tokens: int
+) -> Verdict:
+    """Compare the fused loss of the first ``tokens`` positions with a dense one in float64.
 
-    The gradients are those for the hidden states, for head weight, bias and temperature where these require one. It
-    leaves no gradient behind. It holds a float64 copy of the head while it runs.
+    It compares the value, and the gradients for the hidden states and for the LM head's weight and
+    bias and T where these require one. It leaves no gradient behind. A float64 copy of the LM head
+    exists while it runs.
     """
     count = min(tokens, len(targets))
-    hidden_ND, targets = hidden_ND.detach()[:count], first(targets, count)
-    errors, loss = _compare(hidden_ND, head, targets, objective) if count else ({}, 0.0)
-    allowed = {name: _allowed(name, hidden_ND.dtype) for name in errors}
-    worst = max(errors, key=lambda name: _ordered(errors[name] / allowed[name]), default="loss")
-    limit, found = allowed.get(worst, 0.0), errors.get(worst, 0.0)
-    ok = found <= limit  # False for NaN, too
+    hidden_ND = hidden_ND.detach()[:count]
+    targets = take_first_positions(targets, count)
+    errors, loss = _compare(hidden_ND, lm_head, targets, objective) if count else ({}, 0.0)
+    allowed = {name: _choose_tolerance(name, hidden_ND.dtype) for name in errors}
+    worst = max(errors, key=lambda name: _rank_error(errors[name] / allowed[name]), default="loss")
+    limit = allowed.get(worst, 0.0)
+    found = errors.get(worst, 0.0)
+    ok = found <= limit  # also False for NaN
     message = (
-        f"On {count} tokens the {worst} of the fused pass and of a dense float64 one are {found:.1e} of their size "
-        f"apart, {'and nothing is further' if ok else 'which is wrong'}: {limit:.0e} is allowed."
+        f"On {count} tokens the {worst} of the fused pass differs from that of a dense float64 "
+        f"pass by {found:.1e} of its size, {'the largest error' if ok else 'which is wrong'}: "
+        f"{limit:.0e} is allowed."
     )
     facts = {"tokens": count, "allowed": limit, "errors": errors, "loss": loss / max(count, 1)}
     return Verdict("parity", ok, message, "" if ok else _REMEDY, facts)
 
 
-def _compare(hidden_ND: Tensor, head: Head, targets: Targets, objective: Objective) -> tuple[dict[str, float], float]:
-    """The errors by name, and what the loss should be."""
+def _compare(
+    hidden_ND: Tensor, lm_head: LMHead, targets: Targets, objective: Objective
+) -> tuple[dict[str, float], float]:
+    """The errors by name, and the loss of the dense pass."""
     with torch.enable_grad(), float32_products():
-        products_NV, fused = _fused(hidden_ND, head, targets, objective)
-        dense = _dense(products_NV, hidden_ND, head, targets, objective)
-    return _errors(fused, dense), float(dense.values["loss"])
+        products_NV, fused = _run_fused(hidden_ND, lm_head, targets, objective)
+        dense = _run_dense(products_NV, hidden_ND, lm_head, targets, objective)
+    return _compute_errors(fused, dense), float(dense.values["loss"])
 
 
-def _allowed(name: str, dtype: torch.dtype) -> float:
-    """Of the same logits the loss is summed up in float32 or better, whatever the products are in."""
+def _choose_tolerance(name: str, dtype: torch.dtype) -> float:
+    """The largest error allowed for ``name``.
+
+    The loss is summed in float32 or better, in any dtype of the products, and both passes sum it
+    from the same logits.
+    """
     return TOLERANCE[torch.promote_types(dtype, torch.float32) if name == "loss" else dtype]
 
 
-def _ordered(error: float) -> float:
+def _rank_error(error: float) -> float:
+    """``error`` as a sort key: NaN is the worst."""
     return math.inf if math.isnan(error) else error
 
 
-def first(targets: Targets, count: int) -> Targets:
+def take_first_positions(targets: Targets, count: int) -> Targets:
     """The targets of the first ``count`` positions."""
-    teacher = None if targets.teacher is None else _first(targets.teacher, count)
+    teacher = None if targets.teacher is None else _take_first_of_target(targets.teacher, count)
     entropy_N = None if targets.entropy_N is None else targets.entropy_N[:count]
     return replace(targets, gold_N=targets.gold_N[:count], teacher=teacher, entropy_N=entropy_N)
 
 
-def _first(teacher: Target, count: int) -> Target:
+def _take_first_of_target(teacher: TeacherTarget, count: int) -> TeacherTarget:
     match teacher:
         case SparseTarget() | TopTarget():
-            return teacher.chunk(slice(0, count))  # a target of its own kind
+            return teacher.take_chunk(slice(0, count))  # their chunks are targets, too
         case DenseTarget():
             return replace(teacher, logprobs_NV=teacher.logprobs_NV[:count])
         case HiddenTarget():
-            return replace(teacher, hidden_ND=teacher.hidden_ND[:count], scale_N=teacher.scale_N[:count])
+            return replace(
+                teacher, hidden_ND=teacher.hidden_ND[:count], scale_N=teacher.scale_N[:count]
+            )
     raise TypeError(f"a target of kind {type(teacher).__name__} cannot be cut")
 
 
-# ---------------------------------------------------------------------- the two passes
-
+#: Logits, loss or gradients, by name.
 _Values = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _Watched(Head):
-    """A head that keeps the products it makes, chunk by chunk."""
+class _RecordingLMHead(LMHead):
+    """An LM head that keeps the products x Wᵀ that it makes, chunk by chunk."""
 
     products: list[Tensor] = field(default_factory=list)
 
-    def product(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
-        z_NV = super().product(hidden_ND, room_NV)
-        self.products.append(z_NV.detach().clone())  # its memory becomes that of the gradient
+    def multiply(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        z_NV = super().multiply(hidden_ND, room_NV)
+        self.products.append(z_NV.detach().clone())  # a copy: the gradient overwrites the product
         return z_NV
 
 
-def _fused(hidden_ND: Tensor, head: Head, targets: Targets, objective: Objective) -> tuple[Tensor, _Values]:
-    """x Wᵀ as the fused pass makes it; and its summed loss and gradients, by name.
+def _run_fused(
+    hidden_ND: Tensor, lm_head: LMHead, targets: Targets, objective: Objective
+) -> tuple[Tensor, _Values]:
+    """x Wᵀ as the fused pass makes it, and its logits, summed loss and gradients, by name.
 
-    They are of leaves of its own: the student's gradients stay what they are.
+    The gradients are those of new leaves, so the student's own stay as they are.
     """
-    hidden_ND, weight = hidden_ND.clone().requires_grad_(), _leaf(head.weight)
-    bias = None if head.bias is None else _leaf(head.bias)
-    watched = _Watched(weight, bias, head.scale, head.softcap, head.vocabulary)
-    total = distillation_loss(hidden_ND, watched, targets, objective).total
-    inputs = {"hidden states": hidden_ND, "head weight": weight, "head bias": bias, "T": targets.temperature}
-    values = {"loss": total.detach(), **_gradients(total, inputs)}
+    hidden_ND = hidden_ND.clone().requires_grad_()
+    weight = _make_leaf(lm_head.weight)
+    bias = None if lm_head.bias is None else _make_leaf(lm_head.bias)
+    watched = _RecordingLMHead(weight, bias, lm_head.scale, lm_head.softcap, lm_head.vocabulary)
+    total = compute_distillation_loss(hidden_ND, watched, targets, objective).total
+    inputs = {
+        "hidden states": hidden_ND,
+        "head weight": weight,
+        "head bias": bias,
+        "T": targets.temperature,
+    }
+    values = {"loss": total.detach(), **_compute_gradients(total, inputs)}
     products_NV = torch.cat(watched.products)
     return products_NV, {"logits": products_NV, **values}
 
 
 @dataclass(frozen=True)
-class _Dense:
-    """What should be, by name in float64; how large where student and teacher differ; and what ties leave undecided."""
+class _DenseReference:
+    """The expected values by name, in float64, with their scales.
+
+    ``sizes`` is how large each is where student and teacher differ. ``undecided`` is by how much
+    ties may change it.
+    """
 
     values: _Values
     sizes: dict[str, float]
     undecided: dict[str, float]
 
 
-def _dense(products_NV: Tensor, hidden_ND: Tensor, head: Head, targets: Targets, objective: Objective) -> _Dense:
-    """The loss of these x Wᵀ, and its gradients through the head, by hand: with its weight as the fused pass has it."""
-    hidden_ND, vocabulary = hidden_ND.double(), head.vocabulary
-    logits_NV = hidden_ND @ head.weight.detach()[:vocabulary].double().T
-    weight_VD = head.weight.detach()[:vocabulary].to(products_NV.dtype).double()
-    z_NV = products_NV.double().detach().requires_grad_()  # in float64, too, one of its own
-    s_NV = head.transform(z_NV if head.bias is None else z_NV + head.bias.detach()[:vocabulary].double())
-    total = dense_loss_of(s_NV, targets, objective).total
-    found = _gradients(total, {"logits": z_NV, "T": targets.temperature})
+def _run_dense(
+    products_NV: Tensor, hidden_ND: Tensor, lm_head: LMHead, targets: Targets, objective: Objective
+) -> _DenseReference:
+    """The loss of these x Wᵀ, and its gradients through the LM head, computed by hand.
+
+    The head's weight is rounded as in the fused pass.
+    """
+    hidden_ND = hidden_ND.double()
+    vocabulary = lm_head.vocabulary
+    logits_NV = hidden_ND @ lm_head.weight.detach()[:vocabulary].double().T
+    weight_VD = lm_head.weight.detach()[:vocabulary].to(products_NV.dtype).double()
+    # In float64 ``double`` copies nothing; ``detach`` keeps the fused pass' tensor as it is.
+    z_NV = products_NV.double().detach().requires_grad_()
+    s_NV = lm_head.transform_logits(
+        z_NV if lm_head.bias is None else z_NV + lm_head.bias.detach()[:vocabulary].double()
+    )
+    total = compute_dense_loss_from_logits(s_NV, targets, objective).total
+    found = _compute_gradients(total, {"logits": z_NV, "T": targets.temperature})
     g_NV = found.pop("gradient of logits")
-    padded_NV = F.pad(g_NV, (0, len(head.weight) - vocabulary))
+    padded_NV = F.pad(g_NV, (0, len(lm_head.weight) - vocabulary))
     values = {
         "logits": logits_NV,
         "loss": total.detach(),
@@ -149,60 +195,69 @@ def _dense(products_NV: Tensor, hidden_ND: Tensor, head: Head, targets: Targets,
         "gradient of head bias": padded_NV.sum(0),
         **found,
     }
-    if head.weight.requires_grad:
+    if lm_head.weight.requires_grad:
         values["gradient of head weight"] = padded_NV.T @ hidden_ND
     row_N = torch.linalg.vector_norm(hidden_ND, dim=1)
-    moved_N, slope = _moved_by_ties(s_NV.detach(), products_NV.dtype, targets, objective)
-    moved_N = moved_N * abs(head.scale)
+    moved_N, slope = _bound_effect_of_ties(s_NV.detach(), products_NV.dtype, targets, objective)
+    moved_N = moved_N * abs(lm_head.scale)
     undecided = {
-        "gradient of hidden states": _norm(moved_N) * float(weight_VD.norm(dim=1).amax()),
-        "gradient of head weight": _norm(moved_N * row_N),
+        "gradient of hidden states": _compute_norm(moved_N) * float(weight_VD.norm(dim=1).amax()),
+        "gradient of head weight": _compute_norm(moved_N * row_N),
         "gradient of head bias": float(moved_N.sum()),
         "gradient of T": slope,
     }
-    return _Dense(values, _sizes(g_NV, row_N, weight_VD, targets.temperature_value), undecided)
+    return _DenseReference(
+        values, _estimate_sizes(g_NV, row_N, weight_VD, targets.temperature_value), undecided
+    )
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _make_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _gradients(total: Tensor, inputs: dict[str, Tensor | float | None]) -> _Values:
-    """Of those that require one."""
-    wanted = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.requires_grad}
-    found = torch.autograd.grad(total, list(wanted.values()), retain_graph=True)  # both passes use the targets' graph
+def _compute_gradients(total: Tensor, inputs: dict[str, Tensor | float | None]) -> _Values:
+    """The gradients of ``total`` for those of ``inputs`` that require one, by name."""
+    wanted = {
+        name: each
+        for name, each in inputs.items()
+        if isinstance(each, Tensor) and each.requires_grad
+    }
+    # The graph is kept because both passes go through that of the targets.
+    found = torch.autograd.grad(total, list(wanted.values()), retain_graph=True)
     return {f"gradient of {name}": each for name, each in zip(wanted, found, strict=True)}
 
 
-# ---------------------------------------------------------------------- how far apart they may be
-
-
-def _errors(fused: _Values, dense: _Dense) -> dict[str, float]:
-    """Norms of the differences, less what is undecided, over norms of what should be."""
+def _compute_errors(fused: _Values, dense: _DenseReference) -> dict[str, float]:
+    """Norms of the differences, less the undecided part, over norms of the expected values."""
     errors = {}
     for name, found in fused.items():
         expected = dense.values[name]
-        distance = _norm(found - expected.to(found.dtype)) - dense.undecided.get(name, 0.0)
-        size = max(_norm(expected), LEAST * dense.sizes[name], torch.finfo(torch.float64).tiny)
+        distance = _compute_norm(found - expected.to(found.dtype)) - dense.undecided.get(name, 0.0)
+        size = max(
+            _compute_norm(expected), LEAST_SIZE * dense.sizes[name], torch.finfo(torch.float64).tiny
+        )
         errors[name] = 0.0 if distance < 0.0 else distance / size
     return errors
 
 
-def _norm(tensor: Tensor) -> float:
+def _compute_norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
-def _sizes(g_NV: Tensor, row_N: Tensor, weight_VD: Tensor, temperature: float) -> dict[str, float]:
-    """How large each is where student and teacher differ; ``row_N`` are the norms of the hidden states.
+def _estimate_sizes(
+    g_NV: Tensor, row_N: Tensor, weight_VD: Tensor, temperature: float
+) -> dict[str, float]:
+    """The size of each value where student and teacher differ.
 
-    The fused pass rounds ``g_NV``, the gradient for the logits, to the dtype of its products, and what these make of
-    it may cancel: they count as no smaller than what its norm could give. And T^2 multiplies the rounding of a
-    divergence, even where that falls as 1 / T^2.
+    ``row_N`` are the norms of the hidden states. The fused pass rounds ``g_NV``, the gradient for
+    the logits, to the dtype of its products. Products of it may cancel, so they count as no smaller
+    than its norm allows. T^2 multiplies the rounding of a divergence, even where the divergence
+    falls as 1 / T^2.
     """
     count = len(g_NV)
-    weight = _norm(weight_VD) / math.sqrt(len(weight_VD))
-    hidden = _norm(row_N) / math.sqrt(count)
-    reach = max(_norm(g_NV), math.sqrt(count))
+    weight = _compute_norm(weight_VD) / math.sqrt(len(weight_VD))
+    hidden = _compute_norm(row_N) / math.sqrt(count)
+    reach = max(_compute_norm(g_NV), math.sqrt(count))
     return {
         "logits": weight * hidden * math.sqrt(g_NV.numel() / weight_VD.shape[1]),
         "loss": count * max(1.0, temperature**2),
@@ -213,23 +268,30 @@ def _sizes(g_NV: Tensor, row_N: Tensor, weight_VD: Tensor, temperature: float) -
     }
 
 
-def _moved_by_ties(s_NV: Tensor, dtype: torch.dtype, targets: Targets, objective: Objective) -> tuple[Tensor, float]:
-    """By how much total variation's gradients for the logits, (N,), and for T may move: a tie has either sign.
+def _bound_effect_of_ties(
+    s_NV: Tensor, dtype: torch.dtype, targets: Targets, objective: Objective
+) -> tuple[Tensor, float]:
+    """By how much ties may change total variation's gradients for the logits, (N,), and for T.
 
-    Where p and q are equal up to rounding, the other sign of q - p moves A of ``kd.divergences`` by q, and A - q sum(A)
-    by twice that mass, as a sum of absolute values.
+    Where p and q are equal up to rounding, q - p may have either sign. The other sign changes A of
+    ``kd.loss.divergences`` by q, and A - q sum(A) by twice that mass, as a sum of absolute values.
     """
-    if objective.divergence != "total_variation" or not isinstance(targets.teacher, DenseTarget | HiddenTarget):
+    if objective.divergence != "total_variation" or not isinstance(
+        targets.teacher, DenseTarget | HiddenTarget
+    ):
         return s_NV.new_zeros(len(s_NV)), 0.0
     temperature = targets.temperature_value
     student = 1.0 if objective.teacher_only else temperature
-    s_NV, t_NV = s_NV / student, teacher_logits(targets.teacher) / temperature
-    logp_NV, logq_NV = t_NV.log_softmax(1), s_NV.log_softmax(1)
-    eps = TIE * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    s_NV = s_NV / student
+    t_NV = compute_teacher_logits(targets.teacher) / temperature
+    logp_NV = t_NV.log_softmax(1)
+    logq_NV = s_NV.log_softmax(1)
+    eps = TIE_ROUNDING * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     size_N1 = s_NV.abs().amax(1, keepdim=True) + t_NV.clamp(min=-100.0).abs().amax(1, keepdim=True)
     q_NV = logq_NV.exp()
     tied_NV = q_NV.where((logp_NV - logq_NV).abs() <= eps * size_N1, 0.0)
-    tied_N, weight_N = tied_NV.sum(1), (1.0 - objective.alpha) * token_weights(targets, objective)
+    tied_N = tied_NV.sum(1)
+    weight_N = (1.0 - objective.alpha) * compute_token_weights(targets, objective)
     slope_N = -torch.linalg.vecdot(tied_NV, logq_NV) - tied_N * torch.linalg.vecdot(q_NV, logq_NV)
     slope = float((weight_N * slope_N).sum()) * (student + student**2 / temperature)
     return 2.0 * tied_N * weight_N * student, slope

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd.errors import TrainingError
-from kd.progress import finite
+from kd.progress import replace_nonfinite
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one check: a sentence with the numbers in it, what to do, and the numbers as JSON values."""
+    """The result of one check: a sentence with its numbers, the remedy, and the numbers as JSON."""
 
     check: str
     ok: bool
@@ -20,11 +20,16 @@ class Verdict:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The data of an event ``check``."""
-        said = {"check": self.check, "ok": self.ok, "message": self.message, "remedy": self.remedy}
-        return {**said, "facts": finite(self.facts)}
+        """The data of a ``check`` event."""
+        return {
+            "check": self.check,
+            "ok": self.ok,
+            "message": self.message,
+            "remedy": self.remedy,
+            "facts": replace_nonfinite(self.facts),  # JSON has no NaN
+        }
 
     def require(self) -> None:
-        """Raise ``TrainingError`` if the check failed: for those that training must not go on without."""
+        """Raise ``TrainingError`` if the check failed; for failures that must end the training."""
         if not self.ok:
             raise TrainingError(self.message, self.remedy)

@@ -1,1 +1,1 @@
-"""What a job may say: one frozen tree, a file for each of its sections. Imports no torch."""
+"""The configuration of a job: one frozen tree with a file per section. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What is kept of the teacher."""
+"""The section ``cache``: what a cache keeps of the teacher's predictions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 from cache.profiles import PROFILES
 from kd.config.section import Section
 
-FINGERPRINT = r"^[0-9a-f]{32}$"
+#: A whole fingerprint of a cache, the name of its folder.
+FINGERPRINT_PATTERN = r"^[0-9a-f]{32}$"
 
-#: Bits of the numbers that profiles dense and hidden keep.
+#: Bits of each stored number by profile and cache.dtype; other profiles have no dtype to choose.
 DTYPE_BITS = {
     "dense": {"auto": 16, "float16": 16, "float32": 32},
     "hidden": {"auto": 16, "int16": 16, "int8": 8},
@@ -19,7 +20,7 @@ DTYPE_BITS = {
 
 
 class TemperatureRange(Section):
-    """Temperatures that a cache must be right at."""
+    """The range of temperatures at which a cache is unbiased."""
 
     min: float = Field(0.5, ge=0.05, le=100.0, description="Lowest temperature.")
     max: float = Field(2.0, ge=0.05, le=100.0, description="Highest temperature.")
@@ -32,14 +33,15 @@ class TemperatureRange(Section):
 
 
 class CacheConfig(Section):
-    """What is kept of the teacher."""
+    """The cache: which of the teacher's predictions it keeps, and how precisely."""
 
     profile: Literal["threshold", "tempered", "topk", "dense", "hidden"] = Field(
         "threshold",
         description=(
-            "threshold = heavy tokens exact, the tail sampled without bias, right at temperature 1; tempered = the "
-            "same, right at any temperature of a range; topk = the k most probable tokens and the mass of the rest; "
-            "dense = all log-probabilities; hidden = the teacher's last hidden state, exact at any temperature."
+            "threshold = probable tokens exact, the tail sampled without bias, for temperature 1; "
+            "tempered = the same, for any temperature in a range; topk = the k most probable "
+            "tokens and the total probability of the rest; dense = all log-probabilities; hidden = "
+            "the teacher's last hidden state, exact at any temperature."
         ),
     )
     threshold: float = Field(
@@ -47,19 +49,21 @@ class CacheConfig(Section):
         ge=0.001,
         le=0.5,
         description=(
-            "Profiles threshold and tempered: tokens with more than this probability are kept exactly; at most "
-            "1/threshold + 1 entries per token."
+            "Profiles threshold and tempered: tokens with a higher probability than this are kept "
+            "exactly; at most 1/threshold + 1 entries per token."
         ),
     )
     temperatures: TemperatureRange | None = Field(
-        None, description="Profile tempered: temperatures to be right at; default 0.5 to 2."
+        None,
+        description="Profile tempered: the range of temperatures to support; default 0.5 to 2.",
     )
     always_keep: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (),
         max_length=64,
         description=(
-            "Profiles threshold and tempered: token ids whose probability is kept exactly at every position, for "
-            "example end of sequence and tool calls; the next token's always is."
+            "Profiles threshold and tempered: token ids whose probability is kept exactly at every "
+            "position, for example end of sequence and tool calls. The probability of the true "
+            "next token is always kept."
         ),
     )
     draws: int = Field(
@@ -67,26 +71,38 @@ class CacheConfig(Section):
         ge=1,
         le=64,
         description=(
-            "Profiles threshold and tempered: tail samples of every position; epoch e reads sample e modulo draws, so "
-            "that a student of several epochs does not learn one sample by heart."
+            "Profiles threshold and tempered: samples of the tail at every position. Epoch e reads "
+            "sample e modulo draws, so that a student does not memorise one sample over several "
+            "epochs."
         ),
     )
-    k: int | None = Field(None, ge=1, le=4096, description="Profile topk: entries kept; default 64.")
+    k: int | None = Field(
+        None, ge=1, le=4096, description="Profile topk: entries kept; default 64."
+    )
     dtype: Literal["auto", "float16", "float32", "int8", "int16"] = Field(
         "auto",
         description=(
-            "Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or int16, auto = "
-            "int16; int8 is little more than half the size, and log-probabilities are off by some hundredths of a nat)."
+            "Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or "
+            "int16, auto = int16). int8 takes a little more than half the space of int16; its "
+            "log-probabilities are wrong by some hundredths of a nat."
         ),
     )
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the sampling.")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the tail's samples.")
     shard_sequences: int = Field(
-        256, ge=1, le=65536, description="Sequences per shard, the unit of commit and of resume."
+        256,
+        ge=1,
+        le=65536,
+        description=(
+            "Sequences per shard. A shard is written whole; a capture resumes after the last one."
+        ),
     )
     fingerprint: str | None = Field(
         None,
-        pattern=FINGERPRINT,
-        description="Kind train: the sealed cache to train from, say an imported one; its text stands for data.",
+        pattern=FINGERPRINT_PATTERN,
+        description=(
+            "Kind train: the sealed cache to train from, for example an imported one; its text "
+            "replaces data."
+        ),
     )
 
     @property
@@ -96,7 +112,7 @@ class CacheConfig(Section):
 
     @property
     def range(self) -> tuple[float, ...]:
-        """Lowest and highest temperature of profile tempered; empty for others."""
+        """Lowest and highest temperature, for profile tempered; empty for others."""
         if self.profile != "tempered":
             return ()
         span = self.temperatures or TemperatureRange()
@@ -104,28 +120,41 @@ class CacheConfig(Section):
 
     @property
     def entries(self) -> int:
-        """k of profile topk; 0 for others."""
+        """Entries per position, for profile topk; 0 for others."""
         return (self.k or 64) if self.profile == "topk" else 0
 
     @property
     def bits(self) -> int:
-        """Bits of a number of profiles dense and hidden; 0 for others."""
+        """Bits of each stored number, for profiles dense and hidden; 0 for others."""
         return DTYPE_BITS[self.profile][self.dtype] if self.profile in DTYPE_BITS else 0
 
     @model_validator(mode="after")
     def _profile_has_its_options(self) -> Self:
+        # Only an option that a job sets, and not to its default, is an error: a job that a report
+        # prints holds every default.
         sampled = {"threshold", "always_keep", "draws"}
-        own = {"threshold": sampled, "tempered": sampled | {"temperatures"}, "topk": {"k"}}.get(self.profile, {"dtype"})
+        own = {"threshold": sampled, "tempered": sampled | {"temperatures"}, "topk": {"k"}}.get(
+            self.profile, {"dtype"}
+        )
         options = {"threshold", "temperatures", "always_keep", "draws", "k", "dtype"}
         if strange := sorted(self.model_fields_set & options - own):
-            given = [name for name in strange if getattr(self, name) != type(self).model_fields[name].default]
+            given = [
+                name
+                for name in strange
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
             if given:
                 raise ValueError(
-                    f"cache.profile {self.profile} has no use for {', '.join(given)}; it takes {', '.join(sorted(own))}"
+                    f"cache.profile {self.profile} has no use for {', '.join(given)}; "
+                    f"it takes {', '.join(sorted(own))}"
                 )
+        # The field takes the dtypes of both profiles; each profile has only some of them.
         if self.profile in DTYPE_BITS and self.dtype not in DTYPE_BITS[self.profile]:
             known = ", ".join(DTYPE_BITS[self.profile])
-            raise ValueError(f"cache.dtype of profile {self.profile} must be one of {known}, but got {self.dtype}")
+            raise ValueError(
+                f"cache.dtype of profile {self.profile} must be one of {known}, "
+                f"but got {self.dtype}"
+            )
         if len(set(self.always_keep)) != len(self.always_keep):
             raise ValueError("cache.always_keep names a token twice")
         return self

@@ -1,4 +1,4 @@
-"""How the finished student is measured."""
+"""The section ``evaluation``: how the finished student is measured."""
 
 from __future__ import annotations
 
@@ -8,17 +8,42 @@ from kd.config.section import Section
 
 
 class EvaluationConfig(Section):
-    """What the report measures besides perplexity and KL from the records, and what `kd eval` does."""
+    """What the report and `kd eval` measure besides perplexity and KL of the records."""
 
     teacher: bool = Field(
-        False, description="Run the teacher on the held-out text: KL, total variation and agreement from all of p."
+        False,
+        description=(
+            "Run the teacher on the held-out text, and compute KL, total variation and agreement "
+            "from its whole distribution."
+        ),
     )
     baseline: bool = Field(
-        False, description="Train a student on cross-entropy alone too, with the same seed and steps, and compare."
+        False,
+        description=(
+            "Also train a student on cross-entropy alone, with the same seed and steps, and "
+            "compare the two."
+        ),
     )
     top_k: int = Field(5, ge=1, le=100, description="k of top-k agreement.")
     bins: int = Field(15, ge=2, le=100, description="Bins of the calibration error (ECE).")
-    prompts: tuple[str, ...] = Field((), max_length=64, description="Texts to continue, as samples in the report.")
-    max_new_tokens: int = Field(64, ge=1, le=4096, description="Tokens of a sample.")
-    tasks: tuple[str, ...] = Field((), max_length=64, description="Tasks of lm-eval (pip install 'potstill[eval]').")
+    prompts: tuple[str, ...] = Field(
+        (), max_length=64, description="Prompts; the report shows how each model continues them."
+    )
+    continuations: int = Field(
+        5,
+        ge=0,
+        le=64,
+        description=(
+            "Beginnings of held-out texts that the report shows continued by teacher and student, "
+            "side by side, with the speed and memory of both on this device; the texts of "
+            "`prompts` take their place. The teacher is loaded for this if it is on this machine "
+            "and fits into the free memory. 0: it is not loaded for this."
+        ),
+    )
+    max_new_tokens: int = Field(64, ge=1, le=4096, description="Most tokens of a continuation.")
+    tasks: tuple[str, ...] = Field(
+        (),
+        max_length=64,
+        description="Benchmark tasks of lm-eval (pip install 'potstill[eval]').",
+    )
     plots: bool = Field(True, description="Draw the curves and the reliability plot as PNG files.")

@@ -1,7 +1,9 @@
-"""A job, as one frozen tree: the body of POST /jobs, the YAML of ``kd run``, the fixtures of the tests.
+"""A whole job as one frozen tree: the body of ``POST /jobs`` and the YAML file of ``kd run``.
 
-Nothing in this package imports torch: the API process reads it. A field's description is the API's documentation and
-its line in docs/configuration.md. Paths are resolved against the folder that the run starts in.
+The description of a field is its documentation in the API and in docs/configuration.md. Relative
+paths are resolved against the folder in which the run starts.
+
+No module of this package imports torch, because the API process imports them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from cache.profiles import unserved
+from cache.profiles import explain_unsupported
 from kd.config.cache import CacheConfig
 from kd.config.checks import ChecksConfig
 from kd.config.data import DataConfig
@@ -22,7 +24,8 @@ from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
 from kd.config.train import TrainConfig
 
-NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+#: A job's name; it is also the name of its run folder.
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
 class JobConfig(Placement):
@@ -31,55 +34,89 @@ class JobConfig(Placement):
     kind: Literal["distill", "precompute", "train", "search", "verify"] = Field(
         "distill",
         description=(
-            "distill = precompute then train; precompute = capture the teacher only; train = from a sealed cache, or "
-            "on plain text with alpha 1; search = precompute, then train many students to find the best settings; "
-            "verify = read a sealed cache whole and compare every digest."
+            "distill = precompute, then train; precompute = only capture the teacher; train = from "
+            "a sealed cache, or on plain text with alpha 1; search = precompute, then train many "
+            "students to find the best settings; verify = read a whole sealed cache and compare "
+            "every digest."
         ),
     )
     name: str = Field(
         "job",
-        pattern=NAME,
-        description="A name for people; lower case, digits, dot, dash, underscore.",
+        pattern=NAME_PATTERN,
+        description="A name for people: lower case, digits, dot, dash, underscore.",
     )
     teacher: TeacherConfig | None = Field(
-        None, description="The teacher; required unless kind is verify, or train with alpha 1 or from a sealed cache."
+        None,
+        description=(
+            "The teacher; required unless kind is verify, or train with alpha 1 or from a sealed "
+            "cache."
+        ),
     )
     student: StudentConfig | None = Field(
         None, description="The student; required unless kind is precompute or verify."
     )
     data: DataConfig = Field(default_factory=DataConfig, description="The text.")
-    cache: CacheConfig = Field(default_factory=CacheConfig, description="What is kept of the teacher.")
+    cache: CacheConfig = Field(
+        default_factory=CacheConfig, description="Which of the teacher's predictions are kept."
+    )
     loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
     train: TrainConfig | None = Field(
         None, description="The training loop; required unless kind is precompute or verify."
     )
-    checks: ChecksConfig = Field(default_factory=ChecksConfig, description="What is checked while a student trains.")
+    checks: ChecksConfig = Field(
+        default_factory=ChecksConfig, description="What is checked while a student trains."
+    )
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="How the finished student is measured."
     )
-    search: SearchConfig | None = Field(None, description="What kind search tries.")
+    search: SearchConfig | None = Field(
+        None, description="What a search tries; required for kind search."
+    )
 
     @property
     def needs_cache(self) -> bool:
-        """Whether training reads the teacher's records: not where the hard labels have all the weight."""
-        return self.kind not in ("train", "verify") or (self.kind == "train" and not self.loss.hard_labels_only)
+        """Whether the job captures or reads the teacher's records.
+
+        A job of kind train on hard labels alone does neither.
+        """
+        return self.kind not in ("train", "verify") or (
+            self.kind == "train" and not self.loss.hard_labels_only
+        )
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages that this kind of job runs, in order."""
-        of_kind = {"train": ("train",), "distill": ("precompute", "train"), "search": ("precompute", "search")}
+        of_kind = {
+            "train": ("train",),
+            "distill": ("precompute", "train"),
+            "search": ("precompute", "search"),
+        }
         return of_kind.get(self.kind, ("precompute",))
+
+    def require_train(self) -> TrainConfig:
+        """Return the train section, which every job that trains has."""
+        assert self.train is not None, "JobConfig refuses a training job without a train section"
+        return self.train
 
     @property
     def _holds_out(self) -> bool:
-        """Whether there is held-out text; of a sealed cache, that is for the cache to say."""
-        return bool(self.data.validation) or self.data.held_out_fraction > 0 or self.cache.fingerprint is not None
+        """Whether the job may have held-out text.
+
+        Only the manifest of a sealed cache shows whether that cache has some.
+        """
+        return (
+            bool(self.data.validation)
+            or self.data.held_out_fraction > 0
+            or self.cache.fingerprint is not None
+        )
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
         if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
             reason = " with loss.features" if self.loss.alpha == 1.0 else " with loss.alpha below 1"
-            raise ValueError(f"teacher is required for kind {self.kind}{reason if self.kind == 'train' else ''}")
+            raise ValueError(
+                f"teacher is required for kind {self.kind}{reason if self.kind == 'train' else ''}"
+            )
         if self.kind in ("precompute", "verify"):
             return self
         if self.student is None:
@@ -87,7 +124,9 @@ class JobConfig(Placement):
         if self.train is None:
             raise ValueError(f"train is required for kind {self.kind}")
         if self.teacher is None and self.student.init and self.student.init.tokenizer is None:
-            raise ValueError("student.init.tokenizer is required where there is no teacher to take it from")
+            raise ValueError(
+                "student.init.tokenizer is required where there is no teacher to take it from"
+            )
         return self
 
     @model_validator(mode="after")
@@ -95,7 +134,8 @@ class JobConfig(Placement):
         patience = self.train.early_stopping_patience if self.train is not None else None
         if patience is not None and not self._holds_out:
             raise ValueError(
-                "train.early_stopping_patience needs held-out text, but data.validation_fraction 0 holds nothing out"
+                "train.early_stopping_patience needs held-out text, but data.validation_fraction 0 "
+                "holds nothing out"
             )
         return self
 
@@ -106,48 +146,58 @@ class JobConfig(Placement):
             return self
         if self.loss.alpha == 1.0:
             raise ValueError(
-                f"loss.temperature.mode {temperature.mode} learns from the teacher, which loss.alpha 1 gives no weight"
+                f"loss.temperature.mode {temperature.mode} learns from the teacher, but loss.alpha "
+                "1 "
+                "gives the teacher no weight"
             )
         if temperature.mode in ("lookahead", "teacher_only") and not self._holds_out:
             raise ValueError(
-                f"loss.temperature.mode {temperature.mode} needs held-out text, but data.validation_fraction 0 holds "
-                "nothing out"
+                f"loss.temperature.mode {temperature.mode} needs held-out text, but "
+                "data.validation_fraction 0 holds nothing out"
             )
         return self
 
     @model_validator(mode="after")
     def _profile_serves_loss(self) -> Self:
+        # The profile of a sealed cache is in its manifest, which is read where the cache is.
         if not self.needs_cache or self.cache.fingerprint is not None:
             return self
-        span = self.cache.range
-        for temperature in self.loss.temperatures:
-            why = unserved(self.cache.profile, (span[0], span[1]) if span else None, self.loss.divergence, temperature)
-            if why is not None:
-                raise ValueError(
-                    f"loss.temperature {temperature:g} with loss.divergence {self.loss.divergence} and cache.profile "
-                    f"{self.cache.profile}: {why}"
-                )
-        if self.loss.features.weight > 0 and self.cache.profile != "hidden":
-            raise ValueError(f"loss.features needs cache.profile hidden, but got {self.cache.profile}")
+        why = explain_unsupported(
+            self.cache.profile,
+            self.cache.range,
+            self.loss.divergence,
+            self.loss.temperatures,
+            features=self.loss.features.weight > 0,
+        )
+        if why is not None:
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")
     def _teacher_runs_here_where_it_must(self) -> Self:
-        teacher, student = self.teacher, self.student
+        teacher = self.teacher
+        student = self.student
         asking = {
             "student.from_teacher": student is not None and student.from_teacher is not None,
             "evaluation.teacher": self.evaluation.teacher,
         }
         for field, wanted in asking.items():
             if wanted and (teacher is None or teacher.backend != "local"):
-                found = "there is no teacher" if teacher is None else f"teacher.backend is {teacher.backend}"
+                found = (
+                    "there is no teacher"
+                    if teacher is None
+                    else f"teacher.backend is {teacher.backend}"
+                )
                 raise ValueError(f"{field} needs a teacher with teacher.backend local, but {found}")
         return self
 
     @model_validator(mode="after")
-    def _levers_agree(self) -> Self:
+    def _options_agree(self) -> Self:
         if self.train is not None and self.train.order == "curriculum" and not self.needs_cache:
-            raise ValueError("train.order curriculum needs the teacher's entropy, but loss.alpha 1 has no teacher")
+            raise ValueError(
+                "train.order curriculum needs the teacher's entropy, but with loss.alpha 1 the job "
+                "reads no teacher"
+            )
         temperature = self.loss.temperature
         if (
             self.train is not None
@@ -156,8 +206,10 @@ class JobConfig(Placement):
             and temperature.mode in ("lookahead", "teacher_only")
         ):
             raise ValueError(
-                f"train.compile {self.train.compile} replays CUDA graphs, over gradients that loss.temperature.mode "
-                f"{temperature.mode} must keep: use train.compile default"
+                f"train.compile {self.train.compile} replays CUDA graphs, which overwrite "
+                "gradients "
+                f"that loss.temperature.mode {temperature.mode} must keep: use train.compile "
+                "default"
             )
         if self.evaluation.baseline and (self.student is None or self.train is None):
             missing = "student" if self.student is None else "train"
@@ -175,23 +227,37 @@ class JobConfig(Placement):
             and self.cache.profile != "topk"
         ):
             raise ValueError(
-                "teacher.backend http gives the most probable tokens only: set cache.profile to topk, not "
-                f"{self.cache.profile}"
+                "teacher.backend http returns only the most probable tokens: set cache.profile to "
+                f"topk, not {self.cache.profile}"
             )
-        if self.teacher is not None and self.teacher.backend == "http" and self.loss.entropy_weighting:
-            raise ValueError("teacher.backend http gives no entropies, by which loss.entropy_weighting weighs tokens")
+        if (
+            self.teacher is not None
+            and self.teacher.backend == "http"
+            and self.loss.entropy_weighting
+        ):
+            raise ValueError(
+                "teacher.backend http returns no entropies, but loss.entropy_weighting weighs "
+                "tokens "
+                "by them"
+            )
         return self
 
     @model_validator(mode="after")
     def _text_or_a_sealed_cache(self) -> Self:
         if self.kind == "verify":
             if self.cache.fingerprint is None:
-                raise ValueError("cache.fingerprint is required for kind verify: the sealed cache to read")
+                raise ValueError(
+                    "cache.fingerprint is required for kind verify: it names the sealed cache to "
+                    "read"
+                )
             return self
         if self.cache.fingerprint is not None and self.kind != "train":
             raise ValueError(
-                f"cache.fingerprint names a sealed cache, which kind {self.kind} would capture: use kind train"
+                f"cache.fingerprint names a sealed cache, but kind {self.kind} captures one "
+                "itself: "
+                "use kind train"
             )
+        # A sealed cache holds the text that it was captured from.
         if not self.data.train and self.cache.fingerprint is None:
             raise ValueError("data.train is required: files, folders, globs or dataset specs")
         return self

@@ -1,4 +1,4 @@
-"""The objective."""
+"""The section ``loss``: the training objective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from cache.profiles import explain_unsupported
 from kd.config.section import Section
+from kd.errors import Problem
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "total_variation"]
 Weight = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -15,24 +17,31 @@ Temperature = Annotated[float, Field(gt=0.0, le=100.0)]
 
 
 class Ramp(Section):
-    """A value that moves from ``start`` to ``end`` while the run goes on."""
+    """A value that changes from ``start`` to ``end`` during the run."""
 
     schedule: Literal["linear", "cosine", "step"] = Field(
-        description="Form of the way: a line, half a cosine, or one jump in the middle of it."
+        description="Shape: a line, half a cosine, or one jump halfway."
     )
     start: float = Field(ge=0.0, le=100.0, description="Value at the first step.")
-    end: float = Field(ge=0.0, le=100.0, description="Value from the last step of the way on.")
-    steps: int | None = Field(None, ge=1, le=100_000_000, description="Steps the way takes; default the whole run.")
+    end: float = Field(ge=0.0, le=100.0, description="Value from the last step of the change on.")
+    steps: int | None = Field(
+        None,
+        ge=1,
+        le=100_000_000,
+        description="Steps that the change takes; default the whole run.",
+    )
 
 
 class LearnedTemperature(Section):
-    """A temperature that is learned: T = min (max / min)^sigmoid(theta), theta with an optimiser of its own."""
+    """A learned temperature: T = min (max / min)^sigmoid(theta); theta has its own optimiser."""
 
     mode: Literal["adversarial", "entropy", "lookahead", "teacher_only"] = Field(
         description=(
-            "adversarial = T makes T^2 KL large while the student makes it small; entropy = the teacher's mean entropy "
-            "is held at target_entropy; lookahead = T follows the held-out loss one step ahead; teacher_only = only "
-            "the teacher is tempered. Plain minimisation is no mode: it runs to a bound whatever the student is."
+            "adversarial = T increases T^2 KL while the student decreases it; entropy = T keeps "
+            "the teacher's mean entropy at target_entropy; lookahead = T decreases the held-out "
+            "loss after one more step; teacher_only = as lookahead, and only the teacher is "
+            "tempered. There is no mode that minimises the loss, because T would move to a bound "
+            "for every student."
         )
     )
     min: float = Field(0.5, ge=0.05, le=100.0, description="Lowest temperature.")
@@ -43,29 +52,44 @@ class LearnedTemperature(Section):
         0.1,
         ge=0.0,
         le=1000.0,
-        description="Weight of (log(T / init))^2, which pulls T to where it began; not of mode entropy.",
+        description=(
+            "Weight of (log(T / init))^2, which pulls T back to init; unused in mode entropy."
+        ),
     )
     target_entropy: float | None = Field(
-        None, gt=0.0, le=20.0, description="Mode entropy: mean entropy in nats that the teacher is held at."
+        None,
+        gt=0.0,
+        le=20.0,
+        description="Mode entropy: the mean entropy in nats at which the teacher is kept.",
     )
     ramp_steps: int = Field(
-        100, ge=0, le=10_000_000, description="Mode adversarial: steps over which the reversed gradient grows to full."
+        100,
+        ge=0,
+        le=10_000_000,
+        description=(
+            "Mode adversarial: steps over which the reversed gradient grows to its full size."
+        ),
     )
     interval: int = Field(
         10,
         ge=1,
         le=100_000,
-        description="Modes lookahead and teacher_only: T moves every so many steps, at the cost of some passes.",
+        description=(
+            "Modes lookahead and teacher_only: steps between two updates of T; each update costs "
+            "some passes."
+        ),
     )
 
     @field_validator("mode", mode="before")
     @classmethod
     def _minimisation_is_no_mode(cls, value: Any) -> Any:
+        # pydantic would only list the modes; a user of one of these words needs the reason.
         if value in ("minimise", "minimize", "min", "gradient", "plain", "learned"):
             raise ValueError(
-                f"{value} is not offered: KL falls to 0 as T grows and T^2 KL as T shrinks, whatever the student is, "
-                "so a temperature that minimises the loss runs to a bound. Use adversarial, entropy, lookahead or "
-                "teacher_only"
+                f"{value} is not offered: for every student KL falls to 0 as T grows, and T^2 KL "
+                "as "
+                "T shrinks, so a temperature that minimises the loss moves to a bound. Use "
+                "adversarial, entropy, lookahead or teacher_only"
             )
         return value
 
@@ -73,25 +97,29 @@ class LearnedTemperature(Section):
     def _bounds_hold_it(self) -> Self:
         if not self.min < self.init < self.max:
             raise ValueError(
-                f"loss.temperature.init {self.init:g} must lie between min {self.min:g} and max {self.max:g}"
+                f"loss.temperature.init {self.init:g} must lie between min {self.min:g} "
+                f"and max {self.max:g}"
             )
         if (self.target_entropy is None) == (self.mode == "entropy"):
-            raise ValueError("loss.temperature.target_entropy is for mode entropy, which needs it")
+            raise ValueError(
+                "loss.temperature.target_entropy is required for mode entropy, and for no other "
+                "mode"
+            )
         return self
 
 
-def _kind_of_temperature(value: Any) -> str:
+def _find_temperature_kind(value: Any) -> str:
     if isinstance(value, LearnedTemperature) or (isinstance(value, Mapping) and "mode" in value):
         return "LearnedTemperature"
     return "Ramp" if isinstance(value, Mapping | Ramp) else "float"
 
 
-def _kind_of_alpha(value: Any) -> str:
+def _find_alpha_kind(value: Any) -> str:
     return "Ramp" if isinstance(value, Mapping | Ramp) else "float"
 
 
 class FeatureConfig(Section):
-    """Matching of the teacher's last hidden states, which profile hidden keeps."""
+    """A term that matches the teacher's last hidden states, which profile hidden keeps."""
 
     weight: float = Field(0.0, ge=0.0, le=1000.0, description="Weight of the term; 0 = none.")
     kind: Literal["mse", "cosine"] = Field(
@@ -100,55 +128,75 @@ class FeatureConfig(Section):
 
 
 class LossConfig(Section):
-    """The objective: (1 - alpha) D(teacher, student) + alpha cross-entropy, and what is added to it."""
+    """The objective: (1 - alpha) D(teacher, student) + alpha cross-entropy + extra terms."""
 
-    alpha: Annotated[Annotated[Weight, Tag("float")] | Annotated[Ramp, Tag("Ramp")], Discriminator(_kind_of_alpha)] = (
-        Field(
-            0.1,
-            description=(
-                "Weight of the hard labels, a number or a schedule; 1 = plain cross-entropy, needs no cache. Where "
-                "other tools weigh the teacher (kd_alpha, kd_ratio, Megatron's alpha), it is 1 minus that."
-            ),
-        )
+    alpha: Annotated[
+        Annotated[Weight, Tag("float")] | Annotated[Ramp, Tag("Ramp")],
+        Discriminator(_find_alpha_kind),
+    ] = Field(
+        0.1,
+        description=(
+            "Weight of the hard labels: a number or a schedule. 1 = plain cross-entropy, which "
+            "needs no cache. Other tools give the weight of the teacher (kd_alpha, kd_ratio, "
+            "Megatron's alpha): alpha is 1 minus that weight."
+        ),
     )
     temperature: Annotated[
         Annotated[Temperature, Tag("float")]
         | Annotated[Ramp, Tag("Ramp")]
         | Annotated[LearnedTemperature, Tag("LearnedTemperature")],
-        Discriminator(_kind_of_temperature),
+        Discriminator(_find_temperature_kind),
     ] = Field(
         1.0,
         description=(
-            "Temperature of teacher and student: a number, a schedule, or one that is learned; other than 1 it needs "
-            "profile tempered, hidden or dense."
+            "Temperature of teacher and student: a number, a schedule, or a learned temperature. A "
+            "temperature other than 1 needs profile tempered, hidden or dense."
         ),
     )
     divergence: Divergence = Field(
         "forward_kl",
         description=(
-            "D: forward_kl = KL(teacher || student); reverse_kl; jsd = generalised Jensen-Shannon with beta; skew_kl = "
-            "KL(teacher || beta teacher + (1 - beta) student); total_variation. All but the first need profile hidden "
-            "or dense."
+            "D: forward_kl = KL(teacher || student); reverse_kl = KL(student || teacher); jsd = "
+            "generalised Jensen-Shannon with beta; skew_kl = KL(teacher || beta teacher + "
+            "(1 - beta) student); total_variation. All but the first need profile hidden or dense."
         ),
     )
-    beta: float = Field(0.5, gt=0.0, lt=1.0, description="Weight of the teacher in the mixture of jsd and skew_kl.")
+    beta: float = Field(
+        0.5, gt=0.0, lt=1.0, description="Weight of the teacher in the mixture of jsd and skew_kl."
+    )
     label_smoothing: float = Field(
-        0.0, ge=0.0, lt=1.0, description="Share of each hard label that is spread over the vocabulary."
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Share of each hard label that is spread evenly over the vocabulary.",
     )
     z_loss: float = Field(
-        0.0, ge=0.0, le=1.0, description="Weight of log(Z)^2, which keeps the student's logits from drifting."
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Weight of log(Z)^2, which keeps the student's logits from drifting.",
     )
     entropy_weighting: float = Field(
         0.0,
         ge=-4.0,
         le=4.0,
         description=(
-            "Exponent e of the weight (1 + H)^e that the teacher's entropy H gives a token's share of D, scaled to "
-            "mean 1 in a micro-batch; above 0 = uncertain tokens count more."
+            "Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the "
+            "weights are scaled to mean 1 in each micro-batch. Above 0 uncertain tokens count more."
         ),
     )
     features: FeatureConfig = Field(
         default_factory=FeatureConfig, description="Matching of hidden states, with profile hidden."
+    )
+
+    router_balance: float | None = Field(
+        None,
+        ge=0.0,
+        le=10.0,
+        description=(
+            "Weight of the balance loss of a mixture of experts, which keeps its routers from "
+            "choosing few experts; default the student's own router_aux_loss_coef, 0 = none."
+        ),
     )
 
     @field_validator("temperature", mode="before")
@@ -156,8 +204,13 @@ class LossConfig(Section):
     def _mode_or_schedule(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and ("mode" in value) == ("schedule" in value):
             raise ValueError(
-                "a temperature that is no number has mode (it is learned) or schedule (it goes from start to end), "
-                + ("not both" if "mode" in value else f"but got neither: its keys are {', '.join(map(str, value))}")
+                "a temperature that is no number has the key mode (it is learned) or schedule "
+                "(it goes from start to end), "
+                + (
+                    "not both"
+                    if "mode" in value
+                    else f"but got neither: its keys are {', '.join(map(str, value))}"
+                )
             )
         return value
 
@@ -165,21 +218,39 @@ class LossConfig(Section):
     def _ramps_within_bounds(self) -> Self:
         if isinstance(self.alpha, Ramp) and max(self.alpha.start, self.alpha.end) > 1.0:
             raise ValueError("loss.alpha.start and end must be between 0 and 1")
-        if isinstance(self.temperature, Ramp) and min(self.temperature.start, self.temperature.end) <= 0.0:
+        if (
+            isinstance(self.temperature, Ramp)
+            and min(self.temperature.start, self.temperature.end) <= 0.0
+        ):
             raise ValueError("loss.temperature.start and end must be above 0")
         return self
 
     @property
     def hard_labels_only(self) -> bool:
-        """Whether nothing of the teacher is asked for."""
+        """Whether the objective uses only the hard labels, and nothing of the teacher."""
         return self.alpha == 1.0 and self.features.weight == 0.0
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """Lowest and highest temperature that the run may come to."""
+        """The lowest and the highest temperature that the run can reach."""
         if isinstance(self.temperature, Ramp):
-            ends = self.temperature.start, self.temperature.end
+            ends = (self.temperature.start, self.temperature.end)
             return min(ends), max(ends)
         if isinstance(self.temperature, LearnedTemperature):
             return self.temperature.min, self.temperature.max
         return self.temperature, self.temperature
+
+    def list_unserved(self, profile: str, covered: tuple[float, ...]) -> list[Problem]:
+        """List what records of a cache's profile cannot serve.
+
+        ``covered`` is the range of temperatures of profile tempered; empty for the others.
+        """
+        remedy = "See `kd cache info` for the contents of a cache."
+        if why := explain_unsupported(profile, covered, self.divergence, self.temperatures):
+            return [Problem("/loss", f"{why}.", remedy)]
+        features = self.features.weight > 0
+        if why := explain_unsupported(
+            profile, covered, self.divergence, self.temperatures, features
+        ):
+            return [Problem("/loss/features", f"{why}.", remedy)]
+        return []

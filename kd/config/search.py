@@ -1,4 +1,4 @@
-"""A search over configurations."""
+"""The section ``search``: which settings a search tries, and how."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kd.config.section import Section
 
 
 class Dimension(Section):
-    """The values that one field may take: a range, or choices."""
+    """The values that a search tries for one field: a range, or choices."""
 
     min: float | None = Field(None, description="Lowest value.")
     max: float | None = Field(None, description="Highest value.")
     log: bool = Field(False, description="Sample the range on a logarithmic scale.")
     integer: bool = Field(False, description="Whole numbers only.")
     choices: tuple[str | float | int | bool, ...] | None = Field(
-        None, min_length=1, max_length=64, description="Or: these values."
+        None, min_length=1, max_length=64, description="The values to try, in place of a range."
     )
 
     @model_validator(mode="after")
@@ -37,11 +37,16 @@ class SearchConfig(Section):
     space: dict[str, Dimension] = Field(
         min_length=1,
         max_length=32,
-        description="Fields by their dotted names, for example train.learning_rate, and the values to try.",
+        description=(
+            "The fields to vary, by their dotted names (for example train.learning_rate), and the "
+            "values to try."
+        ),
     )
-    trials: int = Field(20, ge=1, le=10_000, description="Trials in all.")
-    sampler: Literal["tpe", "gp", "random"] = Field("tpe", description="How the next trial is chosen.")
+    trials: int = Field(20, ge=1, le=10_000, description="Number of trials.")
+    sampler: Literal["tpe", "gp", "random"] = Field(
+        "tpe", description="How the next trial is chosen."
+    )
     pruner: Literal["none", "median", "hyperband"] = Field(
-        "median", description="How a trial that does badly is stopped early."
+        "median", description="How bad trials are stopped early."
     )
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the sampler.")

@@ -1,4 +1,4 @@
-"""The model that is read once."""
+"""The section ``teacher``: the model whose predictions the cache records."""
 
 from __future__ import annotations
 
@@ -10,68 +10,89 @@ from kd.config.section import Section
 
 
 class TeacherConfig(Section):
-    """The model that is read once."""
+    """The model whose predictions are recorded."""
 
     backend: Literal["local", "http"] = Field(
         "local",
         description=(
-            "local = the model runs here; http = an OpenAI-compatible server that returns prompt_logprobs (vLLM) is "
-            "asked, for cache.profile topk."
+            "local = the model runs in the worker; http = an OpenAI-compatible server that returns "
+            "prompt_logprobs (vLLM) runs it, for cache.profile topk only."
         ),
     )
     model: str = Field(
         min_length=1,
         description=(
-            "Local folder or hub id of the teacher (a causal language model); with backend http its name on the server."
+            "Local folder or hub id of the teacher, a causal language model, or a model that also "
+            "reads images or sound, whose language model is taken; with backend http its name on "
+            "the server."
         ),
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     gguf_file: str | None = Field(
-        None, description="Name of a GGUF file inside the model's folder, to load it from there."
+        None,
+        description="Name of a GGUF file in the model's folder from which to load the weights.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Precision of the teacher's weights; auto = the checkpoint's own on a GPU, float32 on a CPU.",
+        description=(
+            "Precision of the teacher's weights; auto = that of the checkpoint on a GPU, float32 "
+            "on a CPU."
+        ),
     )
     batch_size: int = Field(
         8,
         ge=1,
         le=4096,
-        description="Sequences per forward pass of the capture; changes speed and memory, not the cache.",
+        description=(
+            "Sequences per forward pass of the capture. It changes speed and memory, not the cache."
+        ),
     )
     trust_remote_code: bool = Field(
         False,
         description=(
-            "Run Python code that comes with the model. The operator must allow it too (KD_TRUST_REMOTE_CODE=1)."
+            "Run Python code that comes with the model. The operator must allow it too "
+            "(KD_TRUST_REMOTE_CODE=1)."
         ),
     )
     url: str | None = Field(
         None,
         pattern=r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$",
-        description="Backend http: address of the server, up to what comes before /v1/completions.",
+        description="Backend http: address of the server, without /v1/completions at its end.",
     )
     tokenizer: str | None = Field(
-        None, min_length=1, description="Backend http: local folder or hub id of the tokenizer that the model has."
+        None,
+        min_length=1,
+        description="Backend http: local folder or hub id of the model's tokenizer.",
     )
     api_key_env: str | None = Field(
         None,
         pattern=r"^KD_TEACHER_KEY(_[A-Z0-9_]+)?$",
         description=(
-            "Backend http: name of the environment variable of the worker that holds the server's API key; "
-            "KD_TEACHER_KEY, or a name that begins with KD_TEACHER_KEY_, so that a job can name no other secret."
+            "Backend http: name of the worker's environment variable that holds the server's API "
+            "key: KD_TEACHER_KEY, or a name that begins with KD_TEACHER_KEY_, so that a job cannot "
+            "name another secret."
         ),
     )
-    timeout: float = Field(120.0, gt=0, le=3600, description="Backend http: seconds to wait for one answer.")
-    retries: int = Field(
-        6, ge=0, le=100, description="Backend http: further attempts where the server is away, busy or fails."
+    timeout: float = Field(
+        120.0, gt=0, le=3600, description="Backend http: seconds to wait for one answer."
     )
-    concurrency: int = Field(8, ge=1, le=256, description="Backend http: requests in flight at once.")
+    retries: int = Field(
+        6,
+        ge=0,
+        le=100,
+        description="Backend http: further attempts if the server is unreachable, busy or fails.",
+    )
+    concurrency: int = Field(
+        8, ge=1, le=256, description="Backend http: requests in flight at once."
+    )
 
     @model_validator(mode="after")
     def _backend_has_its_fields(self) -> Self:
         if self.backend == "http":
             if missing := [name for name in ("url", "tokenizer") if getattr(self, name) is None]:
-                raise ValueError(f"teacher.backend http needs {' and '.join(f'teacher.{name}' for name in missing)}")
+                fields = " and ".join(f"teacher.{name}" for name in missing)
+                raise ValueError(f"teacher.backend http needs {fields}")
+            # The server has loaded the model in its own way.
             strange = {"gguf_file", "dtype"}
         else:
             strange = {"url", "tokenizer", "api_key_env"}

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The section ``train``: the training loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Scheduler = Literal[
 Optimizer = Literal["adamw", "adafactor", "muon", "lion", "lars", "schedule_free"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
-
-# What get_scheduler takes for each of them, besides warm-up and length; of the second set, exactly one is needed.
+#: The arguments of transformers.get_scheduler for each schedule, besides warm-up and length.
+#: The first set is optional; of a second set that is not empty exactly one argument is needed.
 SCHEDULER_KWARGS: dict[str, tuple[set[str], set[str]]] = {
     "linear": (set(), set()),
     "cosine": ({"num_cycles"}, set()),
@@ -36,25 +36,32 @@ SCHEDULER_KWARGS: dict[str, tuple[set[str], set[str]]] = {
     "inverse_sqrt": ({"timescale"}, set()),
     "cosine_with_min_lr": ({"num_cycles"}, {"min_lr", "min_lr_rate"}),
     "cosine_warmup_with_min_lr": ({"num_cycles", "warmup_lr_rate"}, {"min_lr", "min_lr_rate"}),
-    "warmup_stable_decay": ({"num_cycles", "min_lr_ratio", "num_stable_steps"}, {"num_decay_steps"}),
+    "warmup_stable_decay": (
+        {"num_cycles", "min_lr_ratio", "num_stable_steps"},
+        {"num_decay_steps"},
+    ),
     "onecycle": ({"pct_start", "div_factor", "final_div_factor"}, set()),
 }
 
 
-def _checkpointing(value: Any) -> Any:
+# Both fields also accept true and false, which are common for them in other tools.
+def _parse_checkpointing(value: Any) -> Any:
     return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
-def _compiling(value: Any) -> Any:
+def _parse_compile(value: Any) -> Any:
     return {True: "default", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
 Checkpointing = Annotated[
-    Literal["none", "full", "sqrt"] | Annotated[int, Field(ge=2, le=1024)], BeforeValidator(_checkpointing)
+    Literal["none", "full", "sqrt"] | Annotated[int, Field(ge=2, le=1024)],
+    BeforeValidator(_parse_checkpointing),
 ]
-Compile = Annotated[Literal["none", "default", "reduce-overhead", "max-autotune"], BeforeValidator(_compiling)]
+Compile = Annotated[
+    Literal["none", "default", "reduce-overhead", "max-autotune"], BeforeValidator(_parse_compile)
+]
 
-#: What ``optim_args`` may hold for each optimiser, besides what has a field of its own.
+#: The arguments of each optimiser that ``optim_args`` may set; others have fields of their own.
 OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
     "adamw": {"amsgrad"},
     "adafactor": {"eps1", "eps2", "clip_threshold", "decay_rate"},
@@ -68,43 +75,63 @@ OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
 class TrainConfig(Section):
     """The training loop."""
 
-    max_steps: int | None = Field(None, ge=1, le=100_000_000, description="Optimiser steps; give this or epochs.")
+    max_steps: int | None = Field(
+        None, ge=1, le=100_000_000, description="Optimiser steps; give either this or epochs."
+    )
     epochs: float | None = Field(
-        None, gt=0, le=10_000, description="Passes over the training sequences; give this or max_steps."
+        None,
+        gt=0,
+        le=10_000,
+        description="Passes over the training sequences; give either this or max_steps.",
     )
     batch_size: int = Field(8, ge=1, le=65536, description="Sequences per forward pass.")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, le=65536, description="Forward passes per optimiser step; the mean is over tokens, not over passes."
+        1,
+        ge=1,
+        le=65536,
+        description=(
+            "Forward passes per optimiser step; the loss is the mean over all their tokens."
+        ),
     )
     learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
     lr_scheduler_type: Scheduler = Field(
-        "cosine", description="Schedule of transformers.get_scheduler, or onecycle (torch's OneCycleLR)."
+        "cosine",
+        description="A schedule of transformers.get_scheduler, or onecycle (torch's OneCycleLR).",
     )
     lr_scheduler_kwargs: dict[str, float] = Field(
-        default_factory=dict, description="Extra arguments of the schedule, e.g. {min_lr_rate: 0.1}."
+        default_factory=dict,
+        description="Extra arguments of the schedule, for example {min_lr_rate: 0.1}.",
     )
     warmup_steps: int = Field(0, ge=0, le=10_000_000, description="Steps of linear warm-up.")
     optim: Optimizer = Field(
         "adamw",
         description=(
-            "adamw, adafactor, muon (matrices; AdamW for the rest), lion, lars, schedule_free (AdamW; set "
-            "lr_scheduler_type to constant or constant_with_warmup)."
+            "adamw, adafactor, muon (for matrices; AdamW for the rest), lion, lars, schedule_free "
+            "(AdamW; set lr_scheduler_type to constant or constant_with_warmup)."
         ),
     )
     optim_args: dict[str, float] = Field(
-        default_factory=dict, description="Extra arguments of the optimiser, e.g. {momentum: 0.95} for muon."
+        default_factory=dict,
+        description="Extra arguments of the optimiser, for example {momentum: 0.95} for muon.",
     )
     weight_decay: float = Field(
-        0.1, ge=0, le=10, description="Weight decay, on matrices only: never on norms and biases."
+        0.1, ge=0, le=10, description="Weight decay of matrices; norms and biases have none."
     )
     layer_lr_decay: float = Field(
-        1.0, gt=0, le=1, description="Each layer below the last learns at this times the rate of the one above it."
+        1.0,
+        gt=0,
+        le=1,
+        description=(
+            "Each layer's learning rate is this factor times the rate of the layer above it."
+        ),
     )
     ema_decay: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="Keep an exponential moving average of the weights; it is what is evaluated and saved.",
+        description=(
+            "Keep an exponential moving average of the weights; the average is evaluated and saved."
+        ),
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
@@ -115,50 +142,70 @@ class TrainConfig(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",
         description=(
-            "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older ones, fp32 on a CPU."
+            "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older "
+            "GPUs, fp32 on a CPU."
         ),
     )
-    tf32: bool = Field(True, description="Let float32 matrix products on GPUs that have it use TF32.")
+    tf32: bool = Field(
+        True, description="Let float32 matrix products use TF32, on GPUs that have it."
+    )
     gradient_checkpointing: Checkpointing = Field(
         "none",
         description=(
-            "Recompute activations in the backward pass to save memory: none, full = every layer, sqrt = in "
-            "about sqrt(layers) groups, n = every n-th layer."
+            "Recompute activations in the backward pass to save memory: none, full = of every "
+            "layer, sqrt = in about sqrt(layers) groups, n = of every n-th layer."
         ),
     )
     compile: Compile = Field(
-        "none", description="torch.compile the student: none, default, reduce-overhead or max-autotune."
+        "none",
+        description="torch.compile the student: none, default, reduce-overhead or max-autotune.",
     )
     logits_chunk: int | None = Field(
         None,
         ge=1,
         le=1_048_576,
-        description="Positions whose logits exist at once; default by the vocabulary and the free memory.",
+        description=(
+            "Positions whose logits are in memory at once; the default depends on the vocabulary "
+            "and the free memory."
+        ),
     )
     auto_batch: bool = Field(
         False,
         description=(
-            "Where memory runs out, at the start or at a later step, halve batch_size and double "
-            "gradient_accumulation_steps, which keeps the sequences of an optimiser step."
+            "If memory runs out, at the start or at a later step, halve batch_size and double "
+            "gradient_accumulation_steps; the sequences per optimiser step stay the same."
         ),
     )
-    logging_steps: int = Field(10, ge=1, le=1_000_000, description="Report metrics every so many steps.")
-    eval_steps: int = Field(100, ge=1, le=10_000_000, description="Evaluate on the held-out text every so many steps.")
-    save_steps: int = Field(100, ge=1, le=10_000_000, description="Write a checkpoint every so many steps.")
+    logging_steps: int = Field(
+        10, ge=1, le=1_000_000, description="Steps between two reports of metrics."
+    )
+    eval_steps: int = Field(
+        100, ge=1, le=10_000_000, description="Steps between two evaluations on the held-out text."
+    )
+    save_steps: int = Field(100, ge=1, le=10_000_000, description="Steps between two checkpoints.")
     save_total_limit: int = Field(
-        2, ge=1, le=1000, description="Checkpoints kept; the newest, and the best when early stopping is on."
+        2,
+        ge=1,
+        le=1000,
+        description=(
+            "Checkpoints to keep: the newest ones, and with early stopping the best one too."
+        ),
     )
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
         le=10_000,
-        description="Stop after so many evaluations without a better held-out loss, and keep the best weights.",
+        description=(
+            "Stop after this many evaluations without a better held-out loss, and keep the best "
+            "weights."
+        ),
     )
     order: Literal["shuffled", "length", "curriculum"] = Field(
         "shuffled",
         description=(
-            "Order of an epoch's sequences: shuffled; length = batches of like length; curriculum = from low to high "
-            "entropy of the teacher in the first epoch, shuffled after it."
+            "Order of an epoch's sequences: shuffled; length = batches of similar length; "
+            "curriculum = in the first epoch from low to high entropy of the teacher, then "
+            "shuffled."
         ),
     )
     dataloader_num_workers: int | None = Field(
@@ -166,23 +213,42 @@ class TrainConfig(Section):
         ge=0,
         le=64,
         description=(
-            "Threads that read and decode batches ahead of the step; 0 reads them in the step. Without a value 1 for a "
-            "GPU, 0 for a CPU: there the step has all cores, and a thread beside it takes more than it gives."
+            "Threads that read and decode batches ahead of the step; 0 = read them in the step. "
+            "Default 1 on a GPU and 0 on a CPU, where the step uses all cores and such a thread "
+            "would slow it down."
         ),
     )
-    dataloader_prefetch_factor: int = Field(2, ge=1, le=64, description="Steps that each of them may be ahead.")
-    dataloader_pin_memory: bool = Field(True, description="Copy batches to a GPU from pinned memory.")
+    dataloader_prefetch_factor: int = Field(
+        2, ge=1, le=64, description="Steps that each of those threads may read ahead."
+    )
+    dataloader_pin_memory: bool = Field(
+        True, description="Copy batches to a GPU from pinned memory."
+    )
     report_to: tuple[Tracker, ...] = Field(
-        (), description="Experiment trackers: tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written."
+        (),
+        description=(
+            "Experiment trackers: tensorboard, wandb, mlflow, trackio. metrics.jsonl is always "
+            "written."
+        ),
     )
     trace_steps: int = Field(
-        0, ge=0, le=1000, description="Steps, after the first ones, of which a Chrome trace (trace.json) is written."
+        0,
+        ge=0,
+        le=1000,
+        description=(
+            "Number of steps, after the first ones, to record as a Chrome trace (trace.json)."
+        ),
     )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Precision of the saved student; auto = bfloat16 or float16 if it was trained so, else float32.",
+        description=(
+            "Precision of the saved student; auto = bfloat16 or float16 if it was trained in it, "
+            "else float32."
+        ),
     )
-    seed: int = Field(42, ge=0, le=2**32 - 1, description="Seed of initialisation, data order and dropout.")
+    seed: int = Field(
+        42, ge=0, le=2**32 - 1, description="Seed of initialisation, data order and dropout."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -195,28 +261,33 @@ class TrainConfig(Section):
         known = OPTIMIZER_ARGUMENTS[self.optim]
         if strange := sorted(self.optim_args.keys() - known):
             raise ValueError(
-                f"train.optim_args of {self.optim} cannot hold {', '.join(strange)}, only {', '.join(sorted(known))}"
+                f"train.optim_args of {self.optim} cannot hold {', '.join(strange)}, "
+                f"only {', '.join(sorted(known))}"
             )
+        # schedule_free averages its weights in place of decaying the learning rate.
         if self.optim == "schedule_free" and "constant" not in self.lr_scheduler_type:
             raise ValueError(
-                "train.optim schedule_free needs train.lr_scheduler_type constant or constant_with_warmup, not "
-                f"{self.lr_scheduler_type}"
+                "train.optim schedule_free needs train.lr_scheduler_type constant or "
+                f"constant_with_warmup, not {self.lr_scheduler_type}"
             )
         return self
 
     @model_validator(mode="after")
     def _graphs_leave_gradients_alone(self) -> Self:
-        """A CUDA graph writes its outputs where the last replay did, and gradients are taken from there uncopied."""
+        """Refuse CUDA graphs where gradients must outlive one backward pass.
+
+        Each replay of a graph overwrites the outputs of the last one, and gradients are not copied.
+        """
         if self.replays_graphs and self.gradient_accumulation_steps > 1:
             raise ValueError(
-                f"train.compile {self.compile} replays CUDA graphs, over gradients that "
-                f"train.gradient_accumulation_steps {self.gradient_accumulation_steps} must keep: use train.compile "
-                "default"
+                f"train.compile {self.compile} replays CUDA graphs, which overwrite gradients that "
+                f"train.gradient_accumulation_steps {self.gradient_accumulation_steps} must keep: "
+                "use train.compile default"
             )
         if self.replays_graphs and self.auto_batch:
             raise ValueError(
-                f"train.compile {self.compile} replays CUDA graphs, over gradients that train.auto_batch must keep: "
-                "use train.compile default"
+                f"train.compile {self.compile} replays CUDA graphs, which overwrite gradients that "
+                "train.auto_batch must keep: use train.compile default"
             )
         return self
 
@@ -229,8 +300,8 @@ class TrainConfig(Section):
     def _a_constant_rate_does_not_rise(self) -> Self:
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ValueError(
-                f"train.lr_scheduler_type constant has no warm-up, but train.warmup_steps is {self.warmup_steps}: use "
-                "train.lr_scheduler_type constant_with_warmup"
+                "train.lr_scheduler_type constant has no warm-up, but train.warmup_steps is "
+                f"{self.warmup_steps}: use train.lr_scheduler_type constant_with_warmup"
             )
         return self
 
@@ -239,11 +310,15 @@ class TrainConfig(Section):
         if self.lr_scheduler_type != "onecycle" or not self.warmup_steps:
             return self
         if "pct_start" in self.lr_scheduler_kwargs:
-            raise ValueError("train.warmup_steps and pct_start of train.lr_scheduler_kwargs both say how long to rise")
+            raise ValueError(
+                "train.warmup_steps and pct_start of train.lr_scheduler_kwargs both set the length "
+                "of the warm-up: give only one"
+            )
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(
-                f"train.lr_scheduler_type onecycle must fall again, but train.warmup_steps {self.warmup_steps} take "
-                f"all of train.max_steps {self.max_steps}"
+                "train.lr_scheduler_type onecycle needs steps after the warm-up, but "
+                f"train.warmup_steps {self.warmup_steps} takes all of train.max_steps "
+                f"{self.max_steps}"
             )
         return self
 
@@ -253,9 +328,13 @@ class TrainConfig(Section):
         optional, needed = SCHEDULER_KWARGS[self.lr_scheduler_type]
         if unknown := given - optional - needed:
             raise ValueError(
-                f"lr_scheduler_kwargs of {self.lr_scheduler_type} cannot hold {', '.join(sorted(unknown))}, "
+                f"lr_scheduler_kwargs of {self.lr_scheduler_type} cannot hold "
+                f"{', '.join(sorted(unknown))}, "
                 f"only {', '.join(sorted(optional | needed)) or 'nothing'}"
             )
         if needed and len(given & needed) != 1:
-            raise ValueError(f"lr_scheduler_kwargs of {self.lr_scheduler_type} must hold {' or '.join(sorted(needed))}")
+            raise ValueError(
+                f"lr_scheduler_kwargs of {self.lr_scheduler_type} must hold "
+                f"{' or '.join(sorted(needed))}"
+            )
         return self

@@ -1,1 +1,1 @@
-"""How good a student is, in depth: against the whole teacher, by samples, by benchmark tasks, and as pictures."""
+"""In-depth evaluation of a student: the teacher's whole distribution, samples, tasks and plots."""

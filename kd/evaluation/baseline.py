@@ -1,4 +1,7 @@
-"""The student that never met the teacher: the same start, text, steps and seed, on cross-entropy alone."""
+"""The baseline: a student like the job's own, trained on cross-entropy alone.
+
+Start, text, steps and seed are the same.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +10,73 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kd.batches import Source
 from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
 from kd.config.loss import FeatureConfig
-from kd.evaluate import evaluation_temperature
-from kd.models import build_student, vocabulary_size
+from kd.models.loading import build_student
+from kd.models.vocabulary import choose_run_vocabulary
 from kd.progress import Event, Monitor
-from kd.train import required, train
+from kd.text.batches import Source
+from kd.training.evaluate import choose_evaluation_temperature
+from kd.training.loop import train
 
-#: What a listener may hear of the second training: its metrics would be taken for the first one's.
-_HEARD = ("progress", "warning")
+#: Events of the baseline's training that are passed on. Its metrics are not: a listener would take
+#: them for those of the job's own training.
+_FORWARDED_EVENTS = ("progress", "warning")
 
 
-def starting_student(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The student of a job as its training finds it."""
-    torch.manual_seed(required(config.train).seed)
+def build_starting_student(
+    config: JobConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """The student of a job as it is before training."""
+    torch.manual_seed(config.require_train().seed)
     return build_student(config.student, tokenizer, config.data.sequence_length, config.teacher)
 
 
-def cross_entropy_only(config: JobConfig) -> JobConfig:
-    """The job with all of the weight on the hard labels; what it adds to them (smoothing, z-loss) stays.
+def make_cross_entropy_job(config: JobConfig) -> JobConfig:
+    """The job with all weight on the hard labels; label smoothing and z-loss stay.
 
-    The records are still read for the held-out KL and agreement, and for the order of a curriculum.
+    The records are still read, for the held-out KL and agreement and for the order of a curriculum.
     """
     plain = config.loss.model_copy(
         update={
             "alpha": 1.0,
-            "temperature": evaluation_temperature(config.loss),
+            # A fixed one, at which the student's held-out figures are, too.
+            "temperature": choose_evaluation_temperature(config.loss),
             "divergence": "forward_kl",
             "entropy_weighting": 0.0,
             "features": FeatureConfig(),
         }
     )
-    alone = required(config.train).model_copy(update={"report_to": (), "trace_steps": 0})
-    return config.model_copy(update={"loss": plain, "train": alone, "evaluation": EvaluationConfig()})
+    alone = config.require_train().model_copy(update={"report_to": (), "trace_steps": 0})
+    return config.model_copy(
+        update={"loss": plain, "train": alone, "evaluation": EvaluationConfig()}
+    )
 
 
 def train_baseline(
-    config: JobConfig, source: Source, tokenizer: PreTrainedTokenizerBase, run_dir: Path, monitor: Monitor
+    config: JobConfig,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+    monitor: Monitor,
 ) -> PreTrainedModel:
-    """The trained baseline; its checkpoints lie in ``run_dir``/baseline, so that a second call goes on or ends at once.
+    """Return the trained baseline.
 
-    Raises what ``kd.train.train`` raises.
+    Its checkpoints are in ``run_dir``/baseline, so that a second call resumes or returns at once.
+    Raises what ``kd.training.loop.train`` raises.
     """
     monitor.emit("stage", stage="train", phase="training the baseline on cross-entropy alone")
-    student = starting_student(config, tokenizer)
-    plain, vocabulary = cross_entropy_only(config), vocabulary_size(tokenizer)
-    train(plain, source, student, vocabulary, run_dir / "baseline", _discreet(monitor))
+    student = build_starting_student(config, tokenizer)
+    plain = make_cross_entropy_job(config)
+    vocabulary = choose_run_vocabulary(source, tokenizer, student)
+    train(plain, source, student, vocabulary, run_dir / "baseline", _forward_heard_events(monitor))
     return student
 
 
-def _discreet(monitor: Monitor) -> Monitor:
+def _forward_heard_events(monitor: Monitor) -> Monitor:
     def listen(event: Event) -> None:
-        if event.type in _HEARD:
+        if event.type in _FORWARDED_EVENTS:
             monitor.listen(event)
 
     return Monitor(listen, monitor.should_stop)

@@ -1,50 +1,54 @@
-"""Students against the whole distribution of a running teacher, on the held-out text.
+"""Compare students with the whole distribution of a running teacher, on the held-out text.
 
-    KL(p || q) = sum_v p_v log(p_v / q_v)            TV(p, q) = sum_v |p_v - q_v| / 2            both at T = 1
+    KL(p || q) = sum_v p_v log(p_v / q_v)
+    TV(p, q) = sum_v |p_v - q_v| / 2
 
-1 - TV is the chance that speculative decoding accepts a token that the student proposes (Leviathan et al., 2023).
-Every model reads a batch once; of its logits a chunk of positions exists at a time.
+Both are at T = 1. 1 - TV is the probability that speculative decoding accepts a token that the
+student proposes (Leviathan et al., 2023). Every model reads a batch once; its logits exist for one
+chunk of positions at a time.
 
-Shapes: N positions that have a target, V vocabulary, D hidden width, B bins of confidence, C spans of context length.
+Shapes: N positions that have a target, V vocabulary, D hidden width, K top-k tokens, C spans of
+context length.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kd.batches import Batch, Source, validation_batches
+from cache.perplexity import BlockLosses, raise_e
 from kd.config.evaluation import EvaluationConfig
-from kd.evaluation.calibration import Calibration
-from kd.evaluation.text import bits_per_byte
-from kd.models import Head, head_of, hidden_states, require_context, require_document_isolation
-from kd.precision import float32_products
+from kd.models.layers import compute_hidden_states, require_context, require_document_isolation
+from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.precision import float32_products
+from kd.text.batches import Batch, Source, read_validation_batches
+from kd.text.bytes import compute_bits_per_byte
+from kd.training.calibration import Calibration
 
-#: Numbers that a chunk's (N, V) holds; one exists for each model, and some five more.
+#: Elements of a chunk's (N, V). One such tensor exists for each model, and about five more.
 CHUNK_ELEMENTS = 2**22
-#: Spans of context: 1 token, 2 to 3, 4 to 7, and so on, the last one open.
-SPANS = 21
+#: Spans of context: 1 token, 2 to 3, 4 to 7, and so on; the last one has no end.
+CONTEXT_SPANS = 21
 TEACHER = "teacher"
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A model in evaluation mode, and its head."""
+class EvaluatedModel:
+    """A model in evaluation mode, and its LM head."""
 
     model: PreTrainedModel
-    head: Head
+    lm_head: LMHead
 
     @classmethod
-    def of(cls, model: PreTrainedModel, vocabulary: int, device: torch.device) -> Reader:
-        """``model`` on ``device``."""
+    def of(cls, model: PreTrainedModel, vocabulary: int, device: torch.device) -> EvaluatedModel:
+        """Move ``model`` to ``device`` and find its LM head."""
         nn.Module.to(model, device)
-        return cls(model.eval(), head_of(model, vocabulary))
+        return cls(model.eval(), find_lm_head(model, vocabulary))
 
     def require_fit(self, sequence_length: int, packing: bool) -> None:
         """Raise ``ModelError`` if the model cannot read such sequences as they are meant."""
@@ -52,16 +56,19 @@ class Reader:
         if packing:
             require_document_isolation(self.model)
 
-    def states(self, batch: Batch) -> Tensor:
+    def compute_hidden_states(self, batch: Batch) -> Tensor:
         """Hidden states (N, D) of the positions that have a target."""
-        return hidden_states(self.model, batch.tokens_BT, batch.positions_BT).flatten(0, 1)[batch.rows_N]
+        return compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL).flatten(0, 1)[
+            batch.rows_N
+        ]
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums over N positions, float64; of the teacher itself all that compares with it is trivial.
+class ComparisonSums:
+    """Sums over N positions, float64. For the teacher itself, all that compares with it is trivial.
 
-    ``kl_C`` and ``count_C`` are by the tokens of the document that the model sees, in spans of powers of two.
+    ``kl_C`` and ``count_C`` are by the number of the document's tokens that the model sees, in
+    spans that double. ``losses`` holds the terms of ``ce`` by blocks.
     """
 
     ce: Tensor
@@ -72,81 +79,132 @@ class Sums:
     kl_C: Tensor
     count_C: Tensor
     calibration: Calibration
+    losses: BlockLosses = field(default_factory=BlockLosses.none)
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+    def __add__(self, other: ComparisonSums) -> ComparisonSums:
+        return ComparisonSums(
+            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
+        )
 
 
 @torch.no_grad()
-def compare(
-    students: Mapping[str, Reader], teacher: Reader | None, source: Source, batch_size: int, options: EvaluationConfig
-) -> dict[str, Sums]:
-    """The sums of every student, and of the teacher where there is one; empty where nothing is held out.
+def compare_models(
+    students: Mapping[str, EvaluatedModel],
+    teacher: EvaluatedModel | None,
+    source: Source,
+    batch_size: int,
+    options: EvaluationConfig,
+) -> dict[str, ComparisonSums]:
+    """The sums of every student, and of the teacher where there is one.
 
-    Without a teacher only cross-entropy and calibration mean something: each student is compared with itself.
+    Without held-out text there are none. Without a teacher only cross-entropy and calibration have
+    a meaning: each student is compared with itself.
     """
     everyone = {**students, **({TEACHER: teacher} if teacher is not None else {})}
-    totals: dict[str, Sums] = {}
+    totals: dict[str, ComparisonSums] = {}
+    # TF32 would blur the small differences between models that this measures.
     with float32_products():
-        for batch in validation_batches(source, batch_size):
-            for name, sums in _batch_sums(everyone, batch, options):
+        for batch in read_validation_batches(source, batch_size):
+            for name, sums in _sum_batch(everyone, batch, options).items():
                 totals[name] = totals[name] + sums if name in totals else sums
     return totals
 
 
-def _batch_sums(readers: Mapping[str, Reader], batch: Batch, options: EvaluationConfig) -> Iterator[tuple[str, Sums]]:
-    """The sums of every reader, a chunk of positions after the other."""
-    device = next(iter(readers.values())).model.device
-    batch = batch.to(device)
-    states = {name: reader.states(batch) for name, reader in readers.items()}
-    context_N = _context(batch)
-    size = max(CHUNK_ELEMENTS // next(iter(readers.values())).head.vocabulary, 1)
+def _sum_batch(
+    models: Mapping[str, EvaluatedModel], batch: Batch, options: EvaluationConfig
+) -> dict[str, ComparisonSums]:
+    """The sums of every model over a batch."""
+    totals: dict[str, ComparisonSums] = {}
+    parts: dict[str, list[Tensor]] = {name: [] for name in models}
+    for name, ce_N, sums in _iterate_chunk_sums(models, batch, options):
+        totals[name] = totals[name] + sums if name in totals else sums
+        parts[name].append(ce_N)
+    targets_B = batch.count_targets()
+    # Only now, because a block may lie in two chunks.
+    return {
+        name: replace(sums, losses=BlockLosses.of(torch.cat(parts[name]).cpu().numpy(), targets_B))
+        for name, sums in totals.items()
+    }
+
+
+def _iterate_chunk_sums(
+    models: Mapping[str, EvaluatedModel], batch: Batch, options: EvaluationConfig
+) -> Iterator[tuple[str, Tensor, ComparisonSums]]:
+    """The loss of each position (N,) and the sums of every model, chunk by chunk."""
+    first = next(iter(models.values()))
+    batch = batch.to(first.model.device)
+    states = {name: model.compute_hidden_states(batch) for name, model in models.items()}
+    context_N = _count_context(batch)
+    size = max(CHUNK_ELEMENTS // first.lm_head.vocabulary, 1)
     for start in range(0, len(batch), size):
         rows = slice(start, start + size)
-        said = {name: reader.head.logits(states[name][rows]).log_softmax(1) for name, reader in readers.items()}
-        for name, q_NV in said.items():
-            yield name, measure(said.get(TEACHER, q_NV), q_NV, batch.gold_N[rows], context_N[rows], options)
+        logprobs = {
+            name: model.lm_head.compute_logits(states[name][rows]).log_softmax(1)
+            for name, model in models.items()
+        }
+        gold_N = batch.gold_N[rows]
+        for name, q_NV in logprobs.items():
+            p_NV = logprobs.get(TEACHER, q_NV)
+            ce_N = -q_NV.gather(1, gold_N[:, None])[:, 0].double()
+            yield name, ce_N, measure_chunk(p_NV, q_NV, gold_N, context_N[rows], options)
 
 
-def _context(batch: Batch) -> Tensor:
-    """Tokens (N,) of its document that a model has seen at each position that has a target, that one included."""
-    if batch.positions_BT is not None:
-        return batch.positions_BT.reshape(-1)[batch.rows_N] + 1
-    return batch.rows_N % batch.tokens_BT.shape[1] + 1
+def _count_context(batch: Batch) -> Tensor:
+    """Tokens (N,) of its document that a model sees at each target position, itself included."""
+    # Packed sequences count positions anew in each document.
+    if batch.positions_BL is not None:
+        return batch.positions_BL.reshape(-1)[batch.rows_N] + 1
+    return batch.rows_N % batch.tokens_BL.shape[1] + 1
 
 
-def measure(p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor, options: EvaluationConfig) -> Sums:
+def measure_chunk(
+    p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor, options: EvaluationConfig
+) -> ComparisonSums:
     """The sums of a student with log-probabilities ``q_NV`` against a teacher with ``p_NV``."""
     kl_N = (p_NV.exp() * (p_NV - q_NV)).sum(1, dtype=torch.float64)
     best_N, place_N = q_NV.max(1)
-    span_N = torch.bucketize(context_N, 2 ** torch.arange(1, SPANS, device=context_N.device), right=True)
-    member_CN = nn.functional.one_hot(span_N, SPANS).double().T
-    return Sums(
+    # Span i has contexts of 2^i to 2^(i + 1) - 1 tokens.
+    span_N = torch.bucketize(
+        context_N, 2 ** torch.arange(1, CONTEXT_SPANS, device=context_N.device), right=True
+    )
+    member_CN = nn.functional.one_hot(span_N, CONTEXT_SPANS).double().T
+    return ComparisonSums(
         ce=-q_NV.gather(1, gold_N[:, None]).sum(dtype=torch.float64),
         kl=kl_N.sum(),
         variation=(p_NV.exp() - q_NV.exp()).abs().sum(dtype=torch.float64) / 2,
         agreed=(place_N == p_NV.argmax(1)).double().sum(),
-        shared=_shared(p_NV, q_NV, min(options.top_k, p_NV.shape[1])),
+        shared=_sum_top_k_overlap(p_NV, q_NV, min(options.top_k, p_NV.shape[1])),
         kl_C=member_CN @ kl_N,
         count_C=member_CN.sum(1),
         calibration=Calibration.of(best_N.exp(), place_N == gold_N, options.bins),
     )
 
 
-def _shared(p_NV: Tensor, q_NV: Tensor, k: int) -> Tensor:
-    """The sum over positions of the share of the k most probable tokens that two models have in common."""
-    ours_Nk, theirs_Nk = q_NV.topk(k, dim=1).indices, p_NV.topk(k, dim=1).indices
-    return (ours_Nk[:, :, None] == theirs_Nk[:, None, :]).double().sum() / k
+def _sum_top_k_overlap(p_NV: Tensor, q_NV: Tensor, k: int) -> Tensor:
+    """The sum over positions of the share of the ``k`` most probable tokens in common."""
+    ours_NK = q_NV.topk(k, dim=1).indices
+    theirs_NK = p_NV.topk(k, dim=1).indices
+    return (ours_NK[:, :, None] == theirs_NK[:, None, :]).double().sum() / k
 
 
-def facts(sums: Sums, text_bytes: int | None, against_teacher: bool) -> dict[str, Any]:
-    """Means over the positions, as a report has them; without a teacher those that need none."""
+def summarise_sums(
+    sums: ComparisonSums, text_bytes: int | None, against_teacher: bool
+) -> dict[str, Any]:
+    """Means over the positions, as a report has them.
+
+    Without a teacher, only those that need none.
+    """
     count = float(sums.count_C.sum())
     loss = float(sums.ce) / count
+    interval = sums.losses.perplexity and sums.losses.perplexity.interval
     found: dict[str, Any] = {
         "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": bits_per_byte(loss, int(count), text_bytes) if text_bytes else None,
+        "tokens": int(count),
+        "perplexity": raise_e(loss),
+        "perplexity_interval": interval and asdict(interval),
+        "bits_per_byte": compute_bits_per_byte(loss, int(count), text_bytes)
+        if text_bytes
+        else None,
         "calibration_error": sums.calibration.error,
         "reliability": sums.calibration.curve(),
     }
@@ -159,11 +217,11 @@ def facts(sums: Sums, text_bytes: int | None, against_teacher: bool) -> dict[str
         "acceptance": 1.0 - variation,
         "agreement": float(sums.agreed) / count,
         "top_k_agreement": float(sums.shared) / count,
-        "kl_by_context": _by_context(sums),
+        "kl_by_context": _average_kl_by_context(sums),
     }
 
 
-def _by_context(sums: Sums) -> list[dict[str, Any]]:
+def _average_kl_by_context(sums: ComparisonSums) -> list[dict[str, Any]]:
     """Mean KL where the model sees ``first`` to ``last`` tokens of the document."""
     rows = enumerate(zip(sums.count_C.tolist(), sums.kl_C.tolist(), strict=True))
     return [

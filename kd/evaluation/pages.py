@@ -1,16 +1,25 @@
-"""What was found, as Markdown: the table of models, samples, tasks, pictures."""
+"""A report's sections as Markdown: the table of models, checks, tasks, samples, plots and time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cache.perplexity import FEW_TOKENS
 from kd.evaluation.plots import TITLES
+from kd.files import format_bytes
 
-Found = Mapping[str, Any]
+Facts = Mapping[str, Any]
 _PERCENT = "{:.1%}".format
-_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+#: The columns of the table: key of the facts, title, format.
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("perplexity", "perplexity", "{:,.2f}".format),
+    (
+        "perplexity_interval",
+        "95 % interval",
+        lambda ends: "{low:,.2f} to {high:,.2f}".format(**ends),
+    ),
+    ("tokens", "of tokens", "{:,}".format),
     ("bits_per_byte", "bits per byte", "{:.4f}".format),
     ("kl", "KL(teacher ‖ student)", "{:.4f}".format),
     ("agreement", "same best token", _PERCENT),
@@ -20,9 +29,17 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-def table_of_models(models: Mapping[str, Found], top_k: int = 0) -> list[str]:
-    """A row for each model, a column for each thing that is known of any of them."""
-    shown = [column for column in _COLUMNS if any(found.get(column[0]) is not None for found in models.values())]
+def format_model_table(models: Mapping[str, Facts], top_k: int = 0) -> list[str]:
+    """A table with a row for each model and a column for each fact that at least one model has.
+
+    A perplexity of few tokens has its interval beside it.
+    """
+    models = {name: _hide_interval(found) for name, found in models.items()}
+    shown = [
+        column
+        for column in _COLUMNS
+        if any(found.get(column[0]) is not None for found in models.values())
+    ]
     if not shown:
         return []
     rows = [
@@ -30,67 +47,158 @@ def table_of_models(models: Mapping[str, Found], top_k: int = 0) -> list[str]:
         for name, found in models.items()
     ]
     heading = ["held-out text", *(title.format(top_k=top_k) for _, title, _ in shown)]
-    return [_row(heading), "|---|" + "---:|" * len(shown), *map(_row, rows), ""]
+    return [_format_row(heading), "|---|" + "---:|" * len(shown), *map(_format_row, rows), ""]
 
 
-def closing_sections(report: Found) -> list[str]:
-    """Tasks, samples and pictures of a report, where it has them."""
+def _hide_interval(found: Facts) -> Facts:
+    return (
+        found if (found.get("tokens") or 0) < FEW_TOKENS else {**found, "perplexity_interval": None}
+    )
+
+
+def format_verdict(report: Facts) -> list[str]:
+    """The verdict on the teacher as the first lines of a page: a quotation, if it is a warning."""
+    verdict = report.get("verdict")
+    if verdict is None:
+        return []
+    line = " ".join(filter(None, (verdict["message"], verdict["remedy"])))
+    return [line if verdict["ok"] else f"> Warning: {line}", ""]
+
+
+def format_closing_sections(report: Facts) -> list[str]:
+    """The sections on checks, tasks, samples, plots and time that the report has data for."""
     found = report.get("evaluation") or {}
     return [
-        *_checks(report.get("checks") or ()),
-        *_tasks(found.get("tasks") or {}),
-        *_samples(found.get("samples") or {}),
-        *_pictures(report),
-        *_profile(report.get("profile") or {}),
+        *_format_checks(report.get("checks") or ()),
+        *_format_tasks(found.get("tasks") or {}),
+        *_format_costs(found),
+        *_format_samples(found.get("samples") or {}),
+        *_format_plots(report),
+        *_format_profile(report.get("profile") or {}),
     ]
 
 
-def _checks(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the checks of the training objected to, each with its step; that all is well in one line."""
+def _format_checks(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line with the checks that passed, and a line with the step for each objection."""
+    # A spike is shown even where the run recovered from it.
     wrong = [verdict for verdict in verdicts if not verdict["ok"] or verdict["check"] == "spike"]
-    sound = ", ".join(dict.fromkeys(verdict["check"] for verdict in verdicts if verdict not in wrong))
-    lines = [f"- Step {verdict['step']:,}, {verdict['check']}: {verdict['message']}" for verdict in wrong]
-    return [*([f"- Checks passed: {sound}."] if sound else []), *(["", "## Checks", "", *lines] if lines else [])]
+    sound = ", ".join(
+        dict.fromkeys(verdict["check"] for verdict in verdicts if verdict not in wrong)
+    )
+    lines = [
+        f"- Step {verdict['step']:,}, {verdict['check']}: {verdict['message']}" for verdict in wrong
+    ]
+    return [
+        *([f"- Checks passed: {sound}."] if sound else []),
+        *(["", "## Checks", "", *lines] if lines else []),
+    ]
 
 
-def _profile(profile: Mapping[str, Any]) -> list[str]:
-    """Where the time of the training went, and what it needed."""
+#: The columns of the table of costs: key, title, format.
+_COSTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("parameters", "parameters", "{:,}".format),
+    ("disk_bytes", "on disk", format_bytes),
+    ("memory_bytes", "weights in memory", format_bytes),
+    ("working_bytes", "and at work", format_bytes),
+    ("read_tokens_per_second", "reads, tokens/s", "{:,.0f}".format),
+    ("write_tokens_per_second", "writes, tokens/s", "{:,.0f}".format),
+)
+_ADVANTAGES = {
+    "times_fewer_parameters": "{:.1f} times fewer parameters",
+    "times_smaller_on_disk": "files {:.1f} times smaller",
+    "times_less_memory": "{:.1f} times less memory for its weights",
+    "times_faster_reading": "{:.1f} times the speed of reading",
+    "times_faster_writing": "{:.1f} times the speed of writing",
+}
+
+
+def _format_costs(found: Facts) -> list[str]:
+    """Format the size, memory and speed of both models, and the savings of the student."""
+    costs = found.get("costs") or {}
+    if not costs:
+        return []
+    shown = [
+        column for column in _COSTS if any(cost[column[0]] is not None for cost in costs.values())
+    ]
+    rows = [
+        [name, *("" if cost[key] is None else form(cost[key]) for key, _, form in shown)]
+        for name, cost in costs.items()
+    ]
+    advantages = found.get("student_is") or {}
+    saved = [form.format(advantages[key]) for key, form in _ADVANTAGES.items() if key in advantages]
+    why = found.get("without_teacher")
+    return [
+        "",
+        "## On this device",
+        "",
+        *([f"Compared with its teacher, the student has {', '.join(saved)}.", ""] if saved else []),
+        *([f"The teacher was not loaded: {why}.", ""] if why else []),
+        _format_row(["", *(title for _, title, _ in shown)]),
+        "|---|" + "---:|" * len(shown),
+        *map(_format_row, rows),
+    ]
+
+
+def _format_profile(profile: Mapping[str, Any]) -> list[str]:
+    """Where the time of the training went, and the memory that it needed."""
     if not profile:
         return []
     rows = [
-        [phase["name"], f"{phase['count']:,}", f"{phase['seconds']:.1f}", f"{phase['mean_milliseconds']:.1f}",
-         _PERCENT(phase["share"])]
+        [
+            phase["name"],
+            f"{phase['count']:,}",
+            f"{phase['seconds']:.1f}",
+            f"{phase['mean_milliseconds']:.1f}",
+            _PERCENT(phase["share"]),
+        ]
         for phase in profile["phases"]
-    ]  # fmt: skip
+    ]
     used = f"{profile['peak_memory_bytes'] / 2**20:,.0f} MiB of memory at most"
     if profile.get("mfu") is not None:
         used += f", {profile['mfu']:.1%} of the device's peak arithmetic"
-    table = [_row(["phase", "times", "seconds", "mean ms", "share"]), "|---|--:|--:|--:|--:|", *map(_row, rows)]
+    table = [
+        _format_row(["phase", "times", "seconds", "mean ms", "share"]),
+        "|---|--:|--:|--:|--:|",
+        *map(_format_row, rows),
+    ]
     return ["", "## Where the time went", "", f"{used}.", "", *table]
 
 
-def _tasks(tasks: Mapping[str, Mapping[str, float]]) -> list[str]:
-    rows = [[task, metric, f"{value:.4f}"] for task, found in tasks.items() for metric, value in found.items()]
-    return ["", "## Tasks", "", _row(["task", "metric", ""]), "|---|---|---:|", *map(_row, rows)] if rows else []
+def _format_tasks(tasks: Mapping[str, Mapping[str, float]]) -> list[str]:
+    rows = [
+        [task, metric, f"{value:.4f}"]
+        for task, found in tasks.items()
+        for metric, value in found.items()
+    ]
+    if not rows:
+        return []
+    heading = _format_row(["task", "metric", ""])
+    return ["", "## Tasks", "", heading, "|---|---|---:|", *map(_format_row, rows)]
 
 
-def _samples(samples: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
+def _format_samples(samples: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
     lines = []
+    # Each model has one text for each prompt; the page groups them by prompt.
     for texts in zip(*samples.values(), strict=True):
-        lines += ["", *_quoted(texts[0]["prompt"])]
+        lines += ["", *_indent_text(texts[0]["prompt"])]
         for name, text in zip(samples, texts, strict=True):
-            lines += ["", f"{name}:", "", *_quoted(text["text"])]
+            lines += ["", f"{name}:", "", *_indent_text(text["text"])]
     return ["", "## Samples", *lines] if lines else []
 
 
-def _quoted(text: str) -> list[str]:
-    """A text as it is: an indented block, in which Markdown means nothing."""
-    return [f"    {line}" for line in text.splitlines() or [""]]
+def _indent_text(text: str) -> list[str]:
+    """A text verbatim: Markdown leaves an indented block as it is. Of blank lines one is shown."""
+    lines = text.splitlines() or [""]
+    # A weak student may write nothing but blank lines.
+    pairs = zip(["x", *lines], lines, strict=False)
+    return [f"    {line}" for before, line in pairs if line.strip() or before.strip()]
 
 
-def _pictures(report: Found) -> list[str]:
-    return [line for name in report.get("plots") or () for line in ("", f"![{TITLES[name]}]({name})")]
+def _format_plots(report: Facts) -> list[str]:
+    return [
+        line for name in report.get("plots") or () for line in ("", f"![{TITLES[name]}]({name})")
+    ]
 
 
-def _row(cells: Sequence[str]) -> str:
+def _format_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

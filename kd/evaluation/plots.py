@@ -1,4 +1,4 @@
-"""A report's pictures, as PNG files beside it: the run's curves, reliability, KL by length of context."""
+"""A report's plots as PNG files: the run's curves, reliability, KL by length of context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 from cache.disk import make_folder, storage_errors, write_file
 
-CURVES, RELIABILITY, CONTEXT = "curves.png", "reliability.png", "kl_by_context.png"
+CURVES = "curves.png"
+RELIABILITY = "reliability.png"
+CONTEXT = "kl_by_context.png"
 TITLES = {
     CURVES: "Training",
     RELIABILITY: "Reliability: how often a model is right, by how sure it is",
@@ -18,30 +20,35 @@ TITLES = {
 Lines = Sequence[Mapping[str, Any]]
 
 
-def draw(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lines) -> list[str]:
-    """Draw what there is something to draw of: the measured ``models`` and the ``lines`` of metrics.jsonl.
+def draw_plots(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lines) -> list[str]:
+    """Draw a plot for each kind of data there is, and return the file names.
 
-    Returns the files' names.
+    The data are the measured ``models`` and the ``lines`` of metrics.jsonl.
     """
-    reliability = {name: found["reliability"] for name, found in models.items() if found.get("reliability")}
-    context = {name: found["kl_by_context"] for name, found in models.items() if found.get("kl_by_context")}
-    drawings: dict[str, tuple[bool, Callable[[Any], None]]] = {
-        CURVES: (any("loss" in line for line in lines), lambda figure: _curves(figure, lines)),
-        RELIABILITY: (bool(reliability), lambda figure: _reliability(figure, reliability)),
-        CONTEXT: (bool(context), lambda figure: _context(figure, context)),
+    reliability = {
+        name: found["reliability"] for name, found in models.items() if found.get("reliability")
     }
-    wanted = {name: paint for name, (some, paint) in drawings.items() if some}
-    for name, paint in wanted.items():
-        _save(folder / name, paint)
+    context = {
+        name: found["kl_by_context"] for name, found in models.items() if found.get("kl_by_context")
+    }
+    drawings: dict[str, tuple[bool, Callable[[Any], None]]] = {
+        CURVES: (any("loss" in line for line in lines), lambda figure: _draw_curves(figure, lines)),
+        RELIABILITY: (bool(reliability), lambda figure: _draw_reliability(figure, reliability)),
+        CONTEXT: (bool(context), lambda figure: _draw_context(figure, context)),
+    }
+    wanted = {name: draw for name, (has_data, draw) in drawings.items() if has_data}
+    for name, draw in wanted.items():
+        _save_figure(folder / name, draw)
     return list(wanted)
 
 
-def _save(path: Path, paint: Callable[[Any], None]) -> None:
-    """Paint on a new figure and write it; no state of pyplot's is touched, and no window opened."""
+def _save_figure(path: Path, draw: Callable[[Any], None]) -> None:
+    """Draw on a new figure and write it, without pyplot's global state or a window."""
+    # Imported here because most commands draw nothing.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
-    paint(figure)
+    draw(figure)
     image = BytesIO()
     figure.savefig(image, format="png", dpi=120)
     with storage_errors(path.parent):
@@ -49,8 +56,8 @@ def _save(path: Path, paint: Callable[[Any], None]) -> None:
         write_file(path, image.getvalue())
 
 
-def _curves(figure: Any, lines: Lines) -> None:
-    """Losses of the steps, and of the held-out text, on one axis: both are nats per token."""
+def _draw_curves(figure: Any, lines: Lines) -> None:
+    """Losses of the steps and of the held-out text on one axis: both are nats per token."""
     axes = figure.subplots()
     wanted = {
         "loss": ("loss", "-"),
@@ -68,23 +75,36 @@ def _curves(figure: Any, lines: Lines) -> None:
     axes.legend()
 
 
-def _reliability(figure: Any, curves: Mapping[str, Lines]) -> None:
+def _draw_reliability(figure: Any, curves: Mapping[str, Lines]) -> None:
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], "--", color="grey", linewidth=1, label="as sure as right")
     for name, points in curves.items():
         places = [point["confidence"] for point in points], [point["accuracy"] for point in points]
         (line,) = axes.plot(*places, "-", label=name, linewidth=1)
-        axes.scatter(*places, s=[4 + 200 * point["share"] for point in points], color=line.get_color(), alpha=0.5)
-    axes.set(xlabel="confidence", ylabel="accuracy", title=TITLES[RELIABILITY], xlim=(0, 1), ylim=(0, 1))
+        # The area of a point shows its share of the tokens.
+        axes.scatter(
+            *places,
+            s=[4 + 200 * point["share"] for point in points],
+            color=line.get_color(),
+            alpha=0.5,
+        )
+    axes.set(
+        xlabel="confidence", ylabel="accuracy", title=TITLES[RELIABILITY], xlim=(0, 1), ylim=(0, 1)
+    )
     axes.grid(alpha=0.3)
     axes.legend()
 
 
-def _context(figure: Any, spans: Mapping[str, Lines]) -> None:
+def _draw_context(figure: Any, spans: Mapping[str, Lines]) -> None:
     axes = figure.subplots()
     for name, points in spans.items():
-        axes.plot([point["first"] for point in points], [point["kl"] for point in points], "o-", label=name)
-    axes.set_xscale("log", base=2)
+        axes.plot(
+            [point["first"] for point in points],
+            [point["kl"] for point in points],
+            "o-",
+            label=name,
+        )
+    axes.set_xscale("log", base=2)  # the spans double
     axes.set(xlabel="tokens of context", ylabel="nats per token", title=TITLES[CONTEXT])
     axes.grid(alpha=0.3)
     axes.legend()

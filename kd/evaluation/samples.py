@@ -1,69 +1,145 @@
-"""What a model writes when it goes on from a text, always choosing the most probable token.
+"""Samples: how a model continues a prompt when it always chooses the most probable token.
 
-Shapes: T tokens of the prompt, with a batch of one.
+Shapes: P prompts of one length, L tokens of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kd.config.evaluation import EvaluationConfig
-from kd.models import vocabulary_size
+from kd.models.tokenizers import get_vocabulary_size
+from kd.text.batches import Source
+
+#: Tokens of a prompt that is the beginning of a held-out text.
+PROMPT_TOKENS = 32
+#: The most tokens of a chat before the answer that a model continues.
+CHAT_TOKENS = 256
 
 
-def write_samples(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: EvaluationConfig
-) -> list[dict[str, str]]:
-    """Each of the prompts, and how the model goes on, with special tokens shown."""
-    return [{"prompt": prompt, "text": continuation(model, tokenizer, prompt, options)} for prompt in options.prompts]
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue, and its tokens (at least one)."""
+
+    text: str
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+        """Encode ``text``; an empty one begins as a document does."""
+        ids = tuple(tokenizer(text, verbose=False)["input_ids"])
+        return cls(text, ids or (_find_first_token(tokenizer),))
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The text that a model wrote, with special tokens shown, and the number of its tokens."""
+
+    text: str
+    tokens: int
+
+
+def choose_prompts(source: Source, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
+    """Take ``count`` prompts from all parts of the held-out text, or else of the training text.
+
+    A prompt is the beginning of a sequence, or of a chat up to the answer.
+    """
+    first = source.train_count if source.validation_count else 0
+    total = source.validation_count or source.train_count
+    chosen = np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
+    sequences, _ = source.read(first + chosen) if len(chosen) else (None, None)
+    if sequences is None:
+        return []
+    rows = zip(sequences.tokens, sequences.document_start, sequences.target_mask, strict=True)
+    ids = [_cut_prompt(*row) for row in rows]
+    return [Prompt(str(tokenizer.decode(list(each))), each) for each in ids if each]
+
+
+def _cut_prompt(
+    tokens_L: NDArray[np.uint32], start_L: NDArray[np.bool_], mask_L: NDArray[np.bool_]
+) -> tuple[int, ...]:
+    """Cut the prompt out of a sequence; empty where the sequence has no target."""
+    targets = np.flatnonzero(mask_L)
+    if not len(targets):
+        return ()
+    last = int(targets[0])
+    begin = int(np.flatnonzero(start_L[: last + 1])[-1]) if start_L[: last + 1].any() else 0
+    # In plain text the first token already has a target; in a chat the answer has the first one.
+    end = last + 1 if last > begin else begin + PROMPT_TOKENS
+    return tuple(tokens_L[max(begin, end - CHAT_TOKENS) : end].tolist())
 
 
 @torch.no_grad()
-def continuation(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, options: EvaluationConfig
-) -> str:
-    """At most ``max_new_tokens`` tokens, fewer where the model ends its text or its context is full.
+def continue_prompts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    count: int,
+) -> list[Continuation]:
+    """Continue each prompt by at most ``count`` tokens; prompts of one length are one batch.
 
-    Of a prompt that leaves no room in the context, the end is kept.
+    There are fewer where the model ends its text or its context is full. A prompt that leaves no
+    room in the context is cut at its start.
     """
     context = getattr(model.config, "max_position_embeddings", None) or 2**31
-    ids_1T = _prompt_ids(tokenizer, prompt, context).to(model.device)
-    length = ids_1T.shape[1]
-    rules = _greedy(model, tokenizer, min(options.max_new_tokens, context - length))
-    written_1T = _generate(model, ids_1T, rules)
-    return str(tokenizer.decode(written_1T[0, length:].tolist()))
+    ids = [prompt.ids[-(context - 1) :] for prompt in prompts]
+    found: dict[int, Continuation] = {}
+    for length in sorted({len(each) for each in ids}):
+        places = [place for place, each in enumerate(ids) if len(each) == length]
+        ids_PL = torch.tensor([ids[place] for place in places]).to(model.device)
+        rules = _make_greedy_rules(model, tokenizer, min(count, context - length))
+        written_PL = _generate(model, ids_PL, rules)[:, length:]
+        for place, row in zip(places, written_PL.tolist(), strict=True):
+            found[place] = _read_row(row, tokenizer)
+    return [found[place] for place in range(len(prompts))]
 
 
-def _greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int) -> GenerationConfig:
-    """The rules for ``count`` tokens; rows of a padded head are no tokens."""
-    width, end = model.get_output_embeddings().weight.shape[0], tokenizer.eos_token_id
+def _read_row(row: list[int], tokenizer: PreTrainedTokenizerBase) -> Continuation:
+    """Decode what a model wrote, up to the end of its text; what follows in a row is padding."""
+    end = tokenizer.eos_token_id
+    kept = row[: row.index(end) + 1] if end in row else row
+    return Continuation(str(tokenizer.decode(kept)), len(kept))
+
+
+def _make_greedy_rules(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
+) -> GenerationConfig:
+    """The rules for ``count`` tokens; rows of a padded LM head are no tokens and are suppressed."""
+    width = model.get_output_embeddings().weight.shape[0]
+    end = tokenizer.eos_token_id
     return GenerationConfig(
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=end,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end,
-        suppress_tokens=list(range(vocabulary_size(tokenizer), width)) or None,
+        suppress_tokens=list(range(get_vocabulary_size(tokenizer), width)) or None,
     )
 
 
-def _generate(model: PreTrainedModel, ids_1T: Tensor, rules: GenerationConfig) -> Tensor:
-    """What the library writes by ``rules`` alone: what they leave open it would take from the model's own."""
+def _generate(model: PreTrainedModel, ids_PL: Tensor, rules: GenerationConfig) -> Tensor:
+    """Generate by ``rules`` alone.
+
+    The model's own rules are set aside: the library would take from them whatever ``rules`` omit.
+    """
     generate: Any = model.generate  # nn.Module's own __getattr__ types it as a Tensor
-    own, model.generation_config = model.generation_config, rules
+    own = model.generation_config
+    model.generation_config = rules
     try:
-        written_1T: Tensor = generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=rules)
+        written_PL: Tensor = generate(
+            ids_PL, attention_mask=torch.ones_like(ids_PL), generation_config=rules
+        )
     finally:
         model.generation_config = own
-    return written_1T
+    return written_PL
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, context: int) -> Tensor:
-    """The prompt's tokens (1, T), the last ones that leave room for one more; never none."""
-    ids = tokenizer(prompt, verbose=False)["input_ids"][-(context - 1) :]
-    if not ids:
-        ids = [next(token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None)]
-    return torch.tensor([ids])
+def _find_first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    tokens = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in tokens if token is not None)

@@ -1,20 +1,24 @@
-"""axolotl's distillation columns, as JSON Lines or Parquet.
+"""Read the distillation columns of axolotl, from JSON Lines or Parquet.
 
-    logprobs                            a list for each token of [{"token": "token_id:N", "logprob": x}, ...]
-    target_token_ids + logprobs         v2: ids and log-probabilities as lists of lists
-    target_token_ids, target_logprobs,  a prepared dataset: the same for every token of ``input_ids``; entries with
-    target_mask                         ``target_mask`` 0 are padding
+    logprobs                            for each token a list [{"token": "token_id:N", "logprob":
+                                        x}, ...]
+    target_token_ids + logprobs         version 2: ids and log-probabilities as lists of lists
+    target_token_ids, target_logprobs,  a prepared dataset: ids and log-probabilities for every
+                                        token of
+    target_mask                         ``input_ids``; entries with ``target_mask`` 0 are padding
     input_ids, or messages              the tokens, or a chat that the tokenizer's template renders
-    labels                              -100 where a token is not a target, if there is such a column
+    labels                              optional; -100 where a token is not a target
 
-Alignment (axolotl, integrations/kd/chat_template.py): the lists belong to the *last* tokens of the row, and item p,
-counted from the row's first token, is the distribution that token p was drawn from: it is masked by ``labels[p]``, and
-made of a server's log-probabilities of its own answer. So it becomes the record of position p - 1. ``ahead=True`` reads
-item p as the distribution of token p + 1 instead, as axolotl's trainer does since 0.10, which no longer shifts (its
-online teacher shifts the items itself). Which of the two a dataset follows shows in the data, and is checked.
+Alignment (axolotl, integrations/kd/chat_template.py): the lists belong to the *last* tokens of the
+row. Item p, counted from the row's first token, is the distribution that token p was drawn from: it
+is masked by ``labels[p]``, and contains a server's log-probabilities of its own answer. So it
+becomes the record of position p - 1. ``ahead=True`` reads item p as the distribution of token p + 1
+instead, like axolotl's trainer since version 0.10, which no longer shifts (its online teacher
+shifts the items itself). The data shows which of the two a dataset follows; ``kd.exchange.rows``
+checks it.
 
-Log-probabilities must be of temperature 1. A prepared dataset has the temperature of its configuration applied, and its
-entries are scaled to sum to 1: it can only be imported as that.
+Log-probabilities must have temperature 1. A prepared dataset has another temperature already
+applied, and its entries are scaled to sum to 1; it can be imported only as it is.
 """
 
 from __future__ import annotations
@@ -26,66 +30,105 @@ from typing import Any
 import numpy as np
 
 from kd.errors import DataError
-from kd.exchange.files import dict_rows
-from kd.exchange.prompt_logprobs import token_id
-from kd.exchange.rows import Row, one_document, rectangle, whole
+from kd.exchange.foreign_files import read_dict_rows
+from kd.exchange.prompt_logprobs import parse_token_id
+from kd.exchange.rows import Row, mark_one_document, pad_records, require_token_id
 
+#: The ids of a token's entries, and their log-probabilities.
 Pairs = tuple[list[int], list[float]]
 
 
-def rows(path: Path, tokenizer: Any, ahead: bool = False) -> Iterator[Row]:
-    """The rows of one file; ``tokenizer`` renders chats. Raises ``DataError`` naming the row that does not fit."""
-    for where, cells in dict_rows(path):
+def read_rows(path: Path, tokenizer: Any, ahead: bool = False) -> Iterator[Row]:
+    """Yield the rows of one file; ``tokenizer`` renders chats.
+
+    Raises ``DataError`` for a row of another form.
+    """
+    for where, cells in read_dict_rows(path):
         try:
-            row = _row(where, _tokens(cells, tokenizer), _items(cells), cells.get("labels"), ahead)
+            row = _make_row(
+                where,
+                _read_tokens(cells, tokenizer),
+                _read_items(cells),
+                cells.get("labels"),
+                ahead,
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            detail = f"{where} has not axolotl's columns: {type(error).__name__}: {error}"
-            raise DataError(detail, "Give logprobs, or target_token_ids and logprobs or target_logprobs.") from error
+            detail = f"{where} does not have axolotl's columns: {type(error).__name__}: {error}"
+            raise DataError(
+                detail, "Give logprobs, or target_token_ids and logprobs or target_logprobs."
+            ) from error
         yield row
 
 
-def _tokens(cells: dict[str, Any], tokenizer: Any) -> list[int]:
+def _read_tokens(cells: dict[str, Any], tokenizer: Any) -> list[int]:
     if cells.get("input_ids") is not None:
-        return [whole(token) for token in cells["input_ids"]]
+        return [require_token_id(token) for token in cells["input_ids"]]
     return list(tokenizer.apply_chat_template(cells["messages"], tokenize=True, return_dict=False))
 
 
-def _items(cells: dict[str, Any]) -> list[Pairs]:
-    """Ids and log-probabilities of each token that the row has any for; empty where it has none."""
+def _read_items(cells: dict[str, Any]) -> list[Pairs]:
+    """Return the entries of each token that has an item in the row; an item may be empty."""
     if "target_logprobs" in cells:
         masks = cells.get("target_mask") or [None] * len(cells["target_logprobs"])
         triples = zip(cells["target_token_ids"], cells["target_logprobs"], masks, strict=True)
-        return [_unmasked(ids, logprobs, mask) for ids, logprobs, mask in triples]
+        return [_drop_masked(ids, logprobs, mask) for ids, logprobs, mask in triples]
     if "target_token_ids" in cells:
         pairs = zip(cells["target_token_ids"], cells["logprobs"], strict=True)
-        return [_unmasked(ids or (), logprobs or (), None) for ids, logprobs in pairs]
+        return [_drop_masked(ids or (), logprobs or (), None) for ids, logprobs in pairs]
     return [
-        ([token_id(each["token"]) for each in item or ()], [float(each["logprob"]) for each in item or ()])
+        (
+            [parse_token_id(each["token"]) for each in item or ()],
+            [float(each["logprob"]) for each in item or ()],
+        )
         for item in cells["logprobs"]
     ]
 
 
-def _unmasked(ids: Any, logprobs: Any, mask: Any) -> Pairs:
+def _drop_masked(ids: Any, logprobs: Any, mask: Any) -> Pairs:
     flags = [1] * len(ids) if mask is None else mask
-    kept = [(whole(t), float(lp)) for t, lp, flag in zip(ids, logprobs, flags, strict=True) if flag and lp != -np.inf]
+    kept = [
+        (require_token_id(t), float(lp))
+        for t, lp, flag in zip(ids, logprobs, flags, strict=True)
+        if flag and lp != -np.inf
+    ]
     return [t for t, _ in kept], [lp for _, lp in kept]
 
 
 def _is_target(place: int, labels: list[int] | None) -> bool:
-    """Whether the token at ``place``, which a list is about, follows another and is not left out."""
+    """Whether the token at ``place``, which an item predicts, is a target.
+
+    The first token never is.
+    """
     return place > 0 and (labels is None or (place < len(labels) and labels[place] != -100))
 
 
-def _row(where: str, tokens: list[int], items: list[Pairs], labels: list[int] | None, ahead: bool) -> Row:
+def _make_row(
+    where: str, tokens: list[int], items: list[Pairs], labels: list[int] | None, ahead: bool
+) -> Row:
+    # The lists belong to the last tokens: those before have none.
     before = len(tokens) - len(items)
     if before < 0 or (labels is not None and len(labels) != len(tokens)):
         counts = f"{len(items)} lists of log-probabilities and {len(labels or tokens)} labels"
         detail = f"{where} has {len(tokens)} tokens, {counts}."
-        raise DataError(detail, "The lists belong to the last tokens: there must not be more of them than tokens.")
+        raise DataError(
+            detail,
+            "The lists belong to the last tokens: there must not be more of them than tokens.",
+        )
     places = [
-        before + number for number, (ids, _) in enumerate(items) if ids and _is_target(before + number + ahead, labels)
+        before + number
+        for number, (ids, _) in enumerate(items)
+        if ids and _is_target(before + number + ahead, labels)
     ]
-    ids, logprobs = rectangle([items[place - before] for place in places])
+    ids, logprobs = pad_records([items[place - before] for place in places])
+    # A record of position t is about token t + 1.
     positions = np.array(places, np.int64) - (not ahead)
     gold = np.full(len(places), np.nan)
-    return Row(where, np.asarray(tokens, np.int64), one_document(len(tokens)), positions, ids, logprobs, gold)
+    return Row(
+        where,
+        np.asarray(tokens, np.int64),
+        mark_one_document(len(tokens)),
+        positions,
+        ids,
+        logprobs,
+        gold,
+    )

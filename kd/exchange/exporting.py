@@ -1,8 +1,9 @@
-"""A sealed cache -> a dataset of another tool: plain Parquet, or DistillKit's.
+"""Export a sealed cache as a dataset for another tool: plain Parquet, or the format of DistillKit.
 
-    sequences and entries, a few at a time -> a table of rows -> train-*.parquet, validation-*.parquet
+    sequences and entries, a few at a time -> a table of rows
+                                           -> train-*.parquet, validation-*.parquet
 
-S sequences    L tokens of a sequence    P positions with a record    k entries of a position
+Shapes: B sequences, L positions of a sequence, N positions with a record, K entries of a position.
 """
 
 from __future__ import annotations
@@ -15,87 +16,116 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.codec import Codec
 from cache.profiles import PROFILES
-from cache.records import Sequences, offsets_of
+from cache.records import Records, Sequences, compute_offsets
 from cache.store import Cache
 from kd.errors import DataError
 from kd.exchange import distillkit, parquet
 from kd.exchange.distillkit import INDICES, LOGPROBS, Compression
-from kd.exchange.entries import Entries, entries_of, entry_count
+from kd.exchange.entries import EntryTable, choose_entry_count, read_entries
+from kd.exchange.restoring import PREFIX, FileDescription, cut_by_sequence, make_stored_schema
 from kd.files import whole_folder
-from kd.progress import SILENT, Meter, Monitor
+from kd.progress import SILENT, Monitor, ProgressMeter
 
-#: Sequences of a file.
+#: Sequences in one file.
 FILE_SEQUENCES = 2048
-#: Log-probability of what fills a record up to k in DistillKit's format, which has no place for fewer. Its own sampler
-#: leaves -inf there, which its loss turns into NaN; exp(-100) is 0 to it, and finite.
-FILLING = -100.0
+#: The log-probability of entries that fill a record up to K in DistillKit's format, where every
+#: record has K. DistillKit's own sampler writes -inf, which its loss turns into NaN; -100 is
+#: finite, and exp(-100) is as good as 0.
+FILL_LOGPROB = -100.0
 
 
-class Layout(Protocol):
-    """How rows of another tool are made of sequences and their entries."""
+class ExportLayout(Protocol):
+    """The format of another tool: it turns sequences and their entries into rows."""
 
     @property
     def schema(self) -> Any:
         """The ``pyarrow.Schema`` of its rows."""
         ...
 
-    def table(self, sequences: Sequences, entries: Entries) -> Any:
-        """A ``pyarrow.Table`` of them."""
+    def make_table(self, sequences: Sequences, records: Records, entries: EntryTable) -> Any:
+        """Return a ``pyarrow.Table`` of sequences, their records as stored, and their entries."""
         ...
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """Write what belongs beside the rows; returns what is worth saying."""
+        """Write the files beside the rows; return fields for the summary."""
         ...
 
 
 def export_records(
-    store: Cache, format: str, folder: Path, k: int | None = None, monitor: Monitor = SILENT
+    store: Cache,
+    format: str,
+    folder: Path,
+    k: int | None = None,
+    monitor: Monitor = SILENT,
+    lossy: bool = False,
 ) -> dict[str, Any]:
     """Write the records of a cache as a new dataset in ``folder``; returns a summary.
 
-    Of profiles topk, dense and hidden ``k`` entries are written as they are; of threshold and tempered all entries
-    with their weights (Parquet), or the ``k`` most probable of those that are not sampled (DistillKit). Raises
-    ``DataError`` where ``format`` or ``k`` does not fit the cache, or ``folder`` is not empty.
+    Profiles topk, dense and hidden export ``k`` entries per position. Profiles threshold and
+    tempered export all entries with their weights (Parquet), or with ``lossy`` the ``k`` most
+    probable entries that are not sampled (DistillKit). Parquet without ``k`` also holds the records
+    as stored, so that an import gives the same cache. Raises ``DataError`` where ``format`` or
+    ``k`` does not fit the cache, where the format cannot hold the cache and ``lossy`` is not set,
+    or where ``folder`` is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} is not empty.", "Name a new folder.")
-    layout, files = _layout(store, format, k), dict(_files(store))
-    meter = Meter(len(store), "sequences")
+    layout = _choose_layout(store, format, k, lossy)
+    files = dict(_name_files(store))
+    meter = ProgressMeter(len(store), "sequences")
     with whole_folder(folder) as temporary:
         for name, numbers in files.items():
-            _write(temporary / name, layout, entries_of(store, numbers, k))
+            _write_file(temporary / name, layout, store, numbers, k)
             monitor.emit("progress", **meter.advance(len(numbers), 0))
-            monitor.check(f"after {name}; nothing of it is kept")
-        said = layout.finish(temporary)
-    return {"path": str(folder), "files": list(files), "sequences": len(store), **said}
+            monitor.check(f"after {name}; no file is kept")
+        summary = layout.finish(temporary)
+    return {"path": str(folder), "files": list(files), "sequences": len(store), **summary}
 
 
-def _layout(store: Cache, format: str, k: int | None) -> Layout:
+def _choose_layout(store: Cache, format: str, k: int | None, lossy: bool) -> ExportLayout:
     profile = store.codec.profile
-    most = entry_count(store, k)
+    most = choose_entry_count(store, k)
     if format == "distillkit":
+        if PROFILES[profile].sampled and not lossy:
+            raise DataError(
+                f"DistillKit has no place for the sampled tail of profile {profile}.",
+                "Export Parquet, or set --lossy to leave the tail out.",
+            )
         return DistillKitLayout(profile, most, store.codec.vocabulary_size)
     if format != "parquet":
         raise DataError(f"There is no format {format!r}.", "Use parquet or distillkit.")
     if k is not None and PROFILES[profile].sampled:
-        raise DataError(f"The entries of profile {profile} are right only together.", "Leave out k.")
-    return PlainLayout(PROFILES[profile].sampled)
+        raise DataError(
+            f"The entries of profile {profile} are unbiased only all together.", "Leave out k."
+        )
+    # A user who chooses k wants other records than the cache's.
+    stored = store.codec if k is None else None
+    return PlainLayout(PROFILES[profile].sampled, stored)
 
 
-def _files(store: Cache) -> Iterator[tuple[str, range]]:
-    """The files of an export, named so that ``datasets`` finds the splits, and the sequences in each."""
+def _name_files(store: Cache) -> Iterator[tuple[str, range]]:
+    """Yield the name of each file and the numbers of its sequences.
+
+    ``datasets`` finds splits by these names.
+    """
     for split, numbers in (("train", store.train), ("validation", store.validation)):
         for index, first in enumerate(range(0, len(numbers), FILE_SEQUENCES)):
             yield f"{split}-{index:05d}.parquet", numbers[first : first + FILE_SEQUENCES]
 
 
-def _write(path: Path, layout: Layout, parts: Iterator[tuple[Sequences, Entries]]) -> None:
+def _write_file(
+    path: Path, layout: ExportLayout, store: Cache, numbers: range, k: int | None
+) -> None:
     import pyarrow.parquet
 
+    description = FileDescription(store, numbers.start)
     with pyarrow.parquet.ParquetWriter(path, layout.schema) as file:
-        for sequences, entries in parts:
-            file.write_table(layout.table(sequences, entries))
+        for sequences, records, entries in read_entries(store, numbers, k):
+            description.add(sequences, records)
+            file.write_table(layout.make_table(sequences, records, entries))
+        file.add_key_value_metadata(description.to_metadata())
 
 
 # ---------------------------------------------------------------------- plain Parquet
@@ -103,57 +133,86 @@ def _write(path: Path, layout: Layout, parts: Iterator[tuple[Sequences, Entries]
 
 @dataclass(frozen=True)
 class PlainLayout:
-    """Plain Parquet, one row a sequence (``kd.exchange.parquet``); ``weights`` in place of log-probabilities."""
+    """Plain Parquet with one row per sequence (``kd.exchange.parquet``).
+
+    ``weights`` replace log-probabilities. With ``stored``, the codec of the cache, a row also holds
+    the records as stored.
+    """
 
     weights: bool
+    stored: Codec | None = None
 
     @property
     def schema(self) -> Any:
         """The ``pyarrow.Schema`` of its rows."""
-        return parquet.schema(self.weights)
-
-    def table(self, sequences: Sequences, entries: Entries) -> Any:
-        """A ``pyarrow.Table`` of S rows."""
         import pyarrow
 
-        flags, length = sequences.target_mask.reshape(-1), sequences.length
+        plain = parquet.make_schema(self.weights)
+        more = [] if self.stored is None else make_stored_schema(self.stored)
+        return pyarrow.schema([*plain, *(pyarrow.field(*each) for each in more)])
+
+    def make_table(self, sequences: Sequences, records: Records, entries: EntryTable) -> Any:
+        """Return a ``pyarrow.Table`` of B rows."""
+        import pyarrow
+
+        flags = sequences.target_mask.reshape(-1)
         counts = np.zeros(flags.size, np.int64)
         counts[flags] = entries.counts
-        named = "weights" if self.weights else "logprobs"
+        values = "weights" if self.weights else "logprobs"
         columns = {
             "input_ids": pyarrow.array(sequences.tokens.reshape(-1)),
             "document_start": pyarrow.array(sequences.document_start.reshape(-1)),
             "target_mask": pyarrow.array(flags),
-            "ids": _lists(counts, entries.ids.astype(np.uint32)),
-            named: _lists(counts, getattr(entries, named).astype(np.float32)),
-            "residual": _placed(flags, entries.residual),
-            "gold_logprob": _placed(flags, entries.gold),
-            "entropy": _placed(flags, entries.entropy),
+            "ids": _make_lists(counts, entries.ids.astype(np.uint32)),
+            values: _make_lists(counts, getattr(entries, values).astype(np.float32)),
+            "residual": _place_values(flags, entries.residual),
+            "gold_logprob": _place_values(flags, entries.gold),
+            "entropy": _place_values(flags, entries.entropy),
         }
-        per_row = np.full(len(sequences), length)
-        rows = {name: _of_offsets(per_row, columns[name]) for name in self.schema.names}
-        return pyarrow.table(rows).cast(self.schema)
+        per_row = np.full(len(sequences), sequences.length)
+        rows = {name: _split_into_lists(per_row, values) for name, values in columns.items()}
+        if self.stored is not None:
+            rows |= _make_stored_columns(sequences, records)
+        return pyarrow.table(rows).select(self.schema.names).cast(self.schema)
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """There is nothing beside the rows."""
+        """Write nothing: this format has only rows."""
         return {}
 
 
-def _lists(counts: NDArray[Any], values: NDArray[Any]) -> Any:
+def _make_stored_columns(sequences: Sequences, records: Records) -> dict[str, Any]:
+    """Return the columns of ``records`` as stored, a flat list for each sequence."""
     import pyarrow
 
-    return _of_offsets(counts, pyarrow.array(values))
+    parts = list(cut_by_sequence(sequences, records))
+    return {
+        PREFIX + name: _split_into_lists(
+            np.array([part[name].size for part in parts]), pyarrow.array(column.reshape(-1))
+        )
+        for name, column in records.columns.items()
+    }
 
 
-def _of_offsets(counts: NDArray[Any], values: Any) -> Any:
-    """``values`` as consecutive lists of ``counts`` items."""
+def _make_lists(counts: NDArray[Any], values: NDArray[Any]) -> Any:
     import pyarrow
 
-    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets_of(counts), pyarrow.int32()), values)
+    return _split_into_lists(counts, pyarrow.array(values))
 
 
-def _placed(flags: NDArray[np.bool_], values: NDArray[Any]) -> Any:
-    """``values`` (P,) where ``flags`` are set, null elsewhere and where a value is not finite."""
+def _split_into_lists(counts: NDArray[Any], values: Any) -> Any:
+    """Split ``values`` into consecutive lists of ``counts`` items."""
+    import pyarrow
+
+    return pyarrow.ListArray.from_arrays(
+        pyarrow.array(compute_offsets(counts), pyarrow.int32()), values
+    )
+
+
+def _place_values(flags: NDArray[np.bool_], values: NDArray[Any]) -> Any:
+    """Place ``values`` (N,) where ``flags`` are set.
+
+    Null elsewhere and for values that are not finite.
+    """
     import pyarrow
 
     placed = np.full(flags.size, np.nan, np.float32)
@@ -166,9 +225,10 @@ def _placed(flags: NDArray[np.bool_], values: NDArray[Any]) -> Any:
 
 @dataclass
 class DistillKitLayout:
-    """DistillKit's dataset, one row a document, in which every log-probability is a float32 of its own.
+    """DistillKit's dataset with one row per document; every log-probability is stored as a float32.
 
-    A position without a record inside a document has no place in it and is refused.
+    The format has a record for every position, so a document with a position without one is
+    refused.
     """
 
     profile: str
@@ -182,65 +242,90 @@ class DistillKitLayout:
 
     def __post_init__(self) -> None:
         self.compression = Compression(
-            d=max(self.vocabulary, 2), k=self.k, exact_k=self.k, residual_bins=(), delta_encoding=False
+            d=max(self.vocabulary, 2),
+            k=self.k,
+            exact_k=self.k,
+            residual_bins=(),
+            delta_encoding=False,
         )
 
     @property
     def schema(self) -> Any:
         """The ``pyarrow.Schema`` of its rows."""
-        return distillkit.schema()
+        return distillkit.make_schema()
 
-    def table(self, sequences: Sequences, entries: Entries) -> Any:
-        """A ``pyarrow.Table`` with a row for each document that has records."""
+    def make_table(self, sequences: Sequences, records: Records, entries: EntryTable) -> Any:
+        """Return a ``pyarrow.Table`` with a row for each document that has records."""
         import pyarrow
 
-        ids, logprobs = entries.top(self.k)
+        ids, logprobs = entries.take_top(self.k)
         self.filled += int(np.isneginf(logprobs).any(axis=1).sum())
         self.mass += float(np.exp(logprobs).sum())
-        stored = distillkit.encode(self.compression, *_filled(ids, logprobs, self.vocabulary))
-        lengths, tokens = _documents(sequences)
-        self.rows, self.records = self.rows + len(lengths), self.records + len(ids)
-        columns = {"input_ids": _of_offsets(lengths, pyarrow.array(tokens.astype(np.uint64)))}
+        stored = distillkit.encode_entries(
+            self.compression, *_fill_entries(ids, logprobs, self.vocabulary)
+        )
+        lengths, tokens = _find_documents(sequences)
+        self.rows += len(lengths)
+        self.records += len(ids)
+        columns = {"input_ids": _split_into_lists(lengths, pyarrow.array(tokens.astype(np.uint64)))}
         for name, content in zip((LOGPROBS, INDICES), stored, strict=True):
-            per_position = _lists(np.full(len(ids), content.shape[1]), content.reshape(-1))
-            columns[name] = _of_offsets(lengths - 1, per_position)
+            per_position = _make_lists(np.full(len(ids), content.shape[1]), content.reshape(-1))
+            # The last token of a document has no record.
+            columns[name] = _split_into_lists(lengths - 1, per_position)
         return pyarrow.table(columns).cast(self.schema)
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """Write the configuration; says how much of the cache had no place."""
+        """Write the configuration; return counts, and a warning if a sampled tail was left out."""
         (folder / distillkit.CONFIG).write_text(self.compression.to_yaml(), encoding="utf-8")
         kept = self.mass / max(self.records, 1)
-        said = {"rows": self.rows, "records": self.records, "k": self.k, "kept_mass": round(kept, 6)}
+        summary = {
+            "rows": self.rows,
+            "records": self.records,
+            "k": self.k,
+            "kept_mass": round(kept, 6),
+        }
         if not PROFILES[self.profile].sampled:
-            return said
+            return summary
         warning = (
-            f"DistillKit has no place for the sampled tail of profile {self.profile}: {1 - kept:.1%} of the "
-            f"probability is left out, and {self.filled:,} of {self.records:,} records are filled up to {self.k} "
-            f"entries with tokens of log-probability {FILLING:g}."
+            f"DistillKit has no place for the sampled tail of profile {self.profile}: "
+            f"{1 - kept:.1%} of the probability is left out, and {self.filled:,} of "
+            f"{self.records:,} records are filled up to {self.k} entries with tokens of "
+            f"log-probability {FILL_LOGPROB:g}."
         )
-        return said | {"warning": warning}
+        return summary | {"warning": warning}
 
 
-def _filled(ids: NDArray[Any], logprobs: NDArray[Any], vocabulary: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The records (P, k) with other tokens, the first of the vocabulary, where they have no entry."""
+def _fill_entries(
+    ids: NDArray[Any], logprobs: NDArray[Any], vocabulary: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Fill records (N, K) that have fewer entries with other tokens, from the start of the
+    vocabulary.
+    """
     there = np.isfinite(logprobs)
+    # Among the first 2 K tokens at least K are not entries of the record.
     free = np.ones((len(ids), min(2 * ids.shape[1], vocabulary)), bool)
     rows, places = np.nonzero(there & (ids < free.shape[1]))
     free[rows, ids[rows, places]] = False
     others = np.argsort(~free, axis=1, kind="stable")
     nth = np.maximum(np.arange(ids.shape[1]) - there.sum(axis=1, keepdims=True), 0)
-    return np.where(there, ids, np.take_along_axis(others, nth, axis=1)), np.where(there, logprobs, FILLING)
+    return np.where(there, ids, np.take_along_axis(others, nth, axis=1)), np.where(
+        there, logprobs, FILL_LOGPROB
+    )
 
 
-def _documents(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    """The lengths of the documents that have records, and their tokens one after the other."""
+def _find_documents(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Return the lengths of the documents that have records, and their tokens joined together."""
     start = sequences.document_start.copy()
+    # A document may go on from the sequence before; here each sequence begins a row.
     start[:, 0] = True
     begins = np.flatnonzero(start)
     lengths = np.diff(np.append(begins, start.size))
     records = np.add.reduceat(sequences.target_mask.reshape(-1).astype(np.int64), begins)
     wanted = records > 0
     if (records[wanted] != lengths[wanted] - 1).any():
-        detail = "a document has positions without a record, such as those that a completion-only mask leaves out."
-        raise DataError(f"DistillKit has a record for every position, but {detail}", "Export Parquet instead.")
+        raise DataError(
+            "DistillKit has a record for every position, but a document has positions without one, "
+            "such as those that a completion-only mask leaves out.",
+            "Export Parquet instead.",
+        )
     return lengths[wanted], sequences.tokens.reshape(-1)[np.repeat(wanted, lengths)]

@@ -1,10 +1,12 @@
-"""Somebody else's records -> a sealed cache of profile topk.
+"""Import the records of another tool as a sealed cache of profile topk.
 
-    files -> rows -> checked rows -> pieces of one sequence each -> shards
+Untouched exports of a cache are restored instead: ``kd.exchange.restoring``.
 
-Everything is read twice: once to check all of it, and to know how many sequences there are, how long and with how many
-entries; then to write, holding one shard at a time. Rows are not packed: each becomes a sequence, padded to the
-longest, or is cut at a given length and goes on as a sequence of its own.
+    files -> rows -> checked rows -> parts of one sequence each -> shards
+
+Everything is read twice. The first time checks it all and counts sequences, tokens and entries; the
+second time writes, with one shard in memory. Rows are not packed: each becomes a sequence, padded
+to the longest. A row that is longer than a given length is cut, and each part becomes a sequence.
 """
 
 from __future__ import annotations
@@ -19,17 +21,36 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cache.codec import Codec, Places
-from cache.manifest import CacheIdentity, CodecIdentity, DataIdentity, Provenance, TeacherIdentity, TokenizerIdentity
+from cache.codec import Codec, RecordPositions
+from cache.manifest import (
+    CacheIdentity,
+    CodecIdentity,
+    DataIdentity,
+    Provenance,
+    TeacherIdentity,
+    TokenizerIdentity,
+)
 from cache.records import Records, Sequences
-from cache.store import CacheWriter, capture, open_cache
-from kd import models
+from cache.store import CacheWriter, open_cache, open_writer
+from kd.capture.teacher import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange import axolotl, distillkit, parquet, prompt_logprobs
-from kd.exchange.files import content_sha256, find
-from kd.exchange.rows import Alignment, Row, checked, resized
-from kd.progress import SILENT, Meter, Monitor
-from kd.teacher import find_sealed, summarise
+from kd.exchange.foreign_files import find_foreign_files, hash_content
+from kd.exchange.restoring import Origin, read_origins, restore_cache
+from kd.exchange.rows import Alignment, Row, check_row, resize_row
+from kd.models.folder import resolve_model
+from kd.models.tokenizers import (
+    PROBE_TEXTS,
+    KnownTokenizer,
+    encode_probes,
+    get_special_tokens,
+    hash_tokenizer,
+    load_tokenizer,
+    make_token_map,
+    require_same_tokenizer,
+)
+from kd.models.vocabulary import choose_folder_vocabulary
+from kd.progress import SILENT, Monitor, ProgressMeter
 
 FORMATS = ("distillkit", "vllm", "axolotl", "parquet")
 _SUFFIXES = {
@@ -38,18 +59,24 @@ _SUFFIXES = {
     "axolotl": (".jsonl", ".json", ".parquet"),
     "parquet": (".parquet",),
 }
-#: Entries of a shard at most (one sequence at least), and sequences.
-SHARD_ENTRIES, SHARD_SEQUENCES = 1 << 25, 256
+#: The most entries in a shard, unless a single sequence has more.
+SHARD_ENTRIES = 1 << 25
+#: The most sequences in a shard.
+SHARD_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to import, and how.
+class ImportRequest:
+    """The files to import, and the options of the import.
 
-    ``k`` entries are kept of a record (default: as many as the longest has), ``sequence_length`` cuts longer rows
-    (default: nothing is cut), ``validation_fraction`` of the sequences is held out unless files called ``validation*``
-    hold them. ``config`` is DistillKit's, by default beside the data. ``tolerance`` is how far the probabilities of a
-    record may sum above 1, by default what rounding explains; ``ahead`` is for axolotl (see there).
+    k                     entries of a record to store; default: as many as the longest record has
+    sequence_length       longer rows are cut at this length; default: rows are not cut
+    validation_fraction   the share of sequences to hold out, unless files named ``validation*``
+                          hold them
+    config                DistillKit's configuration; default: the one beside the data
+    tolerance             the most by which probabilities of a record may sum above 1; default:
+                          rounding errors
+    ahead                 the alignment of axolotl's items (``kd.exchange.axolotl``)
     """
 
     format: str
@@ -63,33 +90,71 @@ class Request:
     tolerance: float | None = None
     ahead: bool = False
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether no option asks for other records or sequences than those in the files."""
+        return self.k is None and self.sequence_length is None and not self.validation_fraction
 
-def import_records(request: Request, root: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
-    """Seal a cache with the records of ``request`` below ``root``, or find it sealed; returns its summary.
 
-    Raises ``DataError`` before anything is written where a file, row or record is wrong.
+def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
+    """Seal a cache with the records of ``request`` below ``root``, unless it is sealed.
+
+    Untouched exports of a cache become the same cache. Returns its summary. Raises ``DataError``
+    where a file, row or record is wrong, before it writes anything.
     """
-    source = Source.open(request)
+    source = ImportSource.open(request)
+    origins = _read_origins(source)
+    if request.format == "parquet" and request.changes_nothing and _are_stored(origins):
+        return restore_cache(origins, root, request.teacher_name, monitor)
     monitor.emit("stage", stage="import", phase="checking")
-    survey = Survey.of(source, monitor)
-    identity = _identity(source, survey)
-    if (found := find_sealed(root / identity.fingerprint, identity)) is not None:
-        return summarise(found, reused=True)
+    survey = ImportStatistics.of(source, monitor)
+    identity = _make_identity(source, survey)
+    if (found := find_sealed_cache(root / identity.fingerprint, identity)) is not None:
+        return summarise_cache(found, reused=True)
     monitor.emit("stage", stage="import", phase="writing")
-    with capture(root, identity, lambda: monitor.check("while the same records are imported")) as writer:
-        _write(writer, source, monitor)
-        writer.finish(_provenance(source, survey))
-    return summarise(open_cache(root / identity.fingerprint, identity), reused=False)
+    # The writer holds a lock: another import of the same records waits here.
+    with open_writer(
+        root, identity, lambda: monitor.check("while the same records are imported")
+    ) as writer:
+        _write_shards(writer, source, monitor)
+        writer.write_token_map(make_token_map(source.tokenizer, source.vocabulary).to_arrays())
+        writer.finish(_make_provenance(source, survey))
+    return summarise_cache(open_cache(root / identity.fingerprint, identity), reused=False)
+
+
+# ---------------------------------------------------------------------- exports of caches
+
+
+def _read_origins(source: ImportSource) -> list[Origin]:
+    """Read the caches that Parquet files were exported from; empty if they come from elsewhere.
+
+    Raises ``TokenizerMismatch`` where the tokenizer is not that of these caches.
+    """
+    files = (*source.train, *source.held_out)
+    if not all(path.name.endswith(".parquet") for path in files):
+        return []
+    origins = read_origins(files)
+    for origin in origins[:1]:
+        known = origin.manifest.identity.tokenizer
+        size = known.vocabulary_size
+        probes = origin.manifest.provenance.probes
+        expected = KnownTokenizer("the export's", size, probes, known.sha256, origin.token_map)
+        require_same_tokenizer(source.tokenizer, expected, "The given")
+    return origins
+
+
+def _are_stored(origins: list[Origin]) -> bool:
+    return bool(origins) and all(origin.shapes is not None for origin in origins)
 
 
 # ---------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True)
-class Source:
-    """The files of a request, and how one of them is read; V = ``vocabulary``."""
+class ImportSource:
+    """The files of a request, with the reader of their format; ``vocabulary`` is V."""
 
-    request: Request
+    request: ImportRequest
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
     train: tuple[Path, ...]
@@ -98,61 +163,86 @@ class Source:
     described_by: tuple[Path, ...] = ()
 
     @classmethod
-    def open(cls, request: Request) -> Source:
-        """Find the files and load the tokenizer."""
+    def open(cls, request: ImportRequest) -> ImportSource:
+        """Find the files and load the tokenizer; raises ``DataError`` or ``ModelError``."""
         if request.format not in FORMATS:
-            raise DataError(f"There is no format {request.format!r}.", f"Use one of {', '.join(FORMATS)}.")
-        train, held_out = find(request.paths, _SUFFIXES[request.format])
+            raise DataError(
+                f"There is no format {request.format!r}.", f"Use one of {', '.join(FORMATS)}."
+            )
+        train, held_out = find_foreign_files(request.paths, _SUFFIXES[request.format])
         if held_out and request.validation_fraction:
-            detail = f"{held_out[0]} holds held-out sequences, and a validation fraction is given too."
+            detail = (
+                f"{held_out[0]} holds held-out sequences, and a validation fraction is given too."
+            )
             raise DataError(detail, "Leave out one of them.")
-        tokenizer = models.load_tokenizer(models.resolve(str(request.tokenizer), weights=None))
+        folder = resolve_model(str(request.tokenizer), weights=None)
+        tokenizer = load_tokenizer(folder)
         config = request.config or (train + held_out)[0].parent / distillkit.CONFIG
         described_by = (config,) if request.format == "distillkit" else ()
         return cls(
             request=request,
             tokenizer=tokenizer,
-            vocabulary=models.vocabulary_size(tokenizer),
+            vocabulary=choose_folder_vocabulary(tokenizer, folder),
             train=tuple(train),
             held_out=tuple(held_out),
-            read=_reader(request, tokenizer, config),
+            read=_choose_reader(request, tokenizer, config),
             described_by=described_by,
         )
 
-    def sequences(self, files: tuple[Path, ...]) -> Iterator[Row]:
-        """Every row of ``files``, checked and cut to the request's length; those without a record are left out."""
+    def read_sequences(self, files: tuple[Path, ...]) -> Iterator[Row]:
+        """Yield the rows of ``files``, checked and cut at the request's length.
+
+        Skip rows without a record.
+        """
         for row in chain.from_iterable(map(self.read, files)):
-            sound = checked(row, self.vocabulary, self.request.tolerance)
-            yield from (piece for piece in _pieces(sound, self.request.sequence_length) if len(piece.positions))
+            sound = check_row(row, self.vocabulary, self.request.tolerance)
+            yield from (
+                piece
+                for piece in _cut_row(sound, self.request.sequence_length)
+                if len(piece.positions)
+            )
 
 
-def _reader(request: Request, tokenizer: PreTrainedTokenizerBase, config: Path) -> Callable[[Path], Iterator[Row]]:
+def _choose_reader(
+    request: ImportRequest, tokenizer: PreTrainedTokenizerBase, config: Path
+) -> Callable[[Path], Iterator[Row]]:
     match request.format:
         case "distillkit":
             compression = distillkit.Compression.read(config)
-            return lambda path: distillkit.rows(path, compression)
+            return lambda path: distillkit.read_rows(path, compression)
         case "vllm":
-            return prompt_logprobs.rows
+            return prompt_logprobs.read_rows
         case "axolotl":
-            return lambda path: axolotl.rows(path, tokenizer, request.ahead)
+            return lambda path: axolotl.read_rows(path, tokenizer, request.ahead)
         case _:
-            return parquet.rows
+            return parquet.read_rows
 
 
-def _pieces(row: Row, length: int | None) -> Iterator[Row]:
-    """``row`` cut at ``length`` tokens; what follows a piece's last token lies in the next, so that has no record."""
+def _cut_row(row: Row, length: int | None) -> Iterator[Row]:
+    """Cut ``row`` into parts of ``length`` tokens.
+
+    The last token of a part has no record: the token that follows it is in the next part.
+    """
     length = length or len(row.tokens)
     for first in range(0, len(row.tokens), max(length, 1)):
         stop = min(first + length, len(row.tokens))
         part = row.keep((row.positions >= first) & (row.positions < stop - 1))
         start = row.document_start[first:stop].copy()
+        # A part begins a document, so that nothing attends across the cut.
         start[:1] = True
-        yield replace(part, tokens=row.tokens[first:stop], document_start=start, positions=part.positions - first)
+        yield replace(
+            part,
+            tokens=row.tokens[first:stop],
+            document_start=start,
+            positions=part.positions - first,
+        )
 
 
 @dataclass
-class Survey:
-    """What a first reading finds: numbers of sequences, the longest, the most entries, and a hash of the text."""
+class ImportStatistics:
+    """The results of the first reading: counts of sequences, the largest sizes, and a hash of the
+    text.
+    """
 
     train: int = 0
     held_out: int = 0
@@ -163,15 +253,27 @@ class Survey:
     sha256: str = ""
 
     @classmethod
-    def of(cls, source: Source, monitor: Monitor) -> Survey:
-        """Read and check everything that ``source`` holds; raises ``DataError`` where there is nothing to train on."""
-        survey, digest, alignment = cls(), hashlib.sha256(), Alignment()
+    def of(cls, source: ImportSource, monitor: Monitor) -> ImportStatistics:
+        """Read and check all of ``source``.
+
+        Raises ``DataError`` if there is no training sequence.
+        """
+        survey = cls()
+        digest = hashlib.sha256()
+        alignment = Alignment()
         for files in (source.train, source.held_out):
-            for row in source.sequences(files):
+            for row in source.read_sequences(files):
                 survey._add(row, files is source.train)
                 alignment.add(row)
-                for array in (row.tokens.astype("<u4"), row.document_start, row.positions.astype("<u4")):
-                    digest.update(len(array).to_bytes(8, "little") + np.ascontiguousarray(array).tobytes())
+                # Lengths are hashed too, so that the borders of arrays count.
+                for array in (
+                    row.tokens.astype("<u4"),
+                    row.document_start,
+                    row.positions.astype("<u4"),
+                ):
+                    digest.update(
+                        len(array).to_bytes(8, "little") + np.ascontiguousarray(array).tobytes()
+                    )
                 monitor.check("while checking the records")
         survey.sha256 = digest.hexdigest()
         alignment.require(map(str, source.request.paths))
@@ -179,14 +281,21 @@ class Survey:
         return survey
 
     def _add(self, row: Row, to_train_on: bool) -> None:
-        self.train, self.held_out = self.train + to_train_on, self.held_out + (not to_train_on)
-        self.length, self.k = max(self.length, len(row.tokens)), max(self.k, row.ids.shape[1])
+        self.train += to_train_on
+        self.held_out += not to_train_on
+        self.length = max(self.length, len(row.tokens))
+        self.k = max(self.k, row.ids.shape[1])
         self.packed = self.packed or bool(row.document_start[1:].any())
         self.excerpt = self.excerpt or row.tokens[:256].tolist()
 
-    def _hold_out(self, request: Request) -> None:
-        count = max(1, round(self.train * request.validation_fraction)) if request.validation_fraction > 0 else 0
-        self.train, self.held_out = self.train - count, self.held_out + count
+    def _hold_out(self, request: ImportRequest) -> None:
+        count = (
+            max(1, round(self.train * request.validation_fraction))
+            if request.validation_fraction > 0
+            else 0
+        )
+        self.train -= count
+        self.held_out += count
         if self.train < 1:
             detail = f"{', '.join(map(str, request.paths))}: no sequence with a record to train on."
             raise DataError(detail, "Check the path and the format, or hold out fewer.")
@@ -195,62 +304,78 @@ class Survey:
 # ---------------------------------------------------------------------- writing
 
 
-def _write(writer: CacheWriter, source: Source, monitor: Monitor) -> None:
-    """Write the shards that are missing, one after the other."""
-    identity, missing = writer.identity, set(writer.missing_shards())
-    meter = Meter(identity.data.sequences, "sequences")
-    rows = chain(source.sequences(source.train), source.sequences(source.held_out))
-    for index, numbered in groupby(enumerate(rows), lambda pair: pair[0] // identity.codec.shard_sequences):
+def _write_shards(writer: CacheWriter, source: ImportSource, monitor: Monitor) -> None:
+    """Write the missing shards, one after the other."""
+    identity = writer.identity
+    missing = set(writer.find_missing_shards())
+    meter = ProgressMeter(identity.data.sequences, "sequences")
+    rows = chain(source.read_sequences(source.train), source.read_sequences(source.held_out))
+    for index, numbered in groupby(
+        enumerate(rows), lambda pair: pair[0] // identity.codec.shard_sequences
+    ):
         if index in missing:
             pairs = [
-                (_padded(row, identity.data.sequence_length, source.tokenizer), _encoded(row, number, writer.codec))
+                (
+                    _pad_row(row, identity.data.sequence_length, source.tokenizer),
+                    _encode_row(row, number, writer.codec),
+                )
                 for number, row in numbered
             ]
-            sequences, records = Sequences.concatenate(one for one, _ in pairs), [each for _, each in pairs]
-            writer.write_shard(index, sequences, Records.concatenate(records))
+            sequences = Sequences.concatenate(one for one, _ in pairs)
+            records = Records.concatenate(each for _, each in pairs)
+            writer.write_shard(index, sequences, records)
         monitor.emit("progress", **meter.advance(len(identity.shard_range(index)), 0))
         monitor.check(f"after shard {index + 1} of {identity.shard_count}")
 
 
-def _encoded(row: Row, number: int, codec: Codec) -> Records:
-    row = resized(row, codec.k)
+def _encode_row(row: Row, number: int, codec: Codec) -> Records:
+    row = resize_row(row, codec.k)
     assert row.residual is not None
-    places = Places(np.full(len(row.positions), number), row.positions)
+    places = RecordPositions(np.full(len(row.positions), number), row.positions)
     entropy = np.full(len(row.positions), np.nan) if row.entropy is None else row.entropy
-    return codec.encode_top(row.gold[:, None], entropy, (row.ids, row.logprobs), row.residual, places)
+    return codec.encode_top(
+        row.gold[:, None], entropy, (row.ids, row.logprobs), row.residual, places
+    )
 
 
-def _padded(row: Row, length: int, tokenizer: PreTrainedTokenizerBase) -> Sequences:
-    """The one sequence of ``row``; padding is a document of its own."""
+def _pad_row(row: Row, length: int, tokenizer: PreTrainedTokenizerBase) -> Sequences:
+    """Turn ``row`` into one sequence of ``length`` tokens; its padding is a separate document."""
     rest = length - len(row.tokens)
     target = np.zeros(length, bool)
     target[row.positions] = True
-    padding = next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
+    padding = next(
+        (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0
+    )
     tokens = np.concatenate([row.tokens, np.full(rest, padding)]).astype(np.uint32)
     start = np.concatenate([row.document_start, np.arange(rest) == 0])
     return Sequences(tokens[None], start[None], target[None])
 
 
-def _identity(source: Source, survey: Survey) -> CacheIdentity:
-    request, tokenizer = source.request, source.tokenizer
-    length, k = survey.length, request.k or survey.k
+def _make_identity(source: ImportSource, survey: ImportStatistics) -> CacheIdentity:
+    length = survey.length
+    k = source.request.k or survey.k
     if k > survey.k:
-        raise DataError(f"{k} entries are asked for, but no record has more than {survey.k}.", "Ask for fewer.")
+        raise DataError(
+            f"k is {k}, but no record has more than {survey.k} entries.", "Set a smaller k."
+        )
+    # Every shard of a cache has the same number of sequences, chosen to bound the memory.
     per_shard = min(max(SHARD_ENTRIES // (length * k), 1), SHARD_SEQUENCES)
     return CacheIdentity(
-        TeacherIdentity(content_sha256((*source.train, *source.held_out, *source.described_by)), "imported"),
-        TokenizerIdentity(source.vocabulary, models.tokenizer_sha256(tokenizer)),
+        TeacherIdentity(
+            hash_content((*source.train, *source.held_out, *source.described_by)), "imported"
+        ),
+        TokenizerIdentity(source.vocabulary, hash_tokenizer(source.tokenizer)),
         DataIdentity(survey.sha256, length, survey.packed, survey.train, survey.held_out),
         CodecIdentity("topk", k=k, shard_sequences=per_shard),
     )
 
 
-def _provenance(source: Source, survey: Survey) -> Provenance:
-    tokenizer, request = source.tokenizer, source.request
-    special = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+def _make_provenance(source: ImportSource, survey: ImportStatistics) -> Provenance:
+    tokenizer = source.tokenizer
+    request = source.request
     excerpt = str(tokenizer.decode(survey.excerpt, skip_special_tokens=True))
     return Provenance(
         teacher_name=request.teacher_name or f"imported from {request.format}",
-        probes=models.probe(tokenizer, (*models.PROBES, excerpt)),
-        special_tokens={name: int(value) for name, value in special.items() if value is not None},
+        probes=encode_probes(tokenizer, (*PROBE_TEXTS, excerpt)),
+        special_tokens=get_special_tokens(tokenizer),
     )

@@ -1,9 +1,9 @@
-"""One sequence of somebody else's teacher records: what every reader gives, and what is checked of it.
+"""One sequence with teacher records of another tool: the result of every reader, and its checks.
 
-A record at position t is the distribution of token t + 1, as everywhere in Potstill; readers of formats that count
-otherwise shift. Probabilities are those of temperature 1.
+A record at position t is the distribution of token t + 1, as everywhere in Potstill. Readers of
+formats that count differently shift their records. Probabilities have temperature 1.
 
-L tokens of a row    P positions with a record    k entries of a record
+Shapes: L tokens of a row, N positions with a record, K entries of a record.
 """
 
 from __future__ import annotations
@@ -15,29 +15,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kd.capture.log_mass import FITTED_SLACK, RESIDUAL_SLACK, log1mexp, log_sum_exp
 from kd.errors import DataError
 
-#: How far above 1 the probabilities of a record may add up before it is refused; below that it is rounding.
+#: The most by which rounding may lift the probabilities of a record above 1; beyond it the record
+#: is refused.
 MASS_TOLERANCE = 1e-3
-#: Sums this close to 1 leave no residual: float32 says no more.
+#: Sums this close to 1 leave no residual: float32 is not more precise.
 _WHOLE = 1e-6
-#: Nats that the last entry may be too low before the mass that is missing cannot lie below it; by far, where a
-#: fitted curve stands for the entries.
-SLACK, _FITTED_SLACK = 3.0, 20.0
 _OTHER_CONFIGURATION = (
-    "The records are damaged, or were encoded with another configuration or tokenizer than the one given."
+    "The records are damaged, or were encoded with another configuration or tokenizer "
+    "than the one given."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One sequence with its records; ``where`` names its file and row in errors.
+    """One sequence with its records.
 
-    ``tokens`` (L,) and ``document_start`` (L,) bool; ``positions`` (P,) ascending; ``ids`` and ``logprobs`` (P, k) in
-    nats, -inf where there is no entry. ``gold`` (P,) is the log-probability of the next token where the source says
-    it apart from the entries, else NaN; ``residual`` (P,) the log of the mass outside the entries where the source
-    says it. ``rounding`` is how far rounding in the source may move a sum of probabilities; ``fitted`` says
-    that entries are a curve through the teacher's, not its own.
+    where            the file and the row, for errors
+    tokens           (L,)
+    document_start   (L,) bool
+    positions        (N,)     ascending
+    ids              (N, K)
+    logprobs         (N, K)   in nats; -inf where there is no entry
+    gold             (N,)     log-probability of the next token if the source has it apart from the
+                              entries, else NaN
+    residual         (N,)     log of the mass outside the entries; None if the source does not have
+                              it
+    rounding         the most by which rounding in the source may change a sum of probabilities
+    fitted           whether entries lie on a curve through the teacher's values
+    entropy          (N,)     in nats, NaN where it is not known; None if the source does not have
+                              it
     """
 
     where: str
@@ -53,7 +62,7 @@ class Row:
     entropy: NDArray[Any] | None = None
 
     def keep(self, mask: NDArray[np.bool_]) -> Row:
-        """The row with only those records where ``mask`` (P,) is true."""
+        """Return the row with only the records where ``mask`` (N,) is true."""
         residual = None if self.residual is None else self.residual[mask]
         records = (each[mask] for each in (self.positions, self.ids, self.logprobs, self.gold))
         positions, ids, logprobs, gold = records
@@ -62,52 +71,70 @@ class Row:
         return replace(kept, residual=residual, entropy=entropy)
 
     def refuse(self, place: Any, what: str, remedy: str) -> DataError:
-        """The error for what is wrong at the record with index ``place``."""
+        """Return the error for the record with index ``place``."""
         return DataError(f"{self.where}, position {int(self.positions[place])}: {what}", remedy)
 
 
-def one_document(length: int) -> NDArray[np.bool_]:
-    """``document_start`` of a row that is a single document."""
+def mark_one_document(length: int) -> NDArray[np.bool_]:
+    """Return ``document_start`` of a row that is a single document."""
     start = np.zeros(length, bool)
     start[:1] = True
     return start
 
 
-def whole(token: Any) -> int:
-    """A token id as JSON gives it; raises ``ValueError`` for a fraction, a flag or a text, which int() would take."""
-    if isinstance(token, bool) or not isinstance(token, int | float) or token % 1 or abs(token) >= 1 << 63:
+def require_token_id(token: Any) -> int:
+    """Return a token id from JSON.
+
+    Raises ``ValueError`` for fractions, flags and text, which int() accepts.
+    """
+    if (
+        isinstance(token, bool)
+        or not isinstance(token, int | float)
+        or token % 1
+        or abs(token) >= 1 << 63
+    ):
         raise ValueError(f"expected a whole number as a token id, got {token!r}")
     return int(token)
 
 
-def rectangle(records: Sequence[tuple[Sequence[int], Sequence[float]]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ids and log-probabilities (P, k) of records of unequal length; -inf where there is no entry."""
+def pad_records(
+    records: Sequence[tuple[Sequence[int], Sequence[float]]],
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Join records of unequal length into ids and log-probabilities (N, K).
+
+    -inf where there is no entry.
+    """
     counts = np.array([len(ids) for ids, _ in records], np.int64)
     there = np.arange(counts.max(initial=1)) < counts[:, None]
-    ids, logprobs = np.zeros(there.shape, np.int64), np.full(there.shape, -np.inf)
+    ids = np.zeros(there.shape, np.int64)
     ids[there] = [each for entry, _ in records for each in entry]
+    logprobs = np.full(there.shape, -np.inf)
     logprobs[there] = [each for _, entry in records for each in entry]
     return ids, logprobs
 
 
-def checked(row: Row, vocabulary: int, tolerance: float | None = None) -> Row:
-    """``row`` with entries in descending order, its gold log-probabilities and its residual, all of it checked.
+def check_row(row: Row, vocabulary: int, tolerance: float | None = None) -> Row:
+    """Check ``row``; return it with entries in descending order, ``gold`` and ``residual``.
 
-    Records that predict nothing (beyond the row, or the first token of another document) are left out. Raises
-    ``DataError`` naming row and position for ids outside the vocabulary or twice in a record, numbers that are not
-    finite, probabilities that sum to more than 1 + ``tolerance``, and mass that is missing where none can be.
+    Records beyond the row's end, or of the first token of another document, are left out. Raises
+    ``DataError`` with row and position for: ids outside the vocabulary, ids twice in a record,
+    numbers that are not finite, probabilities that sum to more than 1 + ``tolerance``, and more
+    missing mass than the tokens outside the entries can have.
     """
     _require_tokens(row, vocabulary)
-    row = row.keep(_predicts(row))
+    row = row.keep(_find_predicting(row))
     _require_ids(row, vocabulary)
+    # A stable sort keeps equal entries in the order of the source.
     order = np.argsort(-row.logprobs, axis=1, kind="stable")
     ids, logprobs = (np.take_along_axis(each, order, axis=1) for each in (row.ids, row.logprobs))
-    row = _normalised(replace(row, ids=ids, logprobs=logprobs), row.rounding if tolerance is None else tolerance)
+    row = _normalise_row(
+        replace(row, ids=ids, logprobs=logprobs), row.rounding if tolerance is None else tolerance
+    )
     _require_room(row, vocabulary)
-    return replace(row, gold=_gold(row))
+    return replace(row, gold=_find_gold(row))
 
 
-def _predicts(row: Row) -> NDArray[np.bool_]:
+def _find_predicting(row: Row) -> NDArray[np.bool_]:
     within = row.positions < len(row.tokens) - 1
     following = np.minimum(row.positions + 1, len(row.tokens) - 1)
     return within & ~row.document_start[following]
@@ -116,20 +143,32 @@ def _predicts(row: Row) -> NDArray[np.bool_]:
 def _require_tokens(row: Row, vocabulary: int) -> None:
     strange = row.tokens[(row.tokens < 0) | (row.tokens >= vocabulary)]
     if len(strange):
-        detail = f"{row.where}: token id {int(strange[0])} lies outside the tokenizer's {vocabulary} tokens."
+        detail = (
+            f"{row.where}: token id {int(strange[0])} lies outside "
+            f"the tokenizer's {vocabulary} tokens."
+        )
         raise DataError(detail, "Name the folder of the tokenizer that the records were made with.")
 
 
 def _require_ids(row: Row, vocabulary: int) -> None:
-    """Every record has an entry; entries are finite, their ids in the vocabulary and distinct."""
+    """Require that every record has an entry, with finite numbers and distinct ids of the
+    vocabulary.
+    """
     there = np.isfinite(row.logprobs)
     wrong = np.isnan(row.logprobs) | (row.logprobs == np.inf)
     for place in np.flatnonzero((wrong | ~there.any(axis=1, keepdims=True)).any(axis=1))[:1]:
-        raise row.refuse(place, "the log-probabilities are not finite numbers.", _OTHER_CONFIGURATION)
+        raise row.refuse(
+            place, "the log-probabilities are not finite numbers.", _OTHER_CONFIGURATION
+        )
     outside = there & ((row.ids < 0) | (row.ids >= vocabulary))
     for place in np.flatnonzero(outside.any(axis=1))[:1]:
         worst = int(row.ids[place][outside[place]][0])
-        raise row.refuse(place, f"id {worst} lies outside the tokenizer's {vocabulary} tokens.", _OTHER_CONFIGURATION)
+        raise row.refuse(
+            place,
+            f"id {worst} lies outside the tokenizer's {vocabulary} tokens.",
+            _OTHER_CONFIGURATION,
+        )
+    # Equal ids stand side by side after a sort; places without an entry get -1.
     sorted_ids = np.sort(np.where(there, row.ids, -1), axis=1)
     twice = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & (sorted_ids[:, 1:] >= 0)
     for place in np.flatnonzero(twice.any(axis=1))[:1]:
@@ -137,18 +176,26 @@ def _require_ids(row: Row, vocabulary: int) -> None:
         raise row.refuse(place, f"id {worst} is named twice.", _OTHER_CONFIGURATION)
 
 
-def _normalised(row: Row, tolerance: float) -> Row:
-    """The row with a residual; probabilities that sum to a little more than 1 are scaled to 1, and leave none.
+def _normalise_row(row: Row, tolerance: float) -> Row:
+    """Return the row with a residual.
 
-    Where the source says the residual, it is taken at its word: it knows more than a sum near 1 can tell.
+    Probabilities that sum to slightly more than 1 are scaled to 1. A residual of the source is
+    kept: it is more precise than 1 minus a sum near 1.
     """
     mass = log_sum_exp(row.logprobs)
     total = mass if row.residual is None else np.logaddexp(mass, row.residual)
     lowest = -np.inf if row.residual is None else np.log1p(-row.rounding)
     for place in np.flatnonzero((total > np.log1p(tolerance)) | (total < lowest))[:1]:
-        limit = f"more than 1 + {tolerance:g}" if total[place] > 0 else f"less than 1 - {row.rounding:g}"
+        limit = (
+            f"more than 1 + {tolerance:g}"
+            if total[place] > 0
+            else f"less than 1 - {row.rounding:g}"
+        )
         what = f"the probabilities sum to {np.exp(min(total[place], 99.0)):.5g}, {limit}."
-        remedy = f"{_OTHER_CONFIGURATION} Where a lossy format is known to be so far off, raise the mass tolerance."
+        remedy = (
+            f"{_OTHER_CONFIGURATION} If a lossy format explains this error, "
+            "raise the mass tolerance."
+        )
         raise row.refuse(place, what, remedy)
     if row.residual is not None:
         return row
@@ -158,30 +205,42 @@ def _normalised(row: Row, tolerance: float) -> Row:
 
 
 def _require_room(row: Row, vocabulary: int) -> None:
-    """Every token outside the entries is at most as probable as the last of them, so that much can be missing."""
+    """Raise ``DataError`` where more mass is missing than the tokens outside the entries can have.
+
+    Each of them is at most as probable as the last entry.
+    """
     assert row.residual is not None
     counts = np.isfinite(row.logprobs).sum(axis=1)
-    # The text's own token may be named beside the most probable ones, however rare it is.
+    # The next token may stand beside the most probable ones, however rare it is: it does not count
+    # as the last.
     ranked = np.isfinite(row.logprobs) & (row.ids != row.tokens[row.positions + 1][:, None])
     last = np.where(ranked, row.logprobs, 0.0).min(axis=1)
-    slack = _FITTED_SLACK if row.fitted else SLACK
+    slack = FITTED_SLACK if row.fitted else RESIDUAL_SLACK
     with np.errstate(divide="ignore"):
         room = last + slack + np.log(np.maximum(vocabulary - counts, 0))
-    for place in np.flatnonzero(np.exp(row.residual) > np.exp(np.minimum(room, 0.0)) + row.rounding)[:1]:
-        what = f"{np.exp(row.residual[place]):.4f} of the probability is missing, and cannot lie below the last entry."
+    for place in np.flatnonzero(
+        np.exp(row.residual) > np.exp(np.minimum(room, 0.0)) + row.rounding
+    )[:1]:
+        what = (
+            f"{np.exp(row.residual[place]):.4f} of the probability is missing, "
+            "and cannot lie below the last entry."
+        )
         raise row.refuse(place, what, _OTHER_CONFIGURATION)
 
 
-def _gold(row: Row) -> NDArray[Any]:
-    """Log-probability of the next token: as the source says, or found among the entries, or NaN."""
+def _find_gold(row: Row) -> NDArray[Any]:
+    """Return the next token's log-probability: from the entries, or the source, or NaN."""
     found = (row.ids == row.tokens[row.positions + 1][:, None]) & np.isfinite(row.logprobs)
     among = np.where(found, row.logprobs, -np.inf).max(axis=1, initial=-np.inf)
-    said = np.where(np.isnan(row.gold), np.nan, np.minimum(row.gold, 0.0))
-    return np.where(found.any(axis=1), among, said)
+    apart = np.where(np.isnan(row.gold), np.nan, np.minimum(row.gold, 0.0))
+    return np.where(found.any(axis=1), among, apart)
 
 
-def resized(row: Row, k: int) -> Row:
-    """The row with exactly ``k`` entries a record: what is cut off goes to the residual, what lacks is -inf."""
+def resize_row(row: Row, k: int) -> Row:
+    """Return the row with exactly ``k`` entries per record.
+
+    The mass of entries that are cut off moves to the residual; missing entries become -inf.
+    """
     assert row.residual is not None
     short = max(0, k - row.ids.shape[1])
     ids = np.pad(row.ids, ((0, 0), (0, short)))[:, :k]
@@ -190,25 +249,12 @@ def resized(row: Row, k: int) -> Row:
     return replace(row, ids=ids, logprobs=logprobs, residual=residual)
 
 
-def log_sum_exp(logprobs: NDArray[Any]) -> NDArray[Any]:
-    """log Σ exp over the last axis; -inf for nothing."""
-    top = logprobs.max(axis=-1, initial=-np.inf)
-    base = np.where(np.isfinite(top), top, 0.0)
-    with np.errstate(divide="ignore"):
-        return np.log(np.exp(logprobs - base[..., None]).sum(axis=-1)) + base
-
-
-def log1mexp(values: NDArray[Any]) -> NDArray[Any]:
-    """log(1 - exp(x)) for x < 0, without cancellation at either end (Mächler, 2012)."""
-    near = values > -np.log(2.0)
-    return np.where(near, np.log(-np.expm1(np.where(near, values, -1.0))), np.log1p(-np.exp(np.minimum(values, -0.1))))
-
-
 @dataclass
 class Alignment:
-    """Whether the records are about the token that they are said to be about: the field's commonest defect.
+    """Checks that records belong to the right token.
 
-    Counts how often the entries of position t hold token t, t + 1 and t + 2.
+    Records that are off by one are a common defect. Counts how often the entries of position t
+    contain token t, t + 1 and t + 2.
     """
 
     found: tuple[int, int, int] = (0, 0, 0)
@@ -218,18 +264,25 @@ class Alignment:
         """Count the records of ``row``."""
         inner = row.positions[row.positions + 2 < len(row.tokens)]
         ids = np.where(np.isfinite(row.logprobs), row.ids, -1)[: len(inner)]
-        hits = [int((ids == row.tokens[inner + shift][:, None]).any(axis=1).sum()) for shift in range(3)]
+        hits = [
+            int((ids == row.tokens[inner + shift][:, None]).any(axis=1).sum()) for shift in range(3)
+        ]
         self.found = (self.found[0] + hits[0], self.found[1] + hits[1], self.found[2] + hits[2])
         self.records += len(inner)
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise ``DataError`` where the text is clearly better predicted one position earlier or later."""
+        """Raise ``DataError`` if shifting the records by one position predicts the text clearly
+        better.
+        """
         before, here, after = self.found
         worst = max(before, after)
+        # Six standard errors of the difference of two counts.
         if worst - here > 6 * np.sqrt(worst + here + 1):
-            place, shares = ("t", "t + 2")[worst == after], [f"{each / self.records:.0%}" for each in self.found]
+            place = "t + 2" if worst == after else "t"
+            shares = [f"{each / self.records:.0%}" for each in self.found]
             raise DataError(
-                f"{', '.join(names)}: the records are off by one. That of position t, which is about token t + 1, "
-                f"names it in {shares[1]} of all places, but token {place} in {shares[0 if place == 't' else 2]}.",
+                f"{', '.join(names)}: the records are off by one. The record of position t belongs "
+                f"to token t + 1, but contains it in only {shares[1]} of all places, "
+                f"and token {place} in {shares[0 if place == 't' else 2]}.",
                 "Give the records of the token that follows each position.",
             )

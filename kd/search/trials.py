@@ -1,11 +1,12 @@
-"""``kd run`` of a search: the trials one after the other, in this process, each in a folder of its own.
+"""Run a search in this process, for ``kd run``: one trial after the other, each in its own folder.
 
-    study.jsonl        the study; what is in it is never done again
-    trials/0000/       a trial's run folder: config.json, metrics.jsonl, checkpoints/ until it ends, student/, report.md
+    study.jsonl        the study; a trial that ended in it is not repeated
+    trials/0000/       the run folder of a trial: config.json, metrics.jsonl, student/, report.md,
+                       and checkpoints/ until the trial ends
     best.yaml          the whole job with the best values
     report.json, .md   every trial
 
-Stopped or killed and started again, it goes on: the trial under way goes on from its newest checkpoint.
+A search that was stopped or killed continues: its open trial resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,55 +16,69 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cache.disk import remove
+from cache.disk import remove_path
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Interrupted, ModelError, TrainingError
+from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, write_json
-from kd.metrics import read_metrics
 from kd.progress import Event, Monitor
-from kd.search.report import row_of, search_report, write_search
-from kd.search.space import Overrides, keeps_best, search_of, space_problems, trial_job
-from kd.search.study import FileJournal, make_study, new_trial, open_trials, report, should_prune, suggest, tell
+from kd.search.findings import describe_trial, make_search_report, write_search
+from kd.search.space import Overrides, find_space_problems, get_search, keeps_best, make_trial_job
+from kd.search.study import (
+    FileJournal,
+    end_trial,
+    list_open_trials,
+    make_study,
+    note_held_out_tokens,
+    report_loss,
+    should_prune,
+    start_trial,
+    suggest_values,
+)
+from kd.tracking.metrics import read_metrics
 
 if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import Trial
 
+#: ``kd.pipeline.run_train``, which this room may not import.
 TrainStudent = Callable[[JobConfig, Path, Path, Monitor], dict[str, Any]]
-"""``kd.pipeline.train_student``."""
 
-SHOWN = {"progress", "metrics", "evaluation", "warning", "check"}
+#: Events of a trial that the listener of the search gets too.
+SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "check"}
 
 
 def search_students(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, train_student: TrainStudent
 ) -> dict[str, Any]:
-    """Try as many trials as were asked for, from the sealed cache that ``run_dir``/cache.json names.
+    """Run all trials of the search, from the sealed cache that ``run_dir``/cache.json names.
 
-    A trial whose values do not go together, or that diverges, has failed; the search goes on. Raises ``ConfigError``
-    where the space is wrong, ``TrainingError`` where no trial came to its end, ``Interrupted`` when asked to stop.
+    A trial fails if its values contradict each other or if it diverges; the search continues.
+    Raises ``ConfigError`` for a wrong space, ``TrainingError`` if no trial completed, and
+    ``Interrupted`` when it is asked to stop.
     """
-    if problems := space_problems(config):
+    if problems := find_space_problems(config):
         raise ConfigError(problems)
     study = make_study(config, FileJournal(run_dir / "study.jsonl"))
-    search = _Search(config, home, run_dir, monitor, train_student, study)
-    while (trial := search.next()) is not None:
+    search = _TrialRunner(config, home, run_dir, monitor, train_student, study)
+    while (trial := search.find_next()) is not None:
         search.run(trial)
-    found = search_report(config, study)
+    found = make_search_report(config, study)
+    warn_of_verdict(found, monitor)
     artifacts = write_search(run_dir, config, found)
-    artifacts["student"] = str(trial_folder(run_dir, found["best"]["number"]) / "student")
+    artifacts["student"] = str(get_trial_folder(run_dir, found["best"]["number"]) / "student")
     for name, path in artifacts.items():
         monitor.emit("artifact", name=name, path=path)
     return {"artifacts": artifacts, "report": found}
 
 
-def trial_folder(run_dir: Path, number: int) -> Path:
-    """The run folder of a trial."""
+def get_trial_folder(run_dir: Path, number: int) -> Path:
+    """Return the run folder of a trial."""
     return run_dir / "trials" / f"{number:04d}"
 
 
 @dataclass(frozen=True)
-class _Search:
+class _TrialRunner:
     config: JobConfig
     home: Path
     run_dir: Path
@@ -71,47 +86,57 @@ class _Search:
     train_student: TrainStudent
     study: Study
 
-    def next(self) -> Trial | None:
-        """The trial that was under way, or a new one; None where all are done."""
-        search = search_of(self.config)
-        done = len(self.study.get_trials(deepcopy=False)) - len(begun := open_trials(self.study))
+    def find_next(self) -> Trial | None:
+        """Return the trial that was interrupted, or a new one; None if all are done."""
+        search = get_search(self.config)
+        begun = list_open_trials(self.study)
+        done = len(self.study.get_trials(deepcopy=False)) - len(begun)
         fraction = done / search.trials
-        self.monitor.emit("progress", done=done, total=search.trials, unit="trials", fraction=round(fraction, 6))
-        return begun[0] if begun else new_trial(self.study, search)
+        self.monitor.emit(
+            "progress", done=done, total=search.trials, unit="trials", fraction=round(fraction, 6)
+        )
+        return begun[0] if begun else start_trial(self.study, search)
 
     def run(self, trial: Trial) -> None:
-        """Train the trial's student and tell the study what came of it; only a failed one keeps its checkpoints."""
-        search = search_of(self.config)
+        """Train the trial's student and record the outcome; only failed trials keep checkpoints."""
+        search = get_search(self.config)
         self.monitor.check(f"before trial {trial.number} of {search.trials}")
-        overrides = suggest(self.study, trial, search)
-        watched = _Watched(self.study, trial, self.monitor)
+        overrides = suggest_values(self.study, trial, search)
+        watched = _TrialMonitor(self.study, trial, self.monitor)
         self.monitor.emit("stage", stage="search", phase=f"trial {trial.number} of {search.trials}")
         self.monitor.emit("trial", number=trial.number, values=overrides, state="running")
         try:
             self._train(trial.number, overrides, watched)
-            tell(self.study, trial, "complete", keeps_best=keeps_best(self.config, overrides))
+            end_trial(self.study, trial, "complete", keeps_best=keeps_best(self.config, overrides))
         except Interrupted:
+            # A pruned trial and a search that should stop end in the same way.
             if not watched.pruned:
                 raise
-            tell(self.study, trial, "pruned")
+            end_trial(self.study, trial, "pruned")
         except (ConfigError, ModelError, TrainingError) as error:
-            tell(self.study, trial, "failed", str(error))
-        row = row_of(self.study.get_trials(deepcopy=False)[trial.number])
+            end_trial(self.study, trial, "failed", str(error))
+        row = describe_trial(self.study.get_trials(deepcopy=False)[trial.number])
+        # Checkpoints of a failed trial may show why it failed.
         if row["state"] != "failed":
-            remove(trial_folder(self.run_dir, trial.number) / "checkpoints")
-        self.monitor.emit("trial", **{name: row[name] for name in ("number", "values", "state", "loss", "why")})
+            remove_path(get_trial_folder(self.run_dir, trial.number) / "checkpoints")
+        self.monitor.emit(
+            "trial", **{name: row[name] for name in ("number", "values", "state", "loss", "why")}
+        )
 
-    def _train(self, number: int, overrides: Overrides, watched: _Watched) -> None:
-        folder = trial_folder(self.run_dir, number)
-        job = trial_job(self.config, overrides, read_json(self.run_dir / "cache.json")["fingerprint"], number)
+    def _train(self, number: int, overrides: Overrides, watched: _TrialMonitor) -> None:
+        folder = get_trial_folder(self.run_dir, number)
+        job = make_trial_job(
+            self.config, overrides, read_json(self.run_dir / "cache.json")["fingerprint"], number
+        )
         write_json(folder / "config.json", job.model_dump(mode="json"))
+        # Before training, so that a trial which was already bad is stopped at once.
         watched.catch_up(folder / "metrics.jsonl")
         self.train_student(job, self.home, folder, Monitor(watched.listen, watched.should_stop))
 
 
 @dataclass
-class _Watched:
-    """Between a trial and who listens to the search: takes its held-out losses, and stops it where they are bad."""
+class _TrialMonitor:
+    """Passes on a trial's events, records its held-out losses, and stops it if they are bad."""
 
     study: Study
     trial: Trial
@@ -119,22 +144,23 @@ class _Watched:
     pruned: bool = False
 
     def listen(self, event: Event) -> None:
-        """Pass on what is of interest in a search."""
+        """Record a held-out loss, and pass on the events that a search shows."""
         if event.type == "evaluation":
             self._report(event.data)
-        if event.type in SHOWN:
+        if event.type in SHOWN_EVENTS:
             self.monitor.emit(event.type, **event.data)
 
     def should_stop(self) -> bool:
-        """Whether the trial is to stop where everything is saved."""
+        """Whether the trial should stop at the next point where everything is saved."""
         return self.pruned or self.monitor.should_stop()
 
     def catch_up(self, metrics: Path) -> None:
-        """Take what a killed process measured and had no time to report."""
+        """Record the losses that a killed process measured but did not record."""
         for line in read_metrics(metrics):
             if line["type"] == "evaluation":
                 self._report(line)
 
     def _report(self, found: dict[str, Any]) -> None:
-        report(self.study, self.trial, found["step"], found.get("validation_loss"))
+        note_held_out_tokens(self.study, found.get("validation_tokens"))
+        report_loss(self.study, self.trial, found["step"], found.get("validation_loss"))
         self.pruned = self.pruned or should_prune(self.trial)

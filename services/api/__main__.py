@@ -1,25 +1,25 @@
-"""``python -m services.api``, as ``kd up`` starts it: it ends when ``kd up`` does."""
+"""``python -m services.api``: the API process that ``kd up`` starts, and that ends with it."""
 
 from __future__ import annotations
 
 import signal
 
-from services import logs, telemetry
-from services.api.app import serve
-from services.lifeline import die_with_parent
+from services.api.app import serve_api
+from services.process import logs, telemetry
+from services.process.lifeline import die_with_parent
 from services.settings import Settings
 
 
-def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT."""
+def run_api(settings: Settings) -> None:
+    """Set up logs and traces, and serve requests until SIGTERM or SIGINT."""
     logs.configure(settings)
     telemetry.configure(settings.otlp_endpoint, "api")
     try:
-        serve(settings)
+        serve_api(settings)
     finally:
         telemetry.shutdown()
 
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)
-    run(Settings())
+    run_api(Settings())

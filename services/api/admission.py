@@ -1,91 +1,121 @@
-"""Whether a job is taken: disk, what it names, how many its owner has; then the record, and after it the hint."""
+"""Admission of jobs: check the disk, the inputs and the quotas, write the record, tell a worker.
+
+The record comes before the hint to the workers, so that no worker hears of a job that is not there.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from kd.capture.estimate import measure_free_bytes
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
-from kd.estimate import free_bytes
-from kd.validate import check_inputs
-from services.api.problems import ApiProblem
+from kd.preflight.problems import Folders, find_problems
+from services.api.answers.problems import ApiProblem
 from services.api.service import Service
-from services.jobs import Caller, Created, Origin
-from services.logs import request_id
-from services.queue import publish
-from services.schemas import Job
-from services.search import service_problems
+from services.loops.searches import find_service_problems
+from services.loops.webhooks import find_webhook_problems
+from services.process.logs import request_id
+from services.process.telemetry import read_traceparent
 from services.settings import STAGES, Settings
-from services.telemetry import traceparent
-from services.tenancy import confinement_of
-from services.webhooks import webhook_problems
+from services.store.callers import Caller, RequestOrigin
+from services.store.jobs.creation import CreateResult
+from services.store.queue import publish_hint
+from services.store.schemas import Job
+from services.store.tenancy import build_confinement
 
+#: The Retry-After header of a quota problem: a job seldom ends sooner.
 RETRY_QUOTA_SECONDS = "60"
 
 
 @dataclass(frozen=True)
-class Desk:
-    """Takes jobs of one caller."""
+class Admission:
+    """Accepts the jobs of one caller."""
 
     service: Service
     caller: Caller
 
     def require_admissible(self, config: JobConfig) -> None:
-        """Raise where the job cannot run: ``ConfigError`` with every problem, or 507 for want of disk."""
+        """Raise ``ConfigError`` with all problems of the job, or 507 if the disk is nearly full."""
         settings = self.service.settings
         require_space(settings.home, settings.disk_floor_bytes)
-        limits = confinement_of(settings, self.service.store, self.caller.name)
-        problems = check_inputs(config, settings.root, settings.home, limits)
-        if problems := [*problems, *service_problems(config), *webhook_problems(config.webhook, settings)]:
+        limits = build_confinement(settings, self.service.store, self.caller.name)
+        folders = Folders(settings.root, settings.home, limits)
+        if problems := [
+            *find_problems(config, folders),
+            *find_service_problems(config),
+            *find_webhook_problems(config.webhook, settings),
+        ]:
             raise ConfigError(problems)
 
-    def take(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
-        """The job's record, and whether an earlier request of the same key has made it."""
-        most_open, most_bytes = self.service.settings.quota_open_jobs, self.service.settings.quota_record_bytes
-        created = self.service.store.earlier(config, self.caller, key) if key else None
-        if created is None:  # else the inputs may have gone since: the job that was made of them has not
+    def admit(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
+        """Return the job's record, and whether an earlier request with the same key created it."""
+        settings = self.service.settings
+        created = self.service.store.find_earlier(config, self.caller, key) if key else None
+        if created is None:
+            # Only a new job is checked: a replayed one exists, even if its inputs are gone by now.
             self.require_admissible(config)
-            origin = Origin(request_id.get(), traceparent())
-            created = self.service.store.create(config, self.caller, key, most_open, most_bytes, origin)
-        _require_taken(created, config, self.service.settings)
+            origin = RequestOrigin(request_id.get(), read_traceparent())
+            created = self.service.store.create(
+                config,
+                self.caller,
+                key,
+                settings.quota_open_jobs,
+                settings.quota_record_bytes,
+                origin,
+            )
+        _require_created(created, config, settings)
         job = self.service.store.get(created.id, self.caller)
         if job is None:
-            raise ApiProblem(404, f"The job {created.id} was deleted.", "Use a new Idempotency-Key.")
+            raise ApiProblem(
+                404, f"The job {created.id} was deleted.", "Use a new Idempotency-Key."
+            )
         if created.outcome == "created":
-            announce(self.service, job)
+            announce_job(self.service, job)
         return job, created.outcome == "replayed"
 
 
-def _require_taken(created: Created, config: JobConfig, settings: Settings) -> None:
+def _require_created(created: CreateResult, config: JobConfig, settings: Settings) -> None:
     if created.outcome == "conflict":
-        detail = f"This Idempotency-Key made {created.id} from another body."
-        raise ApiProblem(422, detail, "Use a new key.", "key-reused")
+        detail = f"This Idempotency-Key created {created.id} from another body."
+        raise ApiProblem(422, detail, "Use a new Idempotency-Key.", "key-reused")
     if created.outcome == "quota":
-        detail = f"{created.detail} jobs of this key have not ended, and {settings.quota_open_jobs} is the most."
-        raise _quota_exceeded(detail, "Wait for one to end, or cancel one.")
+        detail = (
+            f"{created.detail} jobs of this key have not ended, and it may have"
+            f" {settings.quota_open_jobs}."
+        )
+        raise _make_quota_problem(detail, "Wait for one to end, or cancel one.")
     if created.outcome == "record_quota":
         most = settings.quota_record_bytes
-        detail = f"With it the records of this key's jobs would take {created.detail} bytes, and {most} is the most."
-        raise _quota_exceeded(detail, "Delete jobs that have ended: DELETE /jobs/{id}.")
+        detail = (
+            f"With this job, the records of this key's jobs would take {created.detail} bytes,"
+            f" and they may take {most}."
+        )
+        raise _make_quota_problem(detail, "Delete jobs that have ended: DELETE /jobs/{id}.")
     if created.outcome == "bad_dependency":
         pointer = f"/depends_on/{config.depends_on.index(created.id)}"
-        raise ConfigError([Problem(pointer, f"{created.id} cannot be waited for: it is {created.detail}.")])
+        raise ConfigError(
+            [Problem(pointer, f"the job cannot wait for {created.id}, which is {created.detail}.")]
+        )
 
 
-def _quota_exceeded(detail: str, remedy: str) -> ApiProblem:
+def _make_quota_problem(detail: str, remedy: str) -> ApiProblem:
     headers = {"Retry-After": RETRY_QUOTA_SECONDS}
     return ApiProblem(429, detail, remedy, "quota-exceeded", headers=headers)
 
 
-def announce(service: Service, job: Job) -> None:
-    """Tell a worker that the job waits; where that fails, the reconciler does it."""
+def announce_job(service: Service, job: Job) -> None:
+    """Tell a worker that the job waits; if that fails, the reconciler tells it later."""
     if job.status == "queued" and job.stage in STAGES:
-        publish(service.queue, job.id, job.stage)
+        publish_hint(service.queue, job.id, job.stage)
 
 
 def require_space(folder: Path, floor: int) -> None:
-    """Raise 507 where the disk of ``folder`` has less than ``floor`` bytes left."""
-    if (free := free_bytes(folder)) < floor:
-        detail = f"The disk of the data folder has {free} bytes left; jobs are taken from {floor} on."
-        raise ApiProblem(507, detail, "Delete jobs with their artifacts, or caches; the operator may add space.")
+    """Raise 507 if the disk of ``folder`` has less than ``floor`` bytes left."""
+    if (free := measure_free_bytes(folder)) < floor:
+        raise ApiProblem(
+            507,
+            f"The disk of the data folder has {free} bytes left; a new job needs {floor}.",
+            "Delete caches, or jobs with their artifacts, or ask the operator for more space.",
+        )

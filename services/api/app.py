@@ -1,13 +1,24 @@
-"""The HTTP door, put together: take jobs, tell how they go. It knows the record in Redis and nothing of training.
+"""The FastAPI application. It reads and writes job records in Redis and knows nothing of training.
 
-jobs.py        take a job, tell how it goes, cancel, pause, resume, retry, clone, delete
-history.py     its events, metrics and log           files.py        its checkpoints and artifacts
-caches.py      what was kept of teachers             operations.py   models, workers, health, numbers, version
-dashboard.py   the page for people
+The routes, in ``services/api/routes``:
 
-Every path of the API is there twice, at / and at /v1. docs/api.md is made from the OpenAPI document of all this.
+    jobs.py         create, show, list, cancel, pause, resume, retry, clone and delete jobs
+    history.py      the events, metrics and log of a job
+    files.py        the checkpoints and artifacts of a job
+    caches.py       the caches of teachers
+    operations.py   models, workers, health, Prometheus metrics, version
+    dashboard.py    the web pages: the dashboard, and the page of the API
 
-request -> Observer (id, log, numbers) -> Guard (host, origin) -> DepthLimit -> BodyLimit -> route: key, rate, scope
+Every path of the API exists twice, at / and at /v1. docs/api.md is made from its OpenAPI document.
+
+The way of a request:
+
+    RequestObserver     request id, log line, metrics, trace span
+    HostOriginGuard     Host and Origin
+    DepthLimit          nesting of the JSON body
+    EventStreamRouter   Accept: text/event-stream
+    BodyLimit           size of the body
+    route               API key, rate, scope
 """
 
 from __future__ import annotations
@@ -24,61 +35,67 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from services.api import caches, dashboard, files, guard, history, jobs, operations, problems
-from services.api.events import event_client
-from services.api.keys import require_safe_bind
-from services.api.observer import Observer
-from services.api.openapi import describe
+from services.api.answers import problems
+from services.api.answers.event_stream import connect_events
+from services.api.guards.authentication import require_safe_bind
+from services.api.guards.body_limits import BODY_BYTES, BodyLimit
+from services.api.guards.install import add_guards
+from services.api.guards.request_observer import RequestObserver
+from services.api.openapi import complete_openapi
+from services.api.routes import caches, dashboard, files, history, jobs, operations
 from services.api.service import Service
-from services.jobs import JobStore, connect
-from services.logs import literals
-from services.queue import celery_app
-from services.reconciler import Reconciler
+from services.loops.reconciler import Reconciler
+from services.process.logs import find_secrets
 from services.settings import Settings
+from services.store.connection import connect_redis
+from services.store.jobs.store import JobStore
+from services.store.queue import make_celery_app
 
-#: Requests that may wait for Redis at a time; the next one waits for one of them, which takes 2 s where Redis is away.
+#: Requests that may wait for Redis at one time. The next request waits until one of them is done;
+#: that takes 2 s if Redis is away.
 THREADS = 200
 ROUTERS = (jobs.router, history.router, files.router, caches.router, operations.router)
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The API; ``settings.redis_url`` must be set."""
+    """Build the application; ``settings.redis_url`` must be set."""
     app = FastAPI(
         title="Potstill",
         summary="Knowledge distillation as a service.",
         version=version("potstill"),
         lifespan=_lifespan,
         redirect_slashes=False,
-        **_pages(settings),
+        # FastAPI's pages load scripts from other hosts; routes/dashboard.py serves our own.
+        docs_url=None,
+        redoc_url=None,
     )
-    service = app.state.service = _service(settings)
-    problems.install(app, [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)])
+    service = app.state.service = _make_service(settings)
+    problems.add_error_handlers(
+        app, [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    )
     for router in ROUTERS:
         app.include_router(router)
+        # The same paths once more; in the document they would only double every operation.
         app.include_router(router, prefix="/v1", include_in_schema=False)
-    dashboard.install(app)
-    app.add_middleware(problems.BodyLimit, limit=problems.BODY_BYTES)
-    app.add_middleware(history.StreamWhereAsked)
-    guard.install(app, settings)
-    app.add_middleware(Observer, tally=service.tally)
-    describe(app, with_keys=settings.api_keys_file is not None)
+    dashboard.mount_dashboard(app)
+    # The middleware that is added last runs first.
+    app.add_middleware(BodyLimit, limit=BODY_BYTES)
+    app.add_middleware(history.EventStreamRouter)
+    add_guards(app, settings)
+    app.add_middleware(RequestObserver, request_metrics=service.request_metrics)
+    complete_openapi(app, with_keys=settings.api_keys_file is not None)
     return app
 
 
-def _pages(settings: Settings) -> dict[str, Any]:
-    """Pages for people are shown where nobody else is: without keys the API answers to this host alone."""
-    return {} if settings.api_keys_file is None else {"docs_url": None, "redoc_url": None}
-
-
-def _service(settings: Settings) -> Service:
+def _make_service(settings: Settings) -> Service:
     url = settings.redis_url
     assert url is not None
     return Service(
         settings=settings,
-        store=JobStore(connect(url), settings.max_attempts),
-        queue=celery_app(url, socket_timeout=2.0),
-        events=event_client(url),
-        secrets=literals(settings),
+        store=JobStore(connect_redis(url), settings.max_attempts, settings.home),
+        queue=make_celery_app(url, socket_timeout=2.0),
+        events=connect_events(url),
+        secrets=find_secrets(settings),
     )
 
 
@@ -86,7 +103,10 @@ def _service(settings: Settings) -> Service:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
-    reconciler = asyncio.create_task(Reconciler(service.store, service.queue, service.settings).run())
+    # Every copy of the API runs a reconciler; they do not disturb each other.
+    reconciler = asyncio.create_task(
+        Reconciler(service.store, service.queue, service.settings).run()
+    )
     yield
     reconciler.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -98,24 +118,27 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 class Server(uvicorn.Server):
-    """Ends open event streams with the first signal; they would hold up the shutdown."""
+    """Ends open event streams at the first signal, because they would delay the shutdown."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn for SIGINT and SIGTERM."""
+        """Stop; uvicorn calls this for SIGINT and SIGTERM."""
         app: Any = self.config.app
         app.state.service.stopping = True
-        self.force_exit = self.should_exit  # the second one does not wait; uvicorn's own would end with the signal
+        # The second signal does not wait. Uvicorn's own handler would re-raise the signal at the
+        # end, and the process would not exit with code 0.
+        self.force_exit = self.should_exit
         self.should_exit = True
 
 
-def serve(settings: Settings) -> None:
-    """Answer requests until SIGTERM or SIGINT; the log and the traces are the caller's to set up."""
+def serve_api(settings: Settings) -> None:
+    """Serve requests until SIGTERM or SIGINT; the caller sets up the logs and the traces."""
     require_safe_bind(settings)
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,
         port=settings.port,
         timeout_graceful_shutdown=3,
+        # RequestObserver writes the log of requests, and services.process.logs formats it.
         access_log=False,
         log_config=None,
         server_header=False,

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI says of the routes, and what middlewares and dependencies may answer besides."""
+"""The OpenAPI document: FastAPI's description of the routes, completed by the guards' answers."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from services.api.problems import responses
-from services.api.views import ProblemDetails
+from services.api.answers.problems import describe_problems
+from services.api.answers.views import ProblemDetails
 
-ANYWHERE = (400,)  #: an unknown Host
+#: Statuses that every path may answer with: 400 for an unknown Host.
+ANYWHERE = (400,)
+#: Statuses of every path that asks for a key.
 WITH_KEYS = (401, 403, 429)
-OPEN = ("/healthz", "/readyz")  #: for machines that have no key
-_NOTHING_SAID = "Successful Response"
+#: Paths that ask for no key, because probes have none.
+OPEN = ("/healthz", "/readyz")
+#: FastAPI's description of an answer that the route does not describe.
+_DEFAULT_DESCRIPTION = "Successful Response"
+#: Where the document holds the schema of a model.
 REFERENCE = "#/components/schemas/{model}"
 
 
-def describe(app: FastAPI, with_keys: bool) -> None:
-    """Complete the document of ``app``; without keys no operation asks for one."""
+def complete_openapi(app: FastAPI, with_keys: bool) -> None:
+    """Make ``app`` serve the complete document; without keys no operation asks for a key."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _completed(generate(), with_keys)
+            app.openapi_schema = _complete_document(generate(), with_keys)
         return app.openapi_schema
 
     app.openapi_schema = None
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _completed(document: dict[str, Any], with_keys: bool) -> dict[str, Any]:
+def _complete_document(document: dict[str, Any], with_keys: bool) -> dict[str, Any]:
+    # FastAPI adds the models that routes return; problems come from outside of the routes.
     schema = ProblemDetails.model_json_schema(ref_template=REFERENCE)
     document["components"]["schemas"] |= schema.pop("$defs") | {"ProblemDetails": schema}
     for path, operations in document["paths"].items():
@@ -40,8 +46,8 @@ def _completed(document: dict[str, Any], with_keys: bool) -> dict[str, Any]:
     return document
 
 
-def _without_null(schema: dict[str, Any]) -> None:
-    """Leave out what only says that a parameter may be missing: a header or query cannot be null."""
+def _drop_null(schema: dict[str, Any]) -> None:
+    """Drop the null option, which only means "may be missing": no header or query can be null."""
     options = [option for option in schema.pop("anyOf", ()) if option != {"type": "null"}]
     if len(options) == 1:
         schema |= options[0]
@@ -50,16 +56,19 @@ def _without_null(schema: dict[str, Any]) -> None:
 
 
 def _complete(operation: dict[str, Any], path: str, method: str, with_keys: bool) -> None:
-    """Add the problems that come from outside the route: of Host, key, scope, rate, and of a foreign page."""
+    """Add the answers that come from outside the route: wrong Host, Origin, key, scope or rate."""
     for parameter in operation.get("parameters", ()):
-        _without_null(parameter["schema"])
+        _drop_null(parameter["schema"])
     statuses = [*ANYWHERE, *(WITH_KEYS if path not in OPEN else ())]
     if not with_keys:
         operation.pop("security", None)
-        statuses = [status for status in statuses if status != 401 and (status != 403 or method != "get")]
+        # A 403 stays for changes: it also refuses those of a foreign page.
+        statuses = [
+            status for status in statuses if status != 401 and (status != 403 or method != "get")
+        ]
     for described in operation["responses"].values():
-        if described["description"] == _NOTHING_SAID:
-            described["description"] = "As asked."
-    for status, described in responses(*statuses).items():
+        if described["description"] == _DEFAULT_DESCRIPTION:
+            described["description"] = "The request succeeded."
+    for status, described in describe_problems(*statuses).items():
         operation["responses"].setdefault(str(status), described)
     operation["responses"] = dict(sorted(operation["responses"].items()))

@@ -1,6 +1,7 @@
-"""The page ``docs/api.md``, from the OpenAPI document of the API.
+"""Render the page ``docs/api.md`` from the API's OpenAPI document.
 
-``make docs`` writes the file; a test compares it with what this module renders. Asks no Redis.
+``make docs`` writes the file, and a test compares the file with what this module renders. Needs no
+Redis.
 """
 
 from __future__ import annotations
@@ -18,84 +19,106 @@ INTRODUCTION = """\
 
 <!-- Written by `make docs` from services/api: edit the descriptions there. -->
 
-Every path is there twice, at `/` and at `/v1`; `GET /openapi.json` describes the same for programs. Bodies are JSON;
-that of a job is told in [configuration.md](configuration.md).
+Every path exists twice, at `/` and at `/v1`. `GET /openapi.json` describes the same API for
+programs. Bodies are JSON; the body of a job is described in [configuration.md](configuration.md).
 
-- **Keys.** Where the operator has set `KD_API_KEYS_FILE`, every request but those for health shows
-  `Authorization: Bearer kd_...`. A key sees the jobs and caches of its own name; those of others are 404 to it.
-  Scope `read` looks, `write` also posts and changes, `admin` also sees everybody's.
-- **Errors** are problem documents (RFC 9457, `application/problem+json`): `type`, `title`, `status`, `detail`,
-  `remedy`, `instance`, `request_id`, and `errors` with a JSON pointer for each wrong field. Any path may also answer
-  400 for an unknown `Host`, 401 without a key that holds, 403 for want of scope or from a foreign page, 429 with
-  `Retry-After` beyond the caller's rate, and 503 with `Retry-After` while the job store is away.
-- **Headers.** `Idempotency-Key` makes a POST safe to send again for a day. `X-Request-ID` is taken over or made,
-  answered, and found again in log and job. `RateLimit` and `RateLimit-Policy` tell what is left.
+- **Keys.** If the operator has set `KD_API_KEYS_FILE`, every request except the health checks must
+  send `Authorization: Bearer kd_...`. A key sees the jobs and caches of its own name; the others
+  are 404. Scope `read` may look, `write` may also create and change, and `admin` also sees the jobs
+  and caches of all names.
+- **Errors** are problem documents (RFC 9457, `application/problem+json`): `type`, `title`,
+  `status`, `detail`, `remedy`, `instance`, `request_id`, and `errors` with a JSON pointer for each
+  wrong field. Any path may also answer 400 for an unknown `Host`, 401 without a valid key, 403 if
+  the key lacks the scope or a foreign page asks, 429 with `Retry-After` above the caller's rate,
+  and 503 with `Retry-After` while the job store is away.
+- **Headers.** `Idempotency-Key` makes a POST safe to send again for a day. `X-Request-ID` is kept
+  or made; it is in the answer, in the log and in the job. `RateLimit` and `RateLimit-Policy` show
+  how many requests are left.
 - **Numbers** are finite or null.
 """
 
-_ELSEWHERE = "JobConfig"  #: with all below it, in docs/configuration.md
-_SHOWN_ANYWHERE = ("400", "401", "403", "429", "503")
+#: The schema of a job's body. docs/configuration.md describes it and all that it holds.
+_JOB_SCHEMA = "JobConfig"
+#: Statuses that any path may answer with; the introduction describes them once.
+_COMMON_STATUSES = ("400", "401", "403", "429", "503")
 Schema = dict[str, Any]
 
 
-def render() -> str:
-    """The whole page, as markdown."""
-    document = create_app(Settings(redis_url="redis://127.0.0.1:1/0", api_keys_file=Path("keys"))).openapi()
+def render_api_page() -> str:
+    """Render the whole page, as Markdown."""
+    # With a key file, so that the page describes keys. Neither the file nor Redis is opened.
+    document = create_app(
+        Settings(redis_url="redis://127.0.0.1:1/0", api_keys_file=Path("keys"))
+    ).openapi()
     schemas: Schema = document["components"]["schemas"]
     sections = [INTRODUCTION]
     tag = None
-    for path, method, operation in _operations(document):
+    for path, method, operation in _list_operations(document):
         if operation["tags"][0] != tag:
             tag = operation["tags"][0]
             sections.append(f"## {tag.capitalize()}\n")
-        sections.append(_operation(path, method, operation))
+        sections.append(_render_operation(path, method, operation))
     sections.append("## Answers\n")
-    sections += [_answer(name, schemas[name]) for name in _named(document, schemas)]
+    sections += [_render_model(name, schemas[name]) for name in _list_models(document, schemas)]
     return "\n".join(sections)
 
 
-def _operations(document: Schema) -> Iterator[tuple[str, str, Schema]]:
+def _list_operations(document: Schema) -> Iterator[tuple[str, str, Schema]]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             yield path, method.upper(), operation
 
 
-def _operation(path: str, method: str, operation: Schema) -> str:
+def _render_operation(path: str, method: str, operation: Schema) -> str:
     lines = [f"### `{method} {path}`\n", f"{operation['description']}\n"]
     if parameters := operation.get("parameters"):
-        lines += ["| parameter | in | value | meaning |\n|---|---|---|---|", *map(_parameter, parameters), ""]
+        lines += [
+            "| parameter | in | value | meaning |\n|---|---|---|---|",
+            *map(_render_parameter, parameters),
+            "",
+        ]
     if body := operation.get("requestBody"):
-        lines.append(f"Body: {_value(_content(body))}.\n")
-    lines += ["| status | answer |\n|---|---|", *_statuses(operation), ""]
+        lines.append(f"Body: {_describe_value(_find_schema(body))}.\n")
+    lines += ["| status | answer |\n|---|---|", *_render_statuses(operation), ""]
     return "\n".join(lines)
 
 
-def _parameter(parameter: Schema) -> str:
+def _render_parameter(parameter: Schema) -> str:
     meaning = parameter.get("description", "") or parameter["schema"].get("description", "")
+    value = _describe_value(parameter["schema"])
     default = parameter["schema"].get("default")
-    told = "" if default in (None, False) else f" Default {default}."
-    return f"| `{parameter['name']}` | {parameter['in']} | {_value(parameter['schema'])} | {_cell(meaning)}{told} |"
+    remark = "" if default in (None, False) else f" Default {default}."
+    meaning = _escape_cell(meaning) + remark
+    return f"| `{parameter['name']}` | {parameter['in']} | {value} | {meaning} |"
 
 
-def _statuses(operation: Schema) -> Iterator[str]:
+def _render_statuses(operation: Schema) -> Iterator[str]:
     for status, answer in operation["responses"].items():
-        if status not in _SHOWN_ANYWHERE:
-            shown = _value(_content(answer)) if "content" in answer and int(status) < 300 else ""
+        if status not in _COMMON_STATUSES:
+            shown = (
+                _describe_value(_find_schema(answer))
+                if "content" in answer and int(status) < 300
+                else ""
+            )
             headers = ", ".join(f"`{name}`" for name in answer.get("headers", ()))
-            told = [_cell(answer["description"]).rstrip("."), shown, f"with {headers}" if headers else ""]
-            yield f"| {status} | {'; '.join(filter(None, told))} |"
+            parts = [
+                _escape_cell(answer["description"]).rstrip("."),
+                shown,
+                f"with {headers}" if headers else "",
+            ]
+            yield f"| {status} | {'; '.join(filter(None, parts))} |"
 
 
-def _content(described: Schema) -> Schema:
-    """The schema of the first media type; of one that is no JSON, the type itself."""
+def _find_schema(described: Schema) -> Schema:
+    """Return the schema of the first media type; a type other than JSON is its own schema."""
     media_type, content = next(iter(described["content"].items()))
     return content.get("schema", {}) if media_type.endswith("json") else {"title": media_type}
 
 
-def _named(document: Schema, schemas: Schema) -> list[str]:
-    """The models that answers hold, each before what is inside of it."""
+def _list_models(document: Schema, schemas: Schema) -> list[str]:
+    """List the models that answers hold, each before the models inside it."""
     found: list[str] = []
-    for _, _, operation in _operations(document):
+    for _, _, operation in _list_operations(document):
         for answer in operation["responses"].values():
             _collect(answer.get("content", {}), schemas, found)
     return found
@@ -106,52 +129,66 @@ def _collect(node: Any, schemas: Schema, found: list[str]) -> None:
         for item in node:
             _collect(item, schemas, found)
     elif isinstance(node, dict):
-        name = node["$ref"].rpartition("/")[2] if "$ref" in node else _ELSEWHERE
-        if name != _ELSEWHERE and name not in found:
+        name = node["$ref"].rpartition("/")[2] if "$ref" in node else _JOB_SCHEMA
+        if name != _JOB_SCHEMA and name not in found:
             found.append(name)
             _collect(schemas[name], schemas, found)
         for item in node.values():
             _collect(item, schemas, found)
 
 
-def _answer(name: str, schema: Schema) -> str:
-    lines = [f"### {name}\n", f"{schema['description']}\n", "| field | value | meaning |\n|---|---|---|"]
+def _render_model(name: str, schema: Schema) -> str:
+    lines = [
+        f"### {name}\n",
+        f"{schema['description']}\n",
+        "| field | value | meaning |\n|---|---|---|",
+    ]
     for field, options in schema["properties"].items():
-        lines.append(f"| `{field}` | {_value(options)} | {_cell(options.get('description', ''))} |")
+        meaning = _escape_cell(options.get("description", ""))
+        lines.append(f"| `{field}` | {_describe_value(options)} | {meaning} |")
     return "\n".join([*lines, ""])
 
 
-_WORDS = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "null": "null"}
+_WORDS = {
+    "boolean": "true or false",
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "null": "null",
+}
 
 
-def _value(schema: Schema) -> str:
-    """What a value may be, in words."""
+def _describe_value(schema: Schema) -> str:
+    """Describe in words the values that ``schema`` allows."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
-        return "[a job](configuration.md)" if name == _ELSEWHERE else f"[{name}](#{name.lower()})"
+        return "[a job](configuration.md)" if name == _JOB_SCHEMA else f"[{name}](#{name.lower()})"
     if options := schema.get("anyOf"):
-        return " or ".join(dict.fromkeys(map(_value, options)))
+        return " or ".join(dict.fromkeys(map(_describe_value, options)))
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{choice}`" for choice in schema.get("enum", [schema.get("const")]))
     kind = schema.get("type")
     if kind == "array":
-        return f"list of {_value(schema['items'])}"
+        return f"list of {_describe_value(schema['items'])}"
     if kind == "object":
         return "object"
     if schema.get("format") == "date-time":
         return "time"
-    return _WORDS.get(str(kind), "") + _bounds(schema) or _cell(schema.get("title", "anything"))
+    return _WORDS.get(str(kind), "") + _describe_bounds(schema) or _escape_cell(
+        schema.get("title", "anything")
+    )
 
 
-def _bounds(schema: Schema) -> str:
-    low, high = schema.get("minimum"), schema.get("maximum")
+def _describe_bounds(schema: Schema) -> str:
+    low = schema.get("minimum")
+    high = schema.get("maximum")
     return f" from {low} to {high}" if low is not None and high is not None else ""
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    sys.stdout.write(render())
+    sys.stdout.write(render_api_page())

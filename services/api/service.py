@@ -1,4 +1,4 @@
-"""What every route works with: the service behind the request, who asks, and the job that the path names."""
+"""The dependencies of every route: the service, the caller, and the job that the path names."""
 
 from __future__ import annotations
 
@@ -10,51 +10,61 @@ import redis.asyncio
 from celery import Celery
 from fastapi import Depends, Path, Request
 
-from services.api.digests import Digests
-from services.api.keys import authenticate
-from services.api.observer import Tally
-from services.api.problems import ApiProblem
-from services.jobs import Caller, JobStore
-from services.schemas import Job
+from services.api.answers.file_digests import FileDigests
+from services.api.answers.problems import ApiProblem
+from services.api.guards.authentication import authenticate
+from services.api.guards.request_metrics import RequestMetrics
 from services.settings import Settings
+from services.store.callers import Caller
+from services.store.jobs.store import JobStore
+from services.store.schemas import Job
 
 JOB_ID = re.compile(r"job_[0-9a-z]{26}")
 
 
 @dataclass
 class Service:
-    """The parts of one API process."""
+    """The objects that all requests of one API process share."""
 
     settings: Settings
     store: JobStore
     queue: Celery
     events: redis.asyncio.Redis
-    secrets: tuple[str, ...] = field(default=(), repr=False)  #: words that no log may show
-    digests: Digests = field(default_factory=Digests)
-    tally: Tally = field(default_factory=Tally)
+    #: Words that no log may show.
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    digests: FileDigests = field(default_factory=FileDigests)
+    request_metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    #: Set at the first signal to stop: streams and long polls then end.
     stopping: bool = False
 
 
-async def service_of(request: Request) -> Service:
-    """The service behind this request."""
+# Async, because FastAPI runs a plain function in a thread, of which there are few.
+async def find_service(request: Request) -> Service:
+    """Return the service of the application that answers this request."""
     service: Service = request.app.state.service
     return service
 
 
-TheService = Annotated[Service, Depends(service_of)]
+TheService = Annotated[Service, Depends(find_service)]
 TheCaller = Annotated[Caller, Depends(authenticate)]
 
 
-def known_job(
-    job_id: Annotated[str, Path(description="Id of a job, as POST /jobs gave it.")],
+def find_known_job(
+    job_id: Annotated[str, Path(description="The job's id, from the answer of POST /jobs.")],
     service: TheService,
     caller: TheCaller,
 ) -> Job:
-    """The job that the path names, or 404: also for another key's."""
+    """Return the job that the path names; raise 404 if the caller sees no such job."""
+    # Only a well-formed id becomes part of a Redis key.
     job = service.store.get(job_id, caller) if JOB_ID.fullmatch(job_id) else None
     if job is None:
-        raise ApiProblem(404, f"There is no job {job_id}.", "GET /jobs lists the jobs there are.")
+        raise make_no_job_problem(job_id)
     return job
 
 
-KnownJob = Annotated[Job, Depends(known_job)]
+def make_no_job_problem(job_id: str) -> ApiProblem:
+    """Return the 404 for a job that does not exist or that the caller may not see."""
+    return ApiProblem(404, f"There is no job {job_id}.", "GET /jobs lists the jobs.")
+
+
+KnownJob = Annotated[Job, Depends(find_known_job)]

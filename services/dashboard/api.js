@@ -1,8 +1,9 @@
-// The API as the pages see it: JSON in and out, errors as what the problem document says, the key from this tab.
+// Requests to the API: they send and return JSON, raise problem documents as errors, and use the
+// API key of this tab.
 
 const KEY = "potstill-key";
 
-/** An answer that is an error; `problem` is the document. */
+/** An error answer; `problem` is its problem document. */
 export class Refused extends Error {
   constructor(status, problem) {
     super(problem.detail ?? `The server answered ${status}.`);
@@ -10,10 +11,17 @@ export class Refused extends Error {
   }
 }
 
-async function request(method, path, body) {
+/** Return the headers that carry the key of this tab, if it has one. */
+export function keyHeaders() {
   const key = sessionStorage.getItem(KEY);
-  const headers = { Accept: "application/json" };
-  if (key) headers.Authorization = `Bearer ${key}`;
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+/** Keep the key in this tab. */
+export const keepKey = (key) => sessionStorage.setItem(KEY, key.trim());
+
+async function request(method, path, body) {
+  const headers = { Accept: "application/json", ...keyHeaders() };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const answer = await fetch(`.${path}`, { method, headers, body, cache: "no-store" });
   if (answer.ok) return answer;
@@ -24,29 +32,35 @@ export const get = async (path) => (await request("GET", path)).json();
 export const getText = async (path) => (await request("GET", path)).text();
 export const post = async (path, body) => (await request("POST", path, body)).json();
 
-/** An address of a file that an element can load, which does not carry the key: with one, the file is fetched first. */
+/**
+ * Return an address of a file that an element can load.
+ * An element cannot send the API key, so with a key the file is fetched first.
+ */
 export async function address(path) {
   if (sessionStorage.getItem(KEY) === null) return `.${path}`;
   return URL.createObjectURL(await (await request("GET", path)).blob());
 }
 
-/** Save a file. */
+/** Download a file. */
 export async function download(path, name) {
   const href = await address(path);
   Object.assign(document.createElement("a"), { href, download: name }).click();
   if (href.startsWith("blob:")) setTimeout(() => URL.revokeObjectURL(href), 60_000);
 }
 
-/** Ask for a key; every page that waits for one shares the question. `why` the one before did not do, if there was one. */
 let asking = null;
-export function askForKey(why) {
+/**
+ * Ask the user for an API key. Requests that fail at the same time share the question.
+ * `reason` says why the last key was refused; it is shown only if there was one.
+ */
+export function askForKey(reason) {
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("key");
     const form = dialog.querySelector("form");
     form.reset();
-    form.querySelector(".error").textContent = sessionStorage.getItem(KEY) ? why : "";
+    form.querySelector(".error").textContent = sessionStorage.getItem(KEY) ? reason : "";
     dialog.addEventListener("close", () => {
-      sessionStorage.setItem(KEY, new FormData(form).get("key").trim());
+      keepKey(new FormData(form).get("key"));
       asking = null;
       resolve();
     }, { once: true });

@@ -1,21 +1,31 @@
-// What was kept of teachers, and how close it is to them.
+// The pages of the caches: the list, and one cache with its fidelity.
 
 import { get } from "./api.js";
 import { bytes, facts, fill, h, number, percent, table } from "./elements.js";
 
-const READ_MS = 10_000; // the server reads the disk for it
+// The server reads the disk for every request, so the pages ask less often.
+const READ_MS = 10_000;
+const LIST_TITLES = ["Fingerprint", "Teacher", "Tokens", "Size", "Bytes per token", "State"];
+const FIDELITY_TITLES = [
+  "Temperature", "Positions", "Kept mass", "KL, nats", "Bias, z", "Gold error", "Same best token",
+  "Entropy error",
+];
 
 export function cachesPage() {
   const list = h("div");
   async function refresh() {
     const { data } = await get("/caches");
     const rows = data.map((cache) => [
-      h("a", { href: `#/caches/${cache.fingerprint}` }, h("code", {}, cache.fingerprint.slice(0, 12))),
-      cache.teacher, number(cache.tokens), bytes(cache.bytes), number(cache.bytes_per_token, 3),
+      h("a", { href: `#/caches/${cache.fingerprint}` },
+        h("code", {}, cache.fingerprint.slice(0, 12))),
+      cache.teacher,
+      number(cache.tokens),
+      bytes(cache.bytes),
+      number(cache.bytes_per_token, 3),
       cache.complete ? "complete" : "not sealed",
     ]);
-    const heads = ["Fingerprint", "Teacher", "Tokens", "Size", "Bytes per token", "State"];
-    fill(list, rows.length ? table("Caches", heads, rows) : h("p", {}, "Nothing has been captured yet."));
+    const empty = h("p", {}, "There are no caches yet.");
+    fill(list, rows.length ? table("Caches", LIST_TITLES, rows) : empty);
   }
   return { element: h("div", {}, h("h1", {}, "Caches"), list), refresh, every: READ_MS };
 }
@@ -31,19 +41,31 @@ export function cachePage(_, fingerprint) {
 }
 
 function page(cache) {
-  const heads = ["Temperature", "Positions", "Kept mass", "KL, nats", "Bias, z", "Gold error", "Same best token", "Entropy error"];
   const rows = cache.fidelity.map((row) => [
-    number(row.temperature), number(row.positions), percent(row.kept_mass, 1), number(row.kl, 3), number(row.bias_z, 3),
-    percent(row.gold_error, 2), percent(row.top1_agreement, 1), number(row.entropy_error, 2),
+    number(row.temperature),
+    number(row.positions),
+    percent(row.kept_mass, 1),
+    number(row.kl, 3),
+    number(row.bias_z, 3),
+    percent(row.gold_error, 2),
+    percent(row.top1_agreement, 1),
+    number(row.entropy_error, 2),
   ]);
   return [
     h("h1", {}, "Cache ", h("code", {}, cache.fingerprint.slice(0, 12))),
     facts([
-      ["Fingerprint", h("code", {}, cache.fingerprint)], ["Teacher", cache.teacher], ["Tokens", number(cache.tokens)],
-      ["Size", bytes(cache.bytes)], ["Bytes per token", number(cache.bytes_per_token, 3)],
+      ["Fingerprint", h("code", {}, cache.fingerprint)],
+      ["Teacher", cache.teacher],
+      ["Tokens", number(cache.tokens)],
+      ["Size", bytes(cache.bytes)],
+      ["Bytes per token", number(cache.bytes_per_token, 3)],
       ["State", cache.complete ? "complete" : "not sealed yet"],
     ]),
-    rows.length ? h("section", {}, h("h2", {}, "Fidelity to the live teacher"), table("Fidelity", heads, rows)) : null,
-    cache.identity ? h("details", {}, h("summary", {}, "What it was made from"), h("pre", {}, JSON.stringify(cache.identity, null, 2))) : null,
+    rows.length > 0 && h("section", {},
+      h("h2", {}, "Fidelity to the live teacher"),
+      table("Fidelity", FIDELITY_TITLES, rows)),
+    cache.identity && h("details", {},
+      h("summary", {}, "Inputs of the capture"),
+      h("pre", {}, JSON.stringify(cache.identity, null, 2))),
   ];
 }

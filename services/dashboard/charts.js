@@ -1,4 +1,4 @@
-// Line charts of a job's metrics over its steps. A chart is drawn once and then given new data.
+// Line charts of a job's metrics over its steps. A chart is drawn once and then gets new data.
 
 import { h, number } from "./elements.js";
 
@@ -11,12 +11,12 @@ const CHARTS = [
   { title: "Gradient norm", names: ["grad_norm"] },
   { title: "Temperature", names: ["temperature"] },
 ];
-/** Told to the API, so that no other series is sent. */
+/** The metrics of all charts: the API sends only these. */
 export const NAMES = CHARTS.flatMap((chart) => chart.names);
-const HEIGHT = 220;
-const SMOOTHING = 0.9;
+const HEIGHT = 220; // pixels
+const SMOOTHING = 0.9; // the weight of the earlier points
 
-/** The charts of one page. `update` takes the API's series; a chart appears with its first point. */
+/** The charts of a page. `update` takes the API's series; a chart appears with its first point. */
 export class Charts {
   constructor() {
     this.drawn = new Map();
@@ -25,7 +25,9 @@ export class Charts {
     this.log = h("input", { type: "checkbox", onchange: () => this.redraw() });
     this.smooth = h("input", { type: "checkbox", onchange: () => this.update() });
     this.root = h("section", { "aria-label": "Metrics" },
-      h("p", { class: "options" }, h("label", {}, this.log, " logarithmic"), h("label", {}, this.smooth, " smooth")),
+      h("p", { class: "options" },
+        h("label", {}, this.log, " logarithmic"),
+        h("label", {}, this.smooth, " smooth")),
       this.box);
     this.resized = new ResizeObserver(() => this.fit());
     this.resized.observe(this.box);
@@ -52,8 +54,10 @@ export class Charts {
     const known = this.drawn.get(chart);
     known?.plot.destroy();
     const figure = known?.figure ?? h("figure", {}, h("figcaption", {}, chart.title));
-    const plot = new uPlot(this.options(names, chart.log || this.log.checked), this.data(names), figure);
+    const options = this.options(names, chart.log || this.log.checked);
+    const plot = new uPlot(options, this.data(names), figure);
     this.drawn.set(chart, { figure, names, plot });
+    // A new chart may belong between older ones, so all figures are put in order again.
     if (!known) this.box.append(...CHARTS.flatMap((each) => this.drawn.get(each)?.figure ?? []));
     this.describe(chart, names);
     this.fit();
@@ -66,24 +70,36 @@ export class Charts {
   options(names, logarithmic) {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
-    const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    const axis = {
+      stroke: colour("--quiet"),
+      grid: { stroke: colour("--line"), width: 1 },
+      ticks: { show: false },
+    };
+    const label = (value) => (value == null ? "" : number(value, 3));
+    // Without a cursor the legend shows the newest value.
+    const newest = (plot, series) => plot.data[series].findLast((each) => each != null);
     return {
       width: this.width(), height: HEIGHT,
       cursor: { sync: { key: "step" } },
       scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
-      axes: [axis, { ...axis, size: 64, values: (_, values) => values.map((value) => (value == null ? "" : number(value, 3))) }],
-      series: [{ label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) }, ...names.map((name, at) => ({
-        label: name.replaceAll("_", " "),
-        stroke: colour(`--series-${at + 1}`),
-        width: 2,
-        spanGaps: true,
-        points: { show: this.series.get(name).steps.length < 40, size: 5 },
-        value: (plot, value, series) => number(value ?? plot.data[series].findLast((each) => each != null)) ?? "",
-      }))],
+      axes: [axis, { ...axis, size: 64, values: (_, values) => values.map(label) }],
+      series: [
+        { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },
+        ...names.map((name, at) => ({
+          label: name.replaceAll("_", " "),
+          stroke: colour(`--series-${at + 1}`),
+          width: 2,
+          spanGaps: true,
+          // Dots help to see few points, and hide the line of many.
+          points: { show: this.series.get(name).steps.length < 40, size: 5 },
+          value: (plot, value, series) => number(value ?? newest(plot, series)) ?? "",
+        })),
+      ],
     };
   }
 
   data(names) {
+    // Evaluations are few and exact, so only training metrics are smoothed.
     const smoothed = (name) => this.smooth.checked && !name.startsWith("validation_");
     return uPlot.join(names.map((name) => {
       const { steps, values } = this.series.get(name);
@@ -91,12 +107,12 @@ export class Charts {
     }));
   }
 
-  /** A logarithm knows no zero: where it is asked for, what does not lie above is left out. */
+  /** On a logarithmic scale, replace values that are not above zero by gaps. */
   above(values) {
     return this.log.checked ? values.map((value) => (value > 0 ? value : null)) : values;
   }
 
-  /** What the picture shows, in words. */
+  /** Describe the picture in words, for screen readers. */
   describe(chart, names) {
     const last = names.map((name) => {
       const { steps, values } = this.series.get(name);
@@ -113,7 +129,9 @@ export class Charts {
   }
 
   fit() {
-    for (const { plot } of this.drawn.values()) plot.setSize({ width: this.width(), height: HEIGHT });
+    for (const { plot } of this.drawn.values()) {
+      plot.setSize({ width: this.width(), height: HEIGHT });
+    }
   }
 
   close() {
@@ -123,9 +141,10 @@ export class Charts {
   }
 }
 
-/** The mean of what came before, of which each point takes a tenth of itself in; it starts without a bias to 0. */
+/** The exponential moving average of the points; dividing by the weight removes the bias to 0. */
 function smooth(values) {
-  let [sum, weight] = [0, 0];
+  let sum = 0;
+  let weight = 0;
   return values.map((value) => {
     sum = SMOOTHING * sum + (1 - SMOOTHING) * value;
     weight = SMOOTHING * weight + 1 - SMOOTHING;

@@ -1,6 +1,10 @@
-// Elements and how numbers are written. Text from the server goes into text nodes alone: names are not to be trusted.
+// Functions that make elements and format values. Text from the server only goes into text nodes,
+// because the names in it cannot be trusted.
 
-/** An element: attributes, listeners (functions, as onclick), and children, of which null and false are left out. */
+/**
+ * Make an element. A function as an attribute, such as onclick, is a listener; children that are
+ * null or false are left out.
+ */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -12,7 +16,7 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Put children into a box where they differ from what it holds; who stands on a link or button stays there. */
+/** Replace the children of `box` if they differ; the focus stays on the same link or button. */
 export function fill(box, ...children) {
   const fresh = box.cloneNode(false);
   fresh.append(...children.flat().filter((child) => child != null && child !== false));
@@ -20,43 +24,60 @@ export function fill(box, ...children) {
   const nameOf = (element) => element.href ?? element.textContent;
   const held = box.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   box.replaceChildren(...fresh.childNodes);
-  if (held !== null) [...box.querySelectorAll("a, button")].find((element) => nameOf(element) === held)?.focus();
+  if (held === null) return;
+  const focusable = [...box.querySelectorAll("a, button")];
+  focusable.find((element) => nameOf(element) === held)?.focus();
 }
 
-/** A table in a box that scrolls by itself where the window is narrow. */
-export function table(caption, heads, rows) {
+/** Make a table in a box of its own, which scrolls sideways in a narrow window. */
+export function table(caption, titles, rows) {
   return h("div", { class: "scroll" },
     h("table", {},
       h("caption", { class: "hidden" }, caption),
-      h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
+      h("thead", {}, h("tr", {}, titles.map((title) => h("th", { scope: "col" }, title)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell ?? "")))))));
 }
 
-/** Terms and what they are; those that are not known are left out. */
+/** Make a list of names and values; unknown values are left out. */
 export function facts(pairs) {
   const known = pairs.filter(([, value]) => value != null && value !== "");
-  return h("dl", { class: "facts" }, known.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  const pairOf = ([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+  return h("dl", { class: "facts" }, known.map(pairOf));
 }
 
 export const chip = (status) => h("span", { class: `chip ${status}` }, status);
 
-/** A bar with its share beside it; nothing where there is nothing to count. */
+/** Make a progress bar with its share beside it; nothing if the share is unknown. */
 export function bar(progress) {
   if (progress?.fraction == null) return null;
   const share = percent(progress.fraction);
   return h("span", { class: "progress" },
-    h("progress", { max: 1, value: progress.fraction, "aria-label": share }), h("span", {}, share));
+    h("progress", { max: 1, value: progress.fraction, "aria-label": share }),
+    h("span", {}, share));
 }
 
 const missing = (value) => value == null || !Number.isFinite(value);
 
-export const percent = (value, digits = 0) => (missing(value) ? null : `${(100 * value).toFixed(digits)}%`);
+export function percent(value, digits = 0) {
+  return missing(value) ? null : `${(100 * value).toFixed(digits)}%`;
+}
 
 export function number(value, digits = 4) {
   if (missing(value)) return null;
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
-  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(size + 1))) });
+  // Digits before the decimal point are never rounded away.
+  const whole = Math.ceil(Math.log10(size + 1));
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, whole) });
+}
+
+/** The held-out perplexity with its tokens, and with its interval where they are few. */
+export function heldOut(metrics) {
+  const { validation_perplexity: perplexity, validation_tokens: tokens } = metrics;
+  if (missing(perplexity) || missing(tokens)) return number(perplexity);
+  const ends = ["low", "high"].map((end) => number(metrics[`validation_perplexity_${end}`]));
+  const interval = ends.includes(null) ? "" : `, 95 % interval ${ends.join(" to ")}`;
+  return `${number(perplexity)} (${tokens.toLocaleString("en")} tokens${interval})`;
 }
 
 export function bytes(value) {
@@ -69,9 +90,12 @@ export function bytes(value) {
 export function duration(seconds) {
   if (missing(seconds)) return null;
   const whole = Math.max(0, Math.round(seconds));
-  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  const hours = Math.floor(whole / 3600);
+  const minutes = Math.floor(whole / 60) % 60;
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
-export const time = (text) => (text ? h("time", { datetime: text }, new Date(text).toLocaleString()) : null);
+export function time(text) {
+  return text ? h("time", { datetime: text }, new Date(text).toLocaleString()) : null;
+}

@@ -1,20 +1,33 @@
-// All jobs, newest first.
+// The page of all jobs, newest first, and the table of jobs.
 
 import { get } from "./api.js";
-import { bar, chip, duration, fill, h, number, table, time } from "./elements.js";
+import { bar, chip, duration, fill, h, heldOut, number, table, time } from "./elements.js";
 
 const PAGE = 20;
-const STATUSES = ["waiting", "queued", "running", "cancelling", "pausing", "paused", "succeeded", "failed", "cancelled"];
-const HEADS = ["Status", "Name", "Kind", "Stage", "Progress", "Left", "Loss", "Held-out perplexity", "Tokens/s", "Made"];
+const STATUSES = [
+  "waiting", "queued", "running", "cancelling", "pausing", "paused", "succeeded", "failed",
+  "cancelled",
+];
+const TITLES = [
+  "Status", "Name", "Kind", "Stage", "Progress", "ETA", "Loss", "Held-out perplexity", "Tokens/s",
+  "Created",
+];
 
 export function jobsPage(redraw) {
   let wanted = PAGE;
   const list = h("div");
-  const more = h("button", { type: "button", hidden: true, onclick: () => { wanted += PAGE; redraw(); } }, "Older ones");
+  const showMore = () => {
+    wanted += PAGE;
+    redraw();
+  };
+  const more = h("button", { type: "button", hidden: true, onclick: showMore }, "Older jobs");
   const status = h("select", { onchange: redraw },
-    h("option", { value: "" }, "any status"), STATUSES.map((name) => h("option", { value: name }, name)));
+    h("option", { value: "" }, "any status"),
+    STATUSES.map((name) => h("option", { value: name }, name)));
   const element = h("div", {},
-    h("div", { class: "title" }, h("h1", {}, "Jobs"), h("label", {}, h("span", { class: "hidden" }, "Status "), status)),
+    h("div", { class: "title" },
+      h("h1", {}, "Jobs"),
+      h("label", {}, h("span", { class: "hidden" }, "Status "), status)),
     list, more);
 
   async function refresh() {
@@ -25,14 +38,19 @@ export function jobsPage(redraw) {
   return { element, refresh };
 }
 
-export const jobTable = (caption, jobs) => table(caption, HEADS, jobs.map(row));
+export const jobTable = (caption, jobs) => table(caption, TITLES, jobs.map(row));
 
-/** As many jobs as there are, and where the others begin; a page of the API may be short and have others after it. */
+/**
+ * Read up to `count` jobs, newest first; return them and the cursor of the next ones.
+ * A page of the API may be short although more jobs follow, so pages are read until it is enough.
+ */
 export async function newest(count, filters) {
-  let [jobs, cursor] = [[], ""];
+  let jobs = [];
+  let cursor = "";
   while (jobs.length < count && cursor !== null) {
     const known = Object.entries({ ...filters, cursor }).filter(([, value]) => value);
-    const query = new URLSearchParams([["limit", Math.min(count - jobs.length, 100)], ...known]);
+    const limit = Math.min(count - jobs.length, 100);
+    const query = new URLSearchParams([["limit", limit], ...known]);
     const page = await get(`/jobs?${query}`);
     jobs = jobs.concat(page.data);
     cursor = page.next_cursor;
@@ -51,7 +69,7 @@ function row(job) {
     bar(progress),
     runs ? duration(progress.eta_seconds) : null,
     number(metrics.loss),
-    number(metrics.validation_perplexity),
+    heldOut(metrics),
     runs ? number(progress.tokens_per_second, 3) : null,
     time(job.created_at),
   ];
@@ -59,5 +77,7 @@ function row(job) {
 
 function nothing(status) {
   if (status) return h("p", {}, `No job is ${status}.`);
-  return h("p", {}, "No job yet. ", h("a", { href: "#/new" }, "Post one"), ", or run ", h("code", {}, "kd submit job.yaml"), ".");
+  return h("p", {},
+    "There are no jobs yet. ", h("a", { href: "#/new" }, "Create one"), ", or run ",
+    h("code", {}, "kd submit job.yaml"), ".");
 }

@@ -1,4 +1,4 @@
-// Which page is shown, and its breath: every page is drawn by its `refresh`, again and again while somebody looks.
+// The router: it shows the page of the address, and refreshes it while the tab is visible.
 
 import { Refused, askForKey } from "./api.js";
 import { cachePage, cachesPage } from "./caches.js";
@@ -22,12 +22,15 @@ const state = document.getElementById("state");
 let page = null;
 
 /**
- * Show the page of the address. A page is made with what draws it anew and the parts of its address; it is {element,
- * refresh, every?, close?}. Where its refresh returns false, nothing will change any more.
+ * Show the page of the address.
+ *
+ * A page is made by a function of PAGES, which gets a function that redraws the page and the parts
+ * of the address. It returns {element, refresh, every?, close?}: `refresh` draws the page, and
+ * returns false if it will not change again; `every` is the time between two calls, in ms.
  */
 function show() {
   page?.close?.();
-  const [pattern, make] = PAGES.find(([each]) => each.test(location.hash)) ?? [/$/, nowhere];
+  const [pattern, make] = PAGES.find(([each]) => each.test(location.hash)) ?? [/$/, notFoundPage];
   const shown = make(() => refresh(shown), ...(pattern.exec(location.hash)?.slice(1) ?? []));
   page = shown;
   root.replaceChildren(page.element);
@@ -35,10 +38,10 @@ function show() {
     const here = link.hash.replace(/\/$/, "") === location.hash.replace(/\/$/, "");
     link.ariaCurrent = here ? "page" : null;
   }
-  breathe(shown);
+  refreshWhileShown(shown);
 }
 
-async function breathe(shown) {
+async function refreshWhileShown(shown) {
   while (shown === page) {
     let goesOn = true;
     if (!document.hidden) goesOn = await refresh(shown);
@@ -47,7 +50,7 @@ async function breathe(shown) {
   }
 }
 
-/** One at a time: who asks meanwhile waits for the one under way, and then for one of its own. */
+/** Refresh a page, one call at a time: a second call waits for the first, then refreshes again. */
 async function refresh(shown) {
   while (shown.drawing) await shown.drawing;
   shown.drawing = draw(shown);
@@ -59,32 +62,37 @@ async function refresh(shown) {
 async function draw(shown) {
   try {
     const goesOn = await shown.refresh();
-    if (shown === page) tell("");
+    if (shown === page) showState("");
     return goesOn;
   } catch (error) {
     if (shown !== page) return false;
-    if (!(error instanceof Refused)) tell("The server does not answer; trying again.");
+    if (!(error instanceof Refused)) showState("The server does not answer; trying again.");
     else if (error.status === 401) await askForKey(error.message);
-    else if (error.status === 404) return gone(shown, error);
-    else tell(error.message);
+    else if (error.status === 404) return showNotFound(shown, error);
+    else showState(error.message);
     return true;
   }
 }
 
-function tell(text) {
+function showState(text) {
+  // An unchanged text is not set again, because a screen reader would read it again.
   if (state.textContent !== text) state.textContent = text;
 }
 
-function gone(shown, error) {
-  shown.element.replaceChildren(...lost(error.message));
+function showNotFound(shown, error) {
+  shown.element.replaceChildren(...notFound(error.message));
   return false;
 }
 
-function nowhere() {
-  return { element: h("div", {}, lost("There is no such page.")), refresh: () => false };
+function notFoundPage() {
+  return { element: h("div", {}, notFound("There is no such page.")), refresh: () => false };
 }
 
-const lost = (why) => [h("h1", {}, "Not found"), h("p", { class: "error" }, why), h("p", {}, h("a", { href: "#/" }, "All jobs"))];
+const notFound = (message) => [
+  h("h1", {}, "Not found"),
+  h("p", { class: "error" }, message),
+  h("p", {}, h("a", { href: "#/" }, "All jobs")),
+];
 
 addEventListener("hashchange", () => {
   show();

@@ -1,1 +1,1 @@
-"""The parts of the command line: what it says to a server, what it shows, what it starts."""
+"""The command line ``kd``: its commands, its HTTP client and its output on the terminal."""

@@ -1,4 +1,4 @@
-"""What every command shares: its options, its settings, and how it speaks. Imports nothing heavy."""
+"""The options, settings and output functions that all commands share. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,25 +19,45 @@ if TYPE_CHECKING:
     from kd.config.job import JobConfig
     from services.settings import Settings
 
-NO_TERMINAL_WIDTH = 10_000  # into a pipe or a log nothing is wrapped or cut off
-GAP, WORD = 2, 12  # between columns; a cell of so many characters is not wrapped
-#: Longer ones that are not, either: an id of a job or a cache, a number, a time.
-WHOLE = re.compile(r"job_[0-9a-z]+|[0-9a-f]{12,64}|[-+]?[\d.,]+(e-?\d+)?|\d{4}-\d\d-\d\d[T ][\d:]{8}")
+#: The width of a pipe or a log, so that no line is wrapped or cut.
+NO_TERMINAL_WIDTH = 10_000
+#: Spaces between the columns of a table.
+GAP = 2
+#: The longest cell that is never wrapped, in characters.
+WORD = 12
+#: Longer cells that are not wrapped either: the id of a job or a cache, a number, a time.
+UNBREAKABLE = re.compile(
+    r"job_[0-9a-z]+|[0-9a-f]{12,64}|[-+]?[\d.,]+(e-?\d+)?|\d{4}-\d\d-\d\d[T ][\d:]{8}"
+)
 
 out = Console(width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WIDTH)
 
-JobFile = Annotated[Path, typer.Argument(help="Job file, YAML or JSON.")]
-JobName = Annotated[str, typer.Argument(metavar="ID", help="Job id, the beginning of one, or `last`.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set train.max_steps=100")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Server = Annotated[str | None, typer.Option("--server", help="Address of the service. Default: KD_SERVER.")]
-Home = Annotated[Path | None, typer.Option("--home", help="Data folder. Default: KD_HOME, or ./potstill-data.")]
-Fingerprint = Annotated[str, typer.Argument(help="Fingerprint of a cache, or the beginning of one.")]
+JobFile = Annotated[Path, typer.Argument(help="Job file, in YAML or JSON.")]
+JobName = Annotated[
+    str, typer.Argument(metavar="ID", help="Id of a job, the beginning of one, or `last`.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a value of the job: --set train.max_steps=100"),
+]
+AsJson = Annotated[bool, typer.Option("--json/--no-json", help="Print JSON for programs.")]
+Server = Annotated[
+    str | None, typer.Option("--server", help="Address of the service. Default: KD_SERVER.")
+]
+Home = Annotated[
+    Path | None, typer.Option("--home", help="Data folder. Default: KD_HOME, or ./potstill-data.")
+]
+Fingerprint = Annotated[
+    str, typer.Argument(help="Fingerprint of a cache, or the beginning of one.")
+]
 
 
 def make_settings(**changes: Any) -> Settings:
-    """The settings, with those ``changes`` that are not None; a wrong variable is a usage error."""
+    """Return the settings with those ``changes`` that are not None.
+
+    A wrong environment variable is a usage error.
+    """
     from pydantic import ValidationError
 
     from services.settings import Settings
@@ -45,43 +65,53 @@ def make_settings(**changes: Any) -> Settings:
     try:
         return Settings(**{name: value for name, value in changes.items() if value is not None})
     except ValidationError as error:
-        wrong = "; ".join(f"KD_{'.'.join(map(str, item['loc'])).upper()}: {item['msg']}" for item in error.errors())
+        wrong = "; ".join(
+            f"KD_{'.'.join(map(str, item['loc'])).upper()}: {item['msg']}"
+            for item in error.errors()
+        )
         raise typer.BadParameter(wrong, param_hint="environment") from None
 
 
-def load(job_file: Path, overrides: list[str] | None) -> JobConfig:
-    """The job in the file."""
-    from kd.jobfile import load_config
+def load_job_file(job_file: Path, overrides: list[str] | None) -> JobConfig:
+    """Return the job in the file, with the overrides applied."""
+    from kd.config.jobfile import load_config
 
     return load_config(job_file, overrides or ())
 
 
-def complain(detail: str, remedy: str) -> None:
-    """Print an error and what to do about it."""
+def print_error(detail: str, remedy: str) -> None:
+    """Print an error and its remedy."""
+    # Text, because rich would read brackets in a plain string as markup.
     err.print(Text.assemble(("error: ", "bold red"), detail))
     if remedy:
         err.print(Text.assemble(("remedy: ", "bold"), remedy))
 
 
-def table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...] = ()) -> None:
-    """Print a table, as wide as the terminal: text wraps there, ids, numbers and times are never cut.
+def print_table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...] = ()) -> None:
+    """Print a table as wide as the terminal: text is wrapped, and ids, numbers and times are whole.
 
-    Columns in ``spare`` are left out, in this order, where there is no room for all. Into a pipe goes a line for each
-    row, of any length, and ``-`` where a column with a title has nothing to say.
+    If not all columns fit, those in ``spare`` are left out, in this order. In a pipe every row is
+    one line of any length, and ``-`` stands for an empty cell of a column with a title.
     """
     if out.width == NO_TERMINAL_WIDTH:
         _print_lines(columns, rows)
         return
-    cells = {title: [row[place] for row in rows] for place, title in enumerate(columns)} if any(columns) else {}
+    cells = (
+        {title: [row[place] for row in rows] for place, title in enumerate(columns)}
+        if any(columns)
+        else {}
+    )
     for title in spare:
-        if sum(map(_room, cells, cells.values())) + GAP * (len(cells) - 1) <= out.width:
+        if sum(map(_measure_column, cells, cells.values())) + GAP * (len(cells) - 1) <= out.width:
             break
         del cells[title]
     kept = [place for place, title in enumerate(columns) if title in cells or not cells]
     grid = Table(box=None, show_header=any(columns), pad_edge=False)
     for place in kept:
         whole = _is_whole([row[place] for row in rows])
-        least = max(map(cell_len, [columns[place], *(row[place] for row in rows)])) if whole else None
+        least = (
+            max(map(cell_len, [columns[place], *(row[place] for row in rows)])) if whole else None
+        )
         grid.add_column(columns[place], no_wrap=whole, min_width=least, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(row[place]) for place in kept))
@@ -90,66 +120,84 @@ def table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...] = ()
 
 def _print_lines(columns: list[str], rows: list[list[str]]) -> None:
     titled = any(columns)
-    lines = [columns, *([" ".join(cell.split("\n")) or "-" * titled for cell in row] for row in rows)]
+    lines = [
+        columns,
+        *([" ".join(cell.split("\n")) or "-" * titled for cell in row] for row in rows),
+    ]
     widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
     for line in lines if titled else lines[1:]:
-        padded = (cell + " " * (width - cell_len(cell) + GAP) for cell, width in zip(line, widths, strict=True))
+        padded = (
+            cell + " " * (width - cell_len(cell) + GAP)
+            for cell, width in zip(line, widths, strict=True)
+        )
         sys.stdout.write("".join(padded).rstrip() + "\n")
 
 
-def _room(title: str, cells: list[str]) -> int:
-    """What a column takes at least."""
+def _measure_column(title: str, cells: list[str]) -> int:
+    """Return the least width of a column."""
     widest = max(map(cell_len, [title, *cells]))
     return widest if _is_whole(cells) else max(cell_len(title), min(widest, WORD))
 
 
 def _is_whole(cells: list[str]) -> bool:
-    return all(len(cell) <= WORD or WHOLE.fullmatch(cell) for cell in cells)
+    return all(len(cell) <= WORD or UNBREAKABLE.fullmatch(cell) for cell in cells)
 
 
-def moment(time: str) -> str:
-    """A time of the API's to the second, in UTC as it is; without a space where a program may cut columns."""
+def format_time(time: str) -> str:
+    """Format a time of the API to the second, in UTC.
+
+    In a pipe the "T" stays, because a program may split the line at its spaces.
+    """
     return time[:19] if out.width == NO_TERMINAL_WIDTH else time[:19].replace("T", " ")
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
-    """Print what has a value, a line for each, with its name and its unit for people."""
-    texts = {_label(name): plain(value, name) for name, value in facts.items()}
-    table(["", ""], [[name, text] for name, text in texts.items() if text])
+    """Print each fact that has a value on its own line, with a readable name and unit."""
+    texts = {_format_name(name): format_value(value, name) for name, value in facts.items()}
+    print_table(["", ""], [[name, text] for name, text in texts.items() if text])
 
 
-def plain(value: Any, name: str = "") -> str:
-    """A JSON value for people; ``name``, the field's, tells bytes, seconds and times from other values."""
+def format_value(value: Any, name: str = "") -> str:
+    """Format a JSON value for people.
+
+    The name of its field shows whether the value is in bytes, in seconds, or a time.
+    """
     if isinstance(value, dict):
-        return ", ".join(f"{_label(key)} {plain(item, key)}" for key, item in value.items() if item is not None)
+        return ", ".join(
+            f"{_format_name(key)} {format_value(item, key)}"
+            for key, item in value.items()
+            if item is not None
+        )
     if isinstance(value, list):
-        return ", ".join(plain(item, name) for item in value)
+        return ", ".join(format_value(item, name) for item in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and name.rpartition("_")[2] == "bytes":
-        return _size(value)
+        return _format_size(value)
     if isinstance(value, int | float) and name.rpartition("_")[2] == "seconds":
-        return _duration(value)
+        return _format_duration(value)
     if isinstance(value, str) and (name.endswith("_at") or name == "created"):
-        return moment(value)
+        return format_time(value)
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def _label(name: str) -> str:
-    """A field's name without the unit, which the value has."""
+def _format_name(name: str) -> str:
+    """Return a field's name without its unit, which stands beside the value."""
     named = {"bytes": "size", "seconds": "time"}.get(name, name)
     return named.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
 
 
-def _size(count: int) -> str:
-    """Bytes in the largest unit of which there is one, to three digits."""
-    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+def _format_size(count: int) -> str:
+    """Format bytes in the largest unit that gives at least 1, to three digits."""
+    size = float(count)
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1023.5 and len(units) > 1:  # 1023.5 would be shown as 1024
-        size, units = size / 1024, units[1:]
+        size /= 1024
+        units = units[1:]
     return f"{size:.{0 if size >= 99.95 or units[0] == 'bytes' else 1}f} {units[0]}"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)

@@ -1,1 +1,1 @@
-"""The side that works: a Celery consumer, its supervisor, and the child that runs one stage."""
+"""The worker: a Celery consumer, its supervisor, and the child process that runs one stage."""

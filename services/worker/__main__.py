@@ -1,17 +1,17 @@
-"""``python -m services.worker [queue ...]``, as ``kd up`` starts it: it ends when ``kd up`` does."""
+"""``python -m services.worker [queue ...]``. ``kd up`` starts it, and it ends with ``kd up``."""
 
 from __future__ import annotations
 
 import signal
 import sys
 
-from services import logs
-from services.lifeline import die_with_parent
+from services.process import logs
+from services.process.lifeline import die_with_parent
 from services.settings import STAGES, Settings
 from services.worker import consumer
 
 
-def run(settings: Settings, queues: list[str]) -> None:
+def run_worker(settings: Settings, queues: list[str]) -> None:
     """Work until SIGTERM."""
     logs.configure(settings)
     consumer.run(settings, queues)
@@ -19,4 +19,4 @@ def run(settings: Settings, queues: list[str]) -> None:
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)
-    run(Settings(), sys.argv[1:] or list(STAGES))
+    run_worker(Settings(), sys.argv[1:] or list(STAGES))

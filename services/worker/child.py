@@ -1,16 +1,16 @@
-"""One stage of one job, in a process of its own: ``python -m services.worker.child``, started by the supervisor.
+"""One stage of one job in its own process: ``python -m services.worker.child``.
 
-stdin     one line, an ``Order`` (process.py), then a byte now and then; its end, or silence, means that the
-          supervisor is gone: this process is killed with all that it has started
-stdout    JSON lines: the events of kd.progress, then {"type": "result"}, {"type": "error"} or {"type": "elsewhere"}
-stderr    the run's log; whatever the run prints goes there too
+stdin     one line with an ``Order`` (child_process.py), then a byte now and then; if stdin ends or
+          is silent, the supervisor is gone, and this process and its descendants are killed
+stdout    JSON lines: the events of kd.progress, then one event of type result, error or elsewhere
+stderr    the log, and all that the run prints
 SIGTERM   save, then end
-exit      0 done, 1 failed, 75 stopped on request with everything saved, 76 another process does the same work
+exit      0 done, 1 failed, 75 stopped on request with everything saved, 76 another process does
+          the same work
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -23,66 +23,86 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cache.disk import storage_errors
+from cache.disk import storage_errors, try_lock
 from kd.config.job import JobConfig
-from kd.confinement import confined_datasets, require_confined
+from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
-from kd.jobfile import parse_config
-from kd.progress import Elsewhere, Event, Monitor, finite
-from services.lifeline import die_with_parent, die_with_stdin
-from services.telemetry import traced_stage
-from services.worker.failures import describe
+from kd.preflight.confinement import confined_datasets
+from kd.preflight.limits import Confinement
+from kd.preflight.problems import Folders, require_no_problems
+from kd.progress import Event, Monitor, WorkHeldElsewhere, replace_nonfinite
+from services.process.lifeline import die_with_parent, die_with_stdin
+from services.process.telemetry import traced_stage
+from services.worker.failures import describe_error
 
-DONE, FAILED, STOPPED, ELSEWHERE = 0, 1, 75, 76
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_STOPPED = 75
+EXIT_ELSEWHERE = 76
+#: Time that an earlier process has to release the run folder.
 LOCK_SECONDS = 30.0
-LOCK = ".lock"  #: in a run folder: held by who writes there
+#: File in a run folder that the writing process locks.
+LOCK = ".lock"
 
 StageRunner = Callable[[str, JobConfig, Path, Path, Monitor], dict[str, Any]]
 
 
 def run_stage_of_pipeline(*arguments: Any) -> dict[str, Any]:
-    """``kd.pipeline.run_stage``; torch is loaded here, and in no other process of the service."""
+    """Call ``kd.pipeline.run_stage``. No other process of the service loads torch."""
     from kd.pipeline import run_stage
 
     return run_stage(*arguments)
 
 
 def main(run_stage: StageRunner = run_stage_of_pipeline) -> int:
-    """Run the stage that stdin names; returns the exit code."""
+    """Run the stage that stdin names. Returns the exit code."""
     die_with_parent(signal.SIGKILL)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    events = Events()
+    events = EventPipe()
     order = json.loads(_read_line())
     die_with_stdin(order["patience"])
-    return attempt(run_stage, order, events, stop)
+    return attempt_stage(run_stage, order, events, stop)
 
 
-def attempt(run_stage: StageRunner, order: dict[str, Any], events: Events, stop: threading.Event) -> int:
-    """Run the stage alone in its run folder, and tell how it ended."""
-    run_dir, stage = Path(order["run_dir"]), order["stage"]
+def attempt_stage(
+    run_stage: StageRunner, order: dict[str, Any], events: EventPipe, stop: threading.Event
+) -> int:
+    """Run the stage alone in its run folder and report its end. Returns the exit code."""
+    run_dir = Path(order["run_dir"])
+    stage = order["stage"]
     try:
-        with storage_errors(run_dir), locked(run_dir, stop), traced_stage(stage, events.send) as listen:
-            config, monitor = parse_config(order["config"]), Monitor(listen, stop.is_set, patient=False)
-            require_confined(config, Path(), order["confinement"])
-            with confined_datasets(order["confinement"]):
-                result = run_stage(stage, config, Path(order["home"]), run_dir, monitor)
-    except Elsewhere as error:
+        with (
+            storage_errors(run_dir),
+            holding_run_folder(run_dir, stop),
+            traced_stage(stage, events.send) as listen,
+        ):
+            config = parse_config(order["config"])
+            home = Path(order["home"])
+            granted = order["confinement"]
+            limits = None if granted is None else Confinement.from_order(granted)
+            # A link may have changed since the job was taken. The files themselves are checked by
+            # the stage.
+            require_no_problems(config, Folders(Path(), None, limits))
+            monitor = Monitor(listen, stop.is_set, patient=False)
+            with confined_datasets(limits):
+                result = run_stage(stage, config, home, run_dir, monitor)
+    except WorkHeldElsewhere as error:
         events.send(Event("elsewhere", {"lock": str(error.lock)}))
-        return ELSEWHERE
+        return EXIT_ELSEWHERE
     except Interrupted as error:
         sys.stderr.write(f"{error}\n")
-        return STOPPED
+        return EXIT_STOPPED
     except Exception as error:
         traceback.print_exc()
-        events.send(Event("error", describe(error)))
-        return FAILED
+        events.send(Event("error", describe_error(error)))
+        return EXIT_FAILED
     events.send(Event("result", result))
-    return DONE
+    return EXIT_DONE
 
 
-class Events:
-    """The pipe to the supervisor: the stdout that this process was started with, which from now on is the log."""
+class EventPipe:
+    """The pipe to the supervisor: the first stdout of this process. stdout becomes the log."""
 
     def __init__(self) -> None:
         self._pipe = os.dup(1)  # not inherited by programs that the run starts
@@ -91,39 +111,35 @@ class Events:
 
     def send(self, event: Event) -> None:
         """Write one event as one line."""
-        line = json.dumps(finite(event.to_json()), allow_nan=False).encode() + b"\n"
+        line = json.dumps(replace_nonfinite(event.to_json()), allow_nan=False).encode() + b"\n"
         with self._lock:
             while line:
                 line = line[os.write(self._pipe, line) :]
 
 
 @contextmanager
-def locked(run_dir: Path, stop: threading.Event) -> Iterator[None]:
-    """Hold the run folder alone, so that a process that lost its lease cannot write beside its successor."""
+def holding_run_folder(run_dir: Path, stop: threading.Event) -> Iterator[None]:
+    """Lock the run folder: a process that lost its lease must not write beside its successor."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK).open("w") as lock:
         deadline = time.monotonic() + LOCK_SECONDS
-        while not _try_lock(lock.fileno()):
+        while not try_lock(lock):
             if stop.wait(0.1) or time.monotonic() > deadline:
-                raise Interrupted(f"{run_dir} is still held by an earlier process.", "It will be tried again.")
+                raise Interrupted(
+                    f"{run_dir} is still held by an earlier process.", "It will be tried again."
+                )
         yield
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _read_line() -> bytes:
-    """The first line; of what comes after it, which are signs of life, some may be lost here."""
+    """Read the first line. Signs of life that follow it may be lost here."""
     read = b""
     while b"\n" not in read:
         part = os.read(0, 65536)
         if not part:
-            raise SystemExit("services.worker.child is started by a worker, which tells it on stdin what to do.")
+            raise SystemExit(
+                "services.worker.child expects an order on stdin: only a worker starts it."
+            )
         read += part
     return read.partition(b"\n")[0]
 

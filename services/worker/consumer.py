@@ -1,4 +1,4 @@
-"""The Celery worker: one task, which claims stages and supervises the processes that run them. Imports no torch."""
+"""The Celery worker: it claims stages and supervises the processes that run them. No torch."""
 
 from __future__ import annotations
 
@@ -17,57 +17,80 @@ from typing import Any
 from celery import Celery, signals
 from redis.exceptions import RedisError
 
-from services import telemetry
-from services.jobs import Capacity, Claim, JobStore, connect
-from services.logs import bound
-from services.queue import PREFIX, TASK, celery_app, publish
-from services.schemas import Device as DeviceView
-from services.schemas import WorkerState
+from services.process import telemetry
+from services.process.logs import bound
 from services.settings import STAGES, Settings
-from services.worker.devices import Device, DeviceError, take
-from services.worker.parking import Parking
+from services.store.connection import connect_redis
+from services.store.jobs.leases import Capacity, Claim
+from services.store.jobs.store import JobStore
+from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
+from services.store.schemas import Device as DeviceView
+from services.store.schemas import WorkerState
+from services.worker.devices import DeviceError, WorkerDevice, take_device
+from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt
 
+#: Time between two signs of life.
 SIGN_OF_LIFE_SECONDS = 5.0
+#: Seconds for which a sign of life counts.
 SIGN_OF_LIFE_TTL = 30
+#: Time between two checks of the device.
 DEVICE_SECONDS = 30.0
+#: Time after which an idle worker that gets no hints, although hints wait, ends itself.
 DEAF_SECONDS = 60.0
 
 log = logging.getLogger("potstill.worker")
 
 
-class Worker:
-    """Runs one stage at a time for as long as it is not asked to stop."""
+class StageWorker:
+    """Runs one stage at a time until it is asked to stop."""
 
-    def __init__(self, settings: Settings, app: Celery, store: JobStore, stages: list[str], device: Device) -> None:
-        self.settings, self.app, self.store, self.stages, self.device = settings, app, store, stages, device
+    def __init__(
+        self,
+        settings: Settings,
+        app: Celery,
+        store: JobStore,
+        stages: list[str],
+        device: WorkerDevice,
+    ) -> None:
+        self.settings = settings
+        self.app = app
+        self.store = store
+        self.stages = stages
+        self.device = device
         self.id = f"{socket.gethostname()}:{os.getpid()}"
-        self.stopping, self.ended = threading.Event(), threading.Event()
+        self.stopping = threading.Event()
+        self.ended = threading.Event()
         self.failed = False
         self.claim: Claim | None = None
-        self.parking = Parking(store, settings.lease_seconds, self.stopping, self._announce)
+        self.lock_waiter = LockWaiter(store, settings.lease_seconds, self.stopping, self._announce)
         self._started = datetime.now(UTC)
         self._last_work = self._device_seen = time.monotonic()
 
     def work(self, stage: str) -> None:
-        """The task: run what waits until nothing does. The hint only says where to look first: a claim decides."""
+        """Run waiting stages until none is left, first in the queue of ``stage``.
+
+        A hint only names the queue to look at first. A claim decides which job runs.
+        """
         self._last_work = time.monotonic()
         while not self.stopping.is_set() and self._device_is_well():
-            found = self._next(stage)
+            found = self._claim_next(stage)
             if found is None:
                 return
             stage = self._run(*found)
 
-    def _next(self, first: str) -> tuple[Claim, str] | None:
-        """The first job in the queue of ``first``, else in another one of ours, that fits this worker."""
+    def _claim_next(self, first: str) -> tuple[Claim, str] | None:
+        """Claim the first job that fits, in the queue of ``first`` or in another one."""
         capacity = Capacity(len(self.device.gpus), self.device.memory_bytes)
         for stage in (first, *(other for other in self.stages if other != first)):
-            if claim := self.store.claim_next(stage, self.id, self.settings.lease_seconds, capacity):
+            if claim := self.store.claim_next(
+                stage, self.id, self.settings.lease_seconds, capacity
+            ):
                 return claim, stage
         return None
 
     def _run(self, claim: Claim, stage: str) -> str:
-        """Run a stage of a job; returns the stage to look for next, so that each queue has its turn."""
+        """Run a stage of a job. Returns the next stage to look for: the queues take turns."""
         names = {"job_id": claim.id, "attempt": claim.attempt, "fence": claim.fence}
         self.claim = claim
         try:
@@ -77,25 +100,28 @@ class Worker:
             ):
                 self._supervise(claim, stage)
         finally:
-            self.claim, self._last_work = None, time.monotonic()
-        return self.stages[(self.stages.index(stage) + 1) % len(self.stages)] if stage in self.stages else stage
+            self.claim = None
+            self._last_work = time.monotonic()
+        if stage not in self.stages:
+            return stage
+        return self.stages[(self.stages.index(stage) + 1) % len(self.stages)]
 
     def _supervise(self, claim: Claim, stage: str) -> None:
         log.info("stage %s begins", stage)
         ended = Attempt(self.store, self.settings, claim, stage, self.device, self.stopping).run()
         if ended.elsewhere is not None:
             log.info("another process does the same work: the job waits for it")
-            self.parking.park(claim, ended.elsewhere)
+            self.lock_waiter.hold_claim(claim, ended.elsewhere)
             return
         log.info("stage %s ends: %s", stage, ended.status)
         if ended.status == "queued":
             self._announce(claim)
 
     def _announce(self, claim: Claim) -> None:
-        """Tell whoever may run what is left of a job; where that fails, the reconciler does."""
+        """Send a hint for the rest of a job. If that fails, the reconciler sends it."""
         with suppress(RedisError):
             if (job := self.store.get(claim.id)) and job.status == "queued" and job.stage in STAGES:
-                publish(self.app, claim.id, job.stage)
+                publish_hint(self.app, claim.id, job.stage)
 
     def _device_is_well(self) -> bool:
         self._device_seen = time.monotonic()
@@ -106,9 +132,9 @@ class Worker:
             return False
         return True
 
-    def _fail(self, why: str) -> None:
-        """End, to be started again: a run under way saves its state first, as it does on SIGTERM."""
-        log.error("%s This worker ends, to be started again.", why)
+    def _fail(self, reason: str) -> None:
+        """End as on SIGTERM, so that a run saves its state first. A new worker takes over."""
+        log.error("%s This worker ends, to be started again.", reason)
         self.failed = True
         self.stopping.set()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -116,20 +142,22 @@ class Worker:
     # -- signs of life
 
     def show_life(self) -> None:
-        """Say every few seconds that this worker is there, until it has ended."""
+        """Show every few seconds that this worker is alive, until it has ended."""
         while not self.ended.is_set():
             if time.monotonic() - self._device_seen > DEVICE_SECONDS and not self.stopping.is_set():
                 self._device_is_well()
             try:
-                self.store.show_worker(self.state(), SIGN_OF_LIFE_TTL)
+                self.store.show_worker(self.describe(), SIGN_OF_LIFE_TTL)
                 self._check_hearing()
             except RedisError:
                 self._last_work = time.monotonic()
             self.ended.wait(SIGN_OF_LIFE_SECONDS)
 
-    def state(self) -> WorkerState:
-        """What GET /workers tells of it."""
-        claim, device = self.claim, self.device
+    def describe(self) -> WorkerState:
+        """The worker as GET /workers shows it."""
+        # Read once: another thread sets it to None.
+        claim = self.claim
+        device = self.device
         return WorkerState(
             id=self.id,
             host=socket.gethostname(),
@@ -151,8 +179,11 @@ class Worker:
         )
 
     def _check_hearing(self) -> None:
-        """End where hints wait and this idle worker takes none: a consumer can go deaf after a lost connection."""
-        waiting = any(self.store.redis.llen(PREFIX + stage) for stage in self.stages)
+        """End this worker if it is idle and gets no hints although hints wait.
+
+        A Celery consumer can stop receiving after a lost connection.
+        """
+        waiting = any(self.store.redis.llen(QUEUE_PREFIX + stage) for stage in self.stages)
         if self.claim or not waiting or self.stopping.is_set():
             self._last_work = time.monotonic()
         elif time.monotonic() - self._last_work > DEAF_SECONDS:
@@ -161,21 +192,24 @@ class Worker:
 
 
 def _leave(*_: Any) -> None:
-    """On SIGTERM while the worker starts; from then on Celery has handlers of its own."""
+    """End on SIGTERM while the worker starts. Later, Celery's own handlers replace this one."""
     raise SystemExit(0)
 
 
 def run(settings: Settings, stages: list[str]) -> None:
-    """Work until SIGTERM, upon which the run under way saves its state and goes back to the queue."""
+    """Work until SIGTERM. The run then saves its state, and its job goes back to the queue."""
     assert settings.redis_url is not None
     signal.signal(signal.SIGTERM, _leave)
     telemetry.configure(settings.otlp_endpoint, "worker")
-    device = take(settings.devices, settings.home)
-    app, store = celery_app(settings.redis_url), JobStore(connect(settings.redis_url), settings.max_attempts)
-    worker = Worker(settings, app, store, stages, device)
-    log.info("works on %s (%s)", device.name, ", ".join(gpu.uuid for gpu in device.gpus) or device.kind)
+    device = take_device(settings.devices, settings.home)
+    app = make_celery_app(settings.redis_url)
+    store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)
+    worker = StageWorker(settings, app, store, stages, device)
+    log.info(
+        "works on %s (%s)", device.name, ", ".join(gpu.uuid for gpu in device.gpus) or device.kind
+    )
 
-    @app.task(name=TASK)  # type: ignore[untyped-decorator]
+    @app.task(name=TASK_NAME)  # type: ignore[untyped-decorator]
     def run_stage(_: str, stage: str) -> None:
         worker.work(stage)
 
@@ -187,12 +221,11 @@ def run(settings: Settings, stages: list[str]) -> None:
     life.start()
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     try:
-        app.worker_main(
-            ["--quiet", "worker", "-P", "threads", "-c", "1", "-Q", ",".join(stages), "-n", worker.id, *quiet]
-        )
+        options = ["-P", "threads", "-c", "1", "-Q", ",".join(stages), "-n", worker.id, *quiet]
+        app.worker_main(["--quiet", "worker", *options])
     finally:
         worker.stopping.set()
-        worker.parking.close()
+        worker.lock_waiter.close()
         worker.ended.set()
         life.join()
         with suppress(RedisError):

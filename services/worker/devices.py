@@ -1,17 +1,17 @@
-"""The device that this worker computes on, and that no other worker of the host computes on beside it.
+"""The device of a worker. No two workers of a host share a GPU.
 
-    KD_DEVICES unset   the first GPU that is free, of those that CUDA_VISIBLE_DEVICES leaves; the CPU where none is
-    KD_DEVICES 0,1     these GPUs, all for this worker: numbers as nvidia-smi has them, or UUIDs
+    KD_DEVICES unset   the first free GPU that CUDA_VISIBLE_DEVICES shows; the CPU if there is none
+    KD_DEVICES 0,1     these GPUs, by their numbers in nvidia-smi or by UUID
     KD_DEVICES cpu     the CPU
 
-    home/devices/{uuid}.lock    held for as long as the worker that has the GPU lives
+    home/devices/{uuid}.lock    locked while the worker that has the GPU lives
 
-Asks the driver (NVML) and imports no torch: a CUDA context here would hold memory that the child needs.
+The driver (NVML) answers. torch is not imported, because a CUDA context would take memory that the
+child needs.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import platform
@@ -24,20 +24,21 @@ from typing import IO, Any, Literal
 
 import pynvml
 
-from cache.disk import make_folder, storage_errors
+from cache.disk import make_folder, storage_errors, try_lock
 from cache.errors import PotstillError
-from services.worker.memory import memory_bytes
+from services.worker.memory import read_memory_bytes
 
 CPU = "cpu"
+#: Time between two looks for a free GPU.
 POLL_SECONDS = 1.0
-#: What the library says where there simply is no GPU; anything else it says is trouble.
+#: Errors of a host without a GPU. Any other error of the driver is a failure.
 NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
 
 log = logging.getLogger("potstill.worker")
 
 
 class DeviceError(PotstillError):
-    """The GPU that was asked for is not there, or has vanished."""
+    """The requested GPU does not exist, or has vanished."""
 
     type = "device_lost"
 
@@ -53,8 +54,8 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Device:
-    """What a worker has taken; ``gpus`` is empty where it computes on the CPU, ``hidden`` where it was told to."""
+class WorkerDevice:
+    """The device of a worker. ``gpus`` is empty on the CPU; ``hidden`` means KD_DEVICES is cpu."""
 
     gpus: tuple[Gpu, ...] = ()
     hidden: bool = False
@@ -62,74 +63,79 @@ class Device:
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """The word that torch has for it."""
+        """The device type as torch names it."""
         return "cuda" if self.gpus else "cpu"
 
     @property
     def name(self) -> str:
-        """What it calls itself."""
-        return self.gpus[0].name if self.gpus else cpu_name()
+        """The name that the hardware reports."""
+        return self.gpus[0].name if self.gpus else find_cpu_name()
 
     @property
     def memory_bytes(self) -> int:
-        """Of each GPU, the least; of the host or the container, where there is none."""
-        return min((gpu.memory_bytes for gpu in self.gpus), default=0) or memory_bytes()
+        """Memory of the smallest GPU, or of the host or container if there is no GPU."""
+        return min((gpu.memory_bytes for gpu in self.gpus), default=0) or read_memory_bytes()
 
-    def environment(self, wanted: int | None = None) -> dict[str, str]:
-        """What makes a child see so many of these GPUs and no other; all of them where it does not matter."""
+    def build_environment(self, wanted: int | None = None) -> dict[str, str]:
+        """Variables with which a child sees ``wanted`` of these GPUs and no other; None = all."""
+        # Without a known GPU nothing is hidden: there may be a GPU that NVML does not know.
         if not (self.gpus or self.hidden or wanted == 0):
-            return {}  # where no GPU is known of, nothing is hidden: it may be one that NVML does not know
+            return {}
         seen = self.gpus if wanted is None else self.gpus[:wanted]
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in seen)}
 
     def require_alive(self) -> None:
-        """Raise ``DeviceError`` where the driver does not know the GPUs any more; a container can lose them."""
+        """Raise ``DeviceError`` if the driver no longer lists a GPU. A container can lose it."""
         if not self.gpus:
             return
         known = {gpu.uuid for gpu in find_gpus()}
         if lost := [gpu.uuid for gpu in self.gpus if gpu.uuid not in known]:
-            raise DeviceError(f"The GPU {', '.join(lost)} has vanished.", "Start the container anew; see nvidia-smi.")
+            raise DeviceError(
+                f"The GPU {', '.join(lost)} has vanished.",
+                "Start the container again; see nvidia-smi.",
+            )
 
     def give_back(self) -> None:
-        """Let another worker have it."""
+        """Unlock the GPUs for other workers."""
         for lock in self._locks:
             lock.close()
 
 
-def take(wanted: str | None, home: Path) -> Device:
-    """The device of this worker. Where all GPUs are with other workers it waits until one is free.
+def take_device(wanted: str | None, home: Path) -> WorkerDevice:
+    """Take a device for this worker. If other workers have all GPUs, wait until one is free.
 
-    Raises ``DeviceError`` where a GPU that was named does not exist, or the driver is in trouble.
+    Raises ``DeviceError`` if a named GPU does not exist, or if the driver fails.
     """
     gpus = _choose(wanted, find_gpus() if wanted != CPU else [])
     if not gpus:
-        return Device(hidden=wanted == CPU)
+        return WorkerDevice(hidden=wanted == CPU)
     waits = False
     while not (device := _lock_named(gpus, home) if wanted else _lock_one(gpus, home)):
         if not waits:
-            log.warning("every GPU that this worker may use is with another worker: it waits for one")
+            log.warning("other workers have every GPU that this worker may use: it waits for one")
         waits = True
         time.sleep(POLL_SECONDS)
     return device
 
 
 def find_gpus() -> list[Gpu]:
-    """Every GPU of this host or container; none where there is no driver. Raises ``DeviceError`` where that fails."""
+    """Every GPU of this host or container. Raises ``DeviceError`` if the driver fails."""
     try:
         with _nvml():
-            return [_describe(handle, index) for index, handle in _handles()]
+            return [_describe(handle, index) for index, handle in _list_handles()]
     except NO_DRIVER:
         return []
     except pynvml.NVMLError as error:
         raise DeviceError(
             f"The NVIDIA driver does not answer: {error}.",
-            "See nvidia-smi. A container that has lost its GPUs must be started anew. KD_DEVICES=cpu does without.",
+            "See nvidia-smi. Start a container that has lost its GPUs again. "
+            "KD_DEVICES=cpu uses no GPU.",
         ) from None
 
 
 @contextmanager
 def _nvml() -> Iterator[None]:
-    """The driver's library, opened anew each time: one that was opened before a GPU vanished would not notice."""
+    """Open the driver's library. An older handle would not notice that a GPU has vanished."""
     pynvml.nvmlInit()
     try:
         yield
@@ -138,16 +144,16 @@ def _nvml() -> Iterator[None]:
             pynvml.nvmlShutdown()
 
 
-def _handles() -> Iterator[tuple[int, Any]]:
-    """What can be computed on, each with the number of its GPU."""
+def _list_handles() -> Iterator[tuple[int, Any]]:
+    """Number and handle of every GPU, or of every instance of a divided GPU (MIG)."""
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        for part in _parts(handle) or [handle]:
+        for part in _list_instances(handle) or [handle]:
             yield index, part
 
 
-def _parts(handle: Any) -> list[Any]:
-    """The instances of a GPU that is divided, which is then of no use as a whole."""
+def _list_instances(handle: Any) -> list[Any]:
+    """The instances of a divided GPU, which cannot be used as a whole; empty for other GPUs."""
     try:
         if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return []
@@ -161,79 +167,85 @@ def _parts(handle: Any) -> list[Any]:
 
 
 def _describe(handle: Any, index: int) -> Gpu:
-    uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    name = pynvml.nvmlDeviceGetName(handle)
     return Gpu(uuid, index, name, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
 
 
-# ---------------------------------------------------------------------- which of them, and whose
+# ---------------------------------------------------------------------- choosing and locking
 
 
-def _choose(wanted: str | None, gpus: list[Gpu], environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs that KD_DEVICES names, each of which must be there; else those that CUDA would show."""
+def _choose(
+    wanted: str | None, gpus: list[Gpu], environment: Mapping[str, str] = os.environ
+) -> list[Gpu]:
+    """The GPUs that KD_DEVICES names, all of which must exist; else those that CUDA would show."""
     if wanted:
-        return [_named(name, gpus) for name in _words(wanted)] if wanted != CPU else []
+        return [_require_gpu(name, gpus) for name in _split_words(wanted)] if wanted != CPU else []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus
     shown = []
-    for name in _words(visible):
+    for name in _split_words(visible):
         if (gpu := _find(name, gpus)) is None:
-            break  # as CUDA does: what comes after a name that it does not know is not shown either
+            break  # CUDA too ignores an unknown name and all names after it
         shown.append(gpu)
     return shown
 
 
-def _named(name: str, gpus: list[Gpu]) -> Gpu:
+def _require_gpu(name: str, gpus: list[Gpu]) -> Gpu:
     if (gpu := _find(name, gpus)) is None:
-        known = ", ".join(f"{each.index} ({each.uuid})" for each in gpus) or "there is none"
-        raise DeviceError(f"KD_DEVICES names the GPU {name!r}, which does not exist.", f"GPUs here: {known}.")
+        known = ", ".join(f"{each.index} ({each.uuid})" for each in gpus) or "none"
+        raise DeviceError(
+            f"KD_DEVICES names the GPU {name!r}, which does not exist.", f"GPUs here: {known}."
+        )
     return gpu
 
 
 def _find(name: str, gpus: list[Gpu]) -> Gpu | None:
-    """By number, or by the beginning of the UUID."""
+    """Find a GPU by its number, or by the start of its UUID."""
     if name.isdecimal():
         return next((gpu for gpu in gpus if gpu.index == int(name)), None)
-    return next((gpu for gpu in gpus if name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name)), None)
+    return next(
+        (gpu for gpu in gpus if name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name)),
+        None,
+    )
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _lock_one(gpus: list[Gpu], home: Path) -> Device | None:
+def _lock_one(gpus: list[Gpu], home: Path) -> WorkerDevice | None:
     for gpu in gpus:
-        if (lock := _try_lock(gpu, home)) is not None:
-            return Device((gpu,), _locks=(lock,))
+        if (lock := _lock_gpu(gpu, home)) is not None:
+            return WorkerDevice((gpu,), _locks=(lock,))
     return None
 
 
-def _lock_named(gpus: list[Gpu], home: Path) -> Device | None:
-    """All or none of them."""
-    locks = [_try_lock(gpu, home) for gpu in gpus]
+def _lock_named(gpus: list[Gpu], home: Path) -> WorkerDevice | None:
+    """Lock all of the GPUs or none of them."""
+    locks = [_lock_gpu(gpu, home) for gpu in gpus]
     held = tuple(lock for lock in locks if lock is not None)
-    device = Device(tuple(gpus), _locks=held)
+    device = WorkerDevice(tuple(gpus), _locks=held)
     if len(held) == len(gpus):
         return device
     device.give_back()
     return None
 
 
-def _try_lock(gpu: Gpu, home: Path) -> IO[str] | None:
+def _lock_gpu(gpu: Gpu, home: Path) -> IO[str] | None:
     folder = home / "devices"
     with storage_errors(folder):
         make_folder(folder)
         file = (folder / f"{gpu.uuid.replace('/', '_')}.lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(file):
         file.close()
         return None
     return file
 
 
-def cpu_name() -> str:
-    """What the processor calls itself."""
+def find_cpu_name() -> str:
+    """The name of the processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

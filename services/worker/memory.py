@@ -1,10 +1,10 @@
-"""What this machine, or this container, has of memory, and whether the kernel has killed for want of it.
+"""The memory of this host or container, and the processes that the kernel killed to free memory.
 
     cgroup v2   memory.max             memory.events: oom_kill
     cgroup v1   memory.limit_in_bytes  memory.oom_control: oom_kill
     the host    /proc/meminfo          /proc/vmstat: oom_kill
 
-Off Linux nothing is known of kills.
+Without Linux, no kills are known.
 """
 
 from __future__ import annotations
@@ -15,47 +15,54 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+#: Files that count kills, by version of cgroup.
 COUNTERS = ("memory.events", "memory.oom_control")
+#: Files with the limit of memory, by version of cgroup.
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
-class Kills:
-    """How many processes the kernel had killed for want of memory: in this process's control group, and on the host."""
+class OomKills:
+    """Processes that the kernel killed to free memory: in this control group, and on the host."""
 
     group: int
     host: int
 
     @classmethod
-    def count(cls) -> Kills:
-        """As of now; 0 where it cannot be known."""
-        counts = [_number(file, "oom_kill") for file in _files(COUNTERS, around=False)]
-        return cls(sum(count for count in counts if count), _number(Path("/proc/vmstat"), "oom_kill") or 0)
+    def count(cls) -> OomKills:
+        """The counts now; 0 if they are not known."""
+        counts = [_read_number(file, "oom_kill") for file in _find_files(COUNTERS, around=False)]
+        return cls(
+            sum(count for count in counts if count),
+            _read_number(Path("/proc/vmstat"), "oom_kill") or 0,
+        )
 
-    def since(self, earlier: Kills) -> str:
-        """Where a process was killed since ``earlier``: "container", "host", or nowhere."""
+    def since(self, earlier: OomKills) -> str:
+        """Where a process was killed since ``earlier``: "container", "host", or "" for nowhere."""
         if self.group > earlier.group:
             return "container"
         return "host" if self.host > earlier.host else ""
 
 
-def memory_bytes() -> int:
-    """Memory that this process can have: of the host, or as much of it as its control groups allow."""
+def read_memory_bytes() -> int:
+    """Bytes of memory that this process can have: the host's, or the limit of a control group."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_number(file, "") for file in _files(LIMITS, around=True)]
+    limits = [_read_number(file, "") for file in _find_files(LIMITS, around=True)]
     return min([host, *(limit for limit in limits if limit)])
 
 
-def _files(names: tuple[str, ...], around: bool) -> Iterator[Path]:
-    """Of the control group of this process, and of those ``around`` it as far as they can be seen from here."""
-    for mount, inner in _groups():
+def _find_files(names: tuple[str, ...], around: bool) -> Iterator[Path]:
+    """Files of this control group, and with ``around`` of the visible groups around it."""
+    for mount, inner in _find_groups():
         own = mount / inner
-        groups = [own, *(each for each in own.parents if each.is_relative_to(mount))] if around else [own]
+        groups = [own]
+        if around:
+            groups += [each for each in own.parents if each.is_relative_to(mount)]
         yield from (file for group in groups for name in names if (file := group / name).is_file())
 
 
-def _groups() -> Iterator[tuple[Path, str]]:
-    """Where the hierarchies that govern memory are mounted, and this process's place below."""
+def _find_groups() -> Iterator[tuple[Path, str]]:
+    """Mounts of the hierarchies that limit memory, and the place of this process below each."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
         paths = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -67,20 +74,24 @@ def _groups() -> Iterator[tuple[Path, str]]:
     for line in mounts:
         before, _, after = line.partition(" - ")
         root, mount = before.split()[3:5]
-        kind, options = after.split()[0], after.split()[-1].split(",")
+        kind = after.split()[0]
+        options = after.split()[-1].split(",")
         path = path_of.get(kind)
         if path is not None and (kind == "cgroup2" or "memory" in options):
-            yield Path(mount), _below(path, root)
+            yield Path(mount), _make_relative(path, root)
 
 
-def _below(path: str, root: str) -> str:
-    """``path`` seen from ``root``; the mount itself where it lies outside, as in a container of an older runtime."""
+def _make_relative(path: str, root: str) -> str:
+    """``path`` as seen from ``root``.
+
+    It may lie outside, as in a container of an older runtime. The mount itself counts then.
+    """
     inside = os.path.relpath(path, root)
     return "." if path.startswith("/..") or inside.startswith("..") else inside
 
 
-def _number(file: Path, name: str) -> int | None:
-    """The number after ``name`` at the start of a line; None where there is none."""
+def _read_number(file: Path, name: str) -> int | None:
+    """The number after ``name`` at the start of a line, or None."""
     try:
         found = re.search(rf"^{name} ?(\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""One attempt at one stage: a claim, a child process, and the wire that carries news out and orders in.
+"""One attempt at one stage: a claim, a child process, and a heartbeat between child and record.
 
     child --events--> Outbox --beat, about once a second--> record in Redis
     child <--signals, bytes-- Attempt <--go | cancel | pause | fenced-- the beat's reply
@@ -21,28 +21,31 @@ from redis.exceptions import RedisError
 
 from cache.disk import storage_errors
 from cache.errors import PotstillError
-from kd.jobfile import parse_config
-from services.jobs import Claim, JobStore
+from kd.config.jobfile import parse_config
+from services.process.telemetry import build_trace_environment
 from services.settings import SEARCH, Settings
-from services.telemetry import trace_environment
-from services.tenancy import confinement_of
-from services.worker.child import ELSEWHERE, STOPPED
-from services.worker.devices import Device
-from services.worker.failures import crashed, describe, hung, killed
-from services.worker.memory import Kills
-from services.worker.process import Child, Order, named_secret, order_of, start_child
-from services.worker.wire import BEAT_SECONDS, PARTS_OF_LEASE, Wire
+from services.store.jobs.leases import Claim
+from services.store.jobs.store import JobStore
+from services.store.tenancy import build_confinement
+from services.worker.child import EXIT_ELSEWHERE, EXIT_STOPPED
+from services.worker.child_process import Child, Order, find_teacher_key, make_order, start_child
+from services.worker.devices import WorkerDevice
+from services.worker.failures import describe_crash, describe_error, describe_hang, describe_kill
+from services.worker.heartbeat import BEAT_SECONDS, BEATS_PER_LEASE, Heartbeat
+from services.worker.memory import OomKills
 
+#: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
 
 log = logging.getLogger("potstill.worker")
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How an attempt ended: the job's status, or fenced, or lost where nobody could be told.
+class AttemptResult:
+    """The end of an attempt: the job's status, "fenced", or "lost" if Redis could not be reached.
 
-    ``elsewhere``: the lock of another process that does this very work. The claim is still held then.
+    ``elsewhere`` is the lock of another process that does the same work. The claim is then still
+    held.
     """
 
     status: str
@@ -50,95 +53,133 @@ class Ended:
 
 
 class Attempt:
-    """Supervises the child of one claim until it ends, and says in the record what came of it."""
+    """Supervises the child of one claim until it ends, and writes the outcome to the record."""
 
     def __init__(
-        self, store: JobStore, settings: Settings, claim: Claim, stage: str, device: Device, stopping: threading.Event
+        self,
+        store: JobStore,
+        settings: Settings,
+        claim: Claim,
+        stage: str,
+        device: WorkerDevice,
+        stopping: threading.Event,
     ) -> None:
-        self._store, self._settings, self._claim, self._stage = store, settings, claim, stage
-        self._device, self._stopping = device, stopping
+        self._store = store
+        self._settings = settings
+        self._claim = claim
+        self._stage = stage
+        self._device = device
+        self._stopping = stopping
         self._run_dir = settings.run_dir(claim.id)
         self._where = f"stage {stage}, attempt {claim.attempt}"
 
-    def run(self) -> Ended:
-        """Run it to its end."""
-        kills = Kills.count()
+    def run(self) -> AttemptResult:
+        """Run the stage to its end."""
+        kills = OomKills.count()
         try:
             child = self._start()
         except (PotstillError, OSError, RedisError) as error:
-            return self._not_started(error)
-        with child, Wire(self._store, self._claim, self._settings.lease_seconds, child.outbox, child.tally) as wire:
-            while child.process.poll() is None and wire.reply != "fenced":
+            return self._record_failed_start(error)
+        with (
+            child,
+            Heartbeat(
+                self._store, self._claim, self._settings.lease_seconds, child.outbox, child.counters
+            ) as heartbeat,
+        ):
+            while child.process.poll() is None and heartbeat.reply != "fenced":
                 child.show_life()
-                self._govern(child, wire)
+                self._govern(child, heartbeat)
                 self._wait(child)
-            if wire.reply == "fenced":
+            if heartbeat.reply == "fenced":
                 child.kill("fenced")
             child.end()
-        wire.deliver(self._stopping)
-        if wire.reply == "fenced":
-            return Ended("fenced")
-        if child.process.returncode == ELSEWHERE and child.elsewhere is not None:
-            return Ended("running", child.elsewhere)
-        return Ended(until_answered(lambda: self._conclude(child, kills), self._stopping))
+        heartbeat.deliver(self._stopping)
+        if heartbeat.reply == "fenced":
+            return AttemptResult("fenced")
+        if child.process.returncode == EXIT_ELSEWHERE and child.elsewhere is not None:
+            return AttemptResult("running", child.elsewhere)
+        return AttemptResult(
+            retry_until_answered(lambda: self._conclude(child, kills), self._stopping)
+        )
 
     def _start(self) -> Child:
-        config, settings = parse_config(self._claim.config), self._settings
-        environment = self._device.environment(config.resources.gpus) | trace_environment(settings.otlp_endpoint)
+        config = parse_config(self._claim.config)
+        settings = self._settings
+        environment = (
+            self._device.build_environment(config.resources.gpus)
+            | build_trace_environment(settings.otlp_endpoint)
+            | find_teacher_key(config)
+        )
         with storage_errors(self._run_dir):
-            return start_child(settings, self._order(), environment | named_secret(config))
+            return start_child(settings, self._make_order(), environment)
 
-    def _order(self) -> Order:
-        claim, settings = self._claim, self._settings
-        limits = confinement_of(settings, self._store, claim.owner)
-        granted = limits.order(parse_config(claim.config), settings.root)
-        return order_of(settings, self._stage, claim.config, self._run_dir, granted)
+    def _make_order(self) -> Order:
+        claim = self._claim
+        settings = self._settings
+        limits = build_confinement(settings, self._store, claim.owner)
+        granted = limits.to_order(parse_config(claim.config), settings.root)
+        return make_order(settings, self._stage, claim.config, self._run_dir, granted)
 
-    def _not_started(self, error: Exception) -> Ended:
-        """Redis may have gone since the claim: that is no fault of the job, which goes back to the queue."""
+    def _record_failed_start(self, error: Exception) -> AttemptResult:
+        """Record that no child started. If Redis is away, the job goes back to the queue."""
         if isinstance(error, RedisError):
-            return Ended(until_answered(lambda: self._store.release(self._claim), self._stopping))
-        failure = describe(error)
-        return Ended(until_answered(lambda: self._store.finish(self._claim, "failed", failure), self._stopping))
+            return AttemptResult(
+                retry_until_answered(lambda: self._store.release(self._claim), self._stopping)
+            )
+        failure = describe_error(error)
+        return AttemptResult(
+            retry_until_answered(
+                lambda: self._store.finish(self._claim, "failed", failure), self._stopping
+            )
+        )
 
-    def _govern(self, child: Child, wire: Wire) -> None:
-        """Pass on what was asked for, and kill what does not obey or says nothing."""
-        if self._is_to_stop(wire):
+    def _govern(self, child: Child, heartbeat: Heartbeat) -> None:
+        """Stop the child on request, and kill it if it does not obey or is silent for too long."""
+        if self._is_to_stop(heartbeat):
             child.stop(self._settings.stop_grace_seconds)
         if child.kill_at is not None and time.monotonic() > child.kill_at:
             child.kill("grace")
-        if child.hearing.silent(self._settings.silence_seconds):
+        if child.silence_timer.is_silent(self._settings.silence_seconds):
             child.kill("silence")
 
-    def _is_to_stop(self, wire: Wire) -> bool:
-        """A run that nobody hears of for an hour saves its state: whoever waits for it thinks that it is lost."""
-        asked = wire.reply in ("cancel", "pause") or self._stopping.is_set()
-        return asked or wire.outage_seconds > self._settings.outage_seconds
+    def _is_to_stop(self, heartbeat: Heartbeat) -> bool:
+        """Whether the child must save its state and end: on request, or after a long outage."""
+        asked = heartbeat.reply in ("cancel", "pause") or self._stopping.is_set()
+        return asked or heartbeat.outage_seconds > self._settings.outage_seconds
 
     def _wait(self, child: Child) -> None:
         with suppress(subprocess.TimeoutExpired):
-            child.process.wait(min(TURN_SECONDS, self._settings.lease_seconds / PARTS_OF_LEASE))
+            child.process.wait(min(TURN_SECONDS, self._settings.lease_seconds / BEATS_PER_LEASE))
 
-    def _conclude(self, child: Child, kills: Kills) -> str:
-        store, claim, code = self._store, self._claim, child.process.returncode
+    def _conclude(self, child: Child, kills: OomKills) -> str:
+        store = self._store
+        claim = self._claim
+        code = child.process.returncode
         if code == 0 and child.result is not None:
-            following = next_stage(claim.config["kind"], self._stage)
-            return store.advance(claim, following) if following else store.finish(claim, "succeeded")
-        if code == STOPPED or (child.kill_at is not None and child.error is None):
+            following = find_next_stage(claim.config["kind"], self._stage)
+            return (
+                store.advance(claim, following) if following else store.finish(claim, "succeeded")
+            )
+        if code == EXIT_STOPPED or (child.kill_at is not None and child.error is None):
             return store.release(claim)
         log_file = self._run_dir / "log.txt"
         if code < 0 and child.kill_reason == "silence":
-            seconds = child.hearing.patience(self._settings.silence_seconds)
-            return store.fail_attempt(claim, hung(self._where, seconds, log_file))
+            seconds = child.silence_timer.patience(self._settings.silence_seconds)
+            return store.fail_attempt(claim, describe_hang(self._where, seconds, log_file))
         if code < 0:
-            return store.fail_attempt(claim, killed(-code, self._where, Kills.count().since(kills), log_file))
-        return store.finish(claim, "failed", child.error or crashed(code, self._where, log_file))
+            return store.fail_attempt(
+                claim, describe_kill(-code, self._where, OomKills.count().since(kills), log_file)
+            )
+        return store.finish(
+            claim, "failed", child.error or describe_crash(code, self._where, log_file)
+        )
 
 
-def until_answered(conclude: Callable[[], str], give_up: threading.Event) -> str:
-    """Write the outcome; repeated until Redis answers, which is safe: the second time is fenced.
+def retry_until_answered(conclude: Callable[[], str], give_up: threading.Event) -> str:
+    """Write the outcome until Redis answers. Repeating is safe: the second write is fenced.
 
-    A worker that is to end tries once more and leaves it at "lost": the lease runs out, and the job is taken back.
+    Once ``give_up`` is set, it tries once more and returns "lost". The lease then expires, and the
+    reconciler takes the job back.
     """
     while True:
         last = give_up.is_set()
@@ -146,11 +187,11 @@ def until_answered(conclude: Callable[[], str], give_up: threading.Event) -> str
             return conclude()
         except RedisError:
             if last:
-                log.warning("Redis could not be told how the run has ended")
+                log.warning("the end of the run could not be written to Redis")
                 return "lost"
             give_up.wait(BEAT_SECONDS)
 
 
-def next_stage(kind: str, stage: str) -> str | None:
+def find_next_stage(kind: str, stage: str) -> str | None:
     """The stage after ``stage`` in a job of ``kind``."""
     return {("distill", "precompute"): "train", ("search", "precompute"): SEARCH}.get((kind, stage))

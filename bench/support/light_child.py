@@ -1,0 +1,192 @@
+"""The real child with a light stage: it writes real shards, then computes digests as its training.
+
+The job's name says what it does: ``light-{seed}-{shards}-{milliseconds of a shard or step}``. Jobs
+of one seed and one number of shards share a cache. A job named ``poison`` dies at its start.
+
+    precompute   writes shards of ``cache.testing``, each with one rename; a resumed run checks them
+    train        one step for each sequence: a digest of the step before and of the cache's content.
+                 Each step is a file, written with one rename and checked by a resumed run. The last
+                 one is the student.
+
+Beside the log in its run folder a child keeps ``ledger``: a line for every action, with the time
+and the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.disk import make_folder, write_file
+from cache.errors import CacheError
+from cache.manifest import CacheIdentity
+from cache.store import Cache, CacheWriter, open_cache, open_writer, verify_cache
+from cache.testing import PROVENANCE, make_codec, make_identity, make_shard, make_token_map
+from kd.config.job import JobConfig
+from kd.progress import Monitor, ProgressMeter
+from services.worker.child import main
+
+#: Sequences of a shard.
+SEQUENCES = 4
+POISON = "poison"
+_NAME = re.compile(r"light-(\d+)-(\d+)-(\d+)(-\w+)?")
+
+
+@dataclass(frozen=True)
+class LightWork:
+    """The work of one job; ``pause`` is in seconds for each shard or step."""
+
+    seed: int
+    shards: int
+    pause: float
+
+    @classmethod
+    def of(cls, name: str) -> LightWork:
+        """Parse the name of a job."""
+        match = _NAME.fullmatch(name)
+        assert match is not None, f"{name} is not light-SEED-SHARDS-MILLISECONDS"
+        seed, shards, milliseconds = map(int, match.groups()[:3])
+        return cls(seed, shards, milliseconds / 1000)
+
+    @property
+    def identity(self) -> CacheIdentity:
+        """The identity of the cache that the job captures and trains from."""
+        codec = make_codec(shard_sequences=SEQUENCES, seed=self.seed)
+        return make_identity(
+            train_sequences=SEQUENCES * self.shards - 1, validation_sequences=1, codec=codec
+        )
+
+
+class Ledger:
+    """The actions of this process, for the judge; times are those of CLOCK_MONOTONIC."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._handle = os.open(run_dir / "ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._writer = f"{os.getpid()}-{os.urandom(4).hex()}"
+
+    def note(self, what: str, resource: str = "", number: int = 0) -> None:
+        """Append one line, in a single write."""
+        line = {
+            "at": time.monotonic(),
+            "writer": self._writer,
+            "what": what,
+            "of": resource,
+            "number": number,
+        }
+        os.write(self._handle, json.dumps(line).encode() + b"\n")
+
+
+def run_stage(
+    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+) -> dict[str, Any]:
+    """Run the stage, and note its beginning and end."""
+    ledger = Ledger(run_dir)
+    ledger.note("begin", stage)
+    if config.name.startswith(POISON):
+        os.kill(os.getpid(), signal.SIGKILL)
+    monitor.emit("stage", stage=stage, phase="working")
+    work = LightWork.of(config.name)
+    run = {"precompute": precompute, "train": train}[stage]
+    result = run(work, home, run_dir, monitor, ledger)
+    ledger.note("end", stage)
+    return result
+
+
+def precompute(
+    work: LightWork, home: Path, run_dir: Path, monitor: Monitor, ledger: Ledger
+) -> dict[str, Any]:
+    """Make sure that a sealed cache exists, as ``kd.capture.teacher.capture_cache`` does."""
+    identity = work.identity
+    root = home / "caches"
+    monitor.emit("plan", fingerprint=identity.fingerprint)
+    if not _is_sealed(root, identity):
+        lock = root / f"{identity.fingerprint}.lock"
+        with open_writer(
+            root, identity, lambda: monitor.wait_for("another capture", lock, "precompute")
+        ) as writer:
+            if not _is_sealed(root, identity):
+                _fill(writer, work, monitor, ledger)
+                size = identity.tokenizer.vocabulary_size
+                writer.write_token_map(make_token_map(size))
+                writer.finish(PROVENANCE)
+    summary = {"fingerprint": identity.fingerprint, "tokens": 0, "reused": False}
+    monitor.emit("cache", **summary)
+    return {"cache": summary}
+
+
+def _is_sealed(root: Path, identity: CacheIdentity) -> bool:
+    try:
+        folder = open_cache(root / identity.fingerprint, identity).folder
+    except CacheError:
+        return False
+    return not verify_cache(folder)
+
+
+def _fill(writer: CacheWriter, work: LightWork, monitor: Monitor, ledger: Ledger) -> None:
+    missing = writer.find_missing_shards()
+    meter = ProgressMeter(work.shards, "shards", done=work.shards - len(missing))
+    for index in missing:
+        monitor.check(f"before shard {index}")
+        content = make_shard(writer.identity, index)
+        time.sleep(work.pause)
+        ledger.note("write", writer.identity.fingerprint, index)
+        writer.write_shard(index, *content)
+        ledger.note("wrote", writer.identity.fingerprint, index)
+        monitor.emit("progress", **meter.advance(1, 0))
+
+
+def train(
+    work: LightWork, home: Path, run_dir: Path, monitor: Monitor, ledger: Ledger
+) -> dict[str, Any]:
+    """Write every step that is missing or wrong; the student is the digest of the last step."""
+    make_folder(run_dir / "steps")
+    digests = compute_digests(
+        open_cache(home / "caches" / work.identity.fingerprint, work.identity)
+    )
+    meter = ProgressMeter(len(digests), "steps")
+    for step, digest in enumerate(digests, 1):
+        file = run_dir / "steps" / f"{step:06d}"
+        if file.exists() and file.read_text() == digest:
+            meter.done += 1
+            continue
+        monitor.check(f"before step {step}")
+        time.sleep(work.pause)
+        ledger.note("write", run_dir.name, step)
+        write_file(file, digest.encode())
+        ledger.note("wrote", run_dir.name, step)
+        monitor.emit("metrics", step=step, loss=1.0 / step, writer=os.getpid())
+        monitor.emit("progress", **meter.advance(1, 0))
+    make_folder(run_dir / "student")
+    write_file(run_dir / "student" / "digest", digests[-1].encode())
+    monitor.emit("artifact", name="student", path=str(run_dir / "student"))
+    return {"artifacts": {"student": str(run_dir / "student")}}
+
+
+def compute_digests(store: Cache) -> list[str]:
+    """The digest of every step: of the step before it, and of one sequence with its records."""
+    digests = []
+    last = hashlib.sha256()
+    for number in range(len(store)):
+        sequences, records = store.read([number])
+        last.update(sequences.tokens.tobytes())
+        for name in sorted(records.columns):
+            last.update(records[name].tobytes())
+        digests.append(last.copy().hexdigest())
+    return digests
+
+
+if __name__ == "__main__":
+    # A test may give the worker a false clock through LD_PRELOAD. The child dates the ledger, so it
+    # starts itself again without it.
+    if os.environ.pop("LD_PRELOAD", None):
+        command = [sys.executable, "-P", "-m", "bench.support.light_child"]
+        os.execv(sys.executable, command)  # noqa: S606
+    sys.exit(main(run_stage))

@@ -1,0 +1,96 @@
+"""Hub ids and the network addresses of hosts that a job may name."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Iterator
+
+from kd.errors import ConfigError, Problem
+
+#: The form of a model's id on the hub: name or owner/name.
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?\Z")
+
+#: Networks that look public and are not: a cloud's address for its own machines, and protocols'
+#: addresses.
+_SPECIAL = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))
+
+#: The networks that ``localhost`` in a list of hosts stands for.
+_LOOPBACK = ("127.0.0.0/8", "::1/128")
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def resolve_public_address(host: str, allowed: Iterable[str]) -> str:
+    """Return the address of ``host``. Connect to this address: a second look-up may give another.
+
+    ``allowed`` holds host names, addresses and networks (``10.0.0.0/8``); ``localhost`` also stands
+    for the loopback networks. The host must be in ``allowed``. Each of its addresses must be public
+    or in ``allowed`` itself, so that no name leads by accident to a private network, to this
+    machine or to a cloud's metadata. Raises ``ConfigError``.
+    """
+    names = {name.strip().strip("[]").rstrip(".").lower() for name in allowed}
+    networks = list(_parse_networks(names))
+    plain = host.strip("[]").rstrip(".").lower()
+    literal = _parse_address(plain)
+    if plain not in names and not (literal is not None and _is_within(literal, networks)):
+        raise _make_refusal(
+            f"the operator does not allow the host {host}.",
+            "KD_REMOTE_HOSTS lists the allowed hosts, and KD_WEBHOOK_HOSTS those of webhooks.",
+        )
+    addresses = [literal] if literal is not None else _look_up(plain)
+    for address in addresses:
+        if not _is_public(address) and not _is_within(address, networks):
+            detail = f"{host} has the address {address}, which is not public."
+            raise _make_refusal(
+                detail, "To allow it, the operator must list that address itself, too."
+            )
+    return str(addresses[0])
+
+
+def _parse_networks(names: set[str]) -> Iterator[Network]:
+    for name in (*names, *(_LOOPBACK if "localhost" in names else ())):
+        try:
+            yield ipaddress.ip_network(name, strict=False)
+        except ValueError:  # the name of a host
+            continue
+
+
+def _parse_address(host: str) -> IPAddress | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _look_up(host: str) -> list[IPAddress]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise _make_refusal(
+            f"the host {host} is not found: {error}.", "Check the name, and the server's resolver."
+        ) from None
+    return [ipaddress.ip_address(address[4][0]) for address in found]
+
+
+def _is_within(address: IPAddress, networks: list[Network]) -> bool:
+    return any(address in network for network in networks)
+
+
+def _is_public(address: IPAddress) -> bool:
+    """Whether the address belongs to the public internet; addresses that wrap others do not."""
+    if isinstance(address, ipaddress.IPv6Address) and (
+        address.sixtofour or address.teredo or address.is_reserved
+    ):
+        return False
+    return (
+        address.is_global
+        and not address.is_multicast
+        and not any(address in each for each in _SPECIAL)
+    )
+
+
+def _make_refusal(detail: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem("", detail, remedy)])

@@ -1,0 +1,1 @@
+"""Capture: the teacher reads the text once, and its records are sealed in a cache."""

@@ -1,0 +1,149 @@
+"""Plan a capture before the teacher is loaded: the text, and the identity and provenance of the
+cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from cache.manifest import (
+    CacheIdentity,
+    DataIdentity,
+    Provenance,
+    TeacherIdentity,
+    TokenizerIdentity,
+)
+from kd.capture.estimate import make_codec_identity
+from kd.capture.remote import hash_remote_teacher
+from kd.config.job import JobConfig
+from kd.config.teacher import TeacherConfig
+from kd.errors import ConfigError, Problem
+from kd.models.folder import compute_fingerprint, require_allowed_remote_code, resolve_model
+from kd.models.loading import choose_teacher_dtype
+from kd.models.precision import pick_device
+from kd.models.tokenizers import (
+    PROBE_TEXTS,
+    encode_probes,
+    get_special_tokens,
+    hash_tokenizer,
+    load_tokenizer,
+)
+from kd.models.vocabulary import choose_teacher_vocabulary
+from kd.progress import SILENT, Monitor
+from kd.text.corpus import Corpus, load_corpus
+
+
+def plan_capture(config: JobConfig, monitor: Monitor = SILENT) -> CapturePlan:
+    """Tokenise the job's text with the teacher's tokenizer, and identify the cache."""
+    assert config.teacher is not None, (
+        "JobConfig refuses a job that needs a cache and has no teacher"
+    )
+    folder = resolve_teacher_folder(config.teacher, config.teacher.gguf_file or "*.safetensors")
+    tokenizer = load_tokenizer(
+        folder, config.teacher.gguf_file, require_allowed_remote_code(config.teacher)
+    )
+    size = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
+    corpus = load_corpus(config.data, tokenizer, monitor, size)
+    return make_capture_plan(config, tokenizer, corpus, folder)
+
+
+def resolve_teacher_folder(teacher: TeacherConfig, weights: str | None) -> Path:
+    """Return the teacher's folder with the files that match ``weights``.
+
+    For a remote teacher, its tokenizer's folder.
+    """
+    if teacher.tokenizer is not None:
+        # A remote teacher's weights stay on its server: only the tokenizer is needed here.
+        return resolve_model(teacher.tokenizer, teacher.revision, None)
+    return resolve_model(teacher.model, teacher.revision, weights)
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """The inputs of a capture: the text, the teacher's folder, and the identity of the cache."""
+
+    config: JobConfig
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    corpus: Corpus
+    identity: CacheIdentity
+
+    @property
+    def teacher(self) -> TeacherConfig:
+        """The job's teacher; a job with a capture always has one."""
+        assert self.config.teacher is not None
+        return self.config.teacher
+
+
+def make_capture_plan(
+    config: JobConfig, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, folder: Path
+) -> CapturePlan:
+    """Return the plan for a corpus that is already read.
+
+    Raises ``ConfigError`` where the job asks for tokens that the teacher does not have.
+    """
+    assert config.teacher is not None
+    vocabulary = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
+    identity = CacheIdentity(
+        _identify_teacher(config, folder),
+        TokenizerIdentity(vocabulary, hash_tokenizer(tokenizer)),
+        DataIdentity(
+            sha256=corpus.compute_sha256(),
+            sequence_length=config.data.sequence_length,
+            packing=config.data.packing,
+            train_sequences=len(corpus.train),
+            validation_sequences=len(corpus.validation),
+        ),
+        make_codec_identity(config.cache),
+    )
+    # Only tokenizer and model show which ids exist: the job alone cannot be checked for this.
+    _require_vocabulary(identity)
+    return CapturePlan(config, folder, tokenizer, corpus, identity)
+
+
+def _identify_teacher(config: JobConfig, folder: Path) -> TeacherIdentity:
+    """Identify the teacher by its weights and their precision.
+
+    The weights of a remote teacher cannot be seen: it is identified by its address and name.
+    """
+    assert config.teacher is not None
+    if config.teacher.backend == "http":
+        return TeacherIdentity(hash_remote_teacher(config.teacher), "remote")
+    # Another precision gives other logits, so it belongs to the identity of the teacher.
+    dtype = choose_teacher_dtype(config.teacher, folder, pick_device())
+    return TeacherIdentity(
+        compute_fingerprint(folder, config.teacher.gguf_file), str(dtype).removeprefix("torch.")
+    )
+
+
+def _require_vocabulary(identity: CacheIdentity) -> None:
+    """Raise ``ConfigError`` where the job asks for tokens that the teacher does not have."""
+    size = identity.tokenizer.vocabulary_size
+    codec = identity.codec
+    too_large = [token for token in codec.always_keep if token >= size]
+    if too_large or codec.k > size:
+        field, got = ("always_keep", too_large[0]) if too_large else ("k", codec.k)
+        detail = f"{got} is more than the teacher has: its vocabulary is {size} tokens."
+        raise ConfigError(
+            [Problem(f"/cache/{field}", detail, "Ids run from 0; ask the tokenizer for them.")]
+        )
+
+
+def make_provenance(plan: CapturePlan) -> Provenance:
+    """Return the names of teacher and revision, the probe texts and the special tokens of a cache.
+
+    The last probe text is an excerpt of the corpus: a student's tokenizer must encode it alike.
+    """
+    tokenizer = plan.tokenizer
+    excerpt = str(
+        tokenizer.decode(plan.corpus.train.tokens[0][:256].tolist(), skip_special_tokens=True)
+    )
+    return Provenance(
+        teacher_name="/".join([plan.teacher.model, *filter(None, [plan.teacher.gguf_file])]),
+        teacher_revision=plan.teacher.revision or "",
+        probes=encode_probes(tokenizer, (*PROBE_TEXTS, excerpt)),
+        special_tokens=get_special_tokens(tokenizer),
+    )

@@ -1,0 +1,556 @@
+"""A remote teacher: reads the K most probable tokens of every position from an OpenAI-compatible
+server (vLLM).
+
+    packed sequence -> documents -> POST /v1/completions with prompt_logprobs
+                    -> checked entries -> records
+
+    prompt_logprobs   a list with one item per token of the prompt, null for the first. The item of
+                      token t + 1 is the prediction of position t, as {id: {logprob, rank, ...}}. It
+                      has K entries, and one more where the token itself is not among them. Natural
+                      logarithms, temperature 1; vLLM writes -9999 for -inf
+
+A server knows no packed sequences, so each document becomes a prompt of its own, up to its last
+target. If an answer is wrong, or does not come after some attempts, the capture of the shard fails.
+Missing values are never filled in.
+
+Shapes: N positions with a target, L tokens of a prompt, K entries of a position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.codec import Codec, RecordPositions
+from cache.manifest import TokenizerProbe, encode_canonical_json
+from cache.records import Records, Sequences
+from kd.capture.log_mass import RESIDUAL_SLACK, log1mexp, log_sum_exp
+from kd.config.teacher import TeacherConfig
+from kd.errors import ModelError, TokenizerMismatch
+from kd.progress import SILENT, Monitor
+
+#: Seconds before the second attempt of a request; they double with each attempt.
+BACKOFF_SECONDS = 0.5
+#: The most seconds between two attempts, before the random factor.
+LONGEST_BACKOFF = 30.0
+#: The most seconds that a server's Retry-After is followed.
+LONGEST_PAUSE = 600.0
+#: Seconds after which a wait for answers is interrupted, to see whether the job must stop.
+POLL_SECONDS = 0.5
+#: Seconds without an answer after which an event reports the wait.
+WAITING_SECONDS = 30.0
+#: The most by which rounding may lift a sum of probabilities above 1; an answer beyond it is
+#: refused.
+ANSWER_MASS_TOLERANCE = 1e-4
+#: Hosts that are never reached through a proxy.
+_LOCAL = {"127.0.0.1", "localhost", "::1"}
+
+
+def hash_remote_teacher(config: TeacherConfig) -> str:
+    """Return a hash that stands for the weights of a remote teacher, which cannot be seen.
+
+    It is the sha256 of the canonical JSON of the server's address, the model's name and
+    ``teacher.revision``. So two servers of one model have different hashes. A server whose weights
+    change keeps its hash, unless the job changes ``teacher.revision``, which is not sent.
+    """
+    content = {
+        "backend": config.backend,
+        "url": find_server_url(config),
+        "model": config.model,
+        "revision": config.revision,
+    }
+    return hashlib.sha256(encode_canonical_json(content)).hexdigest()
+
+
+def find_server_url(config: TeacherConfig) -> str:
+    """Return the part of the address before /v1/completions; the configured one may end in /v1."""
+    assert config.url is not None, "TeacherConfig refuses backend http without url"
+    return config.url.rstrip("/").removesuffix("/v1")
+
+
+@dataclass(frozen=True, eq=False)
+class TopEntries:
+    """The teacher's K most probable tokens at N positions; their entropy is unknown.
+
+    positions  (N,)      the index of each position in its sequence
+    ids        (N, K)    by descending log-probability; 0 where the vocabulary has fewer than K
+                         tokens
+    logprobs   (N, K)    in nats; -inf where the vocabulary has fewer than K tokens
+    gold       (N,)      log-probability of the next token, which may be outside the K
+    residual   (N,)      log of the mass outside the K; -inf where nothing is left
+    """
+
+    positions: NDArray[np.int64]
+    ids: NDArray[np.uint32]
+    logprobs: NDArray[np.float32]
+    gold: NDArray[np.float32]
+    residual: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @staticmethod
+    def empty(k: int) -> TopEntries:
+        """Return entries of no position."""
+        floats = np.zeros(0, np.float32)
+        return TopEntries(
+            np.zeros(0, np.int64),
+            np.zeros((0, k), np.uint32),
+            np.zeros((0, k), np.float32),
+            floats,
+            floats,
+        )
+
+    @staticmethod
+    def concatenate(parts: Iterable[TopEntries]) -> TopEntries:
+        """Join the positions of ``parts``, of which there must be at least one, in order."""
+        kept = list(parts)
+        return TopEntries(
+            *(
+                np.concatenate([getattr(part, field.name) for part in kept])
+                for field in fields(TopEntries)
+            )
+        )
+
+    def make_records(self, codec: Codec, number: int) -> Records:
+        """Encode the entries as records of sequence ``number``."""
+        places = RecordPositions(np.full(len(self), number), self.positions)
+        unknown = np.full(len(self), np.nan)
+        return codec.encode_top(
+            self.gold[:, None], unknown, (self.ids, self.logprobs), self.residual, places
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentPrompt:
+    """A document that begins at token ``start`` of sequence ``number``.
+
+    ``targets`` index its ``tokens``.
+    """
+
+    number: int
+    start: int
+    tokens: list[int]
+    targets: list[int]
+
+    def refuse(self, what: str, place: int | None = None) -> ModelError:
+        """Return the error for a wrong answer, at the token ``place`` of the document."""
+        where = f"position {self.start if place is None else self.start + place}"
+        return ModelError(
+            f"sequence {self.number}, {where}: the teacher's server gave a wrong answer: {what}.",
+            "Use vLLM, or a server that implements prompt_logprobs in the same way, with the model "
+            "of teacher.tokenizer. The next attempt continues after the last whole shard.",
+        )
+
+
+def cut_into_prompts(sequences: Sequences, row: int, first: int) -> Iterator[DocumentPrompt]:
+    """Yield the documents in ``sequences[row]`` that have a target, each cut after its last target.
+
+    ``first`` is the number of the sequence in row 0.
+    """
+    bounds = [*np.flatnonzero(sequences.document_start[row]).tolist(), sequences.length]
+    for begin, end in itertools.pairwise(bounds):
+        targets = np.flatnonzero(sequences.target_mask[row, begin:end]).tolist()
+        if targets:
+            # The item of the last target is that of the token after it, which must be sent too.
+            tokens = sequences.tokens[row, begin : begin + targets[-1] + 2].tolist()
+            yield DocumentPrompt(first + row, begin, tokens, targets)
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteTeacher:
+    """Reads records from a server; as a context manager it closes its connections.
+
+    Requests run in an event loop, because only there can a request that hangs be cancelled at once.
+    """
+
+    config: TeacherConfig
+    codec: Codec
+    client: httpx.AsyncClient
+    runner: asyncio.Runner
+    monitor: Monitor = SILENT
+
+    @classmethod
+    def connect(
+        cls, config: TeacherConfig, codec: Codec, monitor: Monitor = SILENT
+    ) -> RemoteTeacher:
+        """Return a teacher for records of ``codec``.
+
+        Raises ``ModelError`` for a profile other than topk, and where the API key is missing.
+        """
+        if codec.profile != "topk" or codec.always_keep:
+            raise ModelError(
+                "a server returns only its most probable tokens.",
+                "With teacher.backend http, set cache.profile to topk and cache.always_keep to [].",
+            )
+        url = find_server_url(config)
+        client = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"} if (key := _read_api_key(config)) else {},
+            timeout=httpx.Timeout(config.timeout, connect=min(10.0, config.timeout)),
+            limits=httpx.Limits(max_connections=config.concurrency),
+            trust_env=httpx.URL(url).host not in _LOCAL,
+        )
+        return cls(config, codec, client, asyncio.Runner(), monitor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.runner.run(self.client.aclose())
+        self.runner.close()
+
+    def require_same_tokenizer(
+        self, probes: Iterable[TokenizerProbe], sequence_length: int
+    ) -> None:
+        """Compare the server's tokenizer through /tokenize of vLLM.
+
+        Without /tokenize, emit a warning. Raises ``TokenizerMismatch`` where a probe is encoded
+        differently, and ``ModelError`` where the context of the server is too short.
+        """
+        for probe in probes:
+            body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}
+            response = self.runner.run(self._post("/tokenize", body))
+            if (answer := _read_tokenize_answer(response)) is None:
+                unchecked = (
+                    "whether its tokenizer is teacher.tokenizer could not be checked by /tokenize"
+                )
+                self.monitor.emit(
+                    "warning", message=f"{unchecked}: {self._describe_answer(response)}"
+                )
+                return
+            self._require_tokens(answer["tokens"], probe)
+            self._require_context(answer, sequence_length)
+
+    def _require_tokens(self, found: Any, probe: TokenizerProbe) -> None:
+        if found != list(probe.ids):
+            expected = ", ".join(map(str, probe.ids[:8]))
+            raise TokenizerMismatch(
+                f"The server's tokenizer does not encode {probe.text[:40]!r} as teacher.tokenizer "
+                f"does: expected {expected} ..., got {str(found)[:60]}.",
+                "Set teacher.tokenizer to the tokenizer of the model that the server runs.",
+            )
+
+    def _require_context(self, answer: dict[str, Any], sequence_length: int) -> None:
+        context = answer.get("max_model_len")
+        if isinstance(context, int) and context <= sequence_length:
+            # It must have room for one more token
+            raise ModelError(
+                f"{find_server_url(self.config)} has a context of {context} tokens, "
+                f"but data.sequence_length is {sequence_length}.",
+                f"Set data.sequence_length to {context - 1} or less, "
+                "or start vLLM with a longer --max-model-len.",
+            )
+
+    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
+        """Yield (1, its records) for each sequence.
+
+        ``first`` is the number of the first sequence.
+        """
+        for number, top in enumerate(self.read_top(sequences, first), first):
+            yield 1, top.make_records(self.codec, number)
+
+    def read_top(self, sequences: Sequences, first: int) -> Iterator[TopEntries]:
+        """Yield the entries of each sequence, in order.
+
+        Requests for documents run at the same time. Raises ``ModelError``: with sequence and
+        position where an answer is wrong, and with the server's text where it refuses or is not
+        available.
+        """
+        tasks = self.runner.run(self._start(sequences, first))
+        try:
+            for row in tasks:
+                yield TopEntries.concatenate(
+                    [TopEntries.empty(self.codec.k), *self._wait_for_results(row)]
+                )
+        finally:
+            _cancel_tasks(itertools.chain(*tasks))
+
+    async def _start(
+        self, sequences: Sequences, first: int
+    ) -> list[list[asyncio.Task[TopEntries]]]:
+        """Start a task for each document of each sequence; tasks run while the event loop runs."""
+        room = asyncio.Semaphore(self.config.concurrency)
+        return [
+            [
+                asyncio.create_task(self._ask(piece, room))
+                for piece in cut_into_prompts(sequences, row, first)
+            ]
+            for row in range(len(sequences))
+        ]
+
+    def _wait_for_results(self, tasks: list[asyncio.Task[TopEntries]]) -> list[TopEntries]:
+        """Return the results of ``tasks``.
+
+        Meanwhile check for a request to stop, and report the wait.
+        """
+        reported = time.monotonic()
+        while any(not task.done() for task in tasks):
+            done, _ = self.runner.run(
+                asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            )
+            for task in done:
+                task.result()  # raises the error of a failed request
+            self.monitor.check("while waiting for the teacher's server")
+            if time.monotonic() - reported > WAITING_SECONDS:
+                self.monitor.emit(
+                    "stage", stage="precompute", phase=f"waiting for {find_server_url(self.config)}"
+                )
+                reported = time.monotonic()
+        return [task.result() for task in tasks]
+
+    async def _ask(self, piece: DocumentPrompt, room: asyncio.Semaphore) -> TopEntries:
+        async with room:
+            response = await self._post("/v1/completions", self._make_body(piece))
+        if not response.is_success:
+            raise ModelError(
+                self._describe_answer(response), _REMEDIES.get(response.status_code, _REMEDY)
+            )
+        try:
+            answer = response.json()
+        except ValueError as error:
+            raise piece.refuse(f"no JSON ({error})") from error
+        return parse_answer(answer, piece, self.codec.k, self.codec.vocabulary_size)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Return the server's answer or refusal.
+
+        Retry while the server is unreachable, busy or broken.
+        """
+        for attempt in range(1, self.config.retries + 2):
+            try:
+                response = await self.client.post(path, json=body)
+            except httpx.RequestError as error:
+                failure = f"{type(error).__name__} {error}".strip()
+                pause = 0.0
+            else:
+                if response.status_code != 429 and response.status_code < 500:
+                    return response
+                failure = self._describe_answer(response)
+                pause = _parse_retry_after(response)
+            if attempt <= self.config.retries:
+                await asyncio.sleep(max(pause, _choose_backoff(attempt)))
+        raise ModelError(
+            f"{find_server_url(self.config)} gave no answer to {attempt} requests, "
+            f"the last time: {failure}.",
+            "Check that the server runs. Raise teacher.retries or teacher.timeout, or lower "
+            "teacher.concurrency if the server is overloaded. The next attempt continues after the "
+            "last whole shard.",
+        )
+
+    def _make_body(self, piece: DocumentPrompt) -> dict[str, Any]:
+        """Return the request for the entries of a prompt.
+
+        It sets the temperature and all other options of sampling, because a server has its own
+        defaults.
+        """
+        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+        prompt = {
+            "prompt": piece.tokens,
+            "add_special_tokens": False,
+            "max_tokens": 1,
+        }  # vLLM has no 0
+        return {
+            "model": self.config.model,
+            "prompt_logprobs": min(self.codec.k, self.codec.vocabulary_size),
+            "return_token_ids": True,
+            **prompt,
+            **neutral,
+        }
+
+    def _describe_answer(self, response: httpx.Response) -> str:
+        """Return the server's address, the status and the text of a failed answer, without the API
+        key.
+        """
+        text = " ".join(response.text.split())
+        if key := self.client.headers.get("Authorization", "").removeprefix("Bearer "):
+            text = text.replace(key, "***")
+        return f"{find_server_url(self.config)} answers {response.status_code}: {text[:300]}"
+
+
+#: The remedy for a refusal whose status is not in ``_REMEDIES``.
+_REMEDY = (
+    "Start vLLM with --max-logprobs of at least cache.k, and with a --max-model-len above "
+    "data.sequence_length."
+)
+#: The remedy for each status of a refusal.
+_REMEDIES = {
+    401: "Put the server's key into the variable that teacher.api_key_env names.",
+    403: "Put the server's key into the variable that teacher.api_key_env names.",
+    404: "Check teacher.url, and that teacher.model is the name of the model on the server.",
+}
+
+
+def _read_tokenize_answer(response: httpx.Response) -> dict[str, Any] | None:
+    """Return the answer of /tokenize, or None if the server has no such endpoint."""
+    try:
+        answer = response.json() if response.is_success else None
+    except ValueError:  # not JSON, such as an HTML page
+        return None
+    return answer if isinstance(answer, dict) and "tokens" in answer else None
+
+
+def _cancel_tasks(tasks: Iterable[asyncio.Task[TopEntries]]) -> None:
+    """Cancel the tasks that still run, and mark the errors of failed tasks as seen."""
+    for task in tasks:
+        if not task.cancel() and not task.cancelled():
+            task.exception()
+
+
+def _read_api_key(config: TeacherConfig) -> str | None:
+    """Return the API key from the environment.
+
+    Raises ``ModelError`` if it cannot stand in a header.
+    """
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ModelError(
+            f"the environment variable {config.api_key_env} holds no API key.",
+            "Set it where the worker runs, or leave teacher.api_key_env out.",
+        )
+    return key
+
+
+def _choose_backoff(attempt: int) -> float:
+    """Return the seconds to wait after a failed ``attempt``.
+
+    They double each time. A random factor keeps clients from retrying at the same moment.
+    """
+    return float(
+        min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), LONGEST_BACKOFF) * random.uniform(0.5, 1.5)
+    )
+
+
+def _parse_retry_after(response: httpx.Response) -> float:
+    """Return the seconds that Retry-After asks to wait, given as a number or a date (RFC 9110,
+    10.2.3); else 0.
+    """
+    text = response.headers.get("Retry-After", "").strip()
+    try:
+        seconds = (
+            float(text)
+            if text.isdecimal()
+            else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+        )
+    except (TypeError, ValueError):  # nothing, nonsense, or a date without a zone
+        return 0.0
+    return min(max(seconds, 0.0), LONGEST_PAUSE)
+
+
+# ---------------------------------------------------------------------- answers
+
+#: Errors that reading a value of another shape raises.
+_MISSHAPEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+
+
+def parse_answer(answer: Any, piece: DocumentPrompt, k: int, vocabulary: int) -> TopEntries:
+    """Return the entries of the targets of ``piece``.
+
+    Raises ``ModelError`` for the first wrong one.
+    """
+    items = _find_items(answer, piece)
+    found = []
+    for place in piece.targets:
+        try:
+            found.append(_parse_entries(items[place + 1], piece.tokens[place + 1], k, vocabulary))
+        except _MISSHAPEN as error:
+            raise piece.refuse(_describe_error(error), place) from error
+    logprobs = np.array([values for _, values, _ in found])
+    mass = np.minimum(log_sum_exp(logprobs), 0.0)
+    partial = (mass < 0.0) & (k < vocabulary)
+    return TopEntries(
+        np.asarray(piece.targets, np.int64) + piece.start,
+        np.array([ids for ids, _, _ in found], np.uint32),
+        logprobs.astype(np.float32),
+        np.array([gold for _, _, gold in found], np.float32),
+        np.where(partial, log1mexp(np.where(partial, mass, -1.0)), -np.inf).astype(np.float32),
+    )
+
+
+def _find_items(answer: Any, piece: DocumentPrompt) -> list[Any]:
+    """Return the L items of an answer.
+
+    Raises ``ModelError`` unless they belong to the tokens that were sent.
+    """
+    try:
+        (choice,) = answer["choices"]
+        items = choice["prompt_logprobs"]
+        read = choice.get("prompt_token_ids")
+    except _MISSHAPEN as error:
+        raise piece.refuse(f"no choice with prompt_logprobs ({_describe_error(error)})") from error
+    if not isinstance(items, list) or len(items) != len(piece.tokens):
+        got = f"{len(items)} items" if isinstance(items, list) else type(items).__name__
+        raise piece.refuse(
+            f"prompt_logprobs must have {len(piece.tokens)} items, one for each token, "
+            f"but are {got}"
+        )
+    if items[0] is not None:
+        raise piece.refuse(
+            "the first token has log-probabilities, though nothing predicts it: they may be shifted"
+        )
+    if read not in (None, piece.tokens):
+        raise piece.refuse("the server read other tokens than it was sent")
+    return items
+
+
+def _parse_entries(
+    item: Any, gold: int, k: int, vocabulary: int
+) -> tuple[list[int], list[float], float]:
+    """Return the K most probable ids, their log-probabilities, and the log-probability of ``gold``.
+
+    Equal log-probabilities are sorted by id, so the result does not depend on the order of the
+    answer. Raises ``ValueError`` for a bad item.
+    """
+    logprobs = {int(token): _parse_logprob(entry) for token, entry in item.items()}
+    if outside := [token for token in logprobs if not 0 <= token < vocabulary]:
+        raise ValueError(f"id {outside[0]} lies outside the tokenizer's {vocabulary} tokens")
+    if gold not in logprobs:
+        raise ValueError(f"the next token, id {gold}, is not among its own log-probabilities")
+    rank = item[str(gold)].get("rank") or 0
+    expected = min(k, vocabulary) + (rank > min(k, vocabulary))
+    if len(logprobs) < expected:
+        raise ValueError(f"{len(logprobs)} entries, where {expected} were asked for")
+    if (mass := math.fsum(map(math.exp, logprobs.values()))) > 1.0 + ANSWER_MASS_TOLERANCE:
+        raise ValueError(f"the probabilities sum to {mass:.6g}")
+    best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
+    missing = 1.0 - math.fsum(math.exp(logprob) for _, logprob in best)
+    room = math.exp(min(best[-1][1] + RESIDUAL_SLACK, 0.0)) * (vocabulary - len(best))
+    if missing > room + ANSWER_MASS_TOLERANCE:
+        raise ValueError(
+            f"{missing:.4f} of the probability is missing, and cannot lie below the last entry"
+        )
+    lacking = k - len(best)
+    ids = [token for token, _ in best]
+    values = [logprob for _, logprob in best]
+    return ids + [0] * lacking, values + [-math.inf] * lacking, logprobs[gold]
+
+
+def _parse_logprob(entry: Any) -> float:
+    logprob = entry["logprob"]
+    if isinstance(logprob, bool) or not isinstance(logprob, int | float) or not logprob <= 0.0:
+        raise ValueError(f"{logprob!r} is no log-probability")
+    return float(logprob)
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the text of an error, with the class name of those that Python itself raises."""
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

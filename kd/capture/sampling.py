@@ -1,0 +1,382 @@
+"""Draw samples from logits: the head is stored exactly, the tail by systematic sampling
+proportional to size.
+
+A position has the teacher's distribution p over V tokens, a threshold tau, and a size g for every
+token: p itself, or for profile tempered the mean of p_T over the proposal's temperatures.
+
+    known   the next token and the always_keep ids, with their log-probabilities
+    head    every other token with g > tau, with its log-probability
+    tail    all remaining tokens: R is the sum of their g; m = max(1, floor(R / tau)) of them are
+            drawn by systematic sampling, token i with probability m g_i / R
+
+Inclusion probabilities min(1, g / tau') give the least variance of any unbiased estimate of that
+size (Cohen, Duffield, Kaplan, Lund, Thorup, "Stream sampling for variance-optimal estimation of
+subset sums", SODA 2009, arXiv 0803.0473). Systematic sampling lays the sizes of the tail end to end
+in a random order, and takes the tokens under the m points (u + i) R / m for i = 0 ... m - 1. No
+token lies under two points, because g <= tau <= R / m (or m = 1). Blocks of 64 tokens are in random
+order, the tokens within a block are not. Inclusion probabilities, and so the mean and the variance
+of each weight, are the same for any order.
+
+Shapes: N positions of one sequence, n positions of one pass, V vocabulary, Q blocks of V, U tokens
+of a block, q blocks that are searched, A known ids of a position, R draws, H and M head and tail
+entries, m points of a position, J knots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.codec import Codec, Sample
+from cache.random import PURPOSE_TAIL, draw_permutation, draw_uniforms
+from kd.capture.block_sizes import BLOCK, LOWEST, BlockSizes
+from kd.errors import ModelError
+from kd.kernels.available import can_run_kernels
+
+#: Logits of one pass. On a CPU they should stay in its cache, because several steps read them.
+PASS_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The random numbers of N positions of one sequence: ``uniform_NR`` in [0, 1), and the order of
+    the blocks.
+    """
+
+    uniform_NR: Tensor
+    order_Q: Tensor
+
+    @classmethod
+    def of(
+        cls, codec: Codec, sequence: int, positions_N: np.ndarray, device: torch.device
+    ) -> Randomness:
+        """Derive the random numbers from (seed, sequence, position) alone.
+
+        The R draws of a position share its order of blocks and start at equal distances. Together
+        they are one systematic sample of R times the size, so their mean varies less than that of
+        independent draws.
+        """
+        first = draw_uniforms(codec.seed, PURPOSE_TAIL, sequence, positions_N)
+        uniform = (first[:, None] + np.arange(codec.draws) / codec.draws) % 1.0
+        order = draw_permutation(codec.seed, sequence, -(-codec.vocabulary_size // BLOCK))
+        return cls(torch.from_numpy(uniform).to(device), torch.from_numpy(order).to(device))
+
+    def select(self, rows: slice) -> Randomness:
+        """Return the random numbers of some of the positions."""
+        return Randomness(self.uniform_NR[rows], self.order_Q)
+
+
+@dataclass(frozen=True)
+class TokenSizes:
+    """The results of one pass over the logits: LSE, entropy, sizes, and the largest size of each
+    block.
+    """
+
+    lse_N: Tensor
+    entropy_N: Tensor
+    size_NQU: Tensor
+    largest_NQ: Tensor
+
+    @property
+    def sums_NQ(self) -> Tensor:
+        """The sum of the sizes in each block."""
+        return self.size_NQU.sum(-1)
+
+    def of_blocks(self, rows_M: Tensor, blocks_M: Tensor) -> Tensor:
+        """Return the sizes (q, U) of some blocks."""
+        return self.size_NQU[rows_M, blocks_M]
+
+
+class Sampler:
+    """Draws samples from logits, for profile threshold or for profile tempered.
+
+    For profile tempered it adds the tail's log-partition at ``knots`` temperatures.
+    """
+
+    def __init__(self, codec: Codec, knots: int = 0) -> None:
+        self.codec = codec
+        self.knots = knots
+        self._sizes: TokenSizes | None = None
+
+    def sample(self, logits_NV: Tensor, gold_N: Tensor, chance: Randomness) -> Sample:
+        """Draw the sample of N positions. Each depends on its own logits alone, not on the batch.
+
+        A logit of -inf is a token of probability 0. Raises ``ModelError`` for NaN and +inf.
+        """
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        known_NA = self.list_known(gold_N)
+        sizes: TokenSizes | BlockSizes
+        if self.codec.profile == "threshold" and can_run_kernels(logits_NV):
+            sizes = BlockSizes.of(logits_NV, known_NA, self.codec.threshold)
+            _require_finite(sizes)
+            rows_H, ids_H = sizes.head
+        else:
+            logits_NV = logits_NV.to(wide)
+            sizes, (rows_H, ids_H) = self.split(logits_NV, known_NA)
+        # Sizes are 0 outside the tail now, so the draw can only find tokens of the tail.
+        tail_count, tail_ids = _draw_tail(sizes, chance, self.codec.threshold)
+        found = Sample(
+            known_logprobs=(logits_NV.gather(1, known_NA).to(wide) - sizes.lse_N[:, None])
+            .cpu()
+            .numpy(),
+            entropy=sizes.entropy_N.clone().cpu().numpy(),  # the next call writes over it
+            head_count=torch.bincount(rows_H, minlength=len(gold_N)).cpu().numpy(),
+            head_ids=ids_H.cpu().numpy(),
+            head_logprobs=(logits_NV[rows_H, ids_H].to(wide) - sizes.lse_N[rows_H]).cpu().numpy(),
+            tail_count=tail_count,
+            tail_ids=tail_ids,
+        )
+        return (
+            found if isinstance(sizes, BlockSizes) else self._add_tempered(found, logits_NV, sizes)
+        )
+
+    def split(self, s_NV: Tensor, known_NA: Tensor) -> tuple[TokenSizes, tuple[Tensor, Tensor]]:
+        """Return the sizes, set to 0 outside the tail, and the rows and ids (H,) of head tokens."""
+        sizes = self._read(s_NV)
+        sizes.size_NQU.flatten(1).scatter_(1, known_NA, 0.0)
+        head = _find_heads(sizes, self.codec.threshold)
+        sizes.size_NQU.flatten(1)[head] = 0.0
+        return sizes, head
+
+    def list_known(self, gold_N: Tensor) -> Tensor:
+        """Return the next token and the always_keep ids of each position, (N, A)."""
+        return torch.cat(
+            [gold_N[:, None], gold_N.new_tensor([self.codec.always_keep]).expand(len(gold_N), -1)],
+            1,
+        )
+
+    def _read(self, s_NV: Tensor) -> TokenSizes:
+        """Compute all sizes, a few rows at a time, so that later steps find the logits in the CPU's
+        cache.
+        """
+        positions, vocabulary = s_NV.shape
+        step = _choose_rows_per_pass(s_NV)
+        sizes = self._find_room(s_NV)
+        room_nV = s_NV.new_empty(min(step, positions), vocabulary)
+        for start in range(0, positions, step):
+            rows = slice(start, min(start + step, positions))
+            s_nV = room_nV[: rows.stop - start]
+            size_nQU = sizes.size_NQU[rows]
+            largest_nQ = sizes.largest_NQ[rows]
+            size_nV = size_nQU.flatten(1)[:, :vocabulary]
+            torch.clamp(s_NV[rows], min=LOWEST, out=s_nV)
+            torch.softmax(s_nV, -1, out=size_nV)
+            torch.amax(size_nQU, -1, out=largest_nQ)
+            # log p = s - LSE for every token; the most probable one gives LSE without another sum.
+            sizes.lse_N[rows] = s_nV.amax(-1) - largest_nQ.amax(-1).log()
+            sizes.entropy_N[rows] = sizes.lse_N[rows] - reduce_by_row(
+                torch.linalg.vecdot, size_nV, s_nV
+            )
+            if self.codec.profile == "tempered":
+                average_tempered_(size_nV, s_nV, self.codec.proposal_betas)
+                torch.amax(size_nQU, -1, out=largest_nQ)
+        _require_finite(sizes)
+        return sizes
+
+    def _find_room(self, s_NV: Tensor) -> TokenSizes:
+        """Return memory for the results, kept from call to call: allocating it would cost more than
+        a pass.
+        """
+        positions, vocabulary = s_NV.shape
+        blocks = -(-vocabulary // BLOCK)
+        kept = self._sizes
+        if (
+            kept is None
+            or kept.size_NQU.dtype != s_NV.dtype
+            or kept.largest_NQ.shape[0] < positions
+        ):
+            size_NQU = s_NV.new_zeros(positions, blocks, BLOCK)  # the last block's padding stays 0
+            lse_N, entropy_N = s_NV.new_empty(2, positions).unbind()
+            self._sizes = kept = TokenSizes(
+                lse_N, entropy_N, size_NQU, s_NV.new_empty(positions, blocks)
+            )
+        return TokenSizes(*(getattr(kept, field.name)[:positions] for field in fields(TokenSizes)))
+
+    def _add_tempered(self, found: Sample, s_NV: Tensor, sizes: TokenSizes) -> Sample:
+        """Add the tail's log-probabilities and log-partition, for profile tempered alone."""
+        if self.codec.profile == "threshold":
+            return found
+        betas = self.codec.nodes(self.knots)
+        rows_M = torch.from_numpy(np.repeat(np.arange(len(s_NV)), found.tail_count)).to(
+            s_NV.device
+        )[:, None]
+        tail_MR = (
+            s_NV[rows_M, torch.from_numpy(found.tail_ids).to(s_NV.device)] - sizes.lse_N[rows_M]
+        )
+        parts = []
+        # At least one pass, so that an empty sequence gives an empty partition of the right shape.
+        for start in range(0, max(len(s_NV), 1), _choose_rows_per_pass(s_NV)):
+            rows = slice(start, start + _choose_rows_per_pass(s_NV))
+            parts.append(compute_partition(compute_tail_logprobs(s_NV[rows], sizes, rows), betas))
+        return replace(
+            found, tail_logprobs=tail_MR.cpu().numpy(), partition=torch.cat(parts).cpu().numpy()
+        )
+
+
+def compute_tail_logprobs(s_nV: Tensor, sizes: TokenSizes, rows: slice) -> Tensor:
+    """Return the log-probabilities (n, V) of the tails of ``rows``.
+
+    ``LOWEST`` for all other tokens.
+    """
+    in_tail_nV = sizes.size_NQU[rows].flatten(1)[:, : s_nV.shape[1]] > 0
+    return torch.where(in_tail_nV, s_nV - sizes.lse_N[rows, None], LOWEST)
+
+
+def _choose_rows_per_pass(s_NV: Tensor) -> int:
+    return max(PASS_ELEMENTS[s_NV.device.type] // s_NV.shape[1], 1)
+
+
+def join_samples(parts: list[Sample]) -> Sample:
+    """Join the positions of ``parts``, of which there must be at least one, in order."""
+    names = [name for name, value in vars(parts[0]).items() if value is not None]
+    return Sample(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    )
+
+
+def _find_heads(sizes: TokenSizes, threshold: float) -> tuple[Tensor, Tensor]:
+    """Return rows and ids (H,) of sizes above the threshold, ascending.
+
+    Searches only blocks that have one.
+    """
+    rows_q, blocks_q = (sizes.largest_NQ > threshold).nonzero(as_tuple=True)
+    which_H, place_H = (sizes.size_NQU[rows_q, blocks_q] > threshold).nonzero(as_tuple=True)
+    return rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
+
+
+def _require_finite(sizes: TokenSizes | BlockSizes) -> None:
+    if not (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all():
+        remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
+        raise ModelError(
+            f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy
+        )
+
+
+def _draw_tail(
+    sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the tail: counts (N,), and ids (M, R) that ascend within each record and draw."""
+    order_Q = chance.order_Q
+    # float64: points are compared with sums over the whole vocabulary.
+    running_NQ = sizes.sums_NQ.index_select(1, order_Q).cumsum(1, dtype=torch.float64)
+    rest_N = running_NQ[:, -1]
+    # Where every token of the vocabulary is known or in the head, the tail is empty.
+    count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
+    slot_m = torch.arange(int(count_N.max()) if len(count_N) else 0, device=count_N.device)
+    drawn_Nm = slot_m < count_N[:, None]
+    apart_N = rest_N / count_N.clamp(min=1)
+    # With more points than blocks, a search by blocks reads most blocks again and again, and a sum
+    # over all of V costs less. Its rounding may move a point to the neighbouring token. So the
+    # larger thresholds keep the search by blocks: the bytes of their caches must not change.
+    find: Callable[[Tensor, Tensor], Tensor]
+    if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / len(order_Q)):
+        find = partial(_find_by_tokens, _accumulate_sizes(sizes, order_Q))
+    else:
+        find = partial(_find_by_blocks, sizes, running_NQ, order_Q)
+    draws = [
+        _order_ids(
+            find((uniform_N[:, None] + slot_m) * apart_N[:, None], drawn_Nm), drawn_Nm, order_Q
+        )
+        for uniform_N in chance.uniform_NR.unbind(1)
+    ]
+    return count_N.cpu().numpy(), np.stack(draws, axis=1)
+
+
+def _order_ids(place_M: Tensor, drawn_Nm: Tensor, order_Q: Tensor) -> np.ndarray:
+    """Turn places, counted in the order of blocks ``order_Q``, into token ids that ascend within
+    each row.
+    """
+    block_M = place_M // BLOCK
+    vocabulary = len(order_Q) * BLOCK
+    ids_M = order_Q[block_M] * BLOCK + (place_M - block_M * BLOCK)
+    # Row and id in one number: one sort orders both.
+    keys = np.sort((drawn_Nm.nonzero()[:, 0] * vocabulary + ids_M).cpu().numpy())
+    return keys % vocabulary
+
+
+def _accumulate_sizes(sizes: TokenSizes, order_Q: Tensor) -> Tensor:
+    """Return the running sum of sizes over all tokens, with blocks in the order ``order_Q``."""
+    return sizes.size_NQU[:, order_Q].flatten(1).cumsum(1, dtype=torch.float64)
+
+
+def _find_by_tokens(running_NV: Tensor, points_Nm: Tensor, drawn_Nm: Tensor) -> Tensor:
+    """Find the places (M,) under the drawn points, in a running sum over all tokens.
+
+    A point beyond the end takes the last token with a size above 0.
+    """
+    last_N1 = (running_NV < running_NV[:, -1:]).sum(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(running_NV, points_Nm, right=True), last_N1)[drawn_Nm]
+
+
+def _find_by_blocks(
+    sizes: TokenSizes | BlockSizes,
+    running_NQ: Tensor,
+    order_Q: Tensor,
+    points_Nm: Tensor,
+    drawn_Nm: Tensor,
+) -> Tensor:
+    """Find the places (M,) under the drawn points: first the block of each, then the place in the
+    block.
+
+    A running sum over all of V would need float64, because in float32 its error would rival the
+    small probabilities at its end. That would cost as much as the whole rest of the sampling. A
+    point that rounding moves beyond its block takes the block's last token with a size above 0.
+    """
+    block_Nm = torch.searchsorted(running_NQ, points_Nm, right=True).clamp_(max=len(order_Q) - 1)
+    before_Nm = torch.nn.functional.pad(running_NQ, (1, -1)).gather(1, block_Nm)
+    block_M = block_Nm[drawn_Nm]
+    inside_MU = sizes.of_blocks(drawn_Nm.nonzero()[:, 0], order_Q[block_M]).double().cumsum(-1)
+    offset_M1 = (points_Nm - before_Nm)[drawn_Nm][:, None]
+    place_M = (inside_MU <= offset_M1).sum(-1)
+    last_M = (inside_MU < inside_MU[:, -1:]).sum(-1)
+    return block_M * BLOCK + torch.minimum(place_M, last_M)
+
+
+def reduce_by_row(reduce: Callable[..., Tensor], *rows_NV: Tensor) -> Tensor:
+    """Apply ``reduce`` to each row, with the same bits for any number of rows and threads.
+
+    PyTorch splits a single row among its threads, and so sums it in another order than one of many
+    rows. A single row is therefore reduced twice, side by side.
+    """
+    if len(rows_NV[0]) != 1:
+        return reduce(*rows_NV)
+    return reduce(*(row_1V.repeat(2, 1) for row_1V in rows_NV))[:1]
+
+
+def reduce_log_sum_exp(values_NV: Tensor) -> Tensor:
+    """Return log sum exp of each row, (N,)."""
+    return torch.logsumexp(values_NV, -1)
+
+
+def average_tempered_(p_NV: Tensor, s_NV: Tensor, betas: tuple[float, ...]) -> None:
+    """Turn p = softmax(s) into the mean of softmax(b s) over ``betas``, in place."""
+    # p is softmax(1 s) already; it stays in the sum only where 1 is one of the betas.
+    if 1.0 not in betas:
+        p_NV.zero_()
+    for beta in betas:
+        if beta != 1.0:
+            p_NV.add_(torch.softmax(s_NV * beta, -1))
+    p_NV.div_(len(betas))
+
+
+def compute_partition(tail_NV: Tensor, betas: tuple[float, ...]) -> Tensor:
+    """Return B(b) = log sum exp(b l) over the tail and its derivative E_b[l], (N, J, 2), at each b
+    = 1 / T.
+
+    ``tail_NV`` holds log-probabilities l, and ``LOWEST`` for tokens outside the tail.
+    """
+    top_N = tail_NV.amax(-1)
+    values = []
+    scaled_NV = torch.empty_like(tail_NV)
+    p_NV = torch.empty_like(tail_NV)
+    for beta in betas:
+        torch.softmax(torch.mul(tail_NV, beta, out=scaled_NV), -1, out=p_NV)
+        # log p = b l - B(b) at the most probable token; softmax is faster than exp and a sum.
+        value_N = beta * top_N - p_NV.amax(-1).log()
+        values.append(torch.stack([value_N, reduce_by_row(torch.linalg.vecdot, p_NV, tail_NV)], -1))
+    return torch.stack(values, 1)

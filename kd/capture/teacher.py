@@ -1,0 +1,283 @@
+"""Capture a cache: the teacher reads every sequence once, and its records are sealed shard by
+shard.
+
+    tokens -> hidden states -> logits of a few positions -> records -> shard on disk
+
+Shapes: B sequences of a micro-batch, L positions of a sequence, N positions of one sequence with a
+target, D hidden width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cache.errors import CacheError
+from cache.manifest import CacheIdentity, FidelityRow, Manifest
+from cache.records import Records, Sequences
+from cache.store import Cache, CacheWriter, locate_lock, open_cache, verify_cache
+from cache.store import open_writer as open_for_capture
+from kd.capture.estimate import require_space
+from kd.capture.fidelity import LiveTeacher, measure_fidelity, require_fidelity
+from kd.capture.knots import KnotChoice, choose_knots
+from kd.capture.plan import CapturePlan, make_provenance
+from kd.capture.recording import Recorder
+from kd.capture.remote import RemoteTeacher
+from kd.capture.usefulness import HeldOutWatch
+from kd.models.folder import ModelFolder
+from kd.models.layers import compute_hidden_states, require_context, require_document_isolation
+from kd.models.lm_head import find_lm_head
+from kd.models.loading import load_teacher
+from kd.models.precision import float32_products, pick_device
+from kd.models.tokenizers import PROBE_TEXTS, encode_probes, make_token_map
+from kd.progress import Monitor, ProgressMeter
+from kd.text.batches import make_batch
+
+#: What a capture waits for while another one holds its lock; events show it.
+OTHER_CAPTURE = "another job's capture of the same cache"
+
+
+def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, Any]:
+    """Seal the cache of ``plan`` below ``root``, unless it is sealed already; returns its summary.
+
+    Sealed shards of an earlier attempt are kept. Two captures of one cache run one after the other,
+    and the second reuses the cache.
+    """
+    folder = root / plan.identity.fingerprint
+    if (found := find_sealed_cache(folder, plan.identity)) is not None:
+        return summarise_cache(found, reused=True)
+
+    lock = locate_lock(folder)
+    waiting = partial(monitor.wait_for, OTHER_CAPTURE, lock, "precompute")
+    with float32_products(), open_for_capture(root, plan.identity, waiting) as writer:
+        # Another capture may have sealed the cache while this one waited for the lock.
+        if (found := find_sealed_cache(folder, plan.identity)) is not None:
+            return summarise_cache(found, reused=True)
+        positions = plan.corpus.train.positions + plan.corpus.validation.positions
+        require_space(folder, plan.identity, positions, ModelFolder(plan.folder).hidden_width or 0)
+        teacher = capture_shards(writer, plan, monitor)
+        size = plan.identity.tokenizer.vocabulary_size
+        writer.write_token_map(make_token_map(plan.tokenizer, size).to_arrays())
+        writer.finish(
+            make_provenance(plan), check_fidelity(writer.open_sealed(), plan, teacher, monitor)
+        )
+    return summarise_cache(open_cache(folder, plan.identity), reused=False)
+
+
+def find_sealed_cache(folder: Path, identity: CacheIdentity) -> Cache | None:
+    """Return the cache in ``folder`` if it is sealed and undamaged.
+
+    None means that it must be captured, or that its damaged shards must be captured again.
+    """
+    try:
+        found = open_cache(folder, identity)
+    except CacheError:
+        return None
+    return None if verify_cache(folder) else found
+
+
+def check_fidelity(
+    store: Cache, plan: CapturePlan, teacher: RecordReader | None, monitor: Monitor
+) -> tuple[FidelityRow, ...]:
+    """Compare a few records with the teacher, before the manifest seals the cache.
+
+    Returns no rows for a remote teacher, whose distributions are not available. Raises
+    ``FidelityError`` where records differ: then the shards stay, but the cache is not sealed.
+    """
+    if plan.teacher.backend != "local":
+        return ()
+    monitor.emit("stage", stage="precompute", phase="checking fidelity")
+    # The model is loaded already, unless all shards were sealed by an earlier attempt.
+    if isinstance(teacher, Teacher):
+        live = LiveTeacher(teacher.model, teacher.recorder.lm_head)
+    else:
+        live = LiveTeacher.load(plan.identity, plan.teacher, plan.folder)
+    began = time.monotonic()
+    rows = measure_fidelity(store, live)
+    require_fidelity(store, rows)
+    monitor.emit(
+        "stage", stage="precompute", phase=f"fidelity checked in {time.monotonic() - began:.1f} s"
+    )
+    return rows
+
+
+def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> RecordReader | None:
+    """Capture every shard that is not sealed yet.
+
+    Shards with held-out text come first, so that a teacher that does not know the text is noticed
+    early. Returns the reader, so that its model need not be loaded again; None where no shard was
+    missing.
+    """
+    watch = HeldOutWatch(plan)
+    missing = writer.find_missing_shards()
+    missing.sort(key=watch.holds_out, reverse=True)  # a stable sort: the rest keep their order
+    last_held_out = sum(map(watch.holds_out, missing))
+    sizes = [len(plan.identity.shard_range(index)) for index in range(plan.identity.shard_count)]
+    meter = ProgressMeter(
+        sum(sizes), "sequences", done=sum(sizes) - sum(sizes[index] for index in missing)
+    )
+    if not missing:
+        return None
+    monitor.emit("stage", stage="precompute", phase="loading the teacher")
+    with open_reader(plan, writer, monitor) as teacher:
+        monitor.emit("stage", stage="precompute", phase="capturing")
+        # One shard is in memory at a time.
+        for number, index in enumerate(missing, start=1):
+            sequences = select_shard_sequences(plan, index)
+            parts = []
+            left = len(sequences)
+            for count, records in teacher.read(sequences, plan.identity.shard_range(index).start):
+                parts.append(records)
+                left -= count
+                monitor.emit("progress", **meter.advance(count, len(records)))
+                monitor.report_alive()
+                # After the last sequence the shard is written first: stopping here would lose it.
+                if left:
+                    monitor.check(f"in shard {index + 1} of {len(sizes)}")
+            monitor.report_alive(stepping=False)
+            began = time.monotonic()
+            shard = Records.concatenate(parts)
+            written = writer.write_shard(index, sequences, shard)
+            monitor.emit("shard", bytes=written, seconds=time.monotonic() - began)
+            watch.add(index, sequences, shard)
+            if number == last_held_out and (message := watch.find_warning()):
+                monitor.emit("warning", message=message)
+            if index != missing[-1]:
+                monitor.check(f"after shard {index + 1} of {len(sizes)}")
+        return teacher
+
+
+class RecordReader(Protocol):
+    """A teacher that makes records of sequences: a local model, or a server."""
+
+    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
+        """Yield (sequences read, their records) per micro-batch.
+
+        ``first`` is the number of the first sequence.
+        """
+        ...
+
+
+@contextmanager
+def open_reader(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Iterator[RecordReader]:
+    """Open the teacher of ``plan``: load its model, or connect to its server."""
+    if plan.teacher.backend == "local":
+        yield prepare_teacher(plan, writer, monitor)
+        return
+    with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as teacher:
+        length = plan.config.data.sequence_length
+        teacher.require_same_tokenizer(encode_probes(plan.tokenizer, PROBE_TEXTS), length)
+        yield teacher
+
+
+def prepare_teacher(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Teacher:
+    """Load the teacher of ``plan`` and prepare the cache for its profile.
+
+    Profile hidden stores the LM head; profile tempered needs a number of knots.
+    """
+    teacher = Teacher.load(plan)
+    if plan.identity.codec.profile == "hidden":
+        writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
+    if plan.identity.codec.profile != "tempered":
+        return teacher
+    # All shards of a cache have the same number of knots: shards of an earlier attempt set it.
+    if (sealed := writer.read_sealed_shape("partition")) is not None:
+        return replace(teacher, recorder=replace(teacher.recorder, knots=sealed[1]))
+    found = teacher.choose_knots(plan.corpus.train)
+    monitor.emit("stage", stage="precompute", phase=str(found))
+    return replace(teacher, recorder=replace(teacher.recorder, knots=found.count))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A loaded teacher, and the recorder of its outputs."""
+
+    model: PreTrainedModel
+    recorder: Recorder
+    batch_size: int
+
+    @classmethod
+    def load(cls, plan: CapturePlan) -> Teacher:
+        """Load the model of ``plan``, and check its context, its LM head and its attention."""
+        model = load_teacher(plan.teacher, plan.folder, pick_device())
+        require_context(model, plan.config.data.sequence_length)
+        lm_head = find_lm_head(model, plan.identity.tokenizer.vocabulary_size)
+        if plan.config.data.packing:
+            require_document_isolation(model)
+        return cls(model, Recorder(lm_head, plan.identity.record_codec()), plan.teacher.batch_size)
+
+    @torch.no_grad()
+    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
+        """Yield (sequences read, their records) per micro-batch.
+
+        ``first`` is the number of the first sequence.
+        """
+        for start in range(0, len(sequences), self.batch_size):
+            part = sequences.select(slice(start, start + self.batch_size))
+            records = [
+                self.recorder.record(hidden_ND, gold_N, first + start + row, positions_N)
+                for row, (hidden_ND, gold_N, positions_N) in enumerate(self.read_rows(part))
+            ]
+            yield len(part), Records.concatenate(records)
+
+    @torch.no_grad()
+    def choose_knots(self, sequences: Sequences) -> KnotChoice:
+        """Choose the number of knots, by measuring the first training sequence that has targets."""
+        # argmax of booleans is the first that is true.
+        first = int(np.argmax(sequences.target_mask.any(axis=1)))
+        hidden_ND, gold_N, _ = next(self.read_rows(sequences.select(slice(first, first + 1))))
+        return choose_knots(hidden_ND, gold_N, self.recorder.lm_head, self.recorder.codec)
+
+    def read_rows(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
+        """Yield each sequence's hidden states (N, D), next tokens (N,) and positions (N,), after
+        one forward pass.
+        """
+        batch = make_batch(sequences, None).to(self.model.device)
+        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL)
+        for row, (tokens_L, mask_L) in enumerate(
+            zip(sequences.tokens, sequences.target_mask, strict=True)
+        ):
+            # The target of position t is token t + 1.
+            positions_N = np.flatnonzero(mask_L)
+            gold_N = torch.from_numpy(tokens_L[positions_N + 1].astype(np.int64)).to(
+                hidden_BLD.device
+            )
+            yield (
+                hidden_BLD[row, torch.from_numpy(positions_N).to(hidden_BLD.device)],
+                gold_N,
+                positions_N,
+            )
+
+
+def select_shard_sequences(plan: CapturePlan, index: int) -> Sequences:
+    """Return the sequences of a shard.
+
+    Training sequences come before validation sequences, so one shard may hold both.
+    """
+    numbers = np.asarray(plan.identity.shard_range(index))
+    train = plan.corpus.train
+    parts = [train.select(numbers[numbers < len(train)])]
+    parts += [plan.corpus.validation.select(numbers[numbers >= len(train)] - len(train))]
+    return Sequences.concatenate(part for part in parts if len(part))
+
+
+def summarise_cache(store: Cache, reused: bool) -> dict[str, Any]:
+    """Return the summary of a cache that events and reports show."""
+    manifest: Manifest = store.manifest
+    return {
+        "fingerprint": manifest.identity.fingerprint,
+        "bytes_per_token": round(store.bytes_per_token, 3),
+        "entries_per_token": round(manifest.entries / max(manifest.positions, 1), 3),
+        "tokens": manifest.positions,
+        "reused": reused,
+    }

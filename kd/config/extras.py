@@ -1,0 +1,49 @@
+"""The optional packages that a job needs, and whether they are installed. Imports none of them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from kd.config.job import JobConfig
+from kd.errors import Problem
+
+#: The modules through which accelerate serves each tracker; one of them is enough.
+TRACKER_MODULES = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+}
+NO_HARNESS = Problem(
+    "/evaluation/tasks",
+    "the job asks for benchmark tasks, but lm-eval is not installed.",
+    "Install it: pip install 'potstill[eval]'; or remove the tasks.",
+)
+
+
+def find_missing_extras(config: JobConfig) -> list[Problem]:
+    """A problem for each tracker and for lm-eval that the job needs and this machine lacks.
+
+    Without this check a run would fail after its capture, or at its end.
+    """
+    reported = config.train.report_to if config.train is not None else ()
+    problems = [
+        Problem(
+            f"/train/report_to/{place}",
+            f"{name} is not installed.",
+            f"Install it: pip install 'potstill[track]' or {name}; or remove it from the list.",
+        )
+        for place, name in enumerate(reported)
+        if not any(map(find_spec, TRACKER_MODULES[name]))
+    ]
+    return problems + find_missing_harness(config)
+
+
+def find_missing_harness(config: JobConfig) -> list[Problem]:
+    """Find that the job asks for benchmark tasks but lm-eval is not installed."""
+    return [NO_HARNESS] if config.evaluation.tasks and not is_harness_installed() else []
+
+
+def is_harness_installed() -> bool:
+    """Whether lm-eval is installed."""
+    return find_spec("lm_eval") is not None

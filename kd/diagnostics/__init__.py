@@ -1,1 +1,0 @@
-"""Where a run's time goes, and who else is told of its numbers."""

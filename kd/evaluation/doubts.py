@@ -1,0 +1,86 @@
+"""The verdict on a run's teacher, for the first line of its report.
+
+known       a baseline was trained on the text alone: ``kd.evaluation.teacher_effect``
+suspected   without a baseline: the teacher is worse than a bigram or than the student, or the
+            student is worse than before its training
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kd.capture.usefulness import describe_useless_teacher
+from kd.checks.verdict import Verdict
+from kd.evaluation.comparison import TEACHER
+from kd.evaluation.measure import BASELINE, BEFORE, STUDENT
+from kd.evaluation.teacher_effect import CHECK, REMEDY, judge_pair
+
+Report = Mapping[str, Any]
+#: Nats that a student must be better than its teacher before it is worth a word.
+_NOTABLE_NATS = 0.02
+#: The keys of a run's report for the perplexities that every run has.
+_KEYS = {
+    TEACHER: "teacher_perplexity",
+    BEFORE: "student_perplexity_before",
+    STUDENT: "student_perplexity",
+}
+_MEASURE = "evaluation.baseline: true measures what the text alone would have given."
+
+
+def judge_teacher(report: Report) -> Verdict | None:
+    """Judge a run by its report; None where there is no teacher, or nothing to say."""
+    if report.get("teacher") is None:
+        return None
+    evaluation = report.get("evaluation") or {}
+    effect = evaluation.get("teacher_effect")
+    if effect is not None and effect.get("nats") is not None:
+        return _compare_with_baseline(evaluation, effect)
+    return _suspect_teacher(report) or _suspect_training(report)
+
+
+def find_perplexity(report: Report, name: str) -> float | None:
+    """Find a model's held-out perplexity in the report of a run or of an examination."""
+    models = (report.get("evaluation") or {}).get("models") or {}
+    found = models.get(name, {}).get("perplexity", report.get(_KEYS[name]))
+    return None if found is None else float(found)
+
+
+def _compare_with_baseline(evaluation: Report, effect: Mapping[str, Any]) -> Verdict:
+    models = evaluation["models"]
+    pair = (models[STUDENT]["perplexity"], models[BASELINE]["perplexity"])
+    return judge_pair(*pair, evaluation["tokens"], effect.get("interval"))
+
+
+def _suspect_teacher(report: Report) -> Verdict | None:
+    teacher = find_perplexity(report, TEACHER)
+    student = find_perplexity(report, STUDENT)
+    ngrams = (report.get("evaluation") or {}).get("ngrams") or {}
+    if teacher is None:
+        return None
+    facts = {"teacher_perplexity": teacher, "student_perplexity": student, **ngrams}
+    if ngrams and math.log(teacher) > ngrams["bigram_loss"]:
+        shown = (f"{teacher:,.2f}", math.exp(ngrams["unigram_loss"]))
+        message = describe_useless_teacher(*shown, math.exp(ngrams["bigram_loss"]))
+        return Verdict(CHECK, False, message, _MEASURE, facts)
+    if student is not None and math.log(teacher) - math.log(student) > _NOTABLE_NATS:
+        message = (
+            f"The student is better than its teacher on the held-out text: perplexity "
+            f"{student:,.2f}, and {teacher:,.2f} of the teacher. The teacher may hold it back."
+        )
+        return Verdict(CHECK, False, message, f"{_MEASURE} {REMEDY}", facts)
+    return None
+
+
+def _suspect_training(report: Report) -> Verdict | None:
+    before = find_perplexity(report, BEFORE)
+    after = find_perplexity(report, STUDENT)
+    if before is None or after is None or after <= before:
+        return None
+    message = (
+        f"The student is worse after training than before it: held-out perplexity {after:,.2f}, "
+        f"and {before:,.2f} before."
+    )
+    facts = {"student_perplexity": after, "student_perplexity_before": before}
+    return Verdict(CHECK, False, message, f"Try a lower train.learning_rate. {_MEASURE}", facts)

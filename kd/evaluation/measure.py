@@ -1,0 +1,295 @@
+"""In-depth evaluation of a student: teacher, baseline, samples, tasks and plots on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cache.errors import PotstillError
+from kd.config.job import JobConfig
+from kd.config.teacher import TeacherConfig
+from kd.evaluation.baseline import build_starting_student, train_baseline
+from kd.evaluation.comparison import (
+    TEACHER,
+    ComparisonSums,
+    EvaluatedModel,
+    compare_models,
+    summarise_sums,
+)
+from kd.evaluation.plots import draw_plots
+from kd.evaluation.samples import Prompt, choose_prompts
+from kd.evaluation.side_by_side import (
+    ModelCost,
+    SampleWriter,
+    compare_on_device,
+    find_reason_without,
+    read_sample,
+    take_stored_precision,
+)
+from kd.evaluation.tasks import run_tasks
+from kd.models.folder import require_allowed_remote_code, resolve_model
+from kd.models.loading import load_teacher
+from kd.models.precision import pick_device
+from kd.models.tokenizers import (
+    KnownTokenizer,
+    get_vocabulary_size,
+    load_tokenizer,
+    require_same_tokenizer,
+)
+from kd.models.vocabulary import choose_run_vocabulary
+from kd.progress import SILENT, Monitor
+from kd.text.batches import Source
+from kd.text.bytes import count_held_out_bytes
+from kd.text.ngrams import count_ngrams
+from kd.tracking.metrics import read_metrics
+
+BEFORE = "student before training"
+STUDENT = "student"
+BASELINE = "cross-entropy only"
+#: Sequences of a batch where the job has no train section.
+DEFAULT_BATCH = 8
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """The folder for the plots, the student's tokenizer, the listener, and two other folders.
+
+    ``training_folder`` is None where the training's files are in ``folder``, too. The student's
+    files are in ``student_folder``, if it is saved.
+    """
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    monitor: Monitor = SILENT
+    training_folder: Path | None = None
+    student_folder: Path | None = None
+
+    @property
+    def training(self) -> Path:
+        """The folder with metrics.jsonl, and with the baseline's checkpoints."""
+        return self.training_folder or self.folder
+
+
+def evaluate_in_depth(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    run: EvaluationContext,
+    with_start: bool,
+) -> dict[str, Any]:
+    """Return the report's ``evaluation`` and the names of the plots, in the run's folder.
+
+    ``with_start`` measures the student before training, too. Raises ``ConfigError`` for an unknown
+    task.
+    """
+    students = _gather_students(config, source, student, run, with_start)
+    teacher = _load_teacher(config.teacher, run) if config.evaluation.teacher else None
+    run.monitor.emit("stage", stage="train", phase="measuring on the held-out text")
+    found = measure_models(config, source, students, teacher, run.tokenizer)
+    # Models that are measured no more make room for the teacher.
+    students.clear()
+    found |= _try_side_by_side(config, source, student, teacher, run)
+    found |= _run_tasks(config, student, run)
+    return {"evaluation": found, "plots": _draw_wanted_plots(config, found["models"], run)}
+
+
+def _gather_students(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    run: EvaluationContext,
+    with_start: bool,
+) -> dict[str, PreTrainedModel]:
+    """The student and the models it is compared with besides the teacher.
+
+    They are in the order of their creation.
+    """
+    students = {STUDENT: student}
+    if with_start:
+        students = {BEFORE: build_starting_student(config, run.tokenizer), **students}
+    if config.evaluation.baseline:
+        students[BASELINE] = train_baseline(
+            config, source, run.tokenizer, run.training, run.monitor
+        )
+    return students
+
+
+def _try_side_by_side(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    run: EvaluationContext,
+) -> dict[str, Any]:
+    """The comparison of ``_compare_side_by_side``, or a warning where a model cannot generate.
+
+    Only where the job asked for prompts is that an error: a finished student is not given up for
+    samples that nobody asked for.
+    """
+    try:
+        return _compare_side_by_side(config, source, student, teacher, run)
+    except PotstillError:
+        raise
+    except Exception as error:  # models raise any class where they cannot generate
+        if config.evaluation.prompts:
+            raise
+        message = (
+            f"The models could not be compared side by side: {type(error).__name__}: {error}. "
+            "evaluation.continuations: 0 leaves this out."
+        )
+        run.monitor.emit("warning", message=message)
+        return {}
+
+
+def _compare_side_by_side(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    run: EvaluationContext,
+) -> dict[str, Any]:
+    """How student and teacher continue the prompts, and what both cost on this device.
+
+    Without ``teacher`` it is loaded if that is possible, unless the job wants no continuations.
+    """
+    options = config.evaluation
+    prompts = [Prompt.of(text, run.tokenizer) for text in options.prompts]
+    prompts = prompts or choose_prompts(source, run.tokenizer, options.continuations)
+    if not prompts:
+        return {}
+    reason = None
+    if teacher is None and options.continuations:
+        teacher, reason = _load_teacher_if_possible(config, run)
+    run.monitor.emit("stage", stage="train", phase="continuing prompts")
+    used = {STUDENT: take_stored_precision(student, run.student_folder)}
+    used |= {TEACHER: teacher} if teacher is not None else {}
+    vocabulary = choose_run_vocabulary(source, run.tokenizer, *used.values())
+    models = {
+        name: EvaluatedModel.of(model, vocabulary, pick_device()) for name, model in used.items()
+    }
+    known = {
+        STUDENT: ModelCost.of_folder(run.student_folder),
+        TEACHER: ModelCost.of_teacher(config.teacher),
+    }
+    writer = SampleWriter(prompts, run.tokenizer, options.max_new_tokens)
+    found = compare_on_device(models, known, read_sample(source, pick_device()), writer)
+    return {**found, "without_teacher": reason}
+
+
+def _load_teacher_if_possible(
+    config: JobConfig, run: EvaluationContext
+) -> tuple[PreTrainedModel | None, str | None]:
+    """The teacher, or the reason why it cannot be loaded here; both None if the job has none."""
+    if config.teacher is None:
+        return None, None
+    if config.kind == "train":
+        return None, "a job of kind train loads no teacher (`kd eval` compares the two)"
+    limit = config.resources.memory
+    if (reason := find_reason_without(config.teacher, pick_device(), limit)) is not None:
+        return None, reason
+    try:
+        return _load_teacher(config.teacher, run), None
+    except PotstillError as error:
+        return None, error.detail
+    except (torch.OutOfMemoryError, MemoryError):
+        return None, "the memory did not suffice"
+
+
+def _run_tasks(
+    config: JobConfig, student: PreTrainedModel, run: EvaluationContext
+) -> dict[str, Any]:
+    """The student's scores on the tasks, as requested."""
+    if not config.evaluation.tasks:
+        return {}
+    run.monitor.emit("stage", stage="train", phase="running lm-eval")
+    batch = _choose_batch_size(config)
+    return {"tasks": run_tasks(student, run.tokenizer, config.evaluation.tasks, batch)}
+
+
+def _draw_wanted_plots(
+    config: JobConfig, measured: Mapping[str, Mapping[str, Any]], run: EvaluationContext
+) -> list[str]:
+    if not config.evaluation.plots:
+        return []
+    return draw_plots(run.folder, measured, read_metrics(run.training / "metrics.jsonl"))
+
+
+def measure_models(
+    config: JobConfig,
+    source: Source,
+    students: Mapping[str, PreTrainedModel],
+    teacher: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Tokens and bytes of the held-out text, and every model's figures on it.
+
+    Without such text there are no models.
+    """
+    device = pick_device()
+    models = (*students.values(), *([teacher] if teacher is not None else []))
+    vocabulary = choose_run_vocabulary(source, tokenizer, *models)
+    learners = {
+        name: EvaluatedModel.of(model, vocabulary, device) for name, model in students.items()
+    }
+    reference = EvaluatedModel.of(teacher, vocabulary, device) if teacher is not None else None
+    # All models are checked before the first one spends time on the text.
+    for model in (*learners.values(), *([reference] if reference is not None else [])):
+        model.require_fit(config.data.sequence_length, config.data.packing)
+    sums = compare_models(
+        learners, reference, source, _choose_batch_size(config), config.evaluation
+    )
+    size = count_held_out_bytes(source, tokenizer)
+    return {
+        "tokens": int(next(iter(sums.values())).count_C.sum()) if sums else 0,
+        "bytes": size,
+        "top_k": config.evaluation.top_k,
+        "models": {
+            name: summarise_sums(each, size, teacher is not None and name != TEACHER)
+            for name, each in sums.items()
+        },
+        "ngrams": _measure_ngrams(source, vocabulary) if sums else None,
+        "teacher_effect": _measure_teacher_effect(sums),
+    }
+
+
+def _measure_ngrams(source: Source, vocabulary: int) -> dict[str, Any] | None:
+    """The held-out losses of a unigram and a bigram that were counted from the training text."""
+    ngrams = count_ngrams(source, vocabulary)
+    found = None if ngrams is None else ngrams.measure_held_out(source)
+    if ngrams is None or found is None:
+        return None
+    return {"counted_tokens": ngrams.tokens, "unigram_loss": found[0], "bigram_loss": found[1]}
+
+
+def _measure_teacher_effect(sums: Mapping[str, ComparisonSums]) -> dict[str, Any] | None:
+    """Compute the difference that the teacher made to the held-out loss; None without a baseline.
+
+    The interval is of the paired difference: both students read the same tokens.
+    """
+    if BASELINE not in sums or STUDENT not in sums:
+        return None
+    difference = sums[STUDENT].losses - sums[BASELINE].losses
+    interval = difference.interval
+    return {"nats": difference.mean, "interval": interval and asdict(interval)}
+
+
+def _choose_batch_size(config: JobConfig) -> int:
+    return config.train.batch_size if config.train is not None else DEFAULT_BATCH
+
+
+def _load_teacher(config: TeacherConfig | None, run: EvaluationContext) -> PreTrainedModel:
+    """Load the teacher, if it shares the student's tokenizer."""
+    assert config is not None, "JobConfig refuses an evaluation of a teacher that is not there"
+    run.monitor.emit("stage", stage="train", phase="loading the teacher")
+    folder = resolve_model(config.model, config.revision, config.gguf_file or "*.safetensors")
+    own = load_tokenizer(folder, config.gguf_file, require_allowed_remote_code(config))
+    # Probabilities compare only where equal ids mean equal text.
+    size = min(map(get_vocabulary_size, (own, run.tokenizer)))
+    known = KnownTokenizer.of(own, size, f"that of {config.model}")
+    require_same_tokenizer(run.tokenizer, known)
+    return load_teacher(config, folder, pick_device())

@@ -1,0 +1,195 @@
+"""The model card of a finished student: facts for the hub, the report, use, limits and origin."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from kd.config.job import JobConfig
+from kd.evaluation.measure import STUDENT
+from kd.evaluation.report import Report, render_report
+from kd.files import read_json, write_json
+from kd.models.folder import ModelFolder
+from kd.models.saving import _ADAPTER, _BASE
+
+#: The facts between the first two lines of dashes of a card.
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)
+#: The licence of a model whose card is not here or names none, as the hub writes it.
+UNKNOWN_LICENCE = "unknown"
+#: The longest prompt of the example.
+_PROMPT_CHARACTERS = 60
+
+
+def write_provenance(folder: Path, config: JobConfig, report: Report) -> None:
+    """Write the model card (README.md), and the job with its report as distillation.json."""
+    write_json(
+        folder / "distillation.json", {"job": config.model_dump(mode="json"), "report": report}
+    )
+    front = f"---\n{_gather_facts(folder, config, report).to_yaml()}\n---\n\n"
+    parts = (
+        render_report(report),
+        describe_use(folder, config, report),
+        _describe_limits(config, report),
+        _describe_origin(config),
+    )
+    ModelCard(front + "\n".join(parts)).save(folder / "README.md")
+
+
+def _gather_facts(folder: Path, config: JobConfig, report: Report) -> ModelCardData:
+    alone = not (folder / "config.json").is_file()  # an adapter without its base
+    start = find_start(config)
+    known = start is not None and not Path(start).exists()
+    languages = _read_own_card(config).get("language")
+    return ModelCardData(
+        # A path on this machine means nothing to a reader of the card.
+        base_model=start if known else None,
+        base_model_relation=("adapter" if alone else "finetune") if known else None,
+        license=find_licence(config),
+        language=languages if isinstance(languages, str | list) else None,
+        datasets=_list_datasets(config) or None,
+        library_name="peft" if alone else "transformers",
+        pipeline_tag="text-generation",
+        tags=["distillation", "knowledge-distillation", "potstill"],
+        distillation_teacher=report.get("teacher"),
+    )
+
+
+# ---------------------------------------------------------------------- where it comes from
+
+
+def find_start(config: JobConfig) -> str | None:
+    """Find the model whose weights the student began with; None for random ones."""
+    student = config.student
+    if student is not None and student.model is not None:
+        return student.model
+    if student is not None and student.from_teacher is not None and config.teacher is not None:
+        return config.teacher.model
+    return None
+
+
+def find_licence(config: JobConfig) -> str:
+    """Find the licence in the card of the teacher, or of the start where there is no teacher."""
+    found = _read_own_card(config).get("license")
+    return found if isinstance(found, str) and found else UNKNOWN_LICENCE
+
+
+def _read_own_card(config: JobConfig) -> dict[str, Any]:
+    """The facts of the card of the teacher, or of the start where there is no teacher."""
+    student = config.student
+    if config.teacher is not None:
+        return read_card(config.teacher.tokenizer or config.teacher.model, config.teacher.revision)
+    if student is not None and student.model is not None:
+        return read_card(student.model, student.revision)
+    return {}
+
+
+def read_card(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Read the facts of a model's card on this machine; none where it cannot be read."""
+    folder = ModelFolder.find(model, Path(), revision)
+    path = None if folder is None else folder.path / "README.md"
+    if path is None or not path.is_file():
+        return {}
+    found = _FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        facts = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _list_datasets(config: JobConfig) -> list[str]:
+    """The datasets of the hub that the student learned from."""
+    named = (source.path for source in config.data.train if not isinstance(source, str))
+    return [path for path in dict.fromkeys(named) if not Path(path).exists()]
+
+
+# ---------------------------------------------------------------------- sections
+
+
+def describe_use(folder: Path, config: JobConfig, report: Report) -> str:
+    """The section with code that generates text, for the files in ``folder``."""
+    path = '"path/to/this/folder"'
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    load = ["model = AutoModelForCausalLM.from_pretrained(folder)"]
+    if not (folder / "config.json").is_file():
+        imports.insert(0, "from peft import PeftModel")
+        load = [
+            f"model = AutoModelForCausalLM.from_pretrained({_name_base(folder)})",
+            f'model = PeftModel.from_pretrained(model, f"{{folder}}/{_ADAPTER}")',
+        ]
+    code = [
+        *imports,
+        "",
+        f"folder = {path}",
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        *load,
+        *_encode_example(config, report),
+        'ids, mask = inputs["input_ids"], inputs["attention_mask"]',
+        "written = model.generate(ids, attention_mask=mask, max_new_tokens=40)",
+        "print(tokenizer.decode(written[0], skip_special_tokens=True))",
+    ]
+    return "\n".join(["", "## Use", "", "```python", *code, "```", ""])
+
+
+def _name_base(folder: Path) -> str:
+    """The base of an adapter, as an expression in Python."""
+    if (folder / _BASE).is_dir():
+        return f'f"{{folder}}/{_BASE}"'
+    settings = read_json(folder / _ADAPTER / "adapter_config.json")
+    return json.dumps(str(settings["base_model_name_or_path"]))
+
+
+def _encode_example(config: JobConfig, report: Report) -> list[str]:
+    """The lines that encode a prompt, or a question where the student learned chats."""
+    if config.data.format == "messages":
+        return [
+            'messages = [{"role": "user", "content": "Hello! Who are you?"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+            ")",
+        ]
+    samples = ((report.get("evaluation") or {}).get("samples") or {}).get(STUDENT) or []
+    prompt = " ".join(samples[0]["prompt"].split())[:_PROMPT_CHARACTERS] if samples else ""
+    return [f'inputs = tokenizer({json.dumps(prompt or "The")}, return_tensors="pt")']
+
+
+def _describe_limits(config: JobConfig, report: Report) -> str:
+    tokens = report.get("held_out_tokens")
+    measured = f"{tokens:,} held-out tokens" if tokens else "no held-out text"
+    seen = f"{report['tokens']:,} tokens in sequences of {config.data.sequence_length:,}"
+    lines = [
+        f"- It saw {seen}: longer texts are untested.",
+        f"- It was measured on {measured} of its own kind of text, and on nothing else.",
+        "- Its facts, its safety and its bias were not measured.",
+        "- It repeats the errors and the biases of its teacher and of its text.",
+    ]
+    return "\n".join(["## Limitations", "", *lines, ""])
+
+
+def _describe_origin(config: JobConfig) -> str:
+    """The section on the weights it began with, on licences, text and languages."""
+    start = find_start(config)
+    teacher = None if config.teacher is None else config.teacher.model
+    owner = teacher or start
+    licence = find_licence(config)
+    lines = [f"- Start: the weights of `{start}`." if start else "- Start: random weights."]
+    if licence != UNKNOWN_LICENCE:
+        lines.append(f"- Licence: {licence}, that of `{owner}`.")
+    elif owner is not None:
+        lines.append(f"- Licence: unknown. Check that of `{owner}` before you share this model.")
+    else:
+        lines.append("- Licence: unknown. It is yours to choose, as far as the text allows.")
+    if start is not None and start != owner:
+        lines.append(f"- Check the licence of `{start}`, too: its weights are in this model.")
+    text = ", ".join(
+        f"`{source if isinstance(source, str) else source.path}`" for source in config.data.train
+    )
+    lines.append(f"- Text: {text or 'that of the cache'}. Check its licence, too.")
+    if not _read_own_card(config).get("language"):
+        lines.append("- Languages: those of the text; no card names them.")
+    return "\n".join(["## Origin", "", *lines, ""])

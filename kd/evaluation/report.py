@@ -1,0 +1,378 @@
+"""The report of a run, as numbers, page and plots: report.json, report.md and PNG files."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+
+from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
+from cache.inspection import sum_gold_losses
+from cache.perplexity import BlockLosses
+from kd.capture.teacher import summarise_cache
+from kd.config.job import JobConfig
+from kd.evaluation.comparison import TEACHER
+from kd.evaluation.doubts import find_perplexity, judge_teacher
+from kd.evaluation.measure import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
+from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
+from kd.files import read_json, write_json, write_text
+from kd.loss.decoder import TargetDecoder
+from kd.models.lm_head import find_lm_head
+from kd.models.precision import Precision, float32_products, pick_device
+from kd.progress import replace_nonfinite
+from kd.text.batches import CachedRecords, Source
+from kd.text.bytes import compute_bits_per_byte
+from kd.tracking.metrics import read_metrics
+from kd.training.checkpoint import TrainingProgress
+from kd.training.early_stopping import find_best_step
+from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
+
+Report = dict[str, Any]
+
+
+def make_report(
+    config: JobConfig,
+    source: Source,
+    saved: PreTrainedModel,
+    progress: TrainingProgress,
+    vocabulary: int,
+    run: EvaluationContext | None = None,
+) -> Report:
+    """Evaluate the student as it was saved, and add the results of training and capture.
+
+    With a ``run``, whose folder gets the plots, the report also has all that ``config.evaluation``
+    requests. It holds no NaN.
+    """
+    report = {
+        "name": config.name,
+        "kind": config.kind,
+        "teacher": _choose_teacher_name(config, source),
+        **config.loss.model_dump(mode="json", include={"alpha", "temperature", "divergence"}),
+        **_measure_teacher(source, config.require_train().batch_size),
+        **_measure_student(config, source, saved, progress, vocabulary),
+        **_describe_progress(config, progress, saved),
+    }
+    if run is not None:
+        report |= {
+            "temperature_at_end": _find_last_temperature(run),
+            **_read_checks_and_profile(run),
+        }
+        report |= evaluate_in_depth(
+            config, source, saved, run, with_start=config.evaluation.teacher
+        )
+    report = replace_nonfinite(report)
+    return report | judge_report(report)
+
+
+def judge_report(report: Report) -> Report:
+    """The verdict on the teacher, and the share of its quality that the student keeps."""
+    verdict = judge_teacher(report)
+    return {
+        "verdict": None if verdict is None else verdict.to_json(),
+        "quality_kept": compute_kept_quality(report),
+    }
+
+
+def compute_kept_quality(report: Report) -> float | None:
+    """The share of what the teacher knows beyond a unigram that the student knows, too.
+
+    (unigram - student) / (unigram - teacher), in nats per held-out token. None where one of the
+    three is not known, or where the teacher is no better than the unigram.
+    """
+    ngrams = (report.get("evaluation") or {}).get("ngrams")
+    found = [find_perplexity(report, name) for name in (STUDENT, TEACHER)]
+    nats = [math.log(perplexity) for perplexity in found if perplexity is not None]
+    if ngrams is None or len(nats) < len(found) or nats[1] >= ngrams["unigram_loss"]:
+        return None
+    student, teacher = nats
+    return float((ngrams["unigram_loss"] - student) / (ngrams["unigram_loss"] - teacher))
+
+
+def _measure_student(
+    config: JobConfig,
+    source: Source,
+    saved: PreTrainedModel,
+    progress: TrainingProgress,
+    vocabulary: int,
+) -> Report:
+    """The student's scores on the held-out text, before and after training.
+
+    It moves the student to the device.
+    """
+    device = pick_device()
+    nn.Module.to(saved, device)
+    # In float32, so that the figures do not depend on the precision of the training.
+    precision = Precision.choose("fp32", device)
+    decoder = TargetDecoder.of(source, device)
+    temperature = choose_evaluation_temperature(config.loss)
+    lm_head = find_lm_head(saved, vocabulary)
+    batch_size = config.require_train().batch_size
+    with float32_products():
+        after = evaluate_student(
+            saved, lm_head, source, decoder, batch_size, precision, device, temperature
+        )
+    before = progress.first_evaluation or {}
+    return {
+        "student_perplexity_before": before.get("validation_perplexity"),
+        "student_perplexity": after.get("validation_perplexity"),
+        "held_out_tokens": after.get("validation_tokens"),
+        "student_perplexity_before_interval": _read_interval(before),
+        "student_perplexity_interval": _read_interval(after),
+        "student_calibration_error": after.get("validation_calibration_error"),
+        "evaluation_temperature": temperature,
+        "validation_kl": after.get("validation_kl"),
+        "validation_agreement": after.get("validation_agreement"),
+    }
+
+
+def _read_interval(found: Report) -> Report | None:
+    """The interval of a perplexity of few tokens, as an evaluation has it."""
+    ends = {end: found.get(f"validation_perplexity_{end}") for end in ("low", "high")}
+    return None if ends["low"] is None else ends
+
+
+def _describe_progress(
+    config: JobConfig, progress: TrainingProgress, saved: PreTrainedModel
+) -> Report:
+    """The length, size and speed of the training."""
+    pace = round(progress.tokens / progress.seconds, 1) if progress.seconds else None
+    return {
+        "steps": progress.step,
+        "kept_step": find_best_step(progress, config.require_train()) or progress.step,
+        "tokens": progress.tokens,
+        "parameters": saved.num_parameters(),
+        "train_seconds": round(progress.seconds, 1),
+        "train_tokens_per_second": pace,
+        "device": torch.cuda.get_device_name() if pick_device().type == "cuda" else "CPU",
+    }
+
+
+def _find_last_temperature(run: EvaluationContext) -> float | None:
+    lines = read_metrics(run.training / "metrics.jsonl")
+    # Lines of checks and evaluations have no temperature.
+    return next(
+        (line["temperature"] for line in reversed(lines) if line.get("temperature") is not None),
+        None,
+    )
+
+
+def _read_checks_and_profile(run: EvaluationContext) -> Report:
+    """The verdicts of the run's checks, and its profile of time and memory."""
+    lines = read_metrics(run.training / "metrics.jsonl")
+    verdicts = [
+        {key: line[key] for key in ("step", "check", "ok", "message")}
+        for line in lines
+        if "check" in line
+    ]
+    return {"checks": verdicts, "profile": read_json(run.training / "profile.json")}
+
+
+def _choose_teacher_name(config: JobConfig, source: Source) -> str | None:
+    """The name in the job, or in the cache where the job names a cache; None without a teacher."""
+    if not isinstance(source, CachedRecords):
+        return None
+    # A job that names a cache may have another teacher in its own section; the cache's counts.
+    if config.teacher is None or config.cache.fingerprint is not None:
+        return source.store.manifest.provenance.teacher_name
+    return config.teacher.model
+
+
+def _measure_teacher(source: Source, at_once: int) -> Report:
+    """The teacher's perplexity and entropy on the held-out text, and facts of its cache.
+
+    It reads the records of ``at_once`` sequences at a time: all columns of a whole held-out text
+    may not fit in memory.
+    """
+    if not isinstance(source, CachedRecords):
+        return {}
+    facts = summarise_cache(source.store, reused=True)
+    facts.pop("reused")
+    # In a report ``tokens`` are those of the training.
+    facts["cache_tokens"] = facts.pop("tokens")
+    gold = BlockLosses.none()
+    entropy = _Mean()
+    first = source.train_count
+    end = source.train_count + source.validation_count
+    for start in range(first, end, at_once):
+        sequences, records = source.read(np.arange(start, min(start + at_once, end)))
+        gold += sum_gold_losses(records["known"], sequences.target_mask.sum(axis=1))
+        entropy.add(records["entropy"], UNKNOWN_ENTROPY)
+    if gold.perplexity is not None:
+        interval = gold.perplexity.shown_interval
+        facts["teacher_perplexity"] = gold.perplexity.value
+        facts["teacher_perplexity_tokens"] = gold.tokens
+        facts["teacher_perplexity_interval"] = interval and asdict(interval)
+    if entropy.count:
+        facts["teacher_entropy"] = entropy.value * ENTROPY_STEP
+    return facts
+
+
+@dataclass
+class _Mean:
+    """The mean of codes, without the code for unknown: an import may lack values."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, codes_N: NDArray[Any], unknown: int) -> None:
+        known = codes_N[codes_N != unknown]
+        self.total += float(known.sum(dtype=np.float64))
+        self.count += len(known)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count
+
+
+def write_report(run_dir: Path, report: Report) -> None:
+    """Write report.json and report.md, and copy the plots to the saved student's model card."""
+    write_json(run_dir / "report.json", report)
+    write_text(run_dir / "report.md", render_report(report))
+    for name in report.get("plots") or ():
+        if (run_dir / "student").is_dir():
+            shutil.copyfile(run_dir / name, run_dir / "student" / name)
+
+
+def render_report(report: Report) -> str:
+    """The report as Markdown."""
+    lines = [f"# {report['name']}", "", *format_verdict(report), _describe_training(report), ""]
+    lines += format_model_table(
+        _gather_models(report), (report.get("evaluation") or {}).get("top_k", 0)
+    )
+    facts = (
+        _describe_quality(report),
+        _describe_closeness(report),
+        _describe_temperature(report),
+        _describe_cache(report),
+        _describe_speed(report),
+    )
+    lines += [fact for fact in facts if fact]
+    return "\n".join([*lines, *format_closing_sections(report)]) + "\n"
+
+
+def _gather_models(report: Report) -> dict[str, dict[str, Any]]:
+    """The facts of every model, from measurement in depth or from records and training."""
+    evaluation = report.get("evaluation") or {}
+    measured = evaluation.get("models") or {}
+    known = {
+        TEACHER: "teacher_perplexity",
+        BEFORE: "student_perplexity_before",
+        STUDENT: "student_perplexity",
+    }
+    found = {
+        name: {
+            "perplexity": report[key],
+            "perplexity_interval": report.get(f"{key}_interval"),
+            "tokens": report.get(f"{key}_tokens", report.get("held_out_tokens")),
+            "bits_per_byte": compute_bits_per_byte(
+                math.log(report[key]), evaluation["tokens"], evaluation["bytes"]
+            )
+            if evaluation
+            else None,
+        }
+        for name, key in known.items()
+        if report.get(key) is not None
+    }
+    order = (TEACHER, BEFORE, STUDENT, BASELINE)
+    # Where both have a figure, the one measured in depth wins.
+    return {
+        name: found.get(name, {}) | measured.get(name, {})
+        for name in order
+        if name in found or name in measured
+    }
+
+
+def _describe_training(report: Report) -> str:
+    work = f"{report['steps']:,} steps, {report['tokens']:,} tokens"
+    if report["kept_step"] != report["steps"]:
+        work += (
+            f" (the weights of step {report['kept_step']:,}, the best on the held-out text, "
+            "were kept)"
+        )
+    if report["teacher"] is None:
+        return f"Trained on plain text: {work}."
+    share = _format_hard_label_share(report["alpha"])
+    return (
+        f"Distilled from `{report['teacher']}`: {work}, {share} of the weight on the hard labels."
+    )
+
+
+def _format_hard_label_share(alpha: float | dict[str, Any]) -> str:
+    return (
+        f"{alpha['start']:.0%} to {alpha['end']:.0%}" if isinstance(alpha, dict) else f"{alpha:.0%}"
+    )
+
+
+def _describe_quality(report: Report) -> str:
+    """A line on the share of the teacher's quality, and on what counting alone knows."""
+    ngrams = (report.get("evaluation") or {}).get("ngrams")
+    if not ngrams:
+        return ""
+    counted = (
+        f"counted from {ngrams['counted_tokens']:,} training tokens, a bigram has perplexity "
+        f"{math.exp(ngrams['bigram_loss']):,.2f} and a unigram "
+        f"{math.exp(ngrams['unigram_loss']):,.2f}"
+    )
+    if report.get("quality_kept") is None:
+        return f"- For comparison: {counted}."
+    return (
+        f"- Quality: the student keeps {report['quality_kept']:.1%} of the teacher's, which is "
+        "(unigram − student) / (unigram − teacher) in nats per held-out token; "
+        f"{counted}."
+    )
+
+
+def _describe_closeness(report: Report) -> str:
+    parts = []
+    if report.get("validation_kl") is not None:
+        temperature = report["evaluation_temperature"]
+        where = "" if temperature == 1.0 else f" at temperature {temperature:g}"
+        parts.append(
+            f"KL(teacher ‖ student){where} is {report['validation_kl']:.3f} nats per held-out token"
+        )
+    if report.get("validation_agreement") is not None:
+        parts.append(
+            f"both have the same best next token {report['validation_agreement']:.1%} of the time"
+        )
+    return f"- Closeness, by the teacher's records: {'; '.join(parts)}." if parts else ""
+
+
+def _describe_temperature(report: Report) -> str:
+    """A line on the temperature, with the last value where it changed; nothing at T = 1."""
+    temperature = report["temperature"]
+    if not isinstance(temperature, dict):
+        return "" if temperature == 1.0 else f"- Temperature: {temperature:g}."
+    how = (
+        f"learned ({temperature['mode']})"
+        if "mode" in temperature
+        else f"by schedule ({temperature['schedule']})"
+    )
+    end = report.get("temperature_at_end")
+    return f"- Temperature: {how}" + (f", {end:.3g} at the end." if end is not None else ".")
+
+
+def _describe_cache(report: Report) -> str:
+    if report.get("bytes_per_token") is None:
+        return ""
+    return (
+        f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything counted, "
+        f"for {report['entries_per_token']:.1f} entries per token (`{report['fingerprint']}`)."
+    )
+
+
+def _describe_speed(report: Report) -> str:
+    size = f"{report['parameters']:,} parameters"
+    pace = report.get("train_tokens_per_second")
+    if not pace:
+        return f"- Size: {size}."
+    return (
+        f"- Size and speed: {size}, trained at {pace:,.0f} tokens per second on {report['device']}."
+    )

@@ -1,0 +1,277 @@
+"""Teacher and student side by side on this device: size, memory, speed, and how both continue.
+
+    reads     one forward pass over held-out text, with the logits of every position
+    writes    all prompts at once, always the most probable token
+    memory    the weights, and the most that reading and writing add to them
+
+Of reading the best of a few passes counts, so that another program disturbs it little.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kd.config.teacher import TeacherConfig
+from kd.evaluation.comparison import CHUNK_ELEMENTS, EvaluatedModel
+from kd.evaluation.samples import Prompt, continue_prompts
+from kd.files import format_bytes
+from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
+from kd.models.folder import ModelFolder
+from kd.models.loading import choose_teacher_dtype
+from kd.text.batches import Batch, Source, make_batch
+
+#: Tokens of the text that is read to measure the speed, at most one sequence more.
+READ_TOKENS = {"cuda": 8192, "cpu": 512}
+#: Passes that are timed after the first one, which warms up.
+PASSES = 3
+#: A first pass of more seconds is the only one.
+LONG_SECONDS = 2.0
+#: Free memory that a teacher needs, as a multiple of its weights.
+_MARGIN = 1.2
+#: The most that a GGUF file grows when it is unpacked to float32.
+_GGUF_GROWTH = 16
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The size, memory and speed of a model on this device; None where it is not known.
+
+    ``memory_bytes`` are those of the weights, ``working_bytes`` those that reading and writing
+    add: a GPU's allocator counts them; on a CPU they are not known.
+    """
+
+    parameters: int | None
+    disk_bytes: int | None
+    memory_bytes: int | None = None
+    working_bytes: int | None = None
+    read_tokens_per_second: float | None = None
+    write_tokens_per_second: float | None = None
+
+    @classmethod
+    def of_folder(cls, folder: Path | None, gguf_file: str | None = None) -> ModelCost:
+        """Read the sizes of a model from its files, without loading it."""
+        if folder is None:
+            return cls(None, None)
+        return cls(count_stored_parameters(folder) or None, count_disk_bytes(folder, gguf_file))
+
+    @classmethod
+    def of_teacher(cls, config: TeacherConfig | None) -> ModelCost:
+        """Read the sizes of a teacher on this machine from its files, without loading it."""
+        if config is None or config.backend != "local":
+            return cls(None, None)
+        return cls.of_folder(_find_folder(config), config.gguf_file)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return asdict(self)
+
+
+def count_disk_bytes(folder: Path, gguf_file: str | None = None) -> int | None:
+    """Count the bytes of the weights in ``folder``, of all its safetensors or of one GGUF file."""
+    files = (
+        [folder / gguf_file]
+        if gguf_file
+        # A student with adapters keeps them, and perhaps their base, in folders of their own.
+        else [*ModelFolder(folder).weight_files, *_list_inner_weights(folder)]
+    )
+    return sum(file.stat().st_size for file in files if file.is_file()) or None
+
+
+def _list_inner_weights(folder: Path) -> list[Path]:
+    # Where the adapters are merged, the folder's own weights are the whole model.
+    return [] if ModelFolder(folder).weight_files else sorted(folder.glob("*/*.safetensors"))
+
+
+def count_stored_parameters(folder: Path) -> int:
+    """Count the numbers in the safetensors files of ``folder``, of the language model alone."""
+    shapes = ModelFolder(folder).read_text_shapes().values()
+    return sum(int(np.prod(shape)) for shape in shapes)
+
+
+# ---------------------------------------------------------------------- measured
+
+
+def read_sample(source: Source, device: torch.device) -> Batch:
+    """Read a few held-out sequences, or training ones where none are held out."""
+    first = source.train_count if source.validation_count else 0
+    left = source.validation_count or source.train_count
+    sequences, _ = source.read(np.arange(first, first + 1))
+    count = min(max(READ_TOKENS[device.type] // sequences.length, 1), left)
+    sequences, _ = source.read(np.arange(first, first + count))
+    return make_batch(sequences, None).to(device)
+
+
+@torch.no_grad()
+def measure_cost(
+    model: EvaluatedModel, batch: Batch, writer: SampleWriter, known: ModelCost
+) -> ModelCost:
+    """Measure the speed and the memory of ``model``, and add them to what is ``known``."""
+    device = batch.tokens_BL.device
+    reset_peak_memory(device)
+    # Right after a reset the peak is what is in use.
+    before = read_peak_memory(device)
+    read_seconds, _ = _time_best(lambda: _read(model, batch), device)
+    # Reading has warmed the device up.
+    write_seconds, written = _time_once(lambda: writer.write(model.model), device)
+    return ModelCost(
+        parameters=model.model.num_parameters(),
+        disk_bytes=known.disk_bytes,
+        memory_bytes=sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in (*model.model.parameters(), *model.model.buffers())
+        ),
+        working_bytes=read_peak_memory(device) - before if device.type == "cuda" else None,
+        read_tokens_per_second=round(batch.tokens_BL.numel() / read_seconds, 1),
+        write_tokens_per_second=round(written / write_seconds, 1) if written else None,
+    )
+
+
+def _read(model: EvaluatedModel, batch: Batch) -> int:
+    hidden_ND = model.compute_hidden_states(batch)
+    for chunk_ND in hidden_ND.split(max(CHUNK_ELEMENTS // model.lm_head.vocabulary, 1)):
+        model.lm_head.compute_logits(chunk_ND)
+    return len(hidden_ND)
+
+
+def _time_best(work: Callable[[], int], device: torch.device) -> tuple[float, int]:
+    """Return the seconds of the fastest pass, and what it returned."""
+    best = _time_once(work, device)
+    if best[0] > LONG_SECONDS:
+        return best
+    return min(_time_once(work, device) for _ in range(PASSES))
+
+
+def _time_once(work: Callable[[], int], device: torch.device) -> tuple[float, int]:
+    began = time.perf_counter()
+    found = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(time.perf_counter() - began, 1e-9), found
+
+
+def take_stored_precision(student: PreTrainedModel, folder: Path | None) -> PreTrainedModel:
+    """Return the student as it would be loaded to be used here.
+
+    On a GPU that is in the precision of its file. A CPU is slow in 16 bits: there it stays in
+    float32, as the teacher does.
+    """
+    stored = ModelFolder(folder).dtype if folder is not None else None
+    if student.device.type == "cpu" or stored in (None, "float32"):
+        return student
+    used = copy.deepcopy(student)
+    nn.Module.to(used, getattr(torch, stored or "float32"))
+    return used
+
+
+# ---------------------------------------------------------------------- the teacher
+
+
+def find_reason_without(
+    config: TeacherConfig, device: torch.device, limit: int | None = None
+) -> str | None:
+    """Explain why the teacher is not loaded for this comparison; None if it can be.
+
+    ``limit`` are the bytes that the job may use on a CPU.
+    """
+    if config.backend != "local":
+        return "it runs on a server"
+    folder = _find_folder(config)
+    if folder is None:
+        return "its folder is not on this machine"
+    need = estimate_loaded_bytes(config, folder, device)
+    free = _measure_left_memory(device, limit)
+    if free is not None and need * _MARGIN > free:
+        return f"it needs about {format_bytes(need)} of memory, and {format_bytes(free)} is free"
+    return None
+
+
+def _measure_left_memory(device: torch.device, limit: int | None) -> int | None:
+    """The free bytes of the device, within the job's own limit."""
+    free = measure_free_memory(device)
+    if limit is None or device.type == "cuda":
+        return free
+    reset_peak_memory(device)  # the peak is now what is in use
+    left = max(limit - read_peak_memory(device), 0)
+    return left if free is None else min(free, left)
+
+
+def estimate_loaded_bytes(config: TeacherConfig, folder: Path, device: torch.device) -> int:
+    """Estimate the bytes of the teacher's weights when they are loaded."""
+    if config.gguf_file:
+        return (count_disk_bytes(folder, config.gguf_file) or 0) * _GGUF_GROWTH
+    itemsize = choose_teacher_dtype(config, folder, device).itemsize
+    return count_stored_parameters(folder) * itemsize
+
+
+def _find_folder(config: TeacherConfig) -> Path | None:
+    found = ModelFolder.find(config.model, Path(), config.revision)
+    return None if found is None else found.path
+
+
+# ---------------------------------------------------------------------- both
+
+
+def compare_on_device(
+    models: Mapping[str, EvaluatedModel],
+    known: Mapping[str, ModelCost],
+    batch: Batch,
+    writer: SampleWriter,
+) -> dict[str, Any]:
+    """The samples of ``models``, and the costs of these and of other ``known`` models.
+
+    The first of ``known`` is the student, the second its teacher.
+    """
+    costs = dict(known)
+    samples = {}
+    for name, model in models.items():
+        costs[name] = measure_cost(model, batch, writer, known[name])
+        samples[name] = writer.texts
+    student, teacher = costs.values()
+    return {
+        "samples": samples,
+        "costs": {name: cost.to_json() for name, cost in costs.items() if cost.parameters},
+        "student_is": compute_advantages(student, teacher),
+    }
+
+
+def compute_advantages(student: ModelCost, teacher: ModelCost) -> dict[str, float]:
+    """Compute how many times the student is smaller or faster, where both figures are known."""
+    pairs = {
+        "times_fewer_parameters": (teacher.parameters, student.parameters),
+        "times_smaller_on_disk": (teacher.disk_bytes, student.disk_bytes),
+        "times_less_memory": (teacher.memory_bytes, student.memory_bytes),
+        "times_faster_reading": (student.read_tokens_per_second, teacher.read_tokens_per_second),
+        "times_faster_writing": (student.write_tokens_per_second, teacher.write_tokens_per_second),
+    }
+    return {name: round(more / less, 3) for name, (more, less) in pairs.items() if more and less}
+
+
+class SampleWriter:
+    """Lets models continue the same prompts, and keeps the last texts of each."""
+
+    def __init__(
+        self, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, count: int
+    ) -> None:
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._count = count
+        self.texts: list[dict[str, str]] = []
+
+    def write(self, model: PreTrainedModel) -> int:
+        """Continue every prompt, and return the number of tokens written."""
+        found = continue_prompts(model, self._tokenizer, self._prompts, self._count)
+        self.texts = [
+            {"prompt": prompt.text, "text": each.text}
+            for prompt, each in zip(self._prompts, found, strict=True)
+        ]
+        return sum(each.tokens for each in found)

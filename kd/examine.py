@@ -1,0 +1,202 @@
+"""Measures a finished model on a job's held-out text, against its teacher: ``kd eval``.
+
+find the model -> read the text -> run teacher, start and baseline where there are any -> report
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.errors import ConfigError, DataError, ModelError
+from kd.evaluation.measure import EvaluationContext, evaluate_in_depth
+from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
+from kd.evaluation.report import judge_report
+from kd.evaluation.teacher_effect import warn_of_verdict
+from kd.files import read_json, write_json, write_text
+from kd.models.folder import resolve_model
+from kd.models.loading import hide_progress_bars
+from kd.models.saving import load_saved_student
+from kd.models.tokenizers import KnownTokenizer, load_tokenizer, require_same_tokenizer
+from kd.models.vocabulary import choose_folder_vocabulary
+from kd.pipeline import adopt_cache_layout, open_source
+from kd.preflight.problems import Machine, require_no_problems
+from kd.progress import SILENT, Monitor, replace_nonfinite
+from kd.text.batches import CachedRecords, PlainText, Source
+from kd.text.corpus import load_corpus
+
+Report = dict[str, Any]
+#: A folder is a saved student if it holds one of these files: a whole model, or adapters alone.
+_STUDENT = ("config.json", "adapter/adapter_config.json")
+
+
+@dataclass(frozen=True)
+class ExaminedModel:
+    """The model to examine: its folder, and the folder of the run that made it, if known."""
+
+    model: Path
+    run: Path | None
+
+    @classmethod
+    def find(cls, name: str, home: Path) -> ExaminedModel:
+        """Find the run or model at ``name``.
+
+        That is a run's folder, a run below ``home``/runs, a model's folder or a model of the hub. A
+        run may be named as in ``find_run``; a folder of that name takes precedence. Raises
+        ``ModelError`` where there is none.
+        """
+        for run in (Path(name), home / "runs" / name):
+            if _has_student(run):
+                return cls(run / "student", run)
+        found = None if Path(name).is_dir() else find_run(name, home / "runs")
+        if found is None:
+            return cls(resolve_model(name), None)
+        if not _has_student(found):
+            raise ModelError(
+                f"the run {found} has no student.", "Name a run whose training has finished."
+            )
+        return cls(found / "student", found)
+
+    def folder(self, home: Path, job: str) -> Path:
+        """The default folder of the results: in the run, or beside the runs."""
+        return self.run / "evaluation" if self.run is not None else home / "evaluations" / job
+
+
+def find_run(name: str, runs: Path) -> Path | None:
+    """Find the run below ``runs`` with that name, or the only one whose name begins with it.
+
+    ``last`` means the run that began last. The job_ of a job's id may be left out. None where no
+    run has that name; raises ``ModelError`` where several have it.
+    """
+    folders = sorted(folder for folder in runs.glob("[!.]*") if folder.is_dir())
+    if name == "last":
+        if not folders:
+            raise ModelError(f"there is no run under {runs}.", "Run a job first, or name a model.")
+        return max(folders, key=_get_start_time)
+    exact = [folder for folder in folders if folder.name == name]
+    found = exact or [
+        folder for folder in folders if name and folder.name.startswith((name, f"job_{name}"))
+    ]
+    if len(found) > 1:
+        names = ", ".join(folder.name for folder in found[:5])
+        remedy = "Give more of the name, or the owner/name of a model of the hub."
+        raise ModelError(f"{name!r} names {len(found)} runs under {runs}: {names}.", remedy)
+    return found[0] if found else None
+
+
+def _get_start_time(run: Path) -> float:
+    """The time at which a run began, which is when its config.json was written.
+
+    The folder's own time is later, for example after an evaluation.
+    """
+    job = run / "config.json"
+    return (job if job.is_file() else run).stat().st_mtime
+
+
+def _has_student(run: Path) -> bool:
+    return any((run / "student" / name).is_file() for name in _STUDENT)
+
+
+def examine(
+    config: JobConfig, target: ExaminedModel, home: Path, out: Path, monitor: Monitor = SILENT
+) -> Report:
+    """Measure the model, write the report into ``out`` and return it.
+
+    The teacher runs wherever the job has one that can run here. The student before training is
+    measured if a run made the model. Raises ``ConfigError`` for an impossible evaluation, and
+    ``DataError`` where the job holds no text out.
+    """
+    config = enable_teacher(adopt_run_training(config, target.run))
+    require_no_problems(config, machine=Machine(trains=False))
+    hide_progress_bars()
+    monitor.emit("stage", stage="train", phase="loading the model and the text")
+    tokenizer = load_tokenizer(target.model)
+    size = choose_folder_vocabulary(tokenizer, target.model)
+    source, config = open_text(config, tokenizer, size, home, target.run or out, monitor)
+    student = load_saved_student(target.model)
+    with_start = target.run is not None and config.student is not None and config.train is not None
+    context = EvaluationContext(out, tokenizer, monitor, target.run, target.model)
+    found = evaluate_in_depth(config, source, student, context, with_start)
+    teacher = (
+        config.teacher.model if config.evaluation.teacher and config.teacher is not None else None
+    )
+    report: Report = replace_nonfinite(
+        {"name": config.name, "model": str(target.model), "teacher": teacher, **found}
+    )
+    report |= judge_report(report)
+    warn_of_verdict(report, monitor)
+    write_json(out / "report.json", report)
+    write_text(out / "report.md", render_examination(report))
+    return report
+
+
+def adopt_run_training(config: JobConfig, run: Path | None) -> JobConfig:
+    """``config`` with the sections student and train of ``run``.
+
+    They may differ from those of ``config``: a run may be a trial of a search.
+    """
+    try:
+        made = parse_config(read_json(run / "config.json")) if run is not None else None
+    except (ConfigError, ValueError):
+        # Missing, damaged, or written by another version.
+        made = None
+    if made is None:
+        return config
+    return config.model_copy(update={"student": made.student, "train": made.train})
+
+
+def enable_teacher(config: JobConfig) -> JobConfig:
+    """``config`` with the teacher's evaluation switched on, where the teacher is local."""
+    local = config.teacher is not None and config.teacher.backend == "local"
+    wanted = config.evaluation.model_copy(update={"teacher": config.evaluation.teacher or local})
+    return config.model_copy(update={"evaluation": wanted})
+
+
+def open_text(
+    config: JobConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    size: int,
+    home: Path,
+    run_dir: Path,
+    monitor: Monitor,
+) -> tuple[Source, JobConfig]:
+    """The job's text, and the job with the layout of that text; ``size`` is V of the model.
+
+    Plain text is enough to measure models. A baseline is trained from the cache, as the student
+    was.
+    """
+    if config.cache.fingerprint is not None or config.evaluation.baseline:
+        _, source = open_source(config, home, run_dir, monitor)
+        if isinstance(source, CachedRecords):
+            # The model may come from elsewhere than the job's student, which was compared above.
+            require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(source.store), "The model's")
+        config = adopt_cache_layout(source, config)
+    else:
+        source = PlainText(load_corpus(config.data, tokenizer, monitor, size))
+    if not source.validation_count:
+        raise DataError(
+            "The job holds no text out: there is nothing to measure on.",
+            "Give data.validation, or a data.validation_fraction above 0.",
+        )
+    return source, config
+
+
+def render_examination(report: Report) -> str:
+    """The report as Markdown."""
+    found = report["evaluation"]
+    text = f"Measured on {found['tokens']:,} held-out tokens, {found['bytes']:,} bytes of text."
+    beside = f" The teacher is `{report['teacher']}`." if report["teacher"] else ""
+    lines = [
+        f"# `{report['model']}`",
+        "",
+        *format_verdict(report),
+        text + beside,
+        "",
+        *format_model_table(found["models"], found["top_k"]),
+    ]
+    return "\n".join([*lines[:-1], *format_closing_sections(report)]) + "\n"

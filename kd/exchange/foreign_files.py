@@ -1,0 +1,142 @@
+"""Find and hash the files of another tool's dataset, and read them row by row."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cache.disk import hash_file
+from kd.errors import DataError
+
+#: Rows of a Parquet file in memory at once.
+BATCH_ROWS = 16
+#: The beginning of the names of files with held-out sequences, here and in ``datasets``.
+HELD_OUT = "validation"
+
+
+def find_foreign_files(
+    paths: Sequence[Path], suffixes: tuple[str, ...]
+) -> tuple[list[Path], list[Path]]:
+    """Return the training files and the held-out files (named ``validation*``) at ``paths``.
+
+    Folders are searched. Raises ``DataError`` for a path that does not exist and for a folder
+    without files of ``suffixes``.
+    """
+    files: list[Path] = []
+    for path in paths:
+        found = (
+            [path]
+            if path.is_file()
+            else sorted(each for each in path.rglob("*") if _is_wanted(each, suffixes))
+        )
+        if not found:
+            what = "holds no file" if path.is_dir() else "does not exist, so it is not a file"
+            raise DataError(
+                f"{path} {what} that ends in {' or '.join(suffixes)}.",
+                "Check the path and the format.",
+            )
+        files += found
+    held_out = [file for file in files if file.name.startswith(HELD_OUT)]
+    return [file for file in files if file not in held_out], held_out
+
+
+def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.is_file() and path.name.removesuffix(".gz").endswith(suffixes)
+
+
+def hash_content(files: Sequence[Path]) -> str:
+    """Hash the contents of ``files``, in order; their names do not matter."""
+    return hashlib.sha256("".join(hash_file(file) for file in files).encode()).hexdigest()
+
+
+def read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the content of each row of a file with one JSON object per line.
+
+    Reads .gz too.
+    """
+    number = 0
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8-sig") as file
+        ):
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}: row {number}", _require_object(json.loads(line), path, number)
+    except (ValueError, OSError, EOFError) as error:  # JSON, UTF-8, gzip
+        detail = f"{path}: row {number} cannot be read: {type(error).__name__}: {error}"
+        raise DataError(detail, "Write one JSON object per line, as UTF-8.") from error
+
+
+def _require_object(value: Any, path: Path, number: int) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path}: row {number} is not a JSON object: {str(value)[:40]}.",
+            "Write one object per line.",
+        )
+    return value
+
+
+def read_parquet_batches(
+    path: Path, needed: Sequence[str] = (), optional: Sequence[str] = ()
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number of the first row and a ``pyarrow.RecordBatch``, for a few rows at a time.
+
+    Reads only the named columns, or all if none is named. Raises ``DataError`` for a file that is
+    not Parquet or lacks a needed column.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        known = file.schema_arrow.names
+        if missing := [name for name in needed if name not in known]:
+            detail = f"{path} has no column {', '.join(missing)}; its columns: {', '.join(known)}."
+            raise DataError(detail, "Check the format.")
+        first = 1
+        columns = [name for name in (*needed, *optional) if name in known] or None
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+            yield first, batch
+            first += len(batch)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _make_parquet_error(path, error) from error
+
+
+def read_parquet_metadata(path: Path) -> tuple[dict[bytes, bytes], list[str]]:
+    """Return the keys and values of a Parquet file's metadata, and the names of its columns.
+
+    Raises ``DataError`` for a file that is not Parquet.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        found = pyarrow.parquet.read_metadata(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _make_parquet_error(path, error) from error
+    return dict(found.metadata or {}), found.schema.to_arrow_schema().names
+
+
+def _make_parquet_error(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} cannot be read: {type(error).__name__}: {error}",
+        "Check that it is a complete Parquet file.",
+    )
+
+
+def read_dict_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a JSON Lines or Parquet file as Python values, for formats with deeply
+    nested lists.
+    """
+    if not path.name.endswith(".parquet"):
+        yield from read_json_rows(path)
+        return
+    for first, batch in read_parquet_batches(path):
+        for number, row in enumerate(batch.to_pylist(), first):
+            yield f"{path}: row {number}", row

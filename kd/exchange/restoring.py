@@ -1,0 +1,272 @@
+"""Restore a cache from its own export: Parquet files that also hold the records as stored.
+
+The plain columns of an export (``kd.exchange.parquet``) are for other tools: they hold one sample
+of a tail, at temperature 1. Beside them ``stored_*`` columns hold every integer of the records, and
+the metadata of each file holds what describes them:
+
+    potstill.manifest   the cache's manifest: identity, provenance and fidelity
+    potstill.tokens     its token map: JSON of [id, token] pairs, compressed by zlib
+    potstill.first      number of the file's first sequence
+    potstill.shapes     JSON of the shape of a row of each stored column
+    potstill.digest     sha256 of the file's sequences and stored columns
+
+So the import of an untouched export is the same cache, with the same fingerprint. An export with a
+chosen number of entries has no stored columns: its records are imported like those of another tool.
+
+Shapes: L tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.codec import Codec
+from cache.errors import CacheError
+from cache.layout import Arrays
+from cache.manifest import Manifest
+from cache.records import AXES, Records, Sequences, compute_offsets
+from cache.store import Cache, open_cache, open_writer
+from kd.capture.teacher import find_sealed_cache, summarise_cache
+from kd.errors import DataError
+from kd.exchange.foreign_files import read_parquet_batches, read_parquet_metadata
+from kd.exchange.parquet import read_flat_column
+from kd.models.token_map import TokenMap
+from kd.progress import Monitor, ProgressMeter
+
+#: The beginning of the names of stored columns.
+PREFIX = "stored_"
+_KEYS = ("manifest", "tokens", "first", "shapes", "digest")
+_PER_SEQUENCE = {"input_ids": np.uint32, "document_start": np.bool_, "target_mask": np.bool_}
+_UNTOUCHED = (
+    "Import the files as they were exported, all of them. Records of profiles topk, dense and "
+    "hidden can be changed and imported without their stored columns."
+)
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def make_stored_schema(codec: Codec) -> list[tuple[str, Any]]:
+    """Return name and ``pyarrow`` type of each stored column of a cache with ``codec``."""
+    import pyarrow
+
+    return [
+        (PREFIX + name, pyarrow.list_(pyarrow.from_numpy_dtype(dtype)))
+        for name, (dtype, _) in codec.schema().items()
+    ]
+
+
+def cut_by_sequence(sequences: Sequences, records: Records) -> Iterator[Arrays]:
+    """Yield the arrays of each sequence: its tokens and flags, and the rows of its records."""
+    positions = compute_offsets(sequences.target_mask.sum(axis=1))
+    for row, (start, stop) in enumerate(pairwise(positions.tolist())):
+        yield {
+            "input_ids": sequences.tokens[row],
+            "document_start": sequences.document_start[row],
+            "target_mask": sequences.target_mask[row],
+            **records.slice(start, stop).columns,
+        }
+
+
+class FileDescription:
+    """The metadata of one file of an export, which is complete once all its sequences are added."""
+
+    def __init__(self, store: Cache, first: int) -> None:
+        self._store = store
+        self._first = first
+        self._shapes: dict[str, list[int]] = {}
+        self._digest = hashlib.sha256()
+
+    def add(self, sequences: Sequences, records: Records) -> None:
+        """Count some sequences and their records."""
+        self._shapes = {name: list(each.shape[1:]) for name, each in records.columns.items()}
+        for arrays in cut_by_sequence(sequences, records):
+            _update(self._digest, arrays)
+
+    def to_metadata(self) -> dict[bytes, bytes]:
+        """Return the keys and values of the file's metadata."""
+        token_map = TokenMap.of_cache(self._store)
+        pairs = [] if token_map is None else token_map.list_pairs()
+        values = {
+            "manifest": self._store.manifest.to_bytes(),
+            "tokens": zlib.compress(json.dumps(pairs).encode()),
+            "first": str(self._first).encode(),
+            "shapes": json.dumps(self._shapes).encode(),
+            "digest": self._digest.hexdigest().encode(),
+        }
+        return {f"potstill.{name}".encode(): value for name, value in values.items()}
+
+
+def _update(digest: Any, arrays: Arrays) -> None:
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        little = array.astype(array.dtype.newbyteorder("<"))
+        # Lengths are hashed too, so that the borders of arrays count.
+        digest.update(f"{name} {array.size} ".encode() + little.tobytes())
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The cache that a file was exported from; ``shapes`` is None without stored columns."""
+
+    path: Path
+    manifest: Manifest
+    token_map: TokenMap | None
+    first: int
+    digest: str
+    shapes: dict[str, list[int]] | None
+
+    @classmethod
+    def read(cls, path: Path) -> Origin | None:
+        """Read the metadata of a Parquet file; None where it is no export of a cache.
+
+        Raises ``CacheError`` where its manifest is damaged or of another version.
+        """
+        found, columns = read_parquet_metadata(path)
+        keys = {name: f"potstill.{name}".encode() for name in _KEYS}
+        if not found.keys() >= set(keys.values()):
+            return None
+        values = {name: found[key] for name, key in keys.items()}
+        pairs = json.loads(zlib.decompress(values["tokens"]))
+        stored = any(name.startswith(PREFIX) for name in columns)
+        return cls(
+            path,
+            Manifest.from_bytes(values["manifest"], str(path)),
+            TokenMap.from_pairs((int(number), token) for number, token in pairs) if pairs else None,
+            int(values["first"]),
+            values["digest"].decode("ascii"),
+            json.loads(values["shapes"]) if stored else None,
+        )
+
+    def read_sequences(self) -> Iterator[tuple[Sequences, Records]]:
+        """Yield each sequence with its records; raises ``DataError`` unless all are as exported."""
+        digest = hashlib.sha256()
+        schema = self.manifest.identity.record_codec().schema()
+        columns = (*_PER_SEQUENCE, *(PREFIX + name for name in schema))
+        for first, batch in read_parquet_batches(self.path, columns):
+            for index in range(len(batch)):
+                where = f"{self.path}: row {first + index}"
+                arrays = {
+                    name: _read_cell(batch, name, index, where, np.dtype(kind))
+                    for name, kind in _PER_SEQUENCE.items()
+                }
+                arrays |= {
+                    name: self._shape(name, _read_cell(batch, PREFIX + name, index, where, dtype))
+                    for name, (dtype, _) in schema.items()
+                }
+                _update(digest, arrays)
+                yield _make_sequence(arrays, where)
+        if digest.hexdigest() != self.digest:
+            raise DataError(f"{self.path} was changed since its export.", _UNTOUCHED)
+
+    def _shape(self, name: str, flat: NDArray[Any]) -> NDArray[Any]:
+        shape = (self.shapes or {}).get(name, [])
+        width = int(np.prod(shape, dtype=np.int64))
+        return flat[: len(flat) // width * width].reshape(-1, *shape)
+
+
+def _read_cell(batch: Any, name: str, index: int, where: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    found = read_flat_column(batch, name, index, where)
+    if found is None or found.dtype.kind not in "biuf":
+        raise DataError(f"{where}: {name} must hold numbers without null.", _UNTOUCHED)
+    return found.astype(dtype)
+
+
+def _make_sequence(arrays: Arrays, where: str) -> tuple[Sequences, Records]:
+    try:
+        sequences = Sequences(*(arrays[name][None] for name in _PER_SEQUENCE))
+        columns = {name: arrays[name] for name in arrays if name in AXES}
+        return sequences, Records(columns)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}", _UNTOUCHED) from error
+
+
+def read_origins(files: Sequence[Path]) -> list[Origin]:
+    """Read the origin of each file, in the order of their sequences; empty if one has none.
+
+    Raises ``DataError`` where a cache that they name cannot be read by this program.
+    """
+    found = []
+    for path in files:
+        try:
+            origin = Origin.read(path)
+        except (CacheError, ValueError, zlib.error) as error:
+            raise DataError(f"{path} cannot be imported: {error}", _UNTOUCHED) from error
+        if origin is None:
+            return []
+        found.append(origin)
+    return sorted(found, key=lambda origin: origin.first)
+
+
+def restore_cache(
+    origins: Sequence[Origin], root: Path, teacher_name: str, monitor: Monitor
+) -> dict[str, Any]:
+    """Seal the cache of ``origins`` again below ``root``, unless it is sealed; return its summary.
+
+    Raises ``DataError`` where a file is missing, of another cache or changed, before it writes.
+    """
+    manifest = origins[0].manifest
+    identity = manifest.identity
+    folder = root / identity.fingerprint
+    if (sealed := find_sealed_cache(folder, identity)) is not None:
+        return summarise_cache(sealed, reused=True)
+    monitor.emit("stage", stage="import", phase="checking")
+    _require_whole(origins, monitor)
+    monitor.emit("stage", stage="import", phase="writing")
+    provenance = replace(
+        manifest.provenance, teacher_name=teacher_name or manifest.provenance.teacher_name
+    )
+    waiting = "while the same records are imported"
+    with open_writer(root, identity, lambda: monitor.check(waiting)) as writer:
+        missing = set(writer.find_missing_shards())
+        meter = ProgressMeter(identity.data.sequences, "sequences")
+        for index, part in groupby(
+            enumerate(_read_all(origins)), lambda pair: pair[0] // identity.codec.shard_sequences
+        ):
+            parts = [pair for _, pair in part]
+            if index in missing:
+                sequences = Sequences.concatenate(each for each, _ in parts)
+                records = Records.concatenate(each for _, each in parts)
+                writer.write_shard(index, sequences, records)
+            monitor.emit("progress", **meter.advance(len(parts), 0))
+            monitor.check(f"after shard {index + 1} of {identity.shard_count}")
+        if origins[0].token_map is not None:
+            writer.write_token_map(origins[0].token_map.to_arrays())
+        writer.finish(provenance, manifest.fidelity)
+    return summarise_cache(open_cache(folder, identity), reused=False)
+
+
+def _read_all(origins: Sequence[Origin]) -> Iterator[tuple[Sequences, Records]]:
+    for origin in origins:
+        yield from origin.read_sequences()
+
+
+def _require_whole(origins: Sequence[Origin], monitor: Monitor) -> None:
+    """Raise ``DataError`` unless the files hold every sequence of one cache, in order."""
+    identity = origins[0].manifest.identity
+    done = 0
+    for origin in origins:
+        if origin.manifest.identity != identity:
+            raise DataError(f"{origin.path} was exported from another cache.", _UNTOUCHED)
+        if origin.first != done:
+            detail = f"{origin.path} begins at sequence {origin.first}, but expected {done}."
+            raise DataError(detail, _UNTOUCHED)
+        for _ in origin.read_sequences():
+            done += 1
+            monitor.check("while checking the records")
+    if done != identity.data.sequences:
+        detail = f"{origins[-1].path} ends at sequence {done} of {identity.data.sequences}."
+        raise DataError(detail, _UNTOUCHED)

@@ -1,0 +1,317 @@
+"""Forecasts a job's training before it runs: time, memory and the noise of its gradient.
+
+It is a part of ``kd estimate``. A trial capture leaves two small caches, whose records are two
+independent samples of the same teacher. The student takes a few real steps on the first one:
+
+    time      the fastest of these steps, times the steps of the job
+    memory    what ``kd.memory.step_memory`` estimates before a training starts
+    noise     what the sampled tails add to the gradient's variance, beside its own size
+
+The gradient of a position with respect to its logits is q - p, and q - w with a sample w of p.
+With two samples w and v of the same position, |w - v|^2 / 2 is an unbiased estimate of the noise
+E|w - p|^2, and (w - q)(v - q) one of |p - q|^2. Both are summed over a few sequences.
+
+Shapes: N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cache.disk import make_folder, storage_errors
+from kd.capture.estimate import Estimate
+from kd.capture.probe import open_trial
+from kd.config.job import JobConfig
+from kd.evaluation.baseline import build_starting_student
+from kd.loss.decoder import TargetDecoder
+from kd.memory.step_memory import StepMemoryEstimate
+from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.precision import Precision, compute_target_hidden_states, pick_device
+from kd.models.vocabulary import choose_run_vocabulary
+from kd.pipeline import adopt_cache_layout, load_student_tokenizer, open_source
+from kd.progress import SILENT, Monitor
+from kd.text.batches import Batch, CachedRecords, Source, TimedIterator, make_batch
+from kd.tracking.trace import Trace
+from kd.training.evaluate import choose_evaluation_temperature
+from kd.training.prepare import count_total_steps, prepare
+from kd.training.steps import begin_step, forward_backward, measure_gradients, take_step
+
+#: Steps that are timed after the first one, which warms up.
+STEPS = 3
+#: No step begins after so many seconds.
+SECONDS = 10.0
+#: Training sequences whose targets are counted where the capture did not count all.
+_COUNTED_SEQUENCES = 64
+#: Elements of (N, V) that exist at once, several times.
+_CHUNK_ELEMENTS = 1 << 22
+#: Noise above this share of the gradient slows a student down from the start: in
+#: docs/benchmarks/quality.md 0.18 cost 0.01 nats, 0.4 cost 0.06 and 1.4 cost 0.14.
+NOTABLE_NOISE = 0.2
+#: The same for a student near its teacher, which has less to learn.
+NOTABLE_NEAR_NOISE = 1.0
+#: The noise that an advised setting leaves.
+_ADVISED_NOISE = 0.1
+#: How much nearer to its teacher than now, in |p - q|^2, a trained student is taken to be.
+NEAR = 10.0
+#: Steps of fewer tokens than this do not average out the noise of a sample.
+_FEW_TOKENS = 4096
+#: The least threshold that is advised; records grow with its inverse.
+_LEAST_THRESHOLD = 0.001
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """The noise of the sampled tails, as a multiple of the gradient's own squared size.
+
+    ``now`` is for the student as it starts, and ``near`` for one that is ``NEAR`` times nearer to
+    its teacher.
+    """
+
+    now: float
+    near: float
+
+    @classmethod
+    def of(cls, noise: float, signal: float) -> GradientNoise:
+        """Make it from the sums over positions; a signal below the noise floor counts as small."""
+        now = noise / max(signal, noise / 1e3, 1e-12)
+        return cls(round(now, 4), round(now * NEAR, 4))
+
+
+@dataclass(frozen=True)
+class TrainingForecast:
+    """The length, time and memory of a training, and what to change about its noise."""
+
+    steps: int
+    tokens: int
+    tokens_per_step: int
+    parameters: int
+    step_seconds: float
+    seconds: float
+    hours: float
+    memory_bytes: int
+    memory: dict[str, int]
+    noise: GradientNoise | None
+    advice: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the forecast as JSON values."""
+        return asdict(self)
+
+
+def estimate_job(
+    config: JobConfig, home: Path, monitor: Monitor = SILENT
+) -> tuple[Estimate | None, TrainingForecast | None]:
+    """Estimate a job's capture by a trial, and its training by a few steps on the trial's records.
+
+    A job without a capture or without a training has no such estimate. Leaves no files behind, and
+    raises what the capture and the training would raise.
+    """
+    if config.kind == "train":
+        with storage_errors(home):
+            make_folder(home)
+        with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
+            _, source = open_source(config, home, Path(name), monitor)
+            monitor.emit("stage", stage="train", phase="taking a few steps")
+            config = adopt_cache_layout(source, config)
+            return None, forecast_training(config, source, None, _Text.of(source), Path(name))
+    with open_trial(config, home, monitor) as trial:
+        if config.train is None:
+            return trial.estimate, None
+        monitor.emit("stage", stage="train", phase="taking a few steps")
+        first = CachedRecords(trial.first)
+        second = None if trial.second is None else CachedRecords(trial.second)
+        text = _Text.planned(trial.estimate)
+        return trial.estimate, forecast_training(config, first, second, text, trial.folder)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The sequences of a job in both splits, and the targets of one."""
+
+    train: int
+    validation: int
+    targets: float
+
+    @classmethod
+    def planned(cls, capture: Estimate) -> _Text:
+        sequences = capture.train_sequences + capture.validation_sequences
+        targets = capture.positions / max(sequences, 1)
+        return cls(capture.train_sequences, capture.validation_sequences, targets)
+
+    @classmethod
+    def of(cls, source: Source) -> _Text:
+        some, _ = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
+        targets = some.positions / max(len(some), 1)
+        return cls(source.train_count, source.validation_count, targets)
+
+
+def forecast_training(
+    config: JobConfig, source: Source, second: CachedRecords | None, text: _Text, folder: Path
+) -> TrainingForecast:
+    """Take a few steps of the job's training on ``source``, and measure its noise with ``second``.
+
+    ``second`` has some of the sequences of ``source`` with another sample; None if the profile has
+    no sample, or if it is not known.
+    """
+    tokenizer = load_student_tokenizer(config)
+    student = build_starting_student(config, tokenizer)
+    vocabulary = choose_run_vocabulary(source, tokenizer, student)
+    noise = None
+    if second is not None and isinstance(source, CachedRecords):
+        noise = measure_noise(config, source, second, student, vocabulary)
+    options = config.require_train()
+    steps = count_total_steps(options, text.train)
+    probe = _make_probe_job(config, steps)
+    seconds, memory = _time_steps(probe, source, student, vocabulary, folder / "training")
+    sequences = options.batch_size * options.gradient_accumulation_steps
+    step_seconds = seconds * options.gradient_accumulation_steps
+    # An evaluation only reads, which is about a third of the work of a step.
+    reading = text.validation / sequences * step_seconds / 3
+    whole = steps * step_seconds + (2 + steps // options.eval_steps) * reading
+    tokens = round(sequences * text.targets)
+    return TrainingForecast(
+        steps=steps,
+        tokens=steps * tokens,
+        tokens_per_step=tokens,
+        parameters=student.num_parameters(),
+        step_seconds=round(step_seconds, 4),
+        seconds=round(whole, 1),
+        hours=round(whole / 3600, 3),
+        memory_bytes=memory.total,
+        memory=asdict(memory),
+        noise=noise,
+        advice=() if noise is None else tuple(advise(config, noise, tokens)),
+    )
+
+
+# ---------------------------------------------------------------------- time and memory
+
+
+def _time_steps(
+    config: JobConfig, source: Source, student: PreTrainedModel, vocabulary: int, folder: Path
+) -> tuple[float, StepMemoryEstimate]:
+    """The seconds of one micro-batch, from the loader to the optimiser, and the step's memory."""
+    folder.mkdir()
+    trace = Trace(folder / "trace.json", 0)
+    run = prepare(config, source, student, vocabulary, folder, SILENT, trace)
+    ends = [time.monotonic()]
+    batches = TimedIterator(run.read_batches())
+    for micro_batches in batches:
+        step = begin_step(run, micro_batches, batches.last)
+        forward_backward(run, step)
+        measure_gradients(run, step)
+        take_step(run, step)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
+        ends.append(time.monotonic())
+        if len(ends) > STEPS + 1 or ends[-1] - ends[0] > SECONDS:
+            break
+    seconds = np.diff(ends)
+    return float(seconds[1:].min() if len(seconds) > 1 else seconds[0]), run.memory
+
+
+def _make_probe_job(config: JobConfig, steps: int) -> JobConfig:
+    """The job with one micro-batch a step, and without what a few steps cannot have."""
+    train = config.require_train().model_copy(
+        update={
+            "max_steps": max(steps, STEPS + 1),
+            "epochs": None,
+            "gradient_accumulation_steps": 1,
+            "order": "shuffled",
+            "report_to": (),
+            "trace_steps": 0,
+        }
+    )
+    # A learned temperature may look at held-out text, which the trial has none of.
+    temperature = choose_evaluation_temperature(config.loss)
+    loss = config.loss.model_copy(update={"temperature": temperature})
+    return config.model_copy(update={"train": train, "loss": loss})
+
+
+# ---------------------------------------------------------------------- noise
+
+
+@torch.no_grad()
+def measure_noise(
+    config: JobConfig,
+    source: CachedRecords,
+    second: CachedRecords,
+    student: PreTrainedModel,
+    vocabulary: int,
+) -> GradientNoise:
+    """The noise of the gradient of ``student`` on the sequences of ``second``."""
+    device = pick_device()
+    nn.Module.to(student, device)
+    numbers = np.arange(second.train_count)
+    first, again = (make_batch(*each.read(numbers)).to(device) for each in (source, second))
+    precision = Precision.choose("fp32", device)
+    hidden_ND = compute_target_hidden_states(student.eval(), first, precision)
+    temperature = choose_evaluation_temperature(config.loss)
+    decoder = TargetDecoder.of(source, device)
+    lm_head = find_lm_head(student, vocabulary)
+    return GradientNoise.of(*_sum_noise(hidden_ND, lm_head, decoder, (first, again), temperature))
+
+
+def _sum_noise(
+    hidden_ND: Tensor,
+    lm_head: LMHead,
+    decoder: TargetDecoder,
+    batches: tuple[Batch, Batch],
+    temperature: float,
+) -> tuple[float, float]:
+    """The sums of |w - v|^2 / 2 and (w - q)(v - q) over the positions."""
+    targets = [decoder.decode(each.gold_N, each.teacher, temperature) for each in batches]
+    noise = 0.0
+    signal = 0.0
+    size = max(_CHUNK_ELEMENTS // lm_head.vocabulary, 1)
+    for start in range(0, len(hidden_ND), size):
+        rows = slice(start, min(start + size, len(hidden_ND)))
+        q_NV = torch.softmax(lm_head.compute_logits(hidden_ND[rows]).float() / temperature, 1)
+        w_NV, v_NV = (_densify(each.teacher, rows, q_NV) for each in targets)
+        noise += float((w_NV - v_NV).square().sum()) / 2
+        signal += float(((w_NV - q_NV) * (v_NV - q_NV)).sum())
+    return noise, signal
+
+
+def _densify(teacher: Any, rows: slice, like_NV: Tensor) -> Tensor:
+    """The target's weights as a dense (N, V)."""
+    p_NV = torch.zeros_like(like_NV)
+    teacher.take_chunk(rows, torch.float32).subtract_(p_NV, -1.0)  # 0 - (-1) p
+    return p_NV
+
+
+def advise(config: JobConfig, noise: GradientNoise, tokens: int) -> list[str]:
+    """Settings that make the noise small, where it would slow the student down."""
+    now = noise.now > NOTABLE_NOISE
+    if not now and noise.near <= NOTABLE_NEAR_NOISE:
+        return []
+    felt = noise.now if now else noise.near
+    when = "from the start" if now else f"once the student is {NEAR:g} times nearer to its teacher"
+    rest = "little" if tokens < _FEW_TOKENS else "a part"
+    lines = [
+        (
+            f"The sampled tails add {felt:.0%} to the squared size of the gradient {when}, and "
+            f"with {tokens:,} tokens a step only {rest} of that averages out: the student learns "
+            "more slowly."
+        )
+    ]
+    threshold = max(config.cache.threshold * _ADVISED_NOISE / felt, _LEAST_THRESHOLD)
+    if threshold < config.cache.threshold:
+        lines.append(f"Set cache.threshold to {threshold:.2g} for records with less noise.")
+    if config.cache.profile == "tempered":
+        lines.append("Or set cache.profile to hidden, which has no noise at any temperature.")
+    steps = 4 * config.require_train().gradient_accumulation_steps
+    lines.append(
+        f"Or set train.gradient_accumulation_steps to {steps} or more: the noise of a step falls "
+        "with its tokens."
+    )
+    return lines

@@ -1,0 +1,1 @@
+"""GPU kernels in Triton, and whether they can run here."""

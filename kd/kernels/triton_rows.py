@@ -1,0 +1,294 @@
+"""Triton kernels for rows of logits: their sums, their gradient, and sums of vocabulary blocks.
+
+The loss uses the sums of each row and the gradient that overwrites its logits; a capture uses the
+sums of rows and of blocks. The logits stay in the dtype of the matrix product that made them, are
+read twice and written once. All else is float32 in registers: the model's own transform of its
+logits (``kd.models.lm_head.LMHead``), both softmaxes, and their sums. The kernels do not handle a
+record's few entries: ``kd.loss.student_rows`` gathers their logits before and sets their gradients
+after.
+
+A row may be longer than its vocabulary: ``z_NV`` is a slice of a wider buffer, to align the rows.
+
+Memory traffic in bfloat16 is 6 bytes for each logit: 2 read, then 2 read and 2 written. PyTorch's
+own operations move about 30. The kernels need triton, which CUDA builds of torch include. With
+``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly.
+
+Shapes: N rows, V vocabulary, Q blocks of the vocabulary, U lanes of a program.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kd.models.lm_head import LMHead
+
+#: Logits that a program reduces at a time.
+REDUCE_BLOCK = 4096
+#: Logits that a program reads and writes once.
+WRITE_BLOCK = 2048
+#: Warps of a program.
+WARPS = 8
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over the rows of the student's logits s, (N,) in float32; None where not requested.
+
+    ``lse_N`` is LSE(s), ``soft_lse_N`` LSE(s / T), ``total_N`` the sum of s, and ``mean_N`` E_q[s]
+    with q = softmax(s / T).
+    """
+
+    lse_N: Tensor
+    soft_lse_N: Tensor
+    total_N: Tensor | None
+    mean_N: Tensor | None
+
+
+#: An LM head that leaves x Wᵀ as it is.
+PLAIN_LM_HEAD = LMHead(torch.empty(0), None, 1.0, None, 0)
+
+
+def reduce_rows(
+    z_NV: Tensor,
+    lm_head: LMHead = PLAIN_LM_HEAD,
+    temperature: float = 1.0,
+    total: bool = False,
+    mean: bool = False,
+    least: float = -math.inf,
+) -> RowSums:
+    """Return the sums of each row. ``z_NV`` is x Wᵀ, before the LM head's bias, scale and soft cap.
+
+    A logit below ``least`` counts as ``least``; ``mean`` needs that where a logit is -inf.
+    """
+    lse_N, soft_lse_N, total_N, mean_N = z_NV.new_empty((4, len(z_NV)), dtype=torch.float32)
+    tempered = temperature != 1.0 or mean  # the kernel sums E_q[s] with the tempered softmax
+    _reduce_rows_kernel[(len(z_NV),)](
+        z_NV,
+        lm_head.bias,
+        lse_N,
+        soft_lse_N,
+        total_N,
+        mean_N,
+        z_NV.shape[1],
+        z_NV.stride(0),
+        1.0 / temperature,
+        lm_head.scale,
+        lm_head.softcap or 1.0,
+        least,
+        BIASED=lm_head.bias is not None,
+        CAPPED=bool(lm_head.softcap),
+        TEMPERED=tempered,
+        TOTAL=total,
+        MEAN=mean,
+        BLOCK=REDUCE_BLOCK,
+        num_warps=WARPS,
+    )
+    return RowSums(
+        lse_N,
+        soft_lse_N if tempered else lse_N,
+        total_N if total else None,
+        mean_N if mean else None,
+    )
+
+
+def reduce_blocks(s_NV: Tensor, lse_N: Tensor, block: int, least: float) -> tuple[Tensor, Tensor]:
+    """Sum and maximum (N, Q) of softmax(s) over each ``block`` of tokens.
+
+    A logit below ``least`` counts as ``least``.
+    """
+    blocks = triton.cdiv(s_NV.shape[1], block)
+    sums_NQ, largest_NQ = s_NV.new_empty((2, len(s_NV), blocks), dtype=torch.float32)
+    grid = (len(s_NV), triton.cdiv(blocks * block, WRITE_BLOCK))
+    _reduce_blocks_kernel[grid](
+        s_NV,
+        lse_N,
+        sums_NQ,
+        largest_NQ,
+        s_NV.shape[1],
+        s_NV.stride(0),
+        blocks,
+        least,
+        BLOCKS=max(WRITE_BLOCK // block, 1),
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return sums_NQ, largest_NQ
+
+
+def write_gradient_(
+    z_NV: Tensor,
+    lm_head: LMHead,
+    temperature: float,
+    rows: RowSums,
+    hard_N: Tensor,
+    soft_N: Tensor,
+    flat: float,
+) -> None:
+    """Turn x Wᵀ into the gradient with respect to it, in place.
+
+    The gradient is hard * softmax(s) + soft * softmax(s / T) - flat, times ds/dz.
+    """
+    tempered = temperature != 1.0
+    if not tempered:
+        hard_N = hard_N + soft_N  # at T = 1 both softmaxes are one
+    grid = (len(z_NV), triton.cdiv(z_NV.shape[1], WRITE_BLOCK))
+    _write_gradient_kernel[grid](
+        z_NV,
+        lm_head.bias,
+        rows.lse_N,
+        rows.soft_lse_N,
+        hard_N.float(),
+        soft_N.float(),
+        z_NV.shape[1],
+        z_NV.stride(0),
+        1.0 / temperature,
+        lm_head.scale,
+        lm_head.softcap or 1.0,
+        flat,
+        BIASED=lm_head.bias is not None,
+        CAPPED=bool(lm_head.softcap),
+        TEMPERED=tempered,
+        BLOCK=WRITE_BLOCK,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit
+def _transform_logits(  # type: ignore[no-untyped-def]
+    z, bias_V, columns, inside, scale, softcap, BIASED: tl.constexpr, CAPPED: tl.constexpr
+):
+    """s of a block in float32: softcap(scale * (z + bias)). tanh(x) = 2 sigmoid(2x) - 1."""
+    s = z.to(tl.float32)
+    if BIASED:
+        s += tl.load(bias_V + columns, mask=inside, other=0.0).to(tl.float32)
+    s *= scale
+    if CAPPED:
+        s = softcap * (2.0 * tl.sigmoid(2.0 * s / softcap) - 1.0)
+    return s
+
+
+@triton.jit
+def _reduce_rows_kernel(  # type: ignore[no-untyped-def]
+    z_NV,
+    bias_V,
+    lse_N,
+    soft_lse_N,
+    total_N,
+    mean_N,
+    vocabulary,
+    stride,
+    beta,
+    scale,
+    softcap,
+    least,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program reduces one row, a block at a time.
+
+    Sums stay per lane until the end, and are relative to the largest logit so far.
+    """
+    row = tl.program_id(0).to(tl.int64)  # row * stride may exceed int32
+    best = -float("inf")
+    sum_U = tl.zeros((BLOCK,), tl.float32)
+    soft_U = tl.zeros((BLOCK,), tl.float32)
+    product_U = tl.zeros((BLOCK,), tl.float32)
+    total_U = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < vocabulary
+        z = tl.load(z_NV + row * stride + columns, mask=inside, other=0.0)
+        s = _transform_logits(z, bias_V, columns, inside, scale, softcap, BIASED, CAPPED)
+        s = tl.where(s < least, least, s)  # NaN stays NaN
+        # Beyond the vocabulary -inf adds 0 to a sum of exponentials.
+        s_or_none = tl.where(inside, s, -float("inf"))
+        # A new maximum rescales the sums so far.
+        top = tl.maximum(best, tl.max(s_or_none, 0))
+        sum_U = sum_U * tl.exp(best - top) + tl.exp(s_or_none - top)
+        if TEMPERED:
+            kept = tl.exp(beta * (best - top))
+            share_U = tl.exp(beta * (s_or_none - top))
+            soft_U = soft_U * kept + share_U
+            if MEAN:
+                product_U = product_U * kept + tl.where(inside, share_U * s, 0.0)
+        if TOTAL:
+            total_U += tl.where(inside, s, 0.0)
+        best = top
+    tl.store(lse_N + row, best + tl.log(tl.sum(sum_U, 0)))
+    if TEMPERED:
+        soft = tl.sum(soft_U, 0)
+        tl.store(soft_lse_N + row, beta * best + tl.log(soft))
+        if MEAN:
+            tl.store(mean_N + row, tl.sum(product_U, 0) / soft)
+    if TOTAL:
+        tl.store(total_N + row, tl.sum(total_U, 0))
+
+
+@triton.jit
+def _reduce_blocks_kernel(  # type: ignore[no-untyped-def]
+    s_NV,
+    lse_N,
+    sums_NQ,
+    largest_NQ,
+    vocabulary,
+    stride,
+    blocks,
+    least,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program reduces some blocks of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = columns < vocabulary
+    s = tl.load(s_NV + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    s = tl.where(s < least, least, s)
+    p = tl.where(inside, tl.exp(s - tl.load(lse_N + row)), 0.0)
+    place = row * blocks + block
+    tl.store(sums_NQ + place, tl.sum(p, 1), mask=block < blocks)
+    tl.store(largest_NQ + place, tl.max(p, 1), mask=block < blocks)
+
+
+@triton.jit
+def _write_gradient_kernel(  # type: ignore[no-untyped-def]
+    z_NV,
+    bias_V,
+    lse_N,
+    soft_lse_N,
+    hard_N,
+    soft_N,
+    vocabulary,
+    stride,
+    beta,
+    scale,
+    softcap,
+    flat,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program reads and writes one block of one row, once."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocabulary
+    place = z_NV + row * stride + columns
+    z = tl.load(place, mask=inside, other=0.0)
+    s = _transform_logits(z, bias_V, columns, inside, scale, softcap, BIASED, CAPPED)
+    g = tl.load(hard_N + row) * tl.exp(s - tl.load(lse_N + row)) - flat
+    if TEMPERED:
+        g += tl.load(soft_N + row) * tl.exp(beta * s - tl.load(soft_lse_N + row))
+    if CAPPED:
+        g *= 1.0 - (s / softcap) * (s / softcap)  # d c tanh(x / c) / dx
+    tl.store(place, (g * scale).to(z_NV.dtype.element_ty), mask=inside)

@@ -1,1 +1,0 @@
-"""What the training loop can be asked for besides the plain step: a file each, of functions and small objects."""

@@ -1,0 +1,180 @@
+"""The plain loss: all logits at once, float64 and autograd. The fused pass is compared with it.
+
+It computes the definitions that ``kd.loss.fused`` computes, and shares none of its arithmetic. It
+builds (N, V) several times, so use it for a few positions at a time.
+
+Shapes: N positions that have a target, V vocabulary, D hidden width, E entries, K top-k entries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cache.codec import make_cosine_basis
+from kd.loss.fused import LossTerms
+from kd.loss.objective import Objective
+from kd.loss.sparse_targets import SparseTarget
+from kd.loss.targets import Targets
+from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
+from kd.models.lm_head import LMHead
+
+
+def compute_dense_loss(
+    hidden_ND: Tensor, lm_head: LMHead, targets: Targets, objective: Objective
+) -> LossTerms:
+    """The reference for ``compute_distillation_loss``; its gradients come from autograd."""
+    return compute_dense_loss_from_logits(
+        lm_head.compute_logits(hidden_ND.double()), targets, objective
+    )
+
+
+def compute_dense_loss_from_logits(
+    s_NV: Tensor, targets: Targets, objective: Objective
+) -> LossTerms:
+    """The loss for the student's logits, (N, V) in float64."""
+    if targets.teacher is None:
+        return _sum_terms(s_NV, targets, objective, None, None)
+    temperature = torch.as_tensor(targets.temperature, dtype=torch.float64, device=s_NV.device)
+    logq_NV = torch.log_softmax(s_NV if objective.teacher_only else s_NV / temperature, 1)
+    match targets.teacher:
+        case SparseTarget() as entries:
+            value_N = _compute_kl_of_entries(entries, logq_NV)
+            entropy_N = entries.entropy_N
+        case TopTarget() as top:
+            value_N, entropy_N = _compute_kl_of_top(top, logq_NV)
+        case DenseTarget() | HiddenTarget() as whole:
+            logp_NV = torch.log_softmax(compute_teacher_logits(whole) / temperature, 1)
+            value_N = _compute_divergence(objective, logp_NV, logq_NV)
+            entropy_N = _compute_expectation(logp_NV, -logp_NV)
+        case other:
+            raise TypeError(f"there is no plain loss for {type(other).__name__}")
+    value_N = value_N if objective.teacher_only else temperature**2 * value_N
+    return _sum_terms(s_NV, targets, objective, value_N, entropy_N)
+
+
+def compute_dense_terms(
+    logits_NV: Tensor,
+    teacher_NV: Tensor,
+    gold_N: Tensor,
+    temperature: float | Tensor,
+    objective: Objective,
+    entropy_N: Tensor | None = None,
+) -> LossTerms:
+    """The loss for the logits of a student and of a teacher; differentiable in both and in T.
+
+    ``teacher_NV`` may also be log-probabilities. ``entropy_N`` is the teacher's entropy at T = 1,
+    for entropy weighting; by default that of ``teacher_NV``.
+    """
+    s_NV = logits_NV.double()
+    z_NV = teacher_NV.double()
+    logq_NV = torch.log_softmax(s_NV if objective.teacher_only else s_NV / temperature, 1)
+    logp_NV = torch.log_softmax(z_NV / temperature, 1)
+    logp_at_1_NV = torch.log_softmax(z_NV, 1)
+    entropy_N = (
+        _compute_expectation(logp_at_1_NV, -logp_at_1_NV) if entropy_N is None else entropy_N
+    )
+    scale = 1.0 if objective.teacher_only else temperature**2
+    value_N = scale * _compute_divergence(objective, logp_NV, logq_NV)
+    targets = Targets(gold_N, None, temperature, entropy_N)
+    return _sum_terms(s_NV, targets, objective, value_N, _compute_expectation(logp_NV, -logp_NV))
+
+
+def _sum_terms(
+    s_NV: Tensor,
+    targets: Targets,
+    objective: Objective,
+    value_N: Tensor | None,
+    entropy_N: Tensor | None,
+) -> LossTerms:
+    none = s_NV.new_zeros(())
+    gold_N = targets.gold_N
+    ce = F.cross_entropy(s_NV, gold_N, reduction="sum")
+    smooth = F.cross_entropy(
+        s_NV, gold_N, reduction="sum", label_smoothing=objective.label_smoothing
+    )
+    z = objective.z_loss * s_NV.logsumexp(1).square().sum()
+    kd = none if value_N is None else (compute_token_weights(targets, objective) * value_N).sum()
+    # ``smooth`` includes the cross-entropy of the hard label; reports show the two apart.
+    total = (1.0 - objective.alpha) * kd + objective.alpha * smooth + z
+    entropy = none if entropy_N is None else entropy_N.sum()
+    return LossTerms(
+        total, kd.detach(), ce.detach(), z.detach(), entropy.detach(), (smooth - ce).detach()
+    )
+
+
+def compute_token_weights(targets: Targets, objective: Objective) -> Tensor:
+    """(1 + H)^w over its mean, (N,). A position whose entropy is unknown weighs 1."""
+    if objective.entropy_weighting == 0.0:
+        return torch.ones(len(targets), dtype=torch.float64, device=targets.gold_N.device)
+    assert targets.entropy_N is not None, "entropy_weighting needs the teacher's entropies"
+    # The mean is over known entropies alone: unknown ones must not change the others' weights.
+    known_N = ~targets.entropy_N.isnan()
+    weight_N = (1.0 + targets.entropy_N.double()) ** objective.entropy_weighting
+    return torch.where(known_N, weight_N / weight_N[known_N].mean(), 1.0)
+
+
+def _compute_kl_of_entries(target: SparseTarget, logq_NV: Tensor) -> Tensor:
+    """-sum_i w_i log q_i - H, (N,)."""
+    rows_E = torch.repeat_interleave(
+        torch.arange(len(logq_NV), device=logq_NV.device), target.offsets_N1.diff()
+    )
+    # Accumulate, because an always_keep id that is the gold token is an entry twice.
+    p_NV = torch.zeros_like(logq_NV).index_put(
+        (rows_E, target.ids_E), target.weights_E, accumulate=True
+    )
+    return -(p_NV * logq_NV).sum(1) - target.entropy_N
+
+
+def _compute_kl_of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q) over K tokens and one bucket for the rest, and H(p) over the same."""
+    inside = torch.zeros_like(logq_NV, dtype=torch.bool).scatter(1, target.ids_NK, True)
+    logq_NK1 = torch.cat(
+        [
+            logq_NV.gather(1, target.ids_NK),
+            logq_NV.masked_fill(inside, -torch.inf).logsumexp(1, keepdim=True),
+        ],
+        1,
+    )
+    p_NK1 = torch.cat([target.p_NK, target.rest_N[:, None]], 1)
+    entropy_N = torch.special.entr(p_NK1).sum(1)
+    # 0 log 0 is 0: where K covers the vocabulary, the bucket has p = 0 and log q = -inf.
+    return -(p_NK1 * logq_NK1).where(p_NK1 > 0.0, 0.0).sum(1) - entropy_N, entropy_N
+
+
+def compute_teacher_logits(target: DenseTarget | HiddenTarget) -> Tensor:
+    """The teacher's logits or, of profile dense, log-probabilities at T = 1, (N, V) in float64."""
+    if isinstance(target, DenseTarget):
+        return target.logprobs_NV.double()
+    states_ND = target.hidden_ND.double() * target.scale_N.double()[:, None]
+    if target.cosines:
+        # The basis is orthogonal, so a product with it inverts the transform.
+        states_ND = states_ND @ torch.from_numpy(make_cosine_basis(states_ND.shape[1])).to(
+            states_ND.device
+        )
+    return target.lm_head.compute_logits(states_ND)
+
+
+def _compute_divergence(objective: Objective, logp_NV: Tensor, logq_NV: Tensor) -> Tensor:
+    """The divergence by its definition."""
+    beta = objective.beta
+    if objective.divergence == "forward_kl":
+        return _compute_expectation(logp_NV, logp_NV - logq_NV)
+    if objective.divergence == "reverse_kl":
+        return _compute_expectation(logq_NV, logq_NV - logp_NV)
+    if objective.divergence == "total_variation":
+        return (logp_NV.exp() - logq_NV.exp()).abs().sum(1) / 2.0
+    # In logs m stays finite where p and q underflow.
+    logm_NV = torch.logaddexp(logp_NV + math.log(beta), logq_NV + math.log1p(-beta))
+    teacher_N = _compute_expectation(logp_NV, logp_NV - logm_NV)
+    if objective.divergence == "skew_kl":
+        return teacher_N
+    return beta * teacher_N + (1.0 - beta) * _compute_expectation(logq_NV, logq_NV - logm_NV)
+
+
+def _compute_expectation(logp_NV: Tensor, value_NV: Tensor) -> Tensor:
+    """E_p[value], (N,)."""
+    return (logp_NV.exp() * value_NV).sum(1)

@@ -1,0 +1,83 @@
+"""Feature matching: draw the student's last hidden states to those of the teacher.
+
+    mse      mean over the width of (P x / rms(P x) - h / rms(h))^2
+    cosine   1 - cos(P x, h)
+
+with x the student's states and h the teacher's, which profile hidden keeps. The mse compares
+normalised states, because a norm precedes most LM heads. P is the identity where both have one
+width. Else P is a linear map, learned with the student and discarded after training: two bases of
+different widths have no known correspondence. Attention maps are not matched: fused attention never
+builds them.
+
+Shapes: N positions that have a target, D the student's width, W the teacher's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.config.loss import FeatureConfig
+from kd.loss.targets import Targets
+from kd.loss.whole_targets import HiddenTarget
+
+FeatureKind = Literal["mse", "cosine"]
+
+
+class FeatureLoss(nn.Module):
+    """The weighted matching term; where the widths differ, with a projection (float32)."""
+
+    def __init__(self, kind: FeatureKind, weight: float, width: int, teacher_width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = weight
+        self.projection = None if width == teacher_width else _make_projection(width, teacher_width)
+
+    @classmethod
+    def of(cls, config: FeatureConfig, width: int, teacher_width: int) -> FeatureLoss:
+        """The configured term for a student of ``width``.
+
+        A projection is drawn from torch's current random state.
+        """
+        return cls(config.kind, config.weight, width, teacher_width)
+
+    def forward(self, hidden_ND: Tensor, targets: Targets) -> Tensor:
+        """The sum of the term over N positions, times its weight.
+
+        It is differentiable in the states and in the projection. Raises ``ValueError`` where the
+        targets are not hidden states.
+        """
+        if not isinstance(targets.teacher, HiddenTarget):
+            raise ValueError(
+                "loss.features needs the teacher's hidden states: use cache.profile hidden"
+            )
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        theirs_NW = targets.teacher.decode_states(slice(0, len(targets)), wide)
+        # Autocast would run the projection in 16 bits.
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            ours_NW = (
+                hidden_ND.to(wide)
+                if self.projection is None
+                else self.projection(hidden_ND.to(wide))
+            )
+        return self.weight * self._compute_distance_N(ours_NW, theirs_NW).sum(dtype=torch.float64)
+
+    def _compute_distance_N(self, ours_NW: Tensor, theirs_NW: Tensor) -> Tensor:
+        if self.kind == "cosine":
+            return 1.0 - F.cosine_similarity(ours_NW, theirs_NW, dim=1)
+        return (_normalise(ours_NW) - _normalise(theirs_NW)).square().mean(1)
+
+
+def _make_projection(width: int, teacher_width: int) -> nn.Linear:
+    """A linear map that keeps lengths and angles as far as the widths allow."""
+    layer = nn.Linear(width, teacher_width, bias=False)
+    nn.init.orthogonal_(layer.weight)
+    return layer
+
+
+def _normalise(x_NW: Tensor) -> Tensor:
+    """x / rms(x)."""
+    return F.rms_norm(x_NW, (x_NW.shape[1],), eps=1e-12)

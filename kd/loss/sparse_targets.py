@@ -1,0 +1,344 @@
+"""Targets of weighted entries, from the profiles threshold and tempered.
+
+A record has the exact values of the known ids and of the head (all tokens above the threshold), and
+a sample of the tail. KL = LSE(s) - sum_i w_i s_i - H(p_T), with s the student's logits over T. The
+entries are decoded in float64: a position has only a few dozen, and sums of probabilities then need
+no care. Where T is a tensor that requires a gradient, weights and entropies are functions of T that
+autograd differentiates.
+
+Shapes: N positions that have a target, V vocabulary, A known ids (the gold token, then
+always_keep), H head, M tail and E all entries of N positions, J knots of the tail's partition
+function. Log-probabilities l are at T = 1; b = 1/T; p_T = exp(b l - A(b)).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from cache.codec import KNOWN_STEP, PARTITION_STEP, Codec
+from kd.loss.targets import Columns, decode_entropies, detach_number
+
+
+@dataclass(frozen=True)
+class SparseTarget:
+    """Weighted entries; those of position n are ``offsets_N1[n]`` to ``offsets_N1[n + 1]``.
+
+    The weights of a position sum to 1. Its first ``candidate_count_N[n]`` entries are at least as
+    probable as all tokens that are not among them, so the teacher's best token is one of them; 0
+    where there are no such entries. A target of entries is its own chunk.
+    """
+
+    offsets_N1: Tensor
+    ids_E: Tensor
+    weights_E: Tensor
+    entropy_N: Tensor
+    candidate_count_N: Tensor
+
+    @property
+    def whole(self) -> bool:
+        """False: some entries are not all of p."""
+        return False
+
+    def find_entries(self, rows: slice) -> slice:
+        """The range of the entries of positions ``rows``."""
+        return slice(self._bounds[rows.start], self._bounds[rows.stop])
+
+    def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> SparseTarget:
+        """The target of positions ``rows``; its numbers stay in float64."""
+        entries = self.find_entries(rows)
+        return SparseTarget(
+            self.offsets_N1[rows.start : rows.stop + 1] - entries.start,
+            self.ids_E[entries],
+            self.weights_E[entries],
+            self.entropy_N[rows],
+            self.candidate_count_N[rows],
+        )
+
+    def gather_logits(self, s_NV: Tensor) -> Tensor:
+        """s of each entry, (E,)."""
+        return _pick(s_NV.reshape(-1), self._locate_entries(s_NV.shape[1]))
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Each position's value, repeated for each of its entries, (E,)."""
+        return _pick(values_N, self.rows_E)
+
+    def compute_expected_N(self, s_NV: Tensor) -> Tensor:
+        """sum_i w_i s_i of each position, float64."""
+        return self.sum_N(self.weights_E * self.gather_logits(s_NV))
+
+    def sum_N(self, values_E: Tensor) -> Tensor:
+        """The sum over each position's entries."""
+        # ``unsafe`` skips a check of the lengths, which would wait for the device.
+        return torch.segment_reduce(values_E, "sum", lengths=self.offsets_N1.diff(), unsafe=True)
+
+    def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
+        """q - share * w, in place."""
+        weights_E = self.weights_E * (
+            self.spread(share[:, 0]) if isinstance(share, Tensor) else share
+        )
+        # At most one entry of a place has a weight, so the order of additions changes no result.
+        q_NV.view(-1).index_add_(
+            0, self._locate_entries(q_NV.shape[1]), weights_E.to(q_NV.dtype), alpha=-1
+        )
+
+    def find_best_N(self) -> Tensor:
+        """The heaviest candidate of each position, of equals the smallest id, or -1."""
+        rank_E = (
+            torch.arange(len(self.ids_E), device=self.ids_E.device) - self.offsets_N1[self.rows_E]
+        )
+        leads_E = rank_E < self.candidate_count_N[self.rows_E]
+        weight_E = self.weights_E.masked_fill(~leads_E, -1.0)
+        top_N = weight_E.new_zeros(len(self.candidate_count_N)).scatter_reduce(
+            0, self.rows_E, weight_E, "amax"
+        )
+        none = torch.iinfo(torch.int64).max  # loses every minimum
+        best_E = self.ids_E.masked_fill(weight_E < top_N[self.rows_E], none)
+        best_N = self.ids_E.new_full((len(self.candidate_count_N),), none).scatter_reduce(
+            0, self.rows_E, best_E, "amin"
+        )
+        return best_N.masked_fill(self.candidate_count_N == 0, -1)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """The offsets on the host: one wait for the device per target, not one per chunk."""
+        bounds: list[int] = self.offsets_N1.tolist()
+        return bounds
+
+    @cached_property
+    def rows_E(self) -> Tensor:
+        """The position of each entry."""
+        return _find_rows(self.offsets_N1.diff(), self.ids_E)
+
+    def _locate_entries(self, vocabulary: int) -> Tensor:
+        """The place of each entry in a flattened (N, V)."""
+        return self.rows_E * vocabulary + self.ids_E
+
+
+def decode_threshold(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:
+    """The target at T = 1 of profile threshold.
+
+    Known ids and head weigh their probability; the M tail entries share the rest equally. Rounding
+    may make the rest a little negative; clipping it would bias the loss.
+    """
+    entries = _SampledEntries.of(codec, columns, gold_N)
+    known_NA = entries.known_NA.exp() * entries.counted_NA
+    head_H = entries.head_H.exp()
+    rest_N = 1.0 - known_NA.sum(1) - entries.sum_head(head_H)
+    # Where every token is an entry there is no tail. The rest is then rounding, which goes to the
+    # gold token, so that the weights sum to 1.
+    known_NA[:, 0] += rest_N.masked_fill(entries.has_tail_N, 0.0)
+    tail_M = entries.spread_over_tail(rest_N / entries.tail_count_N.clamp(min=1))
+    entropy_N = decode_entropies(columns["entropy"], unknown=0.0)
+    return entries.make_target(
+        (known_NA, head_H, tail_M), entropy_N, known_NA.amax(1) > codec.threshold
+    )
+
+
+def decode_tempered(
+    codec: Codec, columns: Columns, gold_N: Tensor, temperature: float | Tensor
+) -> SparseTarget:
+    """The target at ``temperature`` of profile tempered; its numbers are differentiable in it.
+
+    Known ids and head weigh exp(b l_i - A(b)). The tail weighs exp(B(b) - A(b)) in total, shared in
+    proportion to exp(b l_i) / g_i, where g = mean_j p_{T_j} is the distribution it was sampled
+    from.
+    """
+    entries = _SampledEntries.of(codec, columns, gold_N)
+    beta = 1.0 / temperature
+    partition = _Partition(entries, codec, columns["partition"])
+    log_tail_N, log_tail_slope_N = partition.compute_tail(beta)
+    log_all_N = partition.compute_total(beta)
+    known_NA = (beta * entries.known_NA - log_all_N[:, None]).exp() * entries.counted_NA
+    head_H = (beta * entries.head_H - entries.spread_over_head(log_all_N)).exp()
+    mass_N = (log_tail_N - log_all_N).exp()
+
+    # The capture drew the tail in proportion to g, the mean of p_T over these temperatures.
+    proposals = [(each, partition.compute_total(each)) for each in codec.proposal_betas]
+    tail_l_M = columns["tail_logprobs"].double() * -codec.tail_step
+    proposal_M = torch.stack(
+        [(each * tail_l_M - entries.spread_over_tail(log_N)).exp() for each, log_N in proposals]
+    ).mean(0)
+    ratio_M = (beta * tail_l_M).exp() / proposal_M
+    # The clamp keeps a position without a tail from dividing 0 by 0.
+    tail_M = ratio_M * entries.spread_over_tail(
+        mass_N / entries.sum_tail(ratio_M).clamp(min=1e-300)
+    )
+
+    mean_l_N = (known_NA * entries.known_NA).sum(1) + entries.sum_head(head_H * entries.head_H)
+    # H = A(b) - b E[l], and B'(b) is the tail's mean of l.
+    entropy_N = log_all_N - beta * (mean_l_N + mass_N * log_tail_slope_N)
+    # A token is in the head if its g is above the threshold, so known ids are compared in g, too.
+    best_known_N = entries.known_NA.amax(1)
+    best_proposal_N = torch.stack(
+        [(each * best_known_N - log_N).exp() for each, log_N in proposals]
+    ).mean(0)
+    return entries.make_target(
+        (known_NA, head_H, tail_M), entropy_N, best_proposal_N > codec.threshold
+    )
+
+
+@dataclass(frozen=True)
+class _SampledEntries:
+    """The decoded entries of sampled records: log-probabilities of known ids and head, ids of all.
+
+    ``counted_NA`` is False for an always_keep id that is the gold token, which is an entry already.
+    """
+
+    ids_NA: Tensor
+    counted_NA: Tensor
+    known_NA: Tensor
+    head_ids_H: Tensor
+    head_H: Tensor
+    head_count_N: Tensor
+    tail_ids_M: Tensor
+    tail_count_N: Tensor
+
+    @classmethod
+    def of(cls, codec: Codec, columns: Columns, gold_N: Tensor) -> _SampledEntries:
+        kept_A = torch.tensor(codec.always_keep, dtype=torch.int64, device=gold_N.device)
+        kept_NA = kept_A.expand(len(gold_N), -1)
+        # An always_keep id that is the gold token must not count twice.
+        gold_N1 = gold_N[:, None]
+        return cls(
+            ids_NA=torch.cat([gold_N1, kept_NA], 1),
+            counted_NA=torch.cat(
+                [torch.ones_like(gold_N1, dtype=torch.bool), kept_NA != gold_N1], 1
+            ),
+            known_NA=columns["known"].double() * -KNOWN_STEP,
+            head_ids_H=columns["head_ids"].long(),
+            head_H=columns["head_logprobs"].double() * -codec.head_step,
+            head_count_N=columns["head_count"].long(),
+            tail_ids_M=columns["tail_ids"].long(),
+            tail_count_N=columns["tail_count"].long(),
+        )
+
+    @property
+    def has_tail_N(self) -> Tensor:
+        return self.tail_count_N > 0
+
+    def spread_over_head(self, values_N: Tensor) -> Tensor:
+        return _pick(values_N, self._row_H)
+
+    def spread_over_tail(self, values_N: Tensor) -> Tensor:
+        return _pick(values_N, self._row_M)
+
+    @cached_property
+    def _row_H(self) -> Tensor:
+        return _find_rows(self.head_count_N, self.head_ids_H)
+
+    @cached_property
+    def _row_M(self) -> Tensor:
+        return _find_rows(self.tail_count_N, self.tail_ids_M)
+
+    def sum_head(self, values_H: Tensor) -> Tensor:
+        return torch.segment_reduce(values_H, "sum", lengths=self.head_count_N, unsafe=True)
+
+    def sum_tail(self, values_M: Tensor) -> Tensor:
+        return torch.segment_reduce(values_M, "sum", lengths=self.tail_count_N, unsafe=True)
+
+    def make_target(
+        self, weights: tuple[Tensor, Tensor, Tensor], entropy_N: Tensor, known_leads_N: Tensor
+    ) -> SparseTarget:
+        """Join known ids, head and tail of each position. ``weights`` are theirs, in this order.
+
+        ``known_leads_N`` is True where the best known id is above the threshold. A head entry is
+        always above the threshold, and a token that is not an entry always below.
+        """
+        known = self.ids_NA.shape[1]
+        explicit_N = known + self.head_count_N
+        counts_N = explicit_N + self.tail_count_N
+        starts_N = counts_N.cumsum(0) - counts_N
+        known_places_NA = starts_N[:, None] + torch.arange(known, device=starts_N.device)
+        place_E = torch.cat(
+            [
+                known_places_NA.reshape(-1),
+                _find_places(starts_N + known, self.head_count_N, self._row_H),
+                _find_places(starts_N + explicit_N, self.tail_count_N, self._row_M),
+            ]
+        )
+        ids_E = torch.cat([self.ids_NA.reshape(-1), self.head_ids_H, self.tail_ids_M])
+        weights_E = torch.cat([weights[0].reshape(-1), *weights[1:]])
+        return SparseTarget(
+            torch.cat([starts_N, counts_N.sum()[None]]),
+            torch.empty_like(ids_E).scatter(0, place_E, ids_E),
+            torch.empty_like(weights_E).scatter(0, place_E, weights_E),
+            entropy_N,
+            torch.where((self.head_count_N > 0) | known_leads_N, explicit_N, 0),
+        )
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """The log partition function A(b) = log sum_v exp(b l_v).
+
+    The explicit entries and the tail's stored part of it, B(b), add up to it.
+    """
+
+    entries: _SampledEntries
+    codec: Codec
+    knots_NJ2: Tensor
+
+    def compute_total(self, beta: float | Tensor) -> Tensor:
+        """A(b), (N,). No maximum is subtracted: float64 holds exp(-512), the least value."""
+        known_NA = (beta * self.entries.known_NA).exp() * self.entries.counted_NA
+        explicit_N = known_NA.sum(1) + self.entries.sum_head((beta * self.entries.head_H).exp())
+        return torch.logaddexp(explicit_N.log(), self.compute_tail(beta)[0])
+
+    def compute_tail(self, beta: float | Tensor) -> tuple[Tensor, Tensor]:
+        """B(b) and B'(b), (N,), interpolated between two knots; -inf and 0 without a tail."""
+        knots = self.codec.nodes(self.knots_NJ2.shape[1])
+        value_N, slope_N = interpolate_hermite(
+            self.knots_NJ2.double() * PARTITION_STEP, knots, beta
+        )
+        # What a record stores as the partition of an absent tail is arbitrary.
+        empty_N = ~self.entries.has_tail_N
+        return value_N.masked_fill(empty_N, -torch.inf), slope_N.masked_fill(empty_N, 0.0)
+
+
+def interpolate_hermite(
+    knots_NJ2: Tensor, knots: tuple[float, ...], beta: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cubic Hermite interpolation at ``beta``: value and slope, (N,).
+
+    ``knots_NJ2`` has the value and the slope at each of the J ``knots``, which increase.
+    """
+    left = min(max(bisect_right(knots, detach_number(beta)) - 1, 0), len(knots) - 2)
+    width = knots[left + 1] - knots[left]
+    t = (beta - knots[left]) / width
+    (b0, d0), (b1, d1) = (knots_NJ2[:, at].unbind(1) for at in (left, left + 1))
+    rise = b1 - b0
+    d0 = d0 * width
+    d1 = d1 * width
+    value_N = b0 + t * (d0 + t * (3 * rise - 2 * d0 - d1 + t * (d0 + d1 - 2 * rise)))
+    slope_N = (d0 + t * (6 * rise - 4 * d0 - 2 * d1 + t * (3 * d0 + 3 * d1 - 6 * rise))) / width
+    return value_N, slope_N
+
+
+def _find_rows(counts_N: Tensor, like_E: Tensor) -> Tensor:
+    """The position of each entry.
+
+    ``like_E`` gives the number of entries, so that the host does not wait for the device.
+    """
+    return torch.arange(len(counts_N), device=like_E.device).repeat_interleave(
+        counts_N, output_size=len(like_E)
+    )
+
+
+def _pick(values_N: Tensor, places_E: Tensor) -> Tensor:
+    """``values_N[places_E]``.
+
+    ``index_select`` takes a third of the time on a CPU, but on a GPU it sums its gradient in any
+    order.
+    """
+    return values_N[places_E] if values_N.requires_grad else values_N.index_select(0, places_E)
+
+
+def _find_places(starts_N: Tensor, counts_N: Tensor, row_E: Tensor) -> Tensor:
+    """start, start + 1, ... of each position, joined; ``row_E`` is the position of each."""
+    before_N = counts_N.cumsum(0) - counts_N
+    return _pick(starts_N - before_N, row_E) + torch.arange(len(row_E), device=row_E.device)

@@ -1,0 +1,100 @@
+"""Targets: what the student should predict at a temperature, in the terms of the loss.
+
+    threshold, tempered  weighted entries        LSE(s) - sum_i w_i s_i - H(p_T)
+    topk                 entries and one bucket  sum_i p_i log(p_i / q_i)
+                                                 + r log(r / (1 - sum_i q_i))
+    dense, hidden        all of p_T              sum_v p_v log(p_v / q_v)
+
+The last column is KL(p || q), with s the student's logits over T and q = softmax(s). In each row it
+is LSE(s) - E_p[s] - H, with gradient q - p for s. So a chunk of a target provides E_p[s], H and the
+subtraction of p. ``kd.loss.decoder`` makes targets from the cache's columns:
+``kd.loss.sparse_targets`` has the first row of the table, ``kd.loss.whole_targets`` the others.
+
+Shapes: N positions that have a target, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
+
+#: The columns of a batch's records, by name, as ``cache.codec`` stores them.
+Columns = dict[str, Tensor]
+
+#: Log-probability of a token that the teacher forbids: 0 in every sum, finite in every divergence.
+LEAST_LOGPROB = -1e4
+
+
+class TargetChunk(Protocol):
+    """The target of some consecutive positions, in the terms of the loss."""
+
+    @property
+    def entropy_N(self) -> Tensor:
+        """H(p) in nats; 0 where the record lacks it, so that KL is a cross-entropy there."""
+        ...
+
+    def compute_expected_N(self, s_NV: Tensor) -> Tensor:
+        """E_p[s] of each position, float64."""
+        ...
+
+    def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
+        """Subtract ``share`` times p from ``q_NV``, in place.
+
+        ``q_NV`` holds a multiple of the student's probabilities. ``share`` is a number, or (N, 1)
+        in the dtype of ``q_NV``.
+        """
+        ...
+
+    def find_best_N(self) -> Tensor:
+        """The teacher's most probable token, -1 where the record does not determine it."""
+        ...
+
+
+class TeacherTarget(Protocol):
+    """The teacher's distributions at N positions."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has the probability of every token."""
+        ...
+
+    def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> TargetChunk:
+        """The target of positions ``rows``; whole distributions come in ``dtype``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The hard label of N positions, and the teacher's distribution at ``temperature``.
+
+    ``teacher`` is None where there is no teacher; alpha must then be 1. ``entropy_N`` is the
+    teacher's H in nats at T = 1 from the records, float64, NaN where it is unknown.
+    """
+
+    gold_N: Tensor
+    teacher: TeacherTarget | None = None
+    temperature: float | Tensor = 1.0
+    entropy_N: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.gold_N.shape[0]
+
+    @property
+    def temperature_value(self) -> float:
+        """The temperature as a number."""
+        return detach_number(self.temperature)
+
+
+def detach_number(temperature: float | Tensor) -> float:
+    """``temperature`` without its gradient."""
+    return float(temperature.detach()) if isinstance(temperature, Tensor) else temperature
+
+
+def decode_entropies(codes_N: Tensor, unknown: float) -> Tensor:
+    """H(p) in nats, float64; ``unknown`` where the record does not have it."""
+    return (codes_N.double() * ENTROPY_STEP).masked_fill(codes_N == UNKNOWN_ENTROPY, unknown)

@@ -1,0 +1,181 @@
+"""When memory runs out: an error with remedies, and the largest micro-batch that fits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from kd.config.train import TrainConfig
+from kd.errors import OutOfMemory
+from kd.memory.step_memory import measure_free_memory
+
+#: Share of the free memory that a rehearsal leaves unused, for holes that no allocator avoids.
+SPARE_SHARE = 0.1
+
+#: Phrases in the messages of torch and of its libraries where they raise no class of their own.
+_OUT_OF_MEMORY_PHRASES = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "alloc_failed",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` means that the memory of a GPU or of this machine ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        phrase in str(error).lower() for phrase in _OUT_OF_MEMORY_PHRASES
+    )
+
+
+def make_out_of_memory(
+    error: BaseException, options: TrainConfig, estimate: str = ""
+) -> OutOfMemory:
+    """Make the error for a job that ran out of memory, with the settings that would need less.
+
+    Settings that do not change the result come first. ``estimate`` is a sentence about the expected
+    need.
+    """
+    reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return OutOfMemory(
+        f"Memory ran out with {options.batch_size} sequences a forward pass: {reason}."
+        + f" {estimate}" * bool(estimate),
+        "Any of these needs less: " + "; ".join(_list_remedies(options)) + ".",
+    )
+
+
+def _list_remedies(options: TrainConfig) -> Iterator[str]:
+    reduced = reduce_micro_batch(options)
+    if reduced is not None:
+        yield (
+            f"train.batch_size {reduced.batch_size} with train.gradient_accumulation_steps "
+            f"{reduced.gradient_accumulation_steps}, which is the same step"
+        )
+        if not options.auto_batch:
+            yield "train.auto_batch true, which finds the largest batch_size that fits"
+    if options.gradient_checkpointing != "full":
+        yield "train.gradient_checkpointing full" + " or sqrt" * (
+            options.gradient_checkpointing != "sqrt"
+        )
+    if options.logits_chunk != 1:
+        now = options.logits_chunk or "it is chosen by the free memory now"
+        yield f"a smaller train.logits_chunk ({now})"
+    if options.optim in ("adamw", "schedule_free"):
+        yield "train.optim adafactor or lion, whose state is smaller"
+    yield "a shorter data.sequence_length, or a smaller student"
+
+
+@contextmanager
+def memory_errors(options: TrainConfig, estimate: str = "") -> Iterator[None]:
+    """Raise ``OutOfMemory``, with its remedies, in place of an error of an allocator in the block.
+
+    Other errors pass unchanged.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise make_out_of_memory(error, options, estimate) from error
+
+
+# ---------------------------------------------------------------------- what fits
+
+
+def reduce_micro_batch(options: TrainConfig) -> TrainConfig | None:
+    """Split the step into smaller micro-batches; None where a micro-batch is one sequence.
+
+    The new size is the largest part of batch_size that divides it: half of an even one.
+    """
+    batch = options.batch_size
+    parts = next((factor for factor in range(2, batch + 1) if batch % factor == 0), None)
+    return None if parts is None else resize_micro_batch(options, batch // parts)
+
+
+def resize_micro_batch(options: TrainConfig, batch_size: int) -> TrainConfig:
+    """Split the step into micro-batches of ``batch_size`` sequences, which must divide the step."""
+    accumulation, rest = divmod(
+        options.batch_size * options.gradient_accumulation_steps, batch_size
+    )
+    if rest:
+        raise ValueError(
+            f"{batch_size} sequences do not divide a step of {batch_size * accumulation + rest}"
+        )
+    return options.model_copy(
+        update={"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    )
+
+
+def find_fitting_micro_batch(
+    options: TrainConfig, attempt: Callable[[TrainConfig], None]
+) -> TrainConfig:
+    """``options`` with the largest micro-batch at which ``attempt`` does not run out of memory.
+
+    ``attempt`` must leave no memory in use (``rehearse_step``). Raises ``OutOfMemory`` where not
+    even one sequence fits.
+    """
+    while True:
+        refusal = _try_micro_batch(attempt, options)
+        if refusal is None:
+            return options
+        release_memory()
+        reduced = reduce_micro_batch(options)
+        if reduced is None:
+            raise refusal
+        options = reduced
+
+
+def release_memory() -> None:
+    """Free the memory that a failed attempt left to the garbage collector and to torch's cache."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _try_micro_batch(
+    attempt: Callable[[TrainConfig], None], options: TrainConfig
+) -> OutOfMemory | None:
+    """The error of an ``attempt`` that ran out of memory, or None.
+
+    It is returned and not raised: a traceback would keep the tensors that filled the memory.
+    """
+    try:
+        attempt(options)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return make_out_of_memory(error, options)
+    return None
+
+
+def rehearse_step(
+    loss: Callable[[], Tensor], modules: Sequence[nn.Module], reserve: int, device: torch.device
+) -> None:
+    """Run ``loss`` forward and backward twice in training mode, to see whether a step fits.
+
+    Twice, because the second micro-batch of a step needs its memory beside the gradients of the
+    first. Meanwhile ``reserve`` bytes are held for the optimiser's state, which the first step
+    makes, and ``SPARE_SHARE`` of the free memory: an allocator does not find the same room twice,
+    and a batch that only just fits would fail at a later step. Afterwards ``modules`` and random
+    state are as before.
+    """
+    modes = [module.training for module in modules]
+    reserve += round(SPARE_SHARE * (measure_free_memory(device) or 0))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        held = torch.empty(reserve, dtype=torch.uint8, device=device)
+        try:
+            for module in modules:
+                module.train()
+            for _ in range(2):
+                loss().backward()
+        finally:
+            del held
+            for module, mode in zip(modules, modes, strict=True):
+                module.train(mode).zero_grad(set_to_none=True)

@@ -1,0 +1,1 @@
+"""Models: what a folder says, loading, the LM head, precision, and the saved student."""

@@ -1,0 +1,163 @@
+"""The language model inside a model that also reads images or sound.
+
+Such a model has a configuration of its own, with that of its language model inside, and its tensors
+have longer names. Potstill reads and trains text alone, so it loads the language model alone: the
+other tensors are not read, and a saved student is a plain causal language model.
+
+    config.json     {"model_type": "gemma3", "text_config": {...}}     ->  Gemma3TextConfig
+    tensors         language_model.model.layers.0.mlp.up_proj.weight   ->  model.layers.0.mlp...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from kd.errors import ModelError
+from kd.models.folder import ModelFolder
+from kd.models.layers import find_body
+
+#: Language models that have no class of their own, and the plain model that computes the same from
+#: text: they differ in the positions of images only, where a token has three of them.
+_TWINS: dict[str, type[PreTrainedConfig]] = {
+    "qwen2_vl_text": Qwen2Config,
+    "qwen2_5_vl_text": Qwen2Config,
+    "qwen3_vl_text": Qwen3Config,
+}
+#: Fields of a rotary embedding that say how the three positions share its width; ``type`` is the
+#: older name of ``rope_type``, which every configuration has once it is read.
+_IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved", "type")
+
+
+def find_text_config(config: PreTrainedConfig, folder: ModelFolder) -> PreTrainedConfig | None:
+    """Return the configuration of the language model inside; None for a plain language model.
+
+    Raises ``ModelError`` where the language model cannot stand alone.
+    """
+    text: PreTrainedConfig = config.get_text_config()
+    # A model that comes with its own code is loaded by that code.
+    if text is config or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return None
+    if (twin := _TWINS.get(text.model_type)) is not None:
+        text = _convert_to_twin(text, twin)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"the language model of the {config.model_type} in {folder.path} "
+            f"({text.model_type}) cannot be used without the rest of it.",
+            "Use a causal language model.",
+        )
+    text.tie_word_embeddings = _is_tied(config, text, folder)
+    return text
+
+
+def load_text_model(folder: ModelFolder, text: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """Load the language model inside the model in ``folder`` onto the CPU, and nothing else.
+
+    Raises ``ModelError`` where tensors of the language model are missing.
+    """
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    with torch.device("meta"):
+        hollow: PreTrainedModel = made(text)
+    with _without_report():
+        model, found = made.from_pretrained(
+            folder.path,
+            config=text,
+            dtype=dtype,
+            key_mapping=_map_names(hollow, folder),
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    # transformers would give these tensors random numbers.
+    if missing := sorted(found["missing_keys"]):
+        raise _make_missing_error(folder.path, type(model).__name__, missing)
+    # Saving would undo the renaming, but a saved student is a plain model.
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
+    return model
+
+
+def _convert_to_twin(text: PreTrainedConfig, twin: type[PreTrainedConfig]) -> PreTrainedConfig:
+    fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    rotary = fields.get("rope_parameters") or {}
+    fields["rope_parameters"] = {
+        name: value for name, value in rotary.items() if name not in _IMAGE_POSITIONS
+    }
+    return twin.from_dict(fields)
+
+
+def _is_tied(config: PreTrainedConfig, text: PreTrainedConfig, folder: ModelFolder) -> bool:
+    """Whether the LM head is the embedding.
+
+    The tensors say it best: both configurations have a field for it, with other defaults.
+    """
+    names = folder.read_parameter_shapes()
+    tied = bool(text.tie_word_embeddings)
+    if not names:
+        return tied
+    with_head = any(f".{name}".endswith(".lm_head.weight") for name in names)
+    return not with_head or (tied and bool(config.tie_word_embeddings))
+
+
+def _map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
+    """Map patterns of names in the files to names of the language model, as transformers asks.
+
+    The embedding shows where the names of the language model begin: no other part has it.
+    """
+    shapes = folder.read_parameter_shapes()
+    embedding: Any = hollow.get_input_embeddings().weight
+    inside = _name_of(find_body(hollow), embedding)
+    whole = _name_of(hollow, embedding)
+    starts = {
+        name.removesuffix(inside)
+        for name, shape in shapes.items()
+        if f".{name}".endswith(f".{inside}") and shape == tuple(embedding.shape)
+    }
+    if len(starts) != 1:
+        raise _make_missing_error(folder.path, type(hollow).__name__, [whole])
+    heads = {
+        name.removesuffix("lm_head.weight")
+        for name in shapes
+        if f".{name}".endswith(".lm_head.weight")
+    }
+    (start,) = starts
+    found = {f"^{re.escape(start)}": whole.removesuffix(inside)}
+    # The LM head comes first, because its name may begin like those of the rest.
+    return {f"^{re.escape(head)}lm_head\\.": "lm_head." for head in heads if head} | found
+
+
+def _name_of(module: nn.Module, wanted: nn.Parameter) -> str:
+    return next(name for name, parameter in module.named_parameters() if parameter is wanted)
+
+
+def _make_missing_error(folder: Path, name: str, missing: list[str]) -> ModelError:
+    shown = ", ".join(missing[:3])
+    return ModelError(
+        f"the files in {folder} do not hold all tensors of its language model, a {name}: "
+        f"{shown}{' and others' if len(missing) > 3 else ''}.",
+        "Download or save the model again.",
+    )
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Let transformers not list the tensors that it does not read: those of images and sound."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)

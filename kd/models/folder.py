@@ -1,0 +1,325 @@
+"""The folder of a model: where it is, and what its files say about the model. Imports no torch.
+
+Preflight checks, the estimate of a capture and the API's plan of a job read a model's sizes here,
+so all of them agree, and none of them loads the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kd.addresses import HUB_ID
+from kd.config.teacher import TeacherConfig
+from kd.errors import ModelError
+
+#: Files that ``resolve_model`` downloads besides the weights: configuration, tokenizer, chat
+#: template, code, and the card with the licence.
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
+#: Files of which a tokenizer has at least one: those of tokenizers, SentencePiece, tiktoken and the
+#: older ones of transformers.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model",
+    "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt", "tokenizer_config.json",
+)  # fmt: skip
+#: What to do about a folder without a tokenizer.
+TOKENIZER_REMEDY = "Copy tokenizer.json and tokenizer_config.json of the teacher into it."
+#: Families of models name the width of their hidden states differently.
+_WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model", "dim")
+#: How the name of the embedding ends in models whose language model is a part.
+_EMBEDDING = "embed_tokens.weight"
+#: The longest header of a safetensors file that is read, in bytes; a larger length means a damaged
+#: file.
+_LONGEST_HEADER = 1 << 25
+
+
+# ---------------------------------------------------------------------- the contents of a folder
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model as the files in its folder describe it; each file is read when it is first needed."""
+
+    path: Path
+
+    @classmethod
+    def find(cls, model: str, root: Path, revision: str | None = None) -> ModelFolder | None:
+        """The folder of ``model`` on this machine: below ``root``, or in the hub's cache.
+
+        Downloads nothing. None means that this machine has no folder of that name, and neither
+        the configuration nor the tokenizer of a model of that name.
+        """
+        if (root / model).is_dir():
+            return cls(root / model)
+        from huggingface_hub import try_to_load_from_cache
+
+        for name in ("config.json", "tokenizer.json"):
+            try:
+                found = try_to_load_from_cache(model, name, revision=revision)
+            except ValueError:  # the name has not the form of a hub id
+                return None
+            if isinstance(found, str):
+                return cls(Path(found).parent)
+        return None
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the folder has a config.json.
+
+        A folder of GGUF files or of a tokenizer may have none.
+        """
+        return (self.path / "config.json").is_file()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json; empty without one.
+
+        Raises ``ModelError`` where the file is not a JSON object.
+        """
+        if not self.has_config:
+            return {}
+        path = self.path / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise _make_unreadable_error(path, error) from None
+        if not isinstance(config, dict):
+            raise _make_unreadable_error(path, "it is not a JSON object")
+        return config
+
+    @cached_property
+    def text_config(self) -> dict[str, Any]:
+        """``config``, with the fields of the language model at the top.
+
+        Models that also read images keep these fields in an inner ``text_config``.
+        """
+        inner = self.config.get("text_config") or {}
+        if not isinstance(inner, dict):
+            raise _make_unreadable_error(
+                self.path / "config.json", "its text_config is not a JSON object"
+            )
+        return {**self.config, **inner}
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether the language model is a part of a model that also reads images or sound."""
+        parts = ("text_config", "vision_config", "audio_config")
+        return any(isinstance(self.config.get(part), dict) for part in parts)
+
+    def require_decoder(self) -> None:
+        """Raise ``ModelError`` for a model with an encoder, such as T5, by its name.
+
+        Its decoder predicts a text from another text, so there is no distribution of the next
+        token of one text to record.
+        """
+        if self.config.get("is_encoder_decoder"):
+            kind = self.config.get("model_type", "encoder-decoder")
+            raise ModelError(
+                f"{self.path} holds a model with an encoder and a decoder "
+                f"({self.architecture or kind}, of the type {kind}).",
+                "Use a decoder-only language model, such as a Llama, Qwen, Gemma or Mistral.",
+            )
+
+    @property
+    def architecture(self) -> str | None:
+        """The name of the class that saved the model; None if config.json does not say."""
+        names = self.config.get("architectures")
+        first = names[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) else None
+
+    @property
+    def context(self) -> int | None:
+        """The most positions that the model can attend to; None if config.json does not say."""
+        fields = self.text_config
+        context = fields.get("max_position_embeddings") or fields.get("n_positions")
+        return context if isinstance(context, int) else None
+
+    @property
+    def hidden_width(self) -> int | None:
+        """D, the width of the hidden states; None if config.json does not say."""
+        widths = (self.text_config.get(field) for field in _WIDTH_FIELDS)
+        return next((width for width in widths if isinstance(width, int)), None)
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """V by config.json, which may count padding; None if it does not say."""
+        size = self.text_config.get("vocab_size")
+        return size if isinstance(size, int) and size > 1 else None
+
+    @property
+    def dtype(self) -> str | None:
+        """The precision of the stored weights, such as "bfloat16".
+
+        None if config.json does not say. Read from the top of config.json alone, as transformers
+        reads it.
+        """
+        # torch_dtype is the name of the field before transformers 4.56.
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        return dtype if isinstance(dtype, str) else None
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The path of tokenizer.json; None if the folder has none."""
+        path = self.path / "tokenizer.json"
+        return path if path.is_file() else None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder has a file of a tokenizer, in the form of any library."""
+        return any((self.path / name).is_file() for name in _TOKENIZER_FILES)
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files, sorted by name."""
+        return sorted(self.path.glob("*.safetensors"))
+
+    @property
+    def gguf_files(self) -> list[str]:
+        """The names of the GGUF files, sorted."""
+        return sorted(path.name for path in self.path.glob("*.gguf"))
+
+    def read_text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the language model's tensors: all but those for images and sound."""
+        shapes = self.read_parameter_shapes()
+        starts = {
+            name.removesuffix(_EMBEDDING)
+            for name in shapes
+            if f".{name}".endswith(f".{_EMBEDDING}")
+        }
+        if not self.is_composite or not starts:
+            return shapes
+        own = (*starts, "lm_head.")
+        return {
+            name: shape
+            for name, shape in shapes.items()
+            if name.startswith(own) or name.endswith(".lm_head.weight")
+        }
+
+    def read_parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each stored tensor, from the headers of the safetensors files.
+
+        Unreadable files add none.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in self.weight_files:
+            shapes |= _read_shapes(path)
+        return shapes
+
+
+def _make_unreadable_error(path: Path, reason: object) -> ModelError:
+    return ModelError(f"{path} cannot be read: {reason}.", "Save the model again.")
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    # A safetensors file starts with the length of its header in 8 bytes, then the header in JSON.
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length < _LONGEST_HEADER else {}
+        return {
+            name: tuple(map(int, tensor["shape"]))
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+# ---------------------------------------------------------------------- finding a model
+
+
+def resolve_model(
+    model: str, revision: str | None = None, weights: str | None = "*.safetensors"
+) -> Path:
+    """Return the local folder of ``model``: ``model`` itself, or a snapshot from the hub.
+
+    A snapshot that is not on this machine is downloaded. Only weight files that match
+    ``weights`` are downloaded, because a repository may hold twenty quantisations.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    if not HUB_ID.match(model):
+        raise ModelError(
+            f"model folder {model!r} does not exist.",
+            "Check the path; relative paths start at the folder where the run starts.",
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
+
+    patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=patterns, ignore_patterns=["original/*"]
+            )
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"model {model!r} is gated: {error}",
+            "Ask for access on its page, then run: hf auth login.",
+        ) from error
+    # Not found, offline and no network each raise a class of their own, with no common base.
+    except Exception as error:
+        raise ModelError(
+            f"model {model!r} is neither a local folder nor a model that the hub can provide now "
+            f"({type(error).__name__}).",
+            "Check the name, or download the model first; "
+            "with HF_HUB_OFFLINE=1 only downloaded models are found.",
+        ) from error
+
+
+def compute_fingerprint(folder: Path, gguf_file: str | None = None) -> str:
+    """Return the sha256 of the files that determine the model's outputs.
+
+    These are the configuration, the model's own code and the weights, or ``gguf_file`` alone.
+    """
+    names = [gguf_file] if gguf_file else _list_identity_files(folder)
+    digest = hashlib.sha256()
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            raise ModelError(f"{path} does not exist.", "Check teacher.gguf_file.")
+        with path.open("rb") as file:
+            digest.update(name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _list_identity_files(folder: Path) -> list[str]:
+    model = ModelFolder(folder)
+    if not model.weight_files:
+        raise ModelError(
+            f"{folder} holds no *.safetensors weights.",
+            "Convert the model to safetensors, or set gguf_file.",
+        )
+    if not model.has_config:
+        raise ModelError(
+            f"{folder} holds no config.json.", "Give the folder of a Hugging Face model."
+        )
+    code = sorted(path.name for path in folder.glob("*.py"))
+    return ["config.json", *code, *(path.name for path in model.weight_files)]
+
+
+# ---------------------------------------------------------------------- the code of a model
+
+
+def is_remote_code_allowed() -> bool:
+    """Whether jobs may run Python code that comes with a model (KD_TRUST_REMOTE_CODE)."""
+    return os.environ.get("KD_TRUST_REMOTE_CODE", "").lower() in {"1", "true", "yes", "on"}
+
+
+def require_allowed_remote_code(config: TeacherConfig) -> bool:
+    """Return whether to run the teacher's own Python code.
+
+    Raises ``ModelError`` where the job asks for it and the operator does not allow it.
+    """
+    if config.trust_remote_code and not is_remote_code_allowed():
+        raise ModelError(
+            "teacher.trust_remote_code is set, but the operator does not allow it.",
+            "Start with KD_TRUST_REMOTE_CODE=1.",
+        )
+    return config.trust_remote_code

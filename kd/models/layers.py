@@ -1,0 +1,140 @@
+"""The body of a model: its last hidden states, its decoder layers, and checks of its attention.
+
+Shapes: B sequences, L positions of a sequence, D hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from kd.errors import ModelError
+
+
+def compute_hidden_states(
+    model: nn.Module, tokens_BL: Tensor, positions_BL: Tensor | None = None
+) -> Tensor:
+    """Return the final hidden states (B, L, D), after the last norm.
+
+    Where ``positions_BL`` restart within a row, attention stays inside each document:
+    transformers builds the block-diagonal mask from them. None means one document in each row.
+    """
+    hidden_BLD: Tensor = run_body(model, tokens_BL, positions_BL).last_hidden_state
+    return hidden_BLD
+
+
+def run_body(
+    model: nn.Module, tokens_BL: Tensor, positions_BL: Tensor | None = None, **wanted: Any
+) -> Any:
+    """Run ``model`` up to its last norm, and return its output with what else is ``wanted``."""
+    return find_body(model)(
+        input_ids=tokens_BL, position_ids=positions_BL, use_cache=False, **wanted
+    )
+
+
+def find_body(model: nn.Module) -> nn.Module:
+    """Return the part of ``model`` below its LM head: embeddings, layers and last norm."""
+    # getattr, because the __getattr__ of nn.Module is typed as a Tensor.
+    body: nn.Module = getattr(model, "base_model")  # noqa: B009
+    if body is not model:
+        return body
+    # Llama 4 names its body for the model with images, and transformers does not find it.
+    inner = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    return next(inner, model)
+
+
+def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers in order.
+
+    Empty where no list of the model has that many modules.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = (module for module in find_body(model).modules() if isinstance(module, nn.ModuleList))
+    return next((list(each) for each in lists if len(each) == count), [])
+
+
+def require_context(model: PreTrainedModel, sequence_length: int) -> None:
+    """Raise ``ModelError`` if sequences are longer than the model's context.
+
+    Learned position embeddings would raise an IndexError there. Rotary ones would continue
+    silently, to positions that the model was never trained on.
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and sequence_length > context:
+        raise ModelError(
+            f"{type(model).__name__} has a context of {context} tokens, "
+            f"but data.sequence_length is {sequence_length}.",
+            f"Set data.sequence_length to {context} or less.",
+        )
+
+
+@torch.no_grad()
+def require_document_isolation(model: PreTrainedModel) -> None:
+    """Raise ``ModelError`` if a token of one packed document changes the hidden states of the next.
+
+    The check runs the model on two packed documents, then again with other tokens in the first.
+    """
+    training = model.training
+    model.eval()
+    positions_BL = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=model.device)
+    tokens_BL = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4]], device=model.device)
+    packed = compute_hidden_states(model, tokens_BL, positions_BL)
+    changed = compute_hidden_states(
+        model, tokens_BL + torch.tensor([[1] * 4 + [0] * 4], device=model.device), positions_BL
+    )
+    model.train(training)
+    difference = float((packed[:, 4:] - changed[:, 4:]).abs().max())
+    # Experts are multiplied in groups of tokens, and the size of a group changes the rounding.
+    # float32 separates that rounding from a real leak, which can be as small as 5e-4. bfloat16
+    # cannot, so there any difference counts as a leak.
+    tolerance = 1e-5 if packed.dtype.itemsize >= 4 else 0.0
+    if not difference <= tolerance * float(packed.abs().max()):
+        raise ModelError(
+            f"{type(model).__name__} attends across the documents of a packed sequence.",
+            "Set data.packing to false, or use a model whose attention follows position_ids.",
+        )
+
+
+def group_layers(student: PreTrainedModel) -> list[tuple[str, list[Parameter]]]:
+    """Return the trained parameters by group, from the bottom to the top of the model.
+
+    The groups are ``embeddings``, ``layer 0``, ``layer 1``, ..., ``head``; the last holds the LM
+    head and the final norm. Groups without a trained parameter are left out.
+    """
+    return [
+        (name, parameters) for name, parameters, _ in list_layer_parameters(student) if parameters
+    ]
+
+
+def list_layer_parameters(student: PreTrainedModel) -> list[tuple[str, list[Parameter], int]]:
+    """Return each group's name, its trained parameters and its depth below the last layer.
+
+    Depth counts layers: the last layer and the ``head`` have depth 0, the embeddings are the
+    deepest. An LM head that is tied to the embeddings belongs to ``embeddings``.
+    """
+    layers = find_decoder_layers(student)
+    groups: list[tuple[str, list[Parameter], int]] = [
+        (f"layer {index}", list(layer.parameters()), len(layers) - 1 - index)
+        for index, layer in enumerate(layers)
+    ]
+    inside = {parameter for _, parameters, _ in groups for parameter in parameters}
+    embedded = {
+        parameter
+        for module in student.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
+    outside = [parameter for parameter in student.parameters() if parameter not in inside]
+    groups.insert(
+        0,
+        ("embeddings", [parameter for parameter in outside if parameter in embedded], len(layers)),
+    )
+    groups.append(("head", [parameter for parameter in outside if parameter not in embedded], 0))
+    return [
+        (name, [each for each in parameters if each.requires_grad], depth)
+        for name, parameters, depth in groups
+    ]

@@ -1,0 +1,169 @@
+"""The LM head of a model: it turns hidden states into logits.
+
+Shapes: B sequences, L positions of a sequence, N positions, D hidden width, V vocabulary (of the
+tokenizer; V' >= V where the model pads its own), c tokens of one block of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kd.errors import ModelError, TokenizerMismatch
+from kd.models.layers import compute_hidden_states
+
+#: Tokens of the vocabulary in one matrix product on a CPU. One product over all 49,152 tokens of a
+#: vocabulary took a quarter longer.
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The map from hidden states x to logits, s = softcap(scale * (x Wᵀ + b)).
+
+    The soft cap is c tanh(z / c). ``weight`` is (V', D) and ``bias`` (V',). Rows from index
+    ``vocabulary`` on are padding, and are ignored.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    vocabulary: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are x Wᵀ alone: no bias, scale or soft cap."""
+        return self.bias is None and self.scale == 1.0 and not self.softcap
+
+    def multiply(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ (N, V) in the dtype of ``hidden_ND``, without padding tokens.
+
+        ``room_NV`` is memory of that dtype for the result. It is used only where no gradient is
+        needed.
+        """
+        weight_VD = self.weight[: self.vocabulary].to(hidden_ND.dtype)
+        if room_NV is None:
+            if torch.is_grad_enabled():
+                return nn.functional.linear(hidden_ND, weight_VD)
+            room_NV = hidden_ND.new_empty(len(hidden_ND), self.vocabulary)
+        columns = self.vocabulary if hidden_ND.is_cuda else BLOCK_TOKENS
+        for block_cD, out_Nc in zip(
+            weight_VD.split(columns), room_NV.split(columns, 1), strict=True
+        ):
+            torch.mm(hidden_ND, block_cD.T, out=out_Nc)
+        return room_NV
+
+    def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """Return z = x Wᵀ + b (N, V), in float32 or float64.
+
+        The result may use the memory ``room_NV``.
+        """
+        z_NV = self.multiply(hidden_ND, room_NV)
+        z_NV = z_NV.to(torch.promote_types(z_NV.dtype, torch.float32))
+        return z_NV if self.bias is None else z_NV + self.bias[: self.vocabulary]
+
+    def transform_logits(self, z_NV: Tensor) -> Tensor:
+        """Apply the scale and the soft cap to the output of the linear layer."""
+        z_NV = z_NV * self.scale if self.scale != 1.0 else z_NV
+        return self.softcap * torch.tanh(z_NV / self.softcap) if self.softcap else z_NV
+
+    def compute_logits(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """Return the model's logits (N, V), in float32 or float64.
+
+        The result may use the memory ``room_NV``.
+        """
+        return self.transform_logits(self.project(hidden_ND, room_NV))
+
+
+def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
+    """Return the LM head of ``model``, checked against the model's own logits.
+
+    Supports soft-capping (``final_logit_softcapping`` of Gemma) and scaling (``logit_scale`` of
+    Cohere, ``logits_scaling`` of Granite). Raises ``ModelError`` where the model does anything else
+    to its logits, and ``TokenizerMismatch`` where it has fewer rows than ``vocabulary``.
+    """
+    name = type(model).__name__
+    layer = model.get_output_embeddings()
+    config = model.config
+    if not isinstance(layer, nn.Linear):
+        raise ModelError(
+            f"{name} has no linear LM head (found {type(layer).__name__}).",
+            "Use a causal language model.",
+        )
+    require_rows(model, vocabulary)
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
+    lm_head = LMHead(
+        layer.weight,
+        layer.bias,
+        scale,
+        getattr(config, "final_logit_softcapping", None),
+        vocabulary,
+    )
+    _check_lm_head(model, lm_head, name)
+    return lm_head
+
+
+def count_rows(model: PreTrainedModel) -> int:
+    """Return V', the rows of the LM head; without bound where the model has no linear one."""
+    layer = model.get_output_embeddings()
+    return int(layer.weight.shape[0]) if isinstance(layer, nn.Linear) else sys.maxsize
+
+
+def require_rows(model: PreTrainedModel, vocabulary: int) -> None:
+    """Raise ``TokenizerMismatch`` where the LM head has fewer rows than ``vocabulary``, V."""
+    if (rows := count_rows(model)) < vocabulary:
+        raise TokenizerMismatch(
+            f"{type(model).__name__} has {rows} output rows, but the tokenizer has "
+            f"{vocabulary} tokens.",
+            "Use a model made for this tokenizer, or add the missing rows with "
+            f"model.resize_token_embeddings({vocabulary}) of transformers.",
+        )
+
+
+@torch.no_grad()
+def _check_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> None:
+    """Raise ``ModelError`` where the model's own logits differ from those of ``lm_head``."""
+    training = model.training
+    model.eval()
+    tokens_BL = torch.arange(8, device=model.device).remainder(lm_head.vocabulary)[None]
+    z_LV = lm_head.project(compute_hidden_states(model, tokens_BL)[0])
+    if not torch.isfinite(z_LV).all():
+        raise ModelError(
+            f"{name} computes NaN or infinite logits.", "Check its weights, or run it in float32."
+        )
+    tolerance = 1e-3 if lm_head.weight.dtype == torch.float32 else 5e-2
+    # The logits as they are, then enlarged to 50: a soft cap is linear near 0, so it shows only
+    # there.
+    for gain in (1.0, 50.0 / float(z_LV.abs().max().clamp(min=1e-30))):
+        theirs = _compute_own_logits(model, tokens_BL, gain)[:, : lm_head.vocabulary]
+        ours = lm_head.transform_logits(z_LV * gain)
+        difference = float((ours - theirs).abs().max())
+        # "not <=" is true for NaN too, and for an infinity of theirs.
+        if not difference <= tolerance * float(ours.abs().max()):
+            raise ModelError(
+                f"{name} does something to its logits after the LM head that is not supported "
+                f"(ours and its own differ by {difference:.3g}).",
+                "Supported: bias, logit_scale, logits_scaling, final_logit_softcapping.",
+            )
+    model.train(training)
+
+
+def _compute_own_logits(model: PreTrainedModel, tokens_BL: Tensor, gain: float) -> Tensor:
+    """Return the model's own logits (L, V') of its first row.
+
+    The output of its LM head is multiplied by ``gain``.
+    """
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda layer, inputs, output: output * gain
+    )
+    try:
+        return model(input_ids=tokens_BL, use_cache=False).logits[0].float()
+    finally:
+        hook.remove()

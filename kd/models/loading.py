@@ -1,0 +1,229 @@
+"""Load the teacher, and load or build the student.
+
+A student comes from its own folder, is cut out of the teacher, or is a fresh Llama.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.utils.tqdm import disable_progress_bars
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from kd.config.student import StudentConfig, StudentInit
+from kd.config.teacher import TeacherConfig
+from kd.errors import ModelError, _format_first_line
+from kd.models.adapters import add_adapters
+from kd.models.composites import find_text_config, load_text_model
+from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
+from kd.models.inheritance import cut_hollow_student, cut_student
+from kd.models.tokenizers import get_vocabulary_size
+
+
+def hide_progress_bars() -> None:
+    """Hide the progress bars of transformers and the hub: a run reports its own progress."""
+    transformers.utils.logging.disable_progress_bar()
+    disable_progress_bars()
+
+
+# ---------------------------------------------------------------------- the teacher
+
+
+def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> PreTrainedModel:
+    """Load the teacher, frozen, in evaluation mode and in its configured precision."""
+    model = load_model(
+        folder,
+        choose_teacher_dtype(config, folder, device),
+        config.gguf_file,
+        require_allowed_remote_code(config),
+    )
+    nn.Module.to(model, device)  # the type of PreTrainedModel.to does not accept a device
+    return model.eval().requires_grad_(False)
+
+
+def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
+    """Return the precision that the teacher runs in.
+
+    "auto" means float32 on a CPU and for GGUF files, otherwise the precision of the stored weights.
+    """
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    # A CPU is slow in 16 bits; a GGUF file is unpacked to float32.
+    if device.type == "cpu" or config.gguf_file:
+        return torch.float32
+    stored: torch.dtype = getattr(torch, ModelFolder(folder).dtype or "float32")
+    return stored
+
+
+# ---------------------------------------------------------------------- the student
+
+
+def build_student(
+    config: StudentConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None = None,
+) -> PreTrainedModel:
+    """Return the student in float32 on the CPU, with adapters where ``config`` asks for them.
+
+    It is loaded from its folder, cut out of the teacher, or built fresh. Fresh weights and
+    adapters are drawn from torch's current random state.
+    """
+    assert config is not None, "JobConfig refuses a training job without a student"
+    student = _build_without_adapters(config, tokenizer, context, teacher)
+    return student if config.lora is None else add_adapters(student, config.lora)
+
+
+def _build_without_adapters(
+    config: StudentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None,
+    hollow: bool = False,
+) -> PreTrainedModel:
+    """Return the student without adapters.
+
+    With ``hollow`` its weights are neither read nor computed.
+    """
+    read = _load_hollow if hollow else load_model
+    cut = cut_hollow_student if hollow else cut_student
+    if config.init is not None:
+        return _make_fresh_llama(config.init, tokenizer, context)
+    if config.from_teacher is None:
+        assert config.model is not None
+        return read(resolve_model(config.model, config.revision), torch.float32)
+    assert teacher is not None, "JobConfig refuses a student from a teacher without a teacher"
+    folder = resolve_model(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
+    whole = read(folder, torch.float32, teacher.gguf_file, require_allowed_remote_code(teacher))
+    return cut(whole.eval(), config.from_teacher)
+
+
+def _make_fresh_llama(
+    init: StudentInit, tokenizer: PreTrainedTokenizerBase, context: int
+) -> PreTrainedModel:
+    shape = LlamaConfig(
+        vocab_size=get_vocabulary_size(tokenizer),
+        hidden_size=init.hidden_size,
+        intermediate_size=init.mlp_width,
+        num_hidden_layers=init.layers,
+        num_attention_heads=init.attention_heads,
+        num_key_value_heads=init.num_key_value_heads or init.attention_heads,
+        attention_dropout=init.attention_dropout,
+        tie_word_embeddings=init.tie_word_embeddings,
+        # Rotary embeddings cost nothing, and a longer context lets the student be trained further.
+        max_position_embeddings=max(context, 2048),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(shape)
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load the causal language model in ``folder`` onto the CPU.
+
+    Reads safetensors or GGUF, never a pickle: loading a pickle can run code. Raises ``ModelError``.
+    """
+    try:
+        model = _read_model(ModelFolder(folder), dtype, gguf_file, trust_remote_code)
+    except ModelError:
+        raise
+    except Exception as error:
+        remedy = (
+            "GGUF files need: pip install 'potstill[gguf]'."
+            if gguf_file
+            else "It must be a causal language model."
+        )
+        raise ModelError(
+            f"the model in {folder} cannot be loaded: {_format_first_line(error)}", remedy
+        ) from error
+    _forget_gguf(model)
+    return model
+
+
+def _read_model(
+    folder: ModelFolder, dtype: torch.dtype, gguf_file: str | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    if gguf_file:
+        gguf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder.path, dtype=dtype, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+        )
+        return gguf
+    shape = _read_shape(folder, trust_remote_code)
+    if (text := find_text_config(shape, folder)) is not None:
+        return load_text_model(folder, text, dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder.path, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+    )
+    return model
+
+
+def _read_shape(folder: ModelFolder, trust_remote_code: bool, **extra: Any) -> PreTrainedConfig:
+    """Read the configuration of the model in ``folder``; refuses encoder-decoders by name."""
+    folder.require_decoder()
+    shape: PreTrainedConfig = AutoConfig.from_pretrained(
+        folder.path, trust_remote_code=trust_remote_code, **extra
+    )
+    return shape
+
+
+def _forget_gguf(model: PreTrainedModel) -> None:
+    """Remove the mark of a GGUF file, because transformers refuses to save a model with it.
+
+    The weights are already unpacked.
+    """
+    if getattr(getattr(model.config, "quantization_config", None), "quant_method", None) == "gguf":
+        del model.config.quantization_config
+        for name, value in {"hf_quantizer": None, "is_quantized": False}.items():
+            setattr(model, name, value)
+
+
+def require_trainable_student(
+    config: StudentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None = None,
+) -> PreTrainedModel:
+    """Return the student without its weights; raises ``build_student``'s error for its shape."""
+    with torch.device("meta"):
+        student = _build_without_adapters(config, tokenizer, context, teacher, hollow=True)
+        return student if config.lora is None else add_adapters(student, config.lora)
+
+
+def _load_hollow(
+    folder: Path, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Build the model in ``folder`` from its configuration alone.
+
+    Under ``torch.device("meta")`` its parameters have a shape but no memory.
+    """
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        shape = _read_shape(ModelFolder(folder), trust_remote_code, **extra)
+        text = None if gguf_file else find_text_config(shape, ModelFolder(folder))
+        hollow: PreTrainedModel = AutoModelForCausalLM.from_config(
+            text or shape, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the model in {folder} cannot be made: {_format_first_line(error)}",
+            "It must be a causal language model.",
+        ) from error
+    return hollow

@@ -1,0 +1,185 @@
+"""Choose the device and the precision of its matrix products, and watch the loss scale of float16.
+
+Shapes: B sequences, L positions of a sequence, N positions with a target, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kd.errors import ConfigError, Problem, TrainingError
+from kd.models.layers import compute_hidden_states
+from kd.text.batches import Batch
+
+
+def pick_device() -> torch.device:
+    """Return the first GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of device: the precision of "auto", and whether float32 products can use TF32."""
+
+    name: str
+    precision: str
+    tf32: bool
+
+
+CPU = Hardware("CPU", "fp32", tf32=False)
+#: Kinds of GPU, by their lowest compute capability, newest first. GPUs before Volta have no matrix
+#: units, so half precision would lose range and gain no speed.
+GPUS = {
+    (8, 0): Hardware("Ampere and later", "bf16", tf32=True),
+    (7, 0): Hardware("V100, T4", "fp16", tf32=False),
+    (0, 0): Hardware("before Volta", "fp32", tf32=False),
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def find_hardware(device: torch.device) -> Hardware:
+    """Return the kind of hardware that ``device`` is."""
+    if device.type != "cuda":
+        return CPU
+    capability = torch.cuda.get_device_capability()
+    return next(hardware for since, hardware in GPUS.items() if capability >= since)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision of the matrix products in the forward and backward pass.
+
+    Weights and the state of the optimiser stay in float32.
+    """
+
+    device: str
+    dtype: torch.dtype
+
+    @classmethod
+    def choose(cls, name: str, device: torch.device) -> Precision:
+        """Return the precision called ``name``; "auto" depends on the hardware of ``device``.
+
+        Raises ``ConfigError`` for fp16 on a CPU.
+        """
+        if name == "fp16" and device.type == "cpu":
+            raise ConfigError(
+                [
+                    Problem(
+                        "/train/precision",
+                        "fp16 needs a GPU, but the device of this run is cpu.",
+                        "Set train.precision to auto, bf16 or fp32, or run where torch sees a GPU.",
+                    )
+                ]
+            )
+        return cls(
+            device.type, _DTYPES[find_hardware(device).precision if name == "auto" else name]
+        )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss must be scaled; true for float16 alone, where gradients underflow."""
+        return self.dtype == torch.float16
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context manager for a forward pass."""
+        return (
+            nullcontext()
+            if self.dtype == torch.float32
+            else torch.autocast(self.device, self.dtype)
+        )
+
+
+def set_tf32(device: torch.device, wanted: bool) -> None:
+    """Let float32 products use TF32, if ``wanted`` and if the device supports it.
+
+    This switch of torch acts on the whole process and is meant for training. Code that needs all
+    of float32 uses ``float32_products``.
+    """
+    torch.set_float32_matmul_precision(
+        "high" if wanted and find_hardware(device).tf32 else "highest"
+    )
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """Run matrix products in all of float32 inside this context.
+
+    The 10 bits of TF32 would change a teacher's logits by hundredths of a nat.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def compute_target_hidden_states(forward: nn.Module, batch: Batch, precision: Precision) -> Tensor:
+    """Return the hidden states (N, D) of positions with a target, in the dtype of ``precision``."""
+    with precision.autocast():
+        hidden_BLD = compute_hidden_states(forward, batch.tokens_BL, batch.positions_BL)
+    return hidden_BLD.flatten(0, 1)[batch.rows_N].to(precision.dtype)
+
+
+# ---------------------------------------------------------------------- the loss scale
+
+#: Falls of the loss scale within ``ALARM_STEPS`` that raise an alarm. A single fall is normal: the
+#: scaler finds the right scale by raising it until gradients overflow.
+ALARM_FALLS = 4
+#: The number of latest steps in which falls are counted.
+ALARM_STEPS = 20
+#: The loss scale at which training stops. Gradients that overflow here are above 6e8, too large for
+#: any loss that can still be trained.
+LEAST_SCALE = 1e-4
+
+
+@dataclass
+class ScalerWatch:
+    """The history of the loss scale; its fields are JSON values, for a checkpoint.
+
+    ``skipped`` counts the steps that were not taken because a gradient overflowed; ``falls`` are
+    the numbers of the recent ones.
+    """
+
+    skipped: int = 0
+    falls: list[int] = field(default_factory=list)
+
+    def update(self, scaler: torch.amp.GradScaler, step: int) -> bool:
+        """Let ``scaler`` choose the scale after ``step``, and return whether that step was taken.
+
+        Raises ``TrainingError`` where the scale falls below ``LEAST_SCALE``.
+        """
+        before = scaler.get_scale()
+        scaler.update()
+        # The scale falls only where gradients overflowed, and then the step was skipped.
+        if scaler.get_scale() >= before:
+            return True
+        self.skipped += 1
+        self.falls = [each for each in self.falls if each > step - ALARM_STEPS] + [step]
+        if scaler.get_scale() < LEAST_SCALE:
+            raise TrainingError(
+                f"At step {step} the gradients overflow float16 "
+                f"even with the loss scaled by {before:.2g}.",
+                "The last checkpoint is whole. Lower train.learning_rate, "
+                "or set train.precision to fp32.",
+            )
+        return False
+
+    def describe_alarm(self) -> str | None:
+        """Return a warning if the scale fell often in the last steps, and start to count anew."""
+        if len(self.falls) < ALARM_FALLS:
+            return None
+        first = self.falls[0]
+        last = self.falls[-1]
+        self.falls = []
+        return (
+            f"The loss scale of float16 was halved {ALARM_FALLS} times "
+            f"from step {first} to {last}: gradients overflow, and {self.skipped} steps "
+            "were skipped so far. Lower train.learning_rate, or set train.precision to fp32."
+        )

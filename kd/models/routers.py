@@ -1,0 +1,82 @@
+"""The balance loss of a mixture of experts: it keeps the routers from choosing few experts.
+
+Each layer's router gives every token a probability for each of E experts, and the token goes to the
+k most probable. With f_i the share of tokens that go to expert i and P_i its mean probability, the
+loss is E sum_i f_i P_i (Fedus et al. 2021, arXiv 2101.03961). It is k where all experts get equally
+many tokens, and grows as they get fewer. Only its gradient matters, so k is subtracted here: the
+loss of a balanced student is that of the student without the term.
+
+Shapes: B sequences, L positions of a sequence, N positions with a target, D hidden width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kd.errors import ConfigError, Problem
+from kd.models.layers import run_body
+from kd.models.precision import Precision
+from kd.text.batches import Batch
+
+
+@dataclass(frozen=True)
+class RouterBalance:
+    """The balance loss of a student with ``experts`` experts, of which each token gets ``chosen``.
+
+    ``measure`` is the function with which transformers computes it for this family of models.
+    """
+
+    weight: float
+    experts: int
+    chosen: int
+    measure: Callable[..., Tensor]
+
+    def run(
+        self, student: PreTrainedModel, batch: Batch, precision: Precision
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states (N, D) of positions with a target, and the weighted loss.
+
+        The loss is a mean over these positions, times N: the losses of tokens are summed too.
+        """
+        with precision.autocast():
+            output = run_body(
+                student, batch.tokens_BL, batch.positions_BL, output_router_logits=True
+            )
+        mask = torch.zeros(batch.tokens_BL.numel(), device=batch.tokens_BL.device)
+        mask[batch.rows_N] = 1.0
+        logits = tuple(each.float() for each in output.router_logits)
+        loss = self.measure(logits, self.experts, self.chosen, mask.view_as(batch.tokens_BL))
+        hidden_BLD: Tensor = output.last_hidden_state
+        return (
+            hidden_BLD.flatten(0, 1)[batch.rows_N].to(precision.dtype),
+            self.weight * len(batch) * (loss - self.chosen),
+        )
+
+
+def find_router_balance(student: PreTrainedModel, weight: float | None) -> RouterBalance | None:
+    """Return the balance loss of ``student``; None where it has none, or its weight is 0.
+
+    ``weight`` None means that of the student's configuration, router_aux_loss_coef. Raises
+    ``ConfigError`` for a weight where the student has no balance loss.
+    """
+    measure = getattr(sys.modules[type(student).__module__], "load_balancing_loss_func", None)
+    experts = getattr(student, "num_experts", None)
+    chosen = getattr(student, "num_experts_per_tok", None)
+    if measure is None or not isinstance(experts, int) or not isinstance(chosen, int):
+        if weight:
+            raise _make_refusal(student)
+        return None
+    own = getattr(student.config, "router_aux_loss_coef", None) or 0.0
+    weight = own if weight is None else weight
+    return RouterBalance(weight, experts, chosen, measure) if weight > 0 else None
+
+
+def _make_refusal(student: PreTrainedModel) -> ConfigError:
+    detail = f"a {type(student).__name__} has no balance loss for routers."
+    return ConfigError([Problem("/loss/router_balance", detail, "Leave it out.")])

@@ -1,0 +1,275 @@
+"""The optimiser of the student: which one, which weights decay, and how fast each layer learns.
+
+    adamw          torch.optim.AdamW: fused where the device allows it, else foreach or a loop
+    adafactor      transformers' Adafactor without its own choice of the rate, as in its Trainer
+    muon           torch.optim.Muon for the matrices of the layers, AdamW for the rest
+    lion, lars     those of pytorch_optimizer
+    schedule_free  schedulefree's AdamW, which keeps an average of the weights for evaluation
+
+The loop sees one ``torch.optim.Optimizer`` each time: groups with rates, ``step``, ``zero_grad``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel
+from transformers.optimization import Adafactor
+
+from kd.config.train import TrainConfig
+from kd.errors import TrainingError
+from kd.models.layers import find_decoder_layers, list_layer_parameters
+
+ParameterGroup = dict[str, Any]
+
+
+def make_optimizer(
+    student: PreTrainedModel, extra: Iterable[Parameter], options: TrainConfig, device: torch.device
+) -> Optimizer:
+    """Make the optimiser of ``options`` for ``student``'s trained parameters and ``extra``.
+
+    Weight decay is on matrices only: on norms and biases it would only shrink their scale. The
+    first group holds the LM head and has the full rate, and so has ``extra``. Raises
+    ``TrainingError`` for an argument in ``train.optim_args`` that the optimiser does not have; the
+    message lists those it has.
+    """
+    groups = _make_groups(student, list(extra), options)
+    if options.optim == "muon":
+        return _make_muon(student, groups, options, device)
+    return _make_one_optimizer(options.optim, groups, options, device)
+
+
+# ---------------------------------------------------------------------- layers
+
+
+def _make_groups(
+    student: PreTrainedModel, extra: list[Parameter], options: TrainConfig
+) -> list[ParameterGroup]:
+    """Groups of parameters with the same rate and decay; those with the full rate come first."""
+    rates: dict[Parameter, float] = dict.fromkeys(
+        (parameter for parameter in student.parameters() if parameter.requires_grad),
+        options.learning_rate,
+    )
+    if options.layer_lr_decay < 1:
+        for _, parameters, depth in list_layer_parameters(student):
+            rates.update(
+                dict.fromkeys(parameters, options.learning_rate * options.layer_lr_decay**depth)
+            )
+    rates.update(dict.fromkeys(extra, options.learning_rate))
+    if not rates:
+        raise TrainingError("The student has no parameter to train.", "Do not freeze all of it.")
+    biases = _find_biases(student)
+    groups: list[ParameterGroup] = [
+        {
+            "params": [
+                p for p in rates if rates[p] == rate and (p.ndim >= 2 and p not in biases) == decays
+            ],
+            "lr": rate,
+            "weight_decay": decay,
+        }
+        for rate in sorted(set(rates.values()), reverse=True)
+        for decays, decay in ((True, options.weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _find_biases(student: PreTrainedModel) -> set[Parameter]:
+    """The biases of ``student``, by their names.
+
+    The shape does not show it: the biases of all experts of a layer may be one tensor of two axes.
+    """
+    return {parameter for name, parameter in student.named_parameters() if name.endswith("bias")}
+
+
+def find_layer_matrices(student: PreTrainedModel) -> set[Parameter]:
+    """The trained matrices of the decoder layers, which Muon orthogonalises.
+
+    Muon is made for maps between hidden states. Rows of the embeddings and of the LM head are no
+    such maps, nor are biases.
+    """
+    biases = _find_biases(student)
+    return {
+        parameter
+        for layer in find_decoder_layers(student)
+        for parameter in layer.parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and parameter not in biases
+    }
+
+
+# ---------------------------------------------------------------------- optimisers
+
+
+def _make_one_optimizer(
+    name: str, groups: list[ParameterGroup], options: TrainConfig, device: torch.device
+) -> Optimizer:
+    factory, settings = _choose_class_and_settings(name, options, device)
+    arguments = _read_arguments(name, options)
+    try:
+        optimizer: Optimizer = factory(groups, lr=options.learning_rate, **settings, **arguments)
+    except ValueError as error:
+        raise TrainingError(
+            f"train.optim {name} cannot be made with optim_args {arguments}: {error}",
+            "Change train.optim_args.",
+        ) from error
+    if name == "schedule_free":
+        # It is made in the mode for evaluation, in which it cannot step.
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+# Where torch has one kernel for the whole of AdamW; elsewhere it takes foreach if the device has
+# that, else a loop.
+_FUSED_DEVICES = {"cuda", "xpu", "mps", "cpu"}
+
+
+def _choose_class_and_settings(
+    name: str, options: TrainConfig, device: torch.device
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The optimiser's class, and the arguments that ``options`` or this project decide."""
+    adam = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
+    if name == "adamw":
+        return AdamW, {**adam, "fused": True if device.type in _FUSED_DEVICES else None}
+    if name == "muon":
+        # Steps of AdamW's size, so that one rate serves both halves (Liu et al. 2025, arXiv
+        # 2502.16982).
+        return Muon, {"adjust_lr_fn": "match_rms_adamw"}
+    if name == "adafactor":
+        # The rate is the configuration's: neither relative to the weights' size nor falling by
+        # itself.
+        return Adafactor, {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+    if name == "schedule_free":
+        from schedulefree import AdamWScheduleFree
+
+        return AdamWScheduleFree, {**adam, "warmup_steps": 0}
+    from pytorch_optimizer import LARS, Lion
+
+    return {"lion": Lion, "lars": LARS}[name], {}
+
+
+def _make_muon(
+    student: PreTrainedModel,
+    groups: list[ParameterGroup],
+    options: TrainConfig,
+    device: torch.device,
+) -> Optimizer:
+    """Muon for the matrices of the layers, and AdamW for the other parameters."""
+    matrices = find_layer_matrices(student)
+    adam = options.model_copy(update={"optim_args": {}})
+    halves = [
+        _make_one_optimizer(name, part, chosen, device)
+        for name, chosen, mine in (("adamw", adam, False), ("muon", options, True))
+        if (part := _select_parameters(groups, matrices, mine))
+    ]
+    return CombinedOptimizer(halves, options.learning_rate)
+
+
+def _select_parameters(
+    groups: list[ParameterGroup], matrices: set[Parameter], mine: bool
+) -> list[ParameterGroup]:
+    parts = [
+        {**group, "params": [p for p in group["params"] if (p in matrices) == mine]}
+        for group in groups
+    ]
+    return [part for part in parts if part["params"]]
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimisers of different parameters as one.
+
+    Its groups are theirs, and all keep their state in one dictionary.
+    """
+
+    def __init__(self, parts: list[Optimizer], learning_rate: float) -> None:
+        super().__init__(
+            [group for part in parts for group in part.param_groups], {"lr": learning_rate}
+        )
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step of each optimiser."""
+        assert closure is None, "the loop computes gradients itself"
+        for part in self.parts:
+            part.step()
+
+
+# ---------------------------------------------------------------------- train.optim_args
+
+#: Arguments that are tuples, with the names of their parts in ``train.optim_args``.
+_TUPLE_ARGUMENTS = {
+    "betas": ("beta1", "beta2"),
+    "eps": ("eps1", "eps2"),
+    "ns_coefficients": ("ns_a", "ns_b", "ns_c"),
+}
+#: Arguments that the loop sets itself, or that would break it.
+_RESERVED_ARGUMENTS = {
+    "lr",
+    "weight_decay",
+    "maximize",
+    "differentiable",
+    "capturable",
+    "foreach",
+    "fused",
+}
+
+
+def list_optimizer_arguments(name: str, options: TrainConfig) -> dict[str, Any]:
+    """The possible arguments in ``train.optim_args`` of the optimiser ``name``, with defaults.
+
+    Each part of a tuple is an argument. Rates, decay and AdamW's betas are missing: they have
+    fields of their own.
+    """
+    factory, settings = _choose_class_and_settings(name, options, torch.device("cpu"))
+    known: dict[str, Any] = {}
+    for key, parameter in inspect.signature(factory).parameters.items():
+        if key in _RESERVED_ARGUMENTS | settings.keys():
+            continue
+        if isinstance(parameter.default, tuple):
+            known.update(zip(_TUPLE_ARGUMENTS[key], parameter.default, strict=True))
+        elif isinstance(parameter.default, int | float):
+            known[key] = parameter.default
+    return known
+
+
+def _read_arguments(name: str, options: TrainConfig) -> dict[str, Any]:
+    """``train.optim_args`` as arguments of the optimiser's class."""
+    known = list_optimizer_arguments(name, options)
+    for key in options.optim_args.keys() - known.keys():
+        close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
+        hint = f": did you mean {close[0]!r}?" if close else "."
+        raise TrainingError(
+            f"train.optim_args of {name} cannot hold {key!r}{hint}",
+            f"It takes {', '.join(sorted(known)) or 'none'}; rates, decay and AdamW's betas are "
+            "fields of train.",
+        )
+    given = {
+        key: _convert_to_type_of(known[key], name, key, value)
+        for key, value in options.optim_args.items()
+    }
+    whole = {
+        key: value
+        for key, value in given.items()
+        if not any(key in parts for parts in _TUPLE_ARGUMENTS.values())
+    }
+    for key, parts in _TUPLE_ARGUMENTS.items():
+        if given.keys() & set(parts):
+            whole[key] = tuple(given.get(part, known[part]) for part in parts)
+    return whole
+
+
+def _convert_to_type_of(default: Any, name: str, key: str, value: float) -> Any:
+    """``value`` in the type of ``default``: a number may stand for a count or for a truth value."""
+    if not isinstance(default, int):
+        return value
+    if value != int(value) or (isinstance(default, bool) and value not in (0, 1)):
+        wanted = "true or false" if isinstance(default, bool) else "a whole number"
+        raise TrainingError(f"train.optim_args.{key} of {name} is {value}.", f"Give {wanted}.")
+    return type(default)(value)

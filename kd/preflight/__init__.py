@@ -1,0 +1,1 @@
+"""The checks of a job before it runs."""

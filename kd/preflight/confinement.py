@@ -1,0 +1,211 @@
+"""Check that a job names only folders, models and hosts that it may use.
+
+    path       must resolve, with links followed, into one of ``roots``; must not be hidden there,
+               nor be one of ``denied``
+    home       only run folders and caches that the job's owner may read; the rest belongs to the
+               service
+    model      must be on the operator's list, if there is one
+    URL        must name one of ``hosts``; its address must be public, or be on the list itself
+    dataset    must consist of its own files; files elsewhere that its card names are not read
+               (dataset_files.py)
+
+The service checks this at POST, and again when a stage begins, because a link may have changed in
+between. ``kd run`` has no ``Confinement`` and checks none of it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kd.addresses import resolve_public_address
+from kd.config.job import JobConfig
+from kd.errors import ConfigError, Problem
+from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
+from kd.preflight.limits import Confinement
+from kd.preflight.named_paths import NamedResource, _find_plain_prefix, list_named_resources
+from kd.text.files import find_files
+from kd.text.sources import datasets_opened_by
+
+#: Names for which ``datasets`` uses a builder of its own, which searches for files itself; one of
+#: them
+#: reads pickles.
+BUILDERS = {
+    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5",
+    "iceberg", "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas",
+    "parquet", "pdb", "pdffolder", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml",
+}  # fmt: skip
+
+
+@contextmanager
+def confined_datasets(limits: Confinement | None) -> Iterator[None]:
+    """Until the end of the block, let datasets include only files that ``limits`` permits.
+
+    None permits all files.
+    """
+    if limits is None or limits.free_datasets:
+        yield
+        return
+    with datasets_opened_by(partial(open_confined, limits=limits)):
+        yield
+
+
+def find_confinement_problems(config: JobConfig, root: Path, limits: Confinement) -> list[Problem]:
+    """List everything that ``config`` names but may not use; relative paths start at ``root``."""
+    found = [
+        problem
+        for each in list_named_resources(config)
+        for problem in _find_refusals(each, root, limits)
+    ]
+    return [*found, *_check_sealed_cache(config, limits), *_check_teacher_url(config, limits)]
+
+
+# ---------------------------------------------------------------------- names of files and models
+
+#: The remedy for every name outside the permitted folders.
+_OUTSIDE = "Put it below KD_ROOT, or have the operator add its folder to KD_DATA_ROOTS."
+
+
+def _find_refusals(each: NamedResource, root: Path, limits: Confinement) -> Iterator[Problem]:
+    """Find the first problem of a name; the disk is read only after the name's place is allowed."""
+    # A task without a file is part of lm-eval, which is installed by the operator.
+    if each.kind == "task" and not _is_file(each):
+        return
+    if "://" in each.name:
+        yield from _check_url(each.pointer, each.name, limits)
+    elif not limits.permits(root / _find_plain_prefix(each)):
+        yield Problem(
+            each.pointer, f"{each.name!r} lies outside the folders that jobs may read.", _OUTSIDE
+        )
+    elif (reason := _find_reason(each, root, limits)) is not None:
+        yield Problem(each.pointer, *reason)
+
+
+def _find_reason(each: NamedResource, root: Path, limits: Confinement) -> Reason:
+    try:
+        return _CHECKS[each.kind](each, root, limits)
+    except (OSError, ValueError) as error:  # ValueError: a byte that no path may have
+        return (
+            f"{each.name!r} cannot be read: {error}.",
+            "Check its name, and the mode and owner of its folders.",
+        )
+
+
+def _check_model(each: NamedResource, root: Path, limits: Confinement) -> Reason:
+    if not limits.allows_model(each.name, each.revision, root):
+        which = f"{each.name!r}" + (f" at revision {each.revision}" if each.revision else "")
+        return f"{which} is not on the operator's list of models.", "GET /models shows the list."
+    # Libraries join both to the model's folder, so that .. would leave it.
+    if _leads_out(each.revision) or _leads_out(each.file):
+        return "the revision or file leads out of the model's folder.", "Give a plain name."
+    folder = root / each.name
+    files = (
+        [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder.is_dir() else []
+    )
+    return _check_links(each.name, files, limits)
+
+
+def _check_dataset(each: NamedResource, root: Path, limits: Confinement) -> Reason:
+    if each.name in BUILDERS:
+        return (
+            f"{each.name!r} is a format, not a dataset.",
+            "Name the files themselves, or a dataset's id or folder.",
+        )
+    if _leads_out(each.revision):
+        return "the revision leads out of the dataset.", "Give a branch, tag or commit."
+    folder = (root / each.name).resolve()
+    if (
+        linked := _check_links(each.name, folder.rglob("*"), limits)
+    ) is not None or limits.free_datasets:
+        return linked
+    named_outside = check_dataset_folder(folder, limits.permits)
+    return named_outside and (f"the dataset {each.name!r} {named_outside[0]}", named_outside[1])
+
+
+def _check_text(each: NamedResource, root: Path, limits: Confinement) -> Reason:
+    # Each ** visits every folder below it, so that two of them could take hours.
+    parts = Path(each.name).parts
+    if glob.has_magic(each.name) and (".." in parts or parts.count("**") > 1):
+        return (
+            f"the pattern {each.name!r} contains .. or more than one **.",
+            "Give a simpler pattern.",
+        )
+    if (outside := limits.find_first_outside(find_files(each.name, root))) is not None:
+        return f"{each.name!r} includes {outside.name!r}, which jobs may not read.", _OUTSIDE
+    return None
+
+
+def _check_task(each: NamedResource, root: Path, limits: Confinement) -> Reason:
+    if not limits.remote_code:
+        return (
+            f"the file {each.name!r} can run code, which the operator does not allow.",
+            "Name a task of lm-eval.",
+        )
+    return _check_links(each.name, (root / each.name).parent.iterdir(), limits)
+
+
+_CHECKS: dict[str, Callable[[NamedResource, Path, Confinement], Reason]] = {
+    "model": _check_model,
+    "dataset": _check_dataset,
+    "text": _check_text,
+    "task": _check_task,
+}
+
+
+def _is_file(each: NamedResource) -> bool:
+    """Whether lm-eval reads a task from a file; it must know other names itself."""
+    return each.name.endswith((".yaml", ".yml"))
+
+
+def _leads_out(name: str | None) -> bool:
+    return name is not None and (
+        name.startswith(("/", "~")) or ".." in Path(name).parts or "\0" in name
+    )
+
+
+def _check_links(name: str, files: Iterable[Path], limits: Confinement) -> Reason:
+    """Find a link to a forbidden file in a folder, or a folder of the service itself."""
+    # A folder that contains the service's own folders would expose them.
+    service = {limits.home, *limits.denied}
+    for file in files:
+        if (file.is_symlink() and not limits.permits(file)) or file in service:
+            return f"{name!r} includes {file.name!r}, which jobs may not read.", _OUTSIDE
+    return None
+
+
+def _check_sealed_cache(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
+    name = config.cache.fingerprint
+    if name is not None and not limits.may_read_cache(name):
+        yield describe_missing_cache(name, limits.home)
+
+
+def describe_missing_cache(name: str, home: Path) -> Problem:
+    """Describe a missing cache; a cache of another owner gets the same words."""
+    return Problem(
+        "/cache/fingerprint",
+        f"there is no sealed cache {name!r} below {home}.",
+        "See `kd cache ls`.",
+    )
+
+
+# ---------------------------------------------------------------------- addresses
+
+
+def _check_teacher_url(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
+    if config.teacher is not None and config.teacher.url is not None:
+        yield from _check_url("/teacher/url", config.teacher.url, limits)
+
+
+def _check_url(pointer: str, url: str, limits: Confinement) -> Iterator[Problem]:
+    try:
+        resolve_public_address(urlsplit(url).hostname or "", limits.hosts)
+    except ConfigError as error:
+        yield from (Problem(pointer, each.detail, each.remedy) for each in error.problems)
+    except ValueError as error:  # it is no URL
+        yield Problem(
+            pointer, f"{url!r} is no URL: {error}.", "Give a URL of the form https://host/path."
+        )

@@ -1,0 +1,262 @@
+"""Let ``datasets`` read only a dataset's own files for a confined job.
+
+The ``configs`` of a dataset's card (README.md, .huggingface.yaml) name the files with the rows. The
+library follows these names to any path of this machine and to any URL. So there are three checks:
+
+    card      before any look-up          no pattern may lead out of the dataset
+    files     before anything is read     the files found must be the dataset's, in a plain format
+    columns   before the first row        no image or sound, which is decoded from a file that a row
+                                          names
+
+Imports no torch, and ``datasets`` only to read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kd.config.data import DatasetSpec
+from kd.errors import DataError
+
+if TYPE_CHECKING:
+    from kd.preflight.limits import Confinement
+
+#: The files in which a dataset names its files.
+CARDS = ("README.md", ".huggingface.yaml")
+#: Formats whose files name no other file, and ``cache``, which is an earlier copy from the hub.
+PLAIN_FORMATS = {"arrow", "cache", "conll", "csv", "json", "parquet", "text", "xml"}
+#: Longer cards take seconds to parse; the process that reads the dataset checks them.
+QUICK_BYTES = 2**18
+
+#: A problem and its remedy; None if there is no problem.
+Reason = tuple[str, str] | None
+
+_RELATIVE = (
+    "Have the dataset's card name its files by paths relative to its folder, without .. in them."
+)
+
+
+def open_confined(
+    spec: DatasetSpec, streaming: bool, limits: Confinement
+) -> Iterable[dict[str, Any]]:
+    """Open the rows of ``spec`` as ``datasets.load_dataset`` does.
+
+    Raises ``DataError`` if they are not in the dataset's own files.
+    """
+    from datasets import load_dataset_builder
+
+    _require(spec, _check_own_cards(spec, limits))
+    copies = _find_copies_folder(spec)
+    builder = load_dataset_builder(
+        spec.path, spec.name, revision=spec.revision, cache_dir=str(copies)
+    )
+    _require(spec, check_builder(builder, copies, limits))
+    if streaming:
+        rows = builder.as_streaming_dataset(split=spec.split)
+    else:
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=spec.split)
+    _require(spec, _check_columns(rows.features))
+    return rows
+
+
+def _require(spec: DatasetSpec, reason: Reason) -> None:
+    if reason is not None:
+        raise DataError(f"dataset {spec.path!r} {reason[0]}", reason[1])
+
+
+def _find_copies_folder(spec: DatasetSpec) -> Path:
+    """Return the folder for the library's copy of a dataset.
+
+    A local dataset gets a folder by its whole path, because the library uses only its last name.
+    """
+    from datasets import config
+
+    copies = Path(config.HF_DATASETS_CACHE)
+    folder = Path(spec.path)
+    if not folder.is_dir():
+        return copies
+    return copies / "confined" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+
+
+# ---------------------------------------------------------------------- the card
+
+
+def check_dataset_folder(folder: Path, permits: Callable[[Path], bool]) -> Reason:
+    """Check that the card of a local dataset names only permitted files; skip a very long card."""
+    cards = _find_cards(folder)
+    return (
+        None
+        if any(file.stat().st_size > QUICK_BYTES for file in cards)
+        else check_cards(cards, permits)
+    )
+
+
+def _find_cards(folder: Path) -> list[Path]:
+    return [file for name in CARDS if (file := folder / name).is_file()]
+
+
+def check_cards(cards: Iterable[Path], permits: Callable[[Path], bool]) -> Reason:
+    """Find the first pattern of ``cards`` that leads out of the dataset to a forbidden place."""
+    for file in cards:
+        try:
+            patterns = list(_list_patterns(file))
+        except Exception as error:  # errors of yaml, a wrong type, or too deep a nesting
+            return (
+                f"has a {file.name} that cannot be read: {type(error).__name__}: {error}",
+                "Correct it.",
+            )
+        for pattern in patterns:
+            if leads_out(pattern, permits):
+                return f"names {pattern!r} in its {file.name}, which jobs may not read.", _RELATIVE
+    return None
+
+
+def leads_out(pattern: str, permits: Callable[[Path], bool]) -> bool:
+    """Whether a pattern of a card is a URL or a chain of them, has .., or is a forbidden path."""
+    if "://" in pattern or "::" in pattern or ".." in Path(pattern).parts:
+        return True
+    return Path(pattern).is_absolute() and not permits(Path(pattern))
+
+
+def _check_own_cards(spec: DatasetSpec, limits: Confinement) -> Reason:
+    folder = Path(spec.path)
+    if not folder.is_dir():
+        return check_cards(_download_cards(spec), lambda _: False)
+    cards = _find_cards(folder)
+    # A link may have changed since the job was taken.
+    turned = [
+        file
+        for file in (folder, *cards)
+        if (file == folder or file.is_symlink()) and not limits.permits(file)
+    ]
+    return _refuse_file(turned[0].name) if turned else check_cards(cards, limits.permits)
+
+
+def _download_cards(spec: DatasetSpec) -> list[Path]:
+    """Download the cards of a dataset of the hub; skip any that fail, which the library reports."""
+    from huggingface_hub import hf_hub_download
+
+    cards = list[Path]()
+    for name in CARDS:
+        with suppress(Exception):  # none there, no network, gated, no id at all
+            cards.append(
+                Path(hf_hub_download(spec.path, name, repo_type="dataset", revision=spec.revision))
+            )
+    return cards
+
+
+def _list_patterns(card: Path) -> Iterator[str]:
+    """Yield every text under ``data_files`` and ``data_dir`` of a card."""
+    seen = set[int]()
+    for config in _read_configs(card) or ():
+        for field in ("data_files", "data_dir"):
+            yield from _collect_texts(config.get(field), seen)
+
+
+def _read_configs(card: Path) -> Any:
+    if card.suffix == ".md":
+        from huggingface_hub import DatasetCard
+
+        return DatasetCard.load(card).data.get("configs")
+    return (yaml.safe_load(card.read_text(encoding="utf-8")) or {}).get("configs")
+
+
+def _collect_texts(value: Any, seen: set[int]) -> Iterator[str]:
+    """Yield every text in a tree of lists and mappings.
+
+    Each branch is visited once, because an alias of YAML may repeat it thousands of times.
+    """
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list) and id(value) not in seen:
+        seen.add(id(value))
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _collect_texts(part, seen)
+
+
+# ---------------------------------------------------------------------- the files
+
+
+def check_builder(builder: Any, copies: Path, limits: Confinement) -> Reason:
+    """Check what a ``datasets.DatasetBuilder`` is about to read, and where it would keep a copy."""
+    if builder.name not in PLAIN_FORMATS:
+        known = ", ".join(sorted(PLAIN_FORMATS - {"cache"}))
+        return (
+            f"is of the format {builder.name!r}, whose files may name others.",
+            f"Convert it to one of {known}.",
+        )
+    # Without an owner the id is a folder's last name, which another job's dataset may share.
+    if builder.name == "cache" and "/" not in (builder.repo_id or ""):
+        return (
+            "is not on the hub, and a copy of another dataset with its name may not be read.",
+            "Give an id with its owner.",
+        )
+    if not Path(builder.cache_dir).resolve().is_relative_to(copies.resolve()):
+        return (
+            "has a configuration or version that leads out of the library's cache.",
+            "Give plain names in its card.",
+        )
+    files = [file for split in (builder.config.data_files or {}).values() for file in split]
+    if (file := find_foreign_file(files, builder.repo_id, limits)) is not None:
+        return _refuse_file(file)
+    return None
+
+
+def _refuse_file(file: str) -> Reason:
+    return f"includes {file!r}, which jobs may not read.", _RELATIVE
+
+
+def find_foreign_file(files: list[str], repo_id: str | None, limits: Confinement) -> str | None:
+    """Find the first file outside the dataset ``repo_id`` of the hub.
+
+    If ``repo_id`` is None, find the first file that jobs may not read.
+
+    A job may never read a URL or a chain of them, because a name may lead to another host at any
+    moment.
+    """
+    if repo_id is not None:
+        # The library resolves files of the hub to such URLs, with the revision after the @.
+        base = f"hf://datasets/{repo_id}@"
+        own = (
+            each.startswith(base) and not leads_out(each.removeprefix(base), lambda _: False)
+            for each in files
+        )
+        return next((each for each, is_own in zip(files, own, strict=True) if not is_own), None)
+    if (
+        remote := next((each for each in files if "://" in each or "::" in each), None)
+    ) is not None:
+        return remote
+    outside = limits.find_first_outside(map(Path, files))
+    return None if outside is None else str(outside)
+
+
+# ---------------------------------------------------------------------- the columns
+
+
+def _check_columns(features: Any) -> Reason:
+    named = [name for name, feature in (features or {}).items() if opens_files(feature)]
+    if not named:
+        return None
+    return (
+        f"has the column {named[0]!r}, which is decoded from files that the rows name.",
+        "Remove that column.",
+    )
+
+
+def opens_files(feature: Any) -> bool:
+    """Whether a column, or a part of it, may hold paths of files: an image, a sound or the like."""
+    if isinstance(feature, dict):
+        return any(map(opens_files, feature.values()))
+    if isinstance(feature, list | tuple):
+        return any(map(opens_files, feature))
+    # A list of a fixed type wraps the type of its items.
+    if (inner := getattr(feature, "feature", None)) is not None:
+        return opens_files(inner)
+    return hasattr(feature, "decode_example") and "path" in str(feature.pa_type)

@@ -1,0 +1,155 @@
+"""Find what a run would refuse in its first seconds, by opening the files that a job names.
+
+    models       on this machine, or known to the hub
+    tokenizers   there, and the student's is the teacher's, or that of the sealed cache
+    rows         the first row of each file of text has the form that the job says
+
+``kd validate`` and ``kd run`` look this far. The API does not: two tokenizers take seconds to load,
+and the hub may not answer. Imports no torch unless two tokenizers have to be compared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from cache.errors import CacheError, PotstillError
+from kd.addresses import HUB_ID
+from kd.config.job import JobConfig
+from kd.errors import DataError, ModelError, Problem
+from kd.models.folder import ModelFolder
+from kd.preflight.named_paths import NamedResource, list_named_resources
+from kd.preflight.validate import describe_missing_tokenizer, guard_access
+
+#: How long the hub may take to answer, in seconds.
+HUB_SECONDS = 5.0
+
+
+def find_first_problems(config: JobConfig, root: Path, home: Path) -> Iterator[Problem]:
+    """Find what opening the job's files shows; call it only if their names have no problem."""
+    models = [each for each in list_named_resources(config) if each.kind == "model"]
+    missing = [problem for each in models for problem in _check_folder(each, root)]
+    yield from missing
+    if not missing:
+        yield from _check_same_tokenizer(config, root, home)
+    yield from _check_rows(config, root)
+
+
+# ---------------------------------------------------------------------- models
+
+
+def _check_folder(each: NamedResource, root: Path) -> Iterator[Problem]:
+    folder = ModelFolder(root / each.name)
+    if folder.path.is_dir():
+        if each.file is None and not (folder.has_tokenizer or folder.gguf_files):
+            yield describe_missing_tokenizer(each.pointer, each.name)
+    elif HUB_ID.match(each.name) and ModelFolder.find(each.name, root, each.revision) is None:
+        yield from _ask_hub(each)
+
+
+def _ask_hub(each: NamedResource) -> Iterator[Problem]:
+    """Find that the hub has no model of this name, or does not answer."""
+    if os.environ.get("HF_HUB_OFFLINE") == "1":  # find_model_problems has said so
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    what = f"there is no folder {each.name!r}"
+    remedy = "Check the path, and the folder from which it starts."
+    try:
+        HfApi().model_info(each.name, revision=each.revision, timeout=HUB_SECONDS)
+    except GatedRepoError:  # it exists; loading it will say what is missing
+        return
+    except RepositoryNotFoundError:
+        yield Problem(each.pointer, f"{what}, and the hub has no model of that name.", remedy)
+    # No network, a proxy and a time-out each raise a class of their own, with no common base.
+    except Exception as error:
+        detail = f"{what}, and the hub does not answer ({type(error).__name__})."
+        yield Problem(each.pointer, detail, f"{remedy} A model of the hub must be downloaded.")
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+
+def _check_same_tokenizer(config: JobConfig, root: Path, home: Path) -> Iterator[Problem]:
+    """Find that the student's own tokenizer is not the one of the records."""
+    student = config.student
+    if student is None or not config.needs_cache:
+        return
+    own = student.model or (student.init.tokenizer if student.init else None)
+    if own is None:
+        return
+    pointer = "/student/model" if student.model else "/student/init/tokenizer"
+    folder = ModelFolder.find(own, root, student.revision)
+    if folder is None or (_is_copy(folder, config, root) and config.cache.fingerprint is None):
+        return
+    try:
+        _require_same_tokenizer(folder.path, config, root, home)
+    except PotstillError as error:
+        yield Problem(pointer, error.detail, error.remedy)
+
+
+def _is_copy(folder: ModelFolder, config: JobConfig, root: Path) -> bool:
+    """Whether the student's tokenizer.json has the bytes of the teacher's: the usual case."""
+    teacher = _find_teacher_folder(config, root)
+    if teacher is None or teacher.tokenizer_file is None or folder.tokenizer_file is None:
+        return False
+    return teacher.tokenizer_file.read_bytes() == folder.tokenizer_file.read_bytes()
+
+
+def _find_teacher_folder(config: JobConfig, root: Path) -> ModelFolder | None:
+    teacher = config.teacher
+    if teacher is None:
+        return None
+    return ModelFolder.find(teacher.tokenizer or teacher.model, root, teacher.revision)
+
+
+def _require_same_tokenizer(own: Path, config: JobConfig, root: Path, home: Path) -> None:
+    from cache.store import open_cache
+    from kd.models import tokenizers, vocabulary
+
+    if config.cache.fingerprint is not None:
+        with suppress(CacheError):  # find_cache_problems has said what is wrong with it
+            store = open_cache(home / "caches" / config.cache.fingerprint)
+            known = tokenizers.KnownTokenizer.of_cache(store)
+            tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known)
+        return
+    teacher = _find_teacher_folder(config, root)
+    if teacher is None or config.teacher is None or config.teacher.trust_remote_code:
+        return
+    theirs = tokenizers.load_tokenizer(teacher.path, config.teacher.gguf_file)
+    size = vocabulary.choose_teacher_vocabulary(theirs, config.teacher, teacher.path)
+    known = tokenizers.KnownTokenizer.of(theirs, size, "the teacher's")
+    tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known)
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def _check_rows(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Find files whose first row is not of the job's form; whole texts are not read."""
+    for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        for number, source in enumerate(sources):
+            if isinstance(source, str):
+                pointer = f"/data/{field}/{number}"
+                yield from guard_access(pointer, _check_first_rows(pointer, source, root, config))
+
+
+def _check_first_rows(
+    pointer: str, source: str, root: Path, config: JobConfig
+) -> Iterator[Problem]:
+    from kd.text.files import choose_format, find_files
+    from kd.text.sources import read_documents
+
+    for file in find_files(source, root):
+        try:
+            if choose_format(file, config.data) == "text":
+                continue
+            for _ in islice(read_documents((str(file),), pointer, config.data), 1):
+                pass
+        except (DataError, ModelError) as error:
+            yield Problem(pointer, error.detail, error.remedy)
+            return

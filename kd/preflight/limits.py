@@ -1,0 +1,187 @@
+"""The folders, models and hosts that a job of the service may name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.errors import StorageError
+from kd.config.job import JobConfig
+from kd.preflight.named_paths import _resolve_links, _resolve_named_paths
+
+
+def grant_nothing(_: str) -> bool:
+    """Return False for every name."""
+    return False
+
+
+@dataclass(frozen=True)
+class AllowedModel:
+    """A line of the operator's list of models: a hub id or a folder; revision None = any."""
+
+    name: str
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """The folders, models and hosts that a job may name; its paths are absolute and have no links.
+
+    ``models``: None = any. ``remote_code``: whether jobs may run code that comes with a model or a
+    task. ``free_datasets``: whether a dataset may include files from anywhere. ``may_read_run`` and
+    ``may_read_cache``: whether the job's owner may read the run folder of a job's id, or the cache
+    of a fingerprint, in ``home``.
+    """
+
+    home: Path
+    roots: tuple[Path, ...]
+    denied: tuple[Path, ...] = ()
+    models: tuple[AllowedModel, ...] | None = None
+    hosts: tuple[str, ...] = ()
+    remote_code: bool = False
+    free_datasets: bool = False
+    may_read_run: Callable[[str], bool] = grant_nothing
+    may_read_cache: Callable[[str], bool] = grant_nothing
+
+    def permits(self, path: Path) -> bool:
+        """Whether ``path``, with its links followed, may be read. A root itself may be hidden."""
+        real = _resolve_links(path)
+        if real is None or any(real.is_relative_to(each) for each in self.denied):
+            return False
+        roots = [root for root in self.roots if real.is_relative_to(root)]
+        # A root may contain the data folder: that does not open the folders of other owners.
+        if real.is_relative_to(self.home):
+            inner = [root for root in roots if root != self.home and root.is_relative_to(self.home)]
+            return self._grants(real) or _is_in_plain_sight(real, inner)
+        return _is_in_plain_sight(real, roots)
+
+    def find_first_outside(self, files: Iterable[Path]) -> Path | None:
+        """Find the first file that may not be read.
+
+        Links of folders are followed once per folder, because there may be a million files.
+        """
+        # The resolved path of each folder; None = it may not be read.
+        folders: dict[Path, Path | None] = {}
+        for file in files:
+            if file.parent not in folders:
+                folders[file.parent] = (
+                    _resolve_links(file.parent) if self.permits(file.parent) else None
+                )
+            real = folders[file.parent]
+            plain = real is not None and not file.name.startswith(".") and not file.is_symlink()
+            if not (
+                plain and real is not None and real / file.name not in self.denied
+            ) and not self.permits(file):
+                return file
+        return None
+
+    def is_owned(self, path: Path) -> bool:
+        """Whether ``path`` is in a run folder or a cache that the job's owner may read."""
+        real = _resolve_links(path)
+        return real is not None and self._grants(real)
+
+    def _grants(self, real: Path) -> bool:
+        kind, name = _find_own_folder(real, self.home)
+        return (kind == "runs" and self.may_read_run(name)) or (
+            kind == "caches" and self.may_read_cache(name)
+        )
+
+    def allows_model(self, name: str, revision: str | None, root: Path) -> bool:
+        """Whether the operator's list has the model, by its id or by a folder that contains it."""
+        # A student that the owner's own job trained needs no place on the list.
+        if self.models is None or self.is_owned(root / name):
+            return True
+        return any(_is_listed(name, revision, root, entry) for entry in self.models)
+
+    def to_order(self, config: JobConfig, root: Path) -> dict[str, Any]:
+        """Return the limits as JSON for the process that runs ``config``.
+
+        The runs and caches in ``home`` that ``config`` may read are listed by name.
+        """
+        # Whether a folder is granted is decided now, by the process that knows the owner.
+        named = [_find_own_folder(real, self.home) for real in _resolve_named_paths(config, root)]
+        named.append(("caches", config.cache.fingerprint or ""))
+        return {
+            "home": str(self.home),
+            "roots": list(map(str, self.roots)),
+            "denied": list(map(str, self.denied)),
+            "models": None
+            if self.models is None
+            else [[each.name, each.revision] for each in self.models],
+            "hosts": list(self.hosts),
+            "remote_code": self.remote_code,
+            "free_datasets": self.free_datasets,
+            "runs": sorted(
+                {name for kind, name in named if kind == "runs" and self.may_read_run(name)}
+            ),
+            "caches": sorted(
+                {name for kind, name in named if kind == "caches" and self.may_read_cache(name)}
+            ),
+        }
+
+    @classmethod
+    def from_order(cls, order: dict[str, Any]) -> Confinement:
+        """Rebuild the confinement from the JSON that ``to_order`` returned."""
+        return cls(
+            home=Path(order["home"]),
+            roots=tuple(map(Path, order["roots"])),
+            denied=tuple(map(Path, order["denied"])),
+            models=None
+            if order["models"] is None
+            else tuple(AllowedModel(*each) for each in order["models"]),
+            hosts=tuple(order["hosts"]),
+            remote_code=order["remote_code"],
+            free_datasets=order["free_datasets"],
+            may_read_run=frozenset(order["runs"]).__contains__,
+            may_read_cache=frozenset(order["caches"]).__contains__,
+        )
+
+
+def read_allow_list(file: Path | None) -> tuple[AllowedModel, ...] | None:
+    """Read the operator's list of models: a hub id or folder per line; None without a ``file``.
+
+    ``@revision`` may follow the name, and ``#`` begins a comment. Raises ``StorageError`` if the
+    file cannot be read.
+    """
+    if file is None:
+        return None
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        detail = f"the list of models {file} (KD_MODEL_ALLOW_LIST) cannot be read: {error}."
+        raise StorageError(
+            detail, "Give a file with one hub id or folder per line, or unset the variable."
+        ) from None
+    words = (line.partition("#")[0].strip().partition("@") for line in lines)
+    return tuple(AllowedModel(name, revision or None) for name, _, revision in words if name)
+
+
+def _find_own_folder(real: Path, home: Path) -> tuple[str, str]:
+    """Return ``("runs", id)`` or ``("caches", fingerprint)`` of the folder that ``real`` is in.
+
+    For any other path both words are empty.
+    """
+    parts = real.relative_to(home).parts if real.is_relative_to(home) else ()
+    return (parts[0], parts[1]) if len(parts) >= 2 else ("", "")
+
+
+def _is_in_plain_sight(real: Path, roots: Iterable[Path]) -> bool:
+    return any(
+        not any(part.startswith(".") for part in real.relative_to(root).parts) for root in roots
+    )
+
+
+def _is_listed(name: str, revision: str | None, root: Path, entry: AllowedModel) -> bool:
+    # A hub id must be equal; a folder also allows the models inside it.
+    if entry.name == name:
+        return entry.revision in (None, revision)
+    folder = _resolve_links(root / Path(entry.name).expanduser())
+    wanted = _resolve_links(root / name)
+    return (
+        folder is not None
+        and wanted is not None
+        and folder.is_dir()
+        and wanted.is_relative_to(folder)
+    )

@@ -1,0 +1,128 @@
+"""Every path and hub id that a job names."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kd.addresses import HUB_ID
+from kd.config.data import DatasetSpec
+from kd.config.job import JobConfig
+
+
+@dataclass(frozen=True)
+class NamedResource:
+    """A path or a hub id in a job; ``pointer`` is the JSON pointer to its field."""
+
+    pointer: str
+    name: str
+    kind: Literal["model", "text", "dataset", "task"]
+    revision: str | None = None
+    file: str | None = None
+
+
+def list_named_resources(config: JobConfig) -> Iterator[NamedResource]:
+    """Yield every path and hub id in ``config``."""
+    yield from _list_teacher_names(config)
+    yield from _list_student_names(config)
+    for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        for number, source in enumerate(sources):
+            pointer = f"/data/{field}/{number}"
+            if isinstance(source, DatasetSpec):
+                yield NamedResource(f"{pointer}/path", source.path, "dataset", source.revision)
+            else:
+                yield NamedResource(pointer, source, "text")
+    for number, task in enumerate(config.evaluation.tasks):
+        yield NamedResource(f"/evaluation/tasks/{number}", task, "task")
+
+
+def _list_teacher_names(config: JobConfig) -> Iterator[NamedResource]:
+    teacher = config.teacher
+    if teacher is not None and teacher.backend == "local":
+        yield NamedResource(
+            "/teacher/model", teacher.model, "model", teacher.revision, teacher.gguf_file
+        )
+    # A remote teacher's model is a name on its server, and only its tokenizer is read here.
+    elif teacher is not None and teacher.tokenizer is not None:
+        yield NamedResource("/teacher/tokenizer", teacher.tokenizer, "model", teacher.revision)
+
+
+def _list_student_names(config: JobConfig) -> Iterator[NamedResource]:
+    student = config.student
+    if student is not None and student.model is not None:
+        yield NamedResource("/student/model", student.model, "model", student.revision)
+    if student is not None and student.init is not None and student.init.tokenizer is not None:
+        yield NamedResource("/student/init/tokenizer", student.init.tokenizer, "model")
+    space = config.search.space if config.search is not None else {}
+    revision = student.revision if student is not None else None
+    for field in ("student.model", "student.init.tokenizer"):
+        for choice in (space[field].choices or ()) if field in space else ():
+            # A trial's student keeps the job's revision; a tokenizer has none.
+            of_model = revision if field == "student.model" else None
+            yield NamedResource(f"/search/space/{field}", str(choice), "model", of_model)
+
+
+def list_relative_paths(config: JobConfig, root: Path) -> list[NamedResource]:
+    """List the names in ``config`` that mean a file or folder below ``root``.
+
+    A name that could be one of the hub is a path only if ``root`` has it.
+    """
+    return [each for each in list_named_resources(config) if _is_relative_path(each, root)]
+
+
+def _is_relative_path(each: NamedResource, root: Path) -> bool:
+    if "://" in each.name or Path(each.name).is_absolute():
+        return False
+    if each.kind == "task":  # lm-eval reads these from a file; it knows other names itself
+        return each.name.endswith((".yaml", ".yml"))
+    if each.kind == "text" or not HUB_ID.match(each.name):
+        return True
+    found = _resolve_links(root / each.name)
+    return found is not None and found.exists()
+
+
+def make_paths_absolute(config: JobConfig, root: Path) -> dict[str, Any]:
+    """Return the JSON of ``config`` with its relative paths taken from ``root``."""
+    body: dict[str, Any] = config.model_dump(mode="json")
+    for each in list_relative_paths(config, root):
+        *parents, last = each.pointer.removeprefix("/").split("/")
+        holder: Any = body
+        for step in parents:
+            holder = holder[int(step) if isinstance(holder, list) else step]
+        key: Any = int(last) if isinstance(holder, list) else last
+        absolute = str(root / each.name)
+        if isinstance(holder[key], dict):  # the choices of a search, which share a pointer
+            choices = holder[key]["choices"]
+            holder[key]["choices"] = [absolute if name == each.name else name for name in choices]
+        else:
+            holder[key] = absolute
+    return body
+
+
+def _resolve_named_paths(config: JobConfig, root: Path) -> Iterator[Path]:
+    """Yield the paths of ``config`` without links; of a pattern only the part before it."""
+    for each in list_named_resources(config):
+        if (real := _resolve_links(root / _find_plain_prefix(each))) is not None:
+            yield real
+
+
+def _find_plain_prefix(each: NamedResource) -> str:
+    """Return the part of a path before its first pattern."""
+    # Only text may be a glob: elsewhere * and ? are characters of a name.
+    if each.kind != "text":
+        return each.name
+    return str(
+        Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(each.name).parts))
+    )
+
+
+def _resolve_links(path: Path) -> Path | None:
+    """Resolve ``path``; return None for a loop of links, a name too long or a forbidden byte."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return None

@@ -1,0 +1,146 @@
+"""Is this job all right? ``find_problems`` lists every check that a job passes before it runs.
+
+    configuration   always
+    folders         with ``Folders``: what the job names must be allowed, and must be there; for
+                    ``kd validate`` and ``kd run`` also what opening the files shows
+    machine         with ``Machine``: what is installed, and what the device can compute
+
+``kd validate``, ``kd run``, ``POST /jobs``, a worker's process and each stage of the pipeline call
+it, each with what it can see. Two checks stand elsewhere, because they need more than a job and
+raise errors of other classes: whether a run folder belongs to another job
+(kd/training/resuming.py), and whether teacher and student fit once they are loaded
+(kd/pipeline.py).
+
+Imports no torch, because the API and the terminal import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kd.config.extras import find_missing_extras, find_missing_harness
+from kd.config.job import JobConfig
+from kd.errors import ConfigError, Problem
+from kd.preflight.confinement import find_confinement_problems
+from kd.preflight.first_look import find_first_problems
+from kd.preflight.limits import Confinement
+from kd.preflight.validate import (
+    find_cache_problems,
+    find_disk_problems,
+    find_model_problems,
+    find_text_problems,
+)
+from kd.search.space import find_space_problems
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The folders in which the names of a job are looked up.
+
+    ``root``: relative paths are resolved against it. ``home``: the data folder, with the caches;
+    None = no file is looked at, only ``limits``. ``limits``: what the job may name; None =
+    anything. ``opened``: whether files are opened too, and the hub is asked: this takes seconds.
+    """
+
+    root: Path
+    home: Path | None
+    limits: Confinement | None = None
+    opened: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that runs the job, as a process on it sees it.
+
+    ``trains``: whether it trains a student, and does not only measure one. ``device``: where it
+    computes; None = not checked.
+    """
+
+    trains: bool = True
+    device: torch.device | None = None
+
+
+def find_problems(
+    config: JobConfig, folders: Folders | None = None, machine: Machine | None = None
+) -> list[Problem]:
+    """Return everything that is wrong with ``config``, as far as the arguments show it."""
+    found = [*find_space_problems(config), *_find_evaluation_problems(config)]
+    if folders is not None:
+        found += _find_folder_problems(config, folders)
+    if machine is not None:
+        found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
+        found += _find_device_problems(config, machine.device)
+    return found
+
+
+def require_no_problems(
+    config: JobConfig, folders: Folders | None = None, machine: Machine | None = None
+) -> None:
+    """Raise ``ConfigError`` with every problem that ``find_problems`` finds, if there are any."""
+    if problems := find_problems(config, folders, machine):
+        raise ConfigError(problems)
+
+
+def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
+    if folders.limits is not None:
+        # Where a job names what it may not read, nothing is looked up: the answer would show what
+        # is there.
+        refused = find_confinement_problems(config, folders.root, folders.limits)
+        if refused:
+            return refused
+    if folders.home is None:
+        return []
+    found = [
+        *find_model_problems(config, folders.root),
+        *find_text_problems(config, folders.root),
+        *find_cache_problems(config, folders.home),
+        *find_disk_problems(folders.home),
+    ]
+    if folders.opened and not found:
+        found += find_first_problems(config, folders.root, folders.home)
+    return found
+
+
+def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
+    """Find what the evaluation section needs and the job does not have.
+
+    ``JobConfig`` refuses such a job when it is read. The check is repeated because ``kd eval``
+    replaces the student and the train section of a job by those of a run.
+    """
+    wanted = config.evaluation
+    teacher = config.teacher
+    if wanted.teacher and (teacher is None or teacher.backend != "local"):
+        found = (
+            "there is no teacher" if teacher is None else f"teacher.backend is {teacher.backend}"
+        )
+        yield Problem(
+            "/evaluation/teacher",
+            f"it needs a teacher that runs on this machine, but {found}.",
+            "Name its folder in teacher.model, or set evaluation.teacher to false.",
+        )
+    if wanted.baseline and (config.student is None or config.train is None):
+        yield Problem(
+            "/evaluation/baseline",
+            "a baseline is trained, but the job has no student or no train section.",
+            "Give both, or set evaluation.baseline to false.",
+        )
+
+
+def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:
+    """Find a precision that ``device`` lacks, before a capture is spent on the job."""
+    if device is None or config.train is None:
+        return []
+    # This imports torch, which a caller that has a device has imported already.
+    from kd.models.precision import Precision
+
+    try:
+        Precision.choose(config.train.precision, device)
+    except ConfigError as error:
+        return error.problems
+    return []

@@ -1,0 +1,287 @@
+"""Check the files that a job names, and the disk, before any model is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from cache.errors import CacheError
+from kd.addresses import HUB_ID
+from kd.config.job import JobConfig
+from kd.errors import ModelError, Problem
+from kd.models.folder import TOKENIZER_REMEDY, ModelFolder, is_remote_code_allowed
+from kd.preflight.confinement import describe_missing_cache
+from kd.text.files import SUFFIXES, find_files, find_suffix
+
+#: Bytes that the disk of the data folder must have left.
+FREE_BYTES = 64 * 2**20
+#: Larger files are assumed to hold text, and are not read.
+_PLAIN_TEXT = 2**16
+
+
+# ---------------------------------------------------------------------- models
+
+
+def find_model_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Find missing or incomplete models and tokenizers, and contexts that are too short."""
+    teacher = config.teacher
+    student = config.student
+    if teacher is not None and teacher.tokenizer is not None:
+        yield from guard_access(
+            "/teacher/tokenizer", _check_tokenizer("/teacher/tokenizer", teacher.tokenizer, root)
+        )
+    elif teacher is not None and _is_teacher_run(config):
+        yield from guard_access(
+            "/teacher/model", _check_model("/teacher/model", teacher.model, root, teacher.gguf_file)
+        )
+        if teacher.trust_remote_code and not is_remote_code_allowed():
+            yield Problem(
+                "/teacher/trust_remote_code",
+                "the operator does not allow it.",
+                "Set KD_TRUST_REMOTE_CODE=1.",
+            )
+    if student is not None and student.model is not None:
+        yield from guard_access(
+            "/student/model", _check_model("/student/model", student.model, root)
+        )
+    tokenizer = student.init.tokenizer if student is not None and student.init is not None else None
+    if tokenizer is not None:
+        yield from guard_access(
+            "/student/init/tokenizer", _check_tokenizer("/student/init/tokenizer", tokenizer, root)
+        )
+    yield from guard_access("/data/sequence_length", _check_contexts(config, root))
+
+
+def _check_contexts(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Find models whose context is shorter than a sequence of the job."""
+    # A sealed cache fixes the length of its sequences.
+    if config.cache.fingerprint is not None:
+        return
+    named = [config.teacher.model] if config.teacher is not None and _is_teacher_run(config) else []
+    named += (
+        [config.student.model]
+        if config.student is not None and config.student.model is not None
+        else []
+    )
+    for model in named:
+        context = _read_context(root / model)
+        if context is not None and config.data.sequence_length > context:
+            detail = (
+                f"{model!r} has a context of {context} tokens, but got "
+                f"{config.data.sequence_length}."
+            )
+            yield Problem("/data/sequence_length", detail, f"Set it to {context} or less.")
+
+
+def _read_context(folder: Path) -> int | None:
+    """Return the context of the model in ``folder``; None if only loading it would show it."""
+    try:
+        return ModelFolder(folder).context
+    except (OSError, ModelError):  # loading the model will report it
+        return None
+
+
+def _is_teacher_run(config: JobConfig) -> bool:
+    """Whether the job loads the teacher: to capture it, to build the student, or to compare."""
+    cut_out = config.student is not None and config.student.from_teacher is not None
+    return (
+        cut_out
+        or config.evaluation.teacher
+        or (config.needs_cache and config.cache.fingerprint is None)
+    )
+
+
+def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:
+    """Pass on ``problems``; if the files cannot be looked at, yield that as a problem."""
+    try:
+        yield from problems
+    except PermissionError as error:
+        yield Problem(
+            pointer,
+            f"{error.filename} may not be read.",
+            "Check the mode and owner of its folders.",
+        )
+    # A name too long, a loop of links, or a byte that no path may have.
+    except (OSError, ValueError) as error:
+        yield Problem(pointer, f"it cannot be read: {error}.", "Check how it is written.")
+
+
+def _check_tokenizer(pointer: str, name: str, root: Path) -> Iterator[Problem]:
+    if not (root / name).is_dir() and not HUB_ID.match(name):
+        yield Problem(pointer, f"no folder {name!r}.", _explain_root(root))
+
+
+def describe_missing_tokenizer(pointer: str, name: str) -> Problem:
+    """Describe a folder without a tokenizer."""
+    return Problem(pointer, f"{name!r} holds no tokenizer.", TOKENIZER_REMEDY)
+
+
+def _check_model(
+    pointer: str, model: str, root: Path, gguf_file: str | None = None
+) -> Iterator[Problem]:
+    folder = root / model
+    found = ModelFolder(folder)
+    if folder.is_file():
+        yield Problem(
+            pointer,
+            f"{model!r} is a file.",
+            "Give its folder; a GGUF file is named by teacher.gguf_file.",
+        )
+    elif not folder.is_dir():
+        if not HUB_ID.match(model):
+            yield Problem(
+                pointer,
+                f"no folder {model!r}, and it does not have the form of a hub id.",
+                _explain_root(root),
+            )
+        elif os.environ.get("HF_HUB_OFFLINE") == "1" and not _is_in_hub_cache(model, root):
+            yield Problem(
+                pointer,
+                f"{model!r} is no local folder, and the hub is offline and has no local copy of "
+                "it.",
+                _explain_root(root),
+            )
+    elif gguf_file is not None:
+        if not (folder / gguf_file).is_file():
+            yield Problem(
+                "/teacher/gguf_file",
+                f"{folder / gguf_file} does not exist.",
+                f"There are: {', '.join(found.gguf_files)}."
+                if found.gguf_files
+                else "There is no *.gguf in it.",
+            )
+    elif not found.has_config:
+        remedy = _suggest_gguf(pointer, found) or "Give the folder of a Hugging Face model."
+        yield Problem(pointer, f"{model!r} holds no config.json.", remedy)
+    elif not found.weight_files:
+        remedy = _suggest_gguf(pointer, found) or "Convert its weights to safetensors."
+        yield Problem(pointer, f"{model!r} holds no *.safetensors weights.", remedy)
+    else:
+        yield from _check_architecture(pointer, found)
+
+
+def _check_architecture(pointer: str, folder: ModelFolder) -> Iterator[Problem]:
+    """Find a model that cannot be used, as far as its config.json says."""
+    try:
+        is_readable = bool(folder.config)
+    except (OSError, ModelError):  # loading the model will report it
+        is_readable = False
+    if not is_readable:
+        return
+    try:
+        folder.require_decoder()
+    except ModelError as error:
+        yield Problem(pointer, error.detail, error.remedy)
+
+
+def _suggest_gguf(pointer: str, folder: ModelFolder) -> str:
+    """Return the remedy for a folder that holds only GGUF files; empty where it holds none."""
+    names = folder.gguf_files
+    if names and pointer == "/student/model":
+        return (
+            "A student must be the folder of a Hugging Face model with safetensors: GGUF is for "
+            "teachers only."
+        )
+    return f"Set teacher.gguf_file: {' or '.join(names)}." if names else ""
+
+
+def _is_in_hub_cache(model: str, root: Path) -> bool:
+    found = ModelFolder.find(model, root)
+    return found is not None and found.has_config
+
+
+def _explain_root(root: Path) -> str:
+    return f"Relative paths are taken from {root.resolve()}."
+
+
+# ---------------------------------------------------------------------- sealed caches
+
+
+def find_cache_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
+    """Find that a sealed cache which the job names is not in ``home``, or cannot serve its loss."""
+    name = config.cache.fingerprint
+    if name is None or not config.needs_cache:
+        return
+    folder = home / "caches" / name
+    if not (folder / "manifest.json").is_file():
+        yield describe_missing_cache(name, home)
+        return
+    # Only now, because it imports zarr.
+    from cache.store import read_manifest
+
+    try:
+        codec = read_manifest(folder).identity.codec
+    except CacheError as error:
+        yield Problem("/cache/fingerprint", error.detail, error.remedy)
+        return
+    if config.train is not None:
+        yield from config.loss.list_unserved(codec.profile, codec.temperatures)
+
+
+# ---------------------------------------------------------------------- text
+
+
+def find_text_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Find text files that are missing, empty, unreadable, or of an unknown format."""
+    for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        for number, source in enumerate(sources):
+            if isinstance(source, str):
+                pointer = f"/data/{field}/{number}"
+                yield from guard_access(
+                    pointer, _check_source(pointer, source, root, config.data.format)
+                )
+
+
+def _check_source(pointer: str, source: str, root: Path, format: str) -> Iterator[Problem]:
+    files = find_files(source, root)
+    if not files:
+        yield Problem(pointer, f"no file matches {source!r}.", _explain_root(root))
+        return
+    # One file with text is enough: a folder may hold empty ones.
+    if not any(map(_has_text, files)):
+        yield Problem(pointer, f"{source!r} holds no text.", "Give a file with text in it.")
+    strange = [file.name for file in files if find_suffix(file) not in SUFFIXES]
+    if format == "auto" and strange:
+        yield Problem(
+            pointer,
+            f"cannot tell the format of {strange[0]!r} from its suffix.",
+            f"Use {', '.join(SUFFIXES)}, or set data.format.",
+        )
+    for file in files:
+        if not os.access(file, os.R_OK):
+            yield Problem(pointer, f"{file.name!r} cannot be read.", "Check its mode and owner.")
+
+
+def _has_text(path: Path) -> bool:
+    """Whether ``path`` holds anything but white space; a large file is not read."""
+    size = path.stat().st_size
+    return size > _PLAIN_TEXT or (
+        size > 0 and (not os.access(path, os.R_OK) or bool(path.read_bytes().strip()))
+    )
+
+
+# ---------------------------------------------------------------------- disk
+
+
+def find_disk_problems(home: Path) -> Iterator[Problem]:
+    """Find that the data folder cannot be written, or has no space left."""
+    yield from guard_access("", _check_storage(home))
+
+
+def _check_storage(home: Path) -> Iterator[Problem]:
+    # The data folder is made later, so the nearest folder that exists is checked.
+    existing = next(folder for folder in (home, *home.resolve().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem(
+            "",
+            f"the data folder {home} cannot be written.",
+            "Check its owner and mode, or set KD_HOME.",
+        )
+    elif (free := shutil.disk_usage(existing).free) < FREE_BYTES:
+        yield Problem(
+            "",
+            f"the disk of {home} has {free / 2**20:.0f} MiB left.",
+            "Free space, or set KD_HOME to another disk.",
+        )

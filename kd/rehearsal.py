@@ -1,0 +1,64 @@
+"""The overfit check of a whole job: its student learns a few of its sequences by heart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from cache.disk import make_folder, storage_errors
+from kd.checks.verdict import Verdict
+from kd.config.job import JobConfig
+from kd.errors import ConfigError, Problem
+from kd.evaluation.overfit import SEQUENCES, check_overfit
+from kd.models.loading import build_student, hide_progress_bars
+from kd.models.vocabulary import choose_run_vocabulary
+from kd.pipeline import adopt_cache_layout, open_source, run_precompute
+from kd.preflight.problems import Folders, require_no_problems
+from kd.progress import SILENT, Monitor
+
+
+def rehearse(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Verdict:
+    """Overfit the student of a job on a few of its sequences; no files stay below ``home``.
+
+    A sealed cache that the job names is read from ``home``; without one the teacher reads those
+    sequences and no others. Raises ``ConfigError`` where the job trains no student, and the errors
+    of its stages.
+    """
+    if config.train is None or config.student is None:
+        raise ConfigError(
+            [Problem("/kind", f"kind {config.kind} trains no student.", "Check a job that does.")]
+        )
+    require_no_problems(config, Folders(Path(), home))
+    hide_progress_bars()
+    with storage_errors(home):
+        make_folder(home)
+    with TemporaryDirectory(prefix=".check-", dir=home) as name:
+        return _rehearse(_shorten_text(config), home, Path(name), monitor)
+
+
+def _shorten_text(config: JobConfig) -> JobConfig:
+    """The job with only as much text as the check reads.
+
+    It has no effect on a sealed cache that the job names, which holds all its sequences already.
+    """
+    data = {"max_train_samples": SEQUENCES, "max_eval_samples": 1}
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
+
+
+def _rehearse(config: JobConfig, home: Path, folder: Path, monitor: Monitor) -> Verdict:
+    if config.cache.fingerprint is None:
+        home = folder
+        if config.needs_cache:
+            monitor.emit("stage", phase="reading a few sequences with the teacher")
+            (folder / "run").mkdir()
+            run_precompute(config, folder, folder / "run", monitor)
+    tokenizer, source = open_source(config, home, folder / "run", monitor)
+    config = adopt_cache_layout(source, config)
+    # The same first weights as in the job's own training.
+    torch.manual_seed(config.require_train().seed)
+    student = build_student(config.student, tokenizer, config.data.sequence_length, config.teacher)
+    monitor.emit("stage", phase="learning them by heart")
+    vocabulary = choose_run_vocabulary(source, tokenizer, student)
+    return check_overfit(config, source, student, vocabulary, folder, monitor)

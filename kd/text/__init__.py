@@ -1,0 +1,1 @@
+"""Text: read, tokenised, packed, and cut into batches."""

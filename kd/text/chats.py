@@ -1,0 +1,184 @@
+"""Chats -> token ids, and which of them the assistant wrote.
+
+The tokenizer's chat template renders a chat as one text. The template's {% generation %} markers
+show which characters the assistant wrote; without markers, they are what an answer adds to its
+prompt. A token is the assistant's if it holds at least one of these characters.
+
+Shapes: N tokens of one chat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kd.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: The first character of a piece of text, and the one after its last.
+Span = tuple[int, int]
+
+#: No warning for texts that are longer than the model's context: they are cut when they are packed.
+TOKENIZER_OPTIONS = {"verbose": False}
+
+#: The marker as transformers recognises it; text from here to {% endgeneration %} is the
+#: assistant's.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: The remedy for every chat whose answers cannot be found.
+_WHOLE_CHAT = "set data.assistant_only_loss: false to learn whole chats"
+
+# A template that writes today's date (strftime_now) would make other tokens of the same chats every
+# day, and so another cache. It gets a fixed day, the one that Llama's templates write without a
+# clock.
+_DAY = {
+    "d": "26",
+    "-d": "26",
+    "m": "07",
+    "b": "Jul",
+    "B": "July",
+    "Y": "2024",
+    "y": "24",
+    "a": "Fri",
+    "A": "Friday",
+}
+_TIME = {"H": "00", "M": "00", "S": "00"}
+_REPLACED = "".join(f" | replace('%{code}', '{text}')" for code, text in (_DAY | _TIME).items())
+_NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The messages of a chat ({role, content, ...}), and the JSON schemas of its tools, if any."""
+
+    messages: list[Any]
+    tools: list[Any] | None = None
+
+    @classmethod
+    def of(cls, row: dict[str, Any], place: str) -> Chat:
+        """Read the chat in a row; the optional column tools is a list or the JSON text of one."""
+        tools = row.get("tools")
+        with contextlib.suppress(json.JSONDecodeError):
+            tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        if tools and not (
+            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            raise DataError(
+                f"{place}: 'tools' must be a list of JSON schemas, but is {str(tools)[:40]!r}.",
+                "Convert it, or remove the column.",
+            )
+        return cls(row["messages"], tools or None)
+
+    def take_first(self, count: int) -> Chat:
+        """Return the chat's first ``count`` messages."""
+        return Chat(self.messages[:count], self.tools)
+
+
+def encode_chat(
+    chat: Chat, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the token ids (N,) uint32 of the chat, and which are targets, (N,) bool; None = all.
+
+    Raises ``DataError`` if the assistant's tokens cannot be told from the others, or there are
+    none.
+    """
+    if not assistant_only:
+        text, _ = _render(chat, tokenizer)
+        return np.asarray(
+            tokenizer(text, add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"], np.uint32
+        ), None
+    if _GENERATION.search(_get_template(chat, tokenizer)):
+        text, spans = _render(chat, tokenizer, marked=True)
+    else:
+        text, _ = _render(chat, tokenizer)
+        spans = [
+            _find_answer(chat, number, text, place, tokenizer)
+            for number, message in enumerate(chat.messages)
+            if message["role"] == "assistant"
+        ]
+    ids, trained = _tokenize(text, spans, tokenizer)
+    if not trained[1:].any():
+        raise DataError(
+            f"{place} has no token of the assistant to learn: it has no message of the role "
+            "assistant, or only an empty one.",
+            f"Remove it, or {_WHOLE_CHAT}.",
+        )
+    return ids, trained
+
+
+def _render(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, marked: bool = False, prompt: bool = False
+) -> tuple[str, list[Span]]:
+    """Render the chat; return its text and the spans between markers, if they are ``marked``.
+
+    With ``prompt`` the text ends where an answer would begin.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special: dict[str, Any] = dict(tokenizer.special_tokens_map)
+    rendered: Any = render_jinja_template(
+        conversations=[chat.messages],
+        tools=chat.tools,
+        chat_template=_get_template(chat, tokenizer),
+        return_assistant_tokens_mask=marked,
+        add_generation_prompt=prompt,
+        **special,
+    )
+    (text,), spans = rendered
+    return text, spans[0] if marked else []
+
+
+def _get_template(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
+    own = str(tokenizer.get_chat_template(tools=chat.tools))
+    return _NO_CLOCK + own if "strftime_now" in own else own
+
+
+def _tokenize(
+    text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of ``text``, and which of them hold a character of ``spans``; both (N,).
+
+    ``return_assistant_tokens_mask`` of transformers is not used. It looks up the tokens at the two
+    ends of a span. But a space there belongs to no token if the tokenizer trims its offsets, the
+    last character may be several tokens, and with a wrong end the span reaches into the user's next
+    message.
+    """
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, **TOKENIZER_OPTIONS
+    )
+    begin, end = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+    # A token that consists only of trimmed spaces has no width: it begins where the one before
+    # ends.
+    begin = np.where(begin < end, begin, np.concatenate([begin[:1], end[:-1]]))
+    trained = np.zeros(len(begin), bool)
+    for first, last in spans:
+        trained |= (begin < last) & (end > first)
+    return np.asarray(encoded["input_ids"], np.uint32), trained
+
+
+def _find_answer(
+    chat: Chat, number: int, text: str, place: str, tokenizer: PreTrainedTokenizerBase
+) -> Span:
+    """Find message ``number`` in ``text``, the whole chat: what it adds to its prompt."""
+    remedy = f"Use a chat template with {{% generation %}} markers, or {_WHOLE_CHAT}."
+    if number == 0:
+        raise DataError(
+            f"{place} begins with a message of the assistant: there is no prompt before it.",
+            remedy,
+        )
+    prompt, _ = _render(chat.take_first(number), tokenizer, prompt=True)
+    answered, _ = _render(chat.take_first(number + 1), tokenizer)
+    if not (answered.startswith(prompt) and text.startswith(answered)):
+        raise DataError(
+            f"{place}: the assistant's part of message {number + 1} cannot be told from its "
+            "context: the chat template renders the messages before it differently in the whole "
+            "chat and in the prompt.",
+            remedy,
+        )
+    return len(prompt), len(answered)

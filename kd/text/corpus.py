@@ -1,0 +1,183 @@
+"""Text -> tokens -> packed sequences, in small steps.
+
+    sources.py    files, globs, datasets   -> one text (or chat) per document
+    tokens.py     texts, chats             -> Documents: token ids, and which are targets
+    packing.py    Documents                -> Sequences: (S, L) tokens, boundaries, target mask
+    mixtures.py   Sequences of each source -> Sequences of all, in the shares of their weights
+
+The result depends only on the text and the configuration. The tokens of a corpus name its cache,
+also if sources are mixed or streamed.
+
+Shapes: S sequences, L positions of a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cache.records import Sequences
+from kd.config.data import DataConfig, TextSources
+from kd.errors import DataError
+from kd.progress import SILENT, Monitor
+from kd.text.mixtures import get_weight, has_dataset, is_mixture, mix_texts, name_source
+from kd.text.packing import Document, pack_in_blocks
+from kd.text.sources import read_documents
+from kd.text.tokens import choose_pad_id, encode_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Seconds between two reports of how far the reading has come.
+REPORT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The packed text of a job; a cache stores the training sequences before the held-out ones."""
+
+    train: Sequences
+    validation: Sequences
+
+    def compute_sha256(self) -> str:
+        """Return the hash of every token, boundary and mask bit, in order."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.validation):
+            digest.update(np.asarray(part.tokens.shape, np.int64).tobytes())
+            for array in (part.tokens.astype("<u4"), part.document_start, part.target_mask):
+                digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+
+def load_corpus(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    monitor: Monitor = SILENT,
+    size: int | None = None,
+) -> Corpus:
+    """Read, tokenize and pack the text that ``config`` names; streams only as far as needed.
+
+    Raises ``DataError`` where the text holds a token whose id is not below ``size``, V.
+    """
+    train = _load_sequences(
+        config.train, "train", _count_wanted(config), config, tokenizer, monitor, size
+    )
+    if config.validation:
+        validation = _load_sequences(
+            config.validation,
+            "validation",
+            config.max_eval_samples,
+            config,
+            tokenizer,
+            monitor,
+            size,
+        )
+    else:
+        train, validation = _hold_out(train, config.held_out_fraction)
+    return Corpus(
+        _take_first(train, config.max_train_samples),
+        _take_first(validation, config.max_eval_samples),
+    )
+
+
+def _count_wanted(config: DataConfig) -> int | None:
+    """Count the training sequences to read, including those that will be held out; None = all.
+
+    Sequences are held out from the end of the text, so that a text that ends is read to its end.
+    """
+    kept = config.max_train_samples
+    fraction = config.held_out_fraction
+    if kept is None or fraction == 0:
+        return kept
+    streamed = config.streaming and has_dataset(config.train)
+    return (
+        next(n for n in itertools.count(kept) if n - count_held_out(n, fraction) >= kept)
+        if streamed
+        else None
+    )
+
+
+def _load_sequences(
+    sources: TextSources,
+    field: str,
+    wanted: int | None,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    monitor: Monitor,
+    size: int | None,
+) -> Sequences:
+    """Load the first ``wanted`` sequences: from one source after the other, or from a mixture."""
+
+    def pack_sources(sources: TextSources, field: str) -> Iterator[Sequences]:
+        found = read_documents(sources, field, config)
+        documents = encode_documents(found, tokenizer, config, size)
+        pad_id = choose_pad_id(tokenizer, size)
+        return pack_in_blocks(_report_reading(documents, field, monitor), config, field, pad_id)
+
+    if not is_mixture(sources, config):
+        return Sequences.concatenate(_take_until(pack_sources(sources, field), wanted))
+    texts = [pack_sources((source,), f"{field}.{number}") for number, source in enumerate(sources)]
+    sequences, ended = mix_texts(texts, list(map(get_weight, sources)), wanted)
+    if ended is not None:
+        source = f"data.{field}.{ended} ({name_source(sources[ended])})"
+        monitor.emit(
+            "warning",
+            message=f"{source} has no more text: the mixture ends with it, after {len(sequences)} "
+            "sequences of all sources.",
+        )
+    return sequences
+
+
+def _report_reading(
+    documents: Iterator[Document], field: str, monitor: Monitor
+) -> Iterator[Document]:
+    """Pass the documents on and report progress, so that the process does not seem to hang."""
+    tokens = 0
+    reported_at = time.monotonic()
+    for document in documents:
+        yield document
+        tokens += len(document)
+        if time.monotonic() - reported_at > REPORT_SECONDS:
+            monitor.emit("stage", phase=f"reading data.{field}: {tokens:,} tokens")
+            monitor.check("while reading the text")
+            reported_at = time.monotonic()
+
+
+def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
+    """Split off the last ``fraction`` of the sequences, at least one.
+
+    They are taken from the end, so that neighbours in a text are on the same side of the split.
+    """
+    # At least one sequence must be left to train on.
+    held_out = count_held_out(len(train), fraction)
+    if held_out >= len(train):
+        raise DataError(
+            f"data.train gives {len(train)} sequence(s), too few to hold {held_out} out.",
+            "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
+        )
+    cut = len(train) - held_out
+    return train.select(np.arange(cut)), train.select(np.arange(cut, len(train)))
+
+
+def count_held_out(count: int, fraction: float) -> int:
+    """Count the sequences that are held out of ``count``."""
+    return max(1, round(count * fraction)) if fraction > 0 else 0
+
+
+def _take_first(sequences: Sequences, count: int | None) -> Sequences:
+    return sequences if count is None else sequences.select(np.arange(min(count, len(sequences))))
+
+
+def _take_until(text: Iterable[Sequences], wanted: int | None) -> Iterator[Sequences]:
+    """Yield the blocks of ``text`` until there are ``wanted`` sequences; the last block is cut."""
+    for block in text:
+        yield _take_first(block, wanted)
+        wanted = None if wanted is None else wanted - len(block)
+        if wanted is not None and wanted <= 0:
+            return

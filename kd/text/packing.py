@@ -1,0 +1,183 @@
+"""Documents -> packed sequences: tokens, boundaries and the mask of targets.
+
+Shapes: S sequences, L positions of a sequence, N tokens of one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.records import Sequences
+from kd.config.data import DataConfig
+from kd.errors import DataError
+
+#: Sequences that are packed at once. From a stream at most this many are read beyond those wanted.
+BLOCK_SEQUENCES = 64
+#: Marks padding while sequences are laid out; no tokenizer has this id.
+_PAD = np.uint32(2**32 - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """The tokens of one text or chat.
+
+    ``ids`` (N,) uint32. ``trained`` (N,) bool: which tokens are targets; the others are context.
+    None = all are targets.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def split(self, place: int) -> tuple[Document, Document]:
+        """Return the document up to token ``place``, and the rest of it."""
+        parts = (slice(place), slice(place, None))
+        first, rest = (
+            Document(self.ids[i], None if self.trained is None else self.trained[i]) for i in parts
+        )
+        return first, rest
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Whether each token is a target, (N,) bool."""
+        return np.ones(len(self), bool) if self.trained is None else self.trained
+
+
+def pack_documents(
+    documents: Iterable[Document], config: DataConfig, field: str = "train", pad_id: int = 0
+) -> Sequences:
+    """Lay documents end to end, cut them into (S, L), and pad the last sequence.
+
+    A document that is cut continues in the next sequence as a piece of its own. A position has a
+    target if the next token is in the same piece and is trained. Only sequences of chats without
+    any target are dropped.
+    """
+    return Sequences.concatenate(pack_in_blocks(documents, config, field, pad_id))
+
+
+def pack_in_blocks(
+    documents: Iterable[Document], config: DataConfig, field: str = "train", pad_id: int = 0
+) -> Iterator[Sequences]:
+    """Pack documents as ``pack_documents`` does, but read only what fills the next block."""
+    found = False
+    for number, block in enumerate(_split_into_blocks(documents, config)):
+        if number == 0:  # this block is full, or it is all the text there is
+            _require_text(block, config, field)
+        sequences = _drop_without_targets(block, _pack_block(block, config, pad_id))
+        found |= len(sequences) > 0
+        if len(sequences):
+            yield sequences
+    if not found:
+        raise DataError(
+            f"data.{field}: every token of the assistant is the first of its sequence, where "
+            "nothing "
+            "predicts it.",
+            "Raise data.sequence_length.",
+        )
+
+
+def _split_into_blocks(
+    documents: Iterable[Document], config: DataConfig
+) -> Iterator[list[Document]]:
+    """Group documents into blocks of at least ``BLOCK_SEQUENCES`` whole sequences.
+
+    The last document of a block is cut so that no token is left over; the last block takes the
+    rest.
+    """
+    enough = BLOCK_SEQUENCES * config.sequence_length
+    held = list[Document]()
+    tokens = 0
+    begun = False  # whether a block was yielded: without any text one empty block is
+    for document in documents:
+        held.append(document)
+        tokens += len(document)
+        if tokens >= enough:
+            spare = tokens % config.sequence_length if config.packing else 0
+            held[-1], rest = document.split(len(document) - spare)
+            yield held
+            held = [rest] if spare else []
+            tokens = spare
+            begun = True
+    if held or not begun:
+        yield held
+
+
+def _pack_block(documents: list[Document], config: DataConfig, pad_id: int) -> Sequences:
+    tokens = _lay_out([each.ids for each in documents], config, _PAD)
+    start = _lay_out([_mark_first(len(each)) for each in documents], config)
+    real = tokens != _PAD
+    target = np.zeros_like(start)
+    start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
+    start[:, 0] = True
+    target[:, :-1] = _lay_out([each.targets for each in documents], config)[:, 1:] & ~start[:, 1:]
+    return Sequences(
+        np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target
+    )
+
+
+def _drop_without_targets(documents: list[Document], sequences: Sequences) -> Sequences:
+    """Drop sequences of chats without a target: they would cost a pass and teach nothing."""
+    whole = all(each.trained is None for each in documents)
+    return sequences if whole else sequences.select(sequences.target_mask.any(axis=1))
+
+
+def _lay_out(
+    parts: list[np.ndarray], config: DataConfig, fill: np.uint32 | bool = False
+) -> np.ndarray:
+    """Lay ``parts`` end to end as (S, L); ``fill`` pads the last, or each without packing."""
+    if not config.packing:
+        parts = [_pad_to_multiple(part, config.sequence_length, fill) for part in parts]
+    return _pad_to_multiple(np.concatenate(parts), config.sequence_length, fill).reshape(
+        -1, config.sequence_length
+    )
+
+
+def _mark_first(size: int) -> np.ndarray:
+    start = np.zeros(size, bool)
+    start[0] = True
+    return start
+
+
+def _pad_to_multiple(array: np.ndarray, length: int, fill: np.uint32 | bool) -> np.ndarray:
+    """Add ``fill`` to ``array`` up to a multiple of ``length``."""
+    return np.concatenate([array, np.full(-len(array) % length, fill, array.dtype)])
+
+
+def _require_text(documents: list[Document], config: DataConfig, field: str) -> None:
+    tokens = sum(map(len, documents))
+    if tokens == 0:
+        raise DataError(f"data.{field} holds no text.", "Check the files and data.text_column.")
+    if config.packing and tokens < config.sequence_length:
+        raise DataError(
+            f"data.{field} holds {tokens} tokens, fewer than one sequence of "
+            f"{config.sequence_length}.",
+            "Add text or lower data.sequence_length.",
+        )
+
+
+def compute_position_ids(document_start: np.ndarray) -> np.ndarray:
+    """Compute positions (S, L) that restart at every document; attention masks need them."""
+    index = np.arange(document_start.shape[1])
+    return index - np.maximum.accumulate(np.where(document_start, index, 0), axis=1)
+
+
+def needs_isolation(positions: np.ndarray, target_mask: np.ndarray) -> np.ndarray:
+    """Return for each row whether plain causal attention would see another document, (S,) bool.
+
+    That is so if a target has another document before it in the row. ``positions`` (S, L) are those
+    of ``compute_position_ids``. A last document without a target, such as padding, does not count.
+    """
+    needs: np.ndarray = ((positions != np.arange(positions.shape[1])) & target_mask).any(axis=1)
+    return needs
+
+
+def measure_text_lengths(sequences: Sequences) -> np.ndarray:
+    """Count the tokens of each sequence up to its last predicted one, (S,)."""
+    # A target at position t predicts the token at t + 1, so the text has t + 2 tokens.
+    places = np.arange(2, sequences.length + 2)
+    return np.max(np.where(sequences.target_mask, places, 0), axis=1)

@@ -1,0 +1,95 @@
+"""Sources of text -> one document each: files, folders, globs and datasets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kd.config.data import DataConfig, DatasetSpec
+from kd.errors import DataError
+from kd.text.files import find_files, open_file
+from kd.text.rows import read_cell
+
+
+def read_documents(
+    sources: Iterable[str | DatasetSpec], field: str, config: DataConfig
+) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the document: a string, or a ``Chat`` with ``format: messages``."""
+    for source in sources:
+        if isinstance(source, DatasetSpec):
+            yield from _read_cells(_open_dataset(source, config.streaming), source.path, config)
+            continue
+        files = find_files(source)
+        if not files:
+            raise DataError(
+                f"data.{field}: no file matches {source!r}.", "Give a file, a folder or a glob."
+            )
+        for file in files:
+            yield from _read_cells(open_file(file, config), str(file), config)
+
+
+def _open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+    if streaming and "[" in spec.split:
+        detail = (
+            f"dataset {spec.path!r}: a stream cannot be sliced, but its split is {spec.split!r}."
+        )
+        raise DataError(detail, "Name the whole split, or set data.streaming to false.")
+    try:
+        return _open_rows(spec, streaming)
+    except DataError:
+        raise
+    # The library raises a dozen unrelated classes for "not found", "gated" and "offline".
+    except Exception as error:
+        raise DataError(
+            f"dataset {spec.path!r} (split {spec.split!r}) cannot be loaded: "
+            f"{type(error).__name__}: {error}",
+            "Check the id, name and split; for a gated dataset run: hf auth login.",
+        ) from error
+
+
+#: Opens the rows of a dataset; the second argument is whether to stream them.
+Opener = Callable[[DatasetSpec, bool], Iterable[dict[str, Any]]]
+
+
+def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+    from datasets import load_dataset
+
+    rows: Iterable[dict[str, Any]] = load_dataset(
+        spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
+    )
+    return rows
+
+
+_open_rows: Opener = _load_rows
+
+
+@contextmanager
+def datasets_opened_by(opener: Opener) -> Iterator[None]:
+    """Until the end of the block, let ``opener`` open every dataset, in all threads."""
+    global _open_rows  # noqa: PLW0603  one process, one job
+    before = _open_rows
+    _open_rows = opener
+    try:
+        yield
+    finally:
+        _open_rows = before
+
+
+def _read_cells(
+    rows: Iterable[dict[str, Any]], where: str, config: DataConfig
+) -> Iterator[tuple[str, Any]]:
+    iterator = iter(rows)
+    for number in itertools.count(1):
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except DataError:
+            raise
+        except Exception as error:  # json, gzip and pyarrow raise classes of their own
+            detail = f"{where}: row {number} cannot be read: {type(error).__name__}: {error}"
+            raise DataError(detail, "Correct or remove it.") from error
+        place = f"{where}: row {number}"
+        yield place, read_cell(row, place, config)

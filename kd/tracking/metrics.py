@@ -1,0 +1,69 @@
+"""metrics.jsonl: the history of a run, one line for each report.
+
+Every line is also emitted as an event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kd.checks.verdict import Verdict
+from kd.files import write_text
+from kd.progress import Monitor, replace_nonfinite
+
+
+class MetricsLog:
+    """Appends lines to ``path``.
+
+    It first drops the lines of steps after ``step``, because a resumed run takes those steps again.
+    """
+
+    def __init__(self, path: Path, monitor: Monitor, step: int) -> None:
+        self._path = path
+        self._monitor = monitor
+        self.drop_after(step)
+
+    def drop_after(self, step: int) -> None:
+        """Drop the lines of steps after ``step``, from which the run goes on."""
+        kept = [line for line in read_metrics(self._path) if line["step"] <= step]
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def write_training(self, **values: Any) -> None:
+        """Write the metrics of a training step."""
+        self._write("metrics", values)
+
+    def write_evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """Write the metrics of an evaluation."""
+        self._write("evaluation", {"step": step, **values})
+
+    def write_temperature(self, step: int, values: dict[str, float | None]) -> None:
+        """Write the state of a learned temperature, at every step."""
+        self._write("temperature", {"step": step, **values})
+
+    def write_layers(self, step: int, norms: dict[str, float]) -> None:
+        """Write the norm of the gradient in each group of layers."""
+        self._write("layers", {"step": step, "grad_norms": norms})
+
+    def write_verdicts(self, step: int, verdicts: Iterable[Verdict]) -> None:
+        """Write the results of checks; the type of their events is ``check``."""
+        for verdict in verdicts:
+            self._write("check", {"step": step, **verdict.to_json()})
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(replace_nonfinite({"type": kind, **values})) + "\n")
+        self._monitor.emit(kind, **values)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of ``path`` up to one that a crash cut short; none if there is no file."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines

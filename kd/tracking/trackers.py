@@ -1,0 +1,95 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and trackio, through accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kd.config.job import JobConfig
+from kd.errors import TrainingError
+from kd.progress import Event, Monitor
+
+
+class Trackers:
+    """Sends the numbers of metrics and evaluation events to the trackers that the job names.
+
+    A tracker that cannot be started ends the run before it begins. A tracker that fails later
+    causes a warning and is not used again: it must not end a run that trains.
+    """
+
+    def __init__(
+        self, config: JobConfig, names: tuple[str, ...], run_dir: Path, monitor: Monitor
+    ) -> None:
+        self._monitor = monitor
+        self._trackers = {name: _start_tracker(name, config, run_dir) for name in names}
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Send the numbers among ``values``."""
+        numbers = {
+            key: float(value) for key, value in values.items() if isinstance(value, int | float)
+        }
+        numbers.pop("step", None)
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(numbers, step=step)
+            # The client of a service may raise any exception.
+            except Exception as error:
+                message = f"{name} is not used any more: {type(error).__name__}: {error}"
+                self._monitor.emit("warning", message=message)
+                del self._trackers[name]
+
+    def finish(self) -> None:
+        """Close all trackers."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.finish()
+            except Exception as error:
+                message = f"{name} did not close: {type(error).__name__}: {error}"
+                self._monitor.emit("warning", message=message)
+        self._trackers.clear()
+
+
+def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
+    """A monitor that also sends metrics and evaluations to the trackers."""
+
+    def listen(event: Event) -> None:
+        monitor.listen(event)
+        if event.type in ("metrics", "evaluation") and "step" in event.data:
+            trackers.log(int(event.data["step"]), event.data)
+
+    return Monitor(listen, monitor.should_stop)
+
+
+def _start_tracker(name: str, config: JobConfig, run_dir: Path) -> Any:
+    try:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        if name == "tensorboard":
+            tracker = kind(config.name, run_dir / "tensorboard")
+        elif name == "mlflow":
+            tracker = kind(experiment_name=config.name)
+        else:
+            tracker = kind(config.name)
+        tracker.start()
+        tracker.store_init_configuration(
+            _flatten(config.model_dump(mode="json", exclude_none=True))
+        )
+    except Exception as error:
+        raise TrainingError(
+            f"train.report_to {name} cannot be started: {type(error).__name__}: {error}",
+            f"Install it (pip install 'potstill[track]' or {name}) and log in, or leave it out.",
+        ) from error
+    return tracker
+
+
+def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """A nested configuration as dotted names; lists become text, as trackers take scalars only."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{name}.")
+        else:
+            flat[name] = value if isinstance(value, str | int | float | bool) else str(value)
+    return flat

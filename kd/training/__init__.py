@@ -1,0 +1,1 @@
+"""The training loop with its evaluations and checkpoints. Begin with ``loop.py``."""

@@ -1,0 +1,153 @@
+"""After each step that was taken: its report, and an evaluation and a checkpoint where due."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+from kd.checks.verdict import Verdict
+from kd.checks.watch import StepSeconds
+from kd.optim.averaging import serving
+from kd.training import checkpoint
+from kd.training.compiling import CompileReport
+from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
+from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
+from kd.training.run import Run
+from kd.training.steps import Step, is_reported
+
+#: Nats above which exp overflows a float64.
+LARGEST_EXPONENT = 700.0
+
+
+def after_step(run: Run, step: Step) -> bool:
+    """Report, evaluate and save what is due; returns whether early stopping ends the run.
+
+    Raises ``Interrupted``, after a checkpoint, when a stop is asked for.
+    """
+    report_step(run, step)
+    improved = False
+    if run.progress.step % run.options.eval_steps == 0 or run.progress.step == run.steps:
+        improved = record_evaluation(run.progress, evaluate_now(run))
+    exhausted = is_out_of_patience(run.progress, run.options)
+    stopping = run.monitor.should_stop()
+    if is_save_due(run, improved) or exhausted or stopping:
+        save_checkpoint(run)
+    report_compilation(run)
+    trace = run.trace.step()
+    if trace is not None:
+        run.monitor.emit("artifact", name=trace.name, path=str(trace))
+    # A run whose last step is taken is not interrupted: it finishes.
+    if stopping and not run.is_over:
+        run.monitor.check(f"at step {run.progress.step} of {run.steps}")
+    return exhausted
+
+
+# ---------------------------------------------------------------------- reports
+
+
+def report_step(run: Run, step: Step) -> None:
+    """Report progress and alarms of every step, and the metrics of some steps."""
+    progress = run.progress
+    temperature = run.loss.temperature
+    run.monitor.emit("progress", **run.meter.advance(1, step.tokens))
+    seconds = StepSeconds(step.waited, time.monotonic() - step.began)
+    alarms = run.watch.observe_step(step.loss, step.ce_loss, step.grad_norm, seconds)
+    run.log.write_verdicts(progress.step, alarms)
+    for alarm in (temperature.describe_alarm(), run.scale_watch.describe_alarm()):
+        if alarm is not None:
+            run.monitor.emit("warning", message=alarm)
+    if temperature.learned:
+        run.log.write_temperature(progress.step, temperature.report())
+    if is_reported(run, step):
+        report_metrics(run, step)
+
+
+def report_metrics(run: Run, step: Step) -> None:
+    """Write the step's line of metrics.jsonl, and the gradient's norm in each group of layers."""
+    # The step has waited for the device already, so that reading its clock costs nothing.
+    run.clock.read_pending()
+    run.log.write_training(
+        step=run.progress.step,
+        loss=step.loss,
+        kd_loss=step.kd_loss if run.source.codec is not None else None,
+        ce_loss=step.ce_loss,
+        perplexity=compute_perplexity(step.ce_loss),
+        alpha=step.alpha,
+        learning_rate=step.learning_rate,
+        grad_norm=step.grad_norm,
+        tokens=run.progress.tokens,
+        **run.loss.temperature.report(),
+    )
+    run.log.write_layers(run.progress.step, step.layer_norms)
+
+
+def compute_perplexity(loss: float) -> float:
+    """exp of a mean negative log-likelihood in nats; infinity where it would overflow."""
+    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+
+
+def report_compilation(run: Run) -> None:
+    """After the first step of this process, report what was compiled and where the graph breaks."""
+    if run.compilation is None:
+        return
+    run.log.write_verdicts(run.progress.step, [check_compilation(run.compilation.report())])
+    run.compilation = None
+
+
+def check_compilation(report: CompileReport) -> Verdict:
+    """The verdict on a compilation; a graph that breaks is no error, but it loses speed."""
+    facts = {"graphs": report.graphs, "breaks": list(report.breaks)}
+    remedy = "" if not report.breaks else "See TORCH_LOGS=graph_breaks for the places."
+    return Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def evaluate_now(run: Run) -> dict[str, Any]:
+    """Evaluate the student on the held-out sequences, and log the results."""
+    # An evaluation may take longer than a supervisor waits for a step.
+    run.monitor.report_alive(stepping=False)
+    loss = run.loss
+    with run.clock.phase("evaluation"), serving(run.student, run.state.optimizer, run.average):
+        found = evaluate_student(
+            run.student,
+            loss.lm_head,
+            run.source,
+            loss.decoder,
+            run.options.batch_size,
+            loss.precision,
+            run.device,
+            choose_evaluation_temperature(loss.config),
+        )
+    run.log.write_evaluation(run.progress.step, found)
+    run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))
+    return found
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def is_save_due(run: Run, improved: bool) -> bool:
+    """Whether a checkpoint is due.
+
+    It is due at its interval, at the end, and after the best evaluation where early stopping is on.
+    """
+    step = run.progress.step
+    keep_best = improved and run.options.early_stopping_patience is not None
+    return step % run.options.save_steps == 0 or step == run.steps or keep_best
+
+
+def save_checkpoint(run: Run) -> None:
+    """Write a checkpoint, and delete the oldest ones beyond ``save_total_limit``."""
+    progress = run.progress
+    with run.clock.phase("checkpoint"):
+        progress.watch = run.watch.state()
+        progress.scale_watch = asdict(run.scale_watch)
+        run.monitor.report_alive(stepping=False)
+        path = checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
+        best_step = find_best_step(progress, run.options)
+        checkpoint.prune_checkpoints(run.checkpoints, run.options.save_total_limit, best_step)
+    run.monitor.emit("checkpoint", step=progress.step, path=str(path))

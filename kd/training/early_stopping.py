@@ -1,0 +1,39 @@
+"""The best evaluation of a run so far, and whether the run should end without a better one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kd.config.train import TrainConfig
+from kd.training.checkpoint import TrainingProgress
+
+
+def record_evaluation(progress: TrainingProgress, found: dict[str, Any]) -> bool:
+    """Write an evaluation into ``progress``; returns whether it is the best so far."""
+    progress.last_evaluation = found
+    loss = found.get("validation_loss")
+    # Where nothing is held out there is no loss, and no evaluation is better than another.
+    if loss is None:
+        return False
+    improved = progress.best_loss is None or loss < progress.best_loss
+    if improved:
+        progress.best_loss = loss
+        progress.best_step = progress.step
+        progress.evaluations_since_best = 0
+    else:
+        progress.evaluations_since_best += 1
+    return improved
+
+
+def is_out_of_patience(progress: TrainingProgress, options: TrainConfig) -> bool:
+    """Whether early stopping ends the run now."""
+    patience = options.early_stopping_patience
+    return patience is not None and progress.evaluations_since_best >= patience
+
+
+def find_best_step(progress: TrainingProgress, options: TrainConfig) -> int | None:
+    """The step of the best evaluation; None without one, and where early stopping is off."""
+    # 0 stands for no evaluation yet: none is recorded before the first step.
+    if options.early_stopping_patience is None or progress.best_step == 0:
+        return None
+    return progress.best_step

@@ -1,0 +1,166 @@
+"""Metrics on the held-out sequences: perplexity, calibration, KL and agreement with the teacher.
+
+They need only the records of the cache. Metrics that need the teacher itself, or more time, are in
+``kd.evaluation``.
+
+Shapes: N positions that have a target, V vocabulary, D hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cache.perplexity import BlockLosses, raise_e
+from kd.config.loss import LearnedTemperature, LossConfig, Ramp
+from kd.loss.decoder import TargetDecoder
+from kd.loss.fused import choose_chunk_positions, split_into_chunks
+from kd.loss.targets import Targets
+from kd.models.lm_head import LMHead
+from kd.models.precision import Precision, compute_target_hidden_states
+from kd.text.batches import Source, read_validation_batches
+from kd.text.bytes import compute_bits_per_byte
+from kd.training.calibration import BINS, Calibration
+
+
+def choose_evaluation_temperature(loss: LossConfig) -> float:
+    """The temperature of all evaluations of a job: one for all, so that they can be compared.
+
+    It is the fixed temperature, the end of a schedule, or the start of a learned one; 1 where the
+    loss tempers the teacher alone.
+    """
+    if isinstance(loss.temperature, Ramp):
+        return loss.temperature.end
+    if isinstance(loss.temperature, LearnedTemperature):
+        return 1.0 if loss.temperature.mode == "teacher_only" else loss.temperature.init
+    return loss.temperature
+
+
+@torch.no_grad()
+def evaluate_student(
+    student: nn.Module,
+    lm_head: LMHead,
+    source: Source,
+    decoder: TargetDecoder,
+    batch_size: int,
+    precision: Precision,
+    device: torch.device,
+    temperature: float = 1.0,
+    text_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Compute means over the held-out targets, in nats; empty where nothing is held out.
+
+    ``validation_kl`` is at ``temperature``; from sampled records it is unbiased but noisy.
+    ``validation_agreement`` is over the positions whose record has the teacher's best token: all of
+    them, or for sampled records those where that token's probability is above the threshold.
+    ``validation_calibration_error`` has 15 bins, at T = 1. ``validation_bits_per_byte`` needs
+    ``text_bytes``, the size of the held-out text (``kd.text.bytes``). ``validation_perplexity_low``
+    and ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens.
+    """
+    student.eval()
+    scores = []
+    losses = BlockLosses.none()
+    for batch in read_validation_batches(source, batch_size):
+        batch = batch.to(device)
+        hidden_ND = compute_target_hidden_states(student, batch, precision)
+        targets = decoder.decode(batch.gold_N, batch.teacher, temperature)
+        score = score_positions(hidden_ND, lm_head, targets)
+        scores.append(score)
+        losses += BlockLosses.of(score.ce_N, batch.count_targets())
+    if not losses.tokens:
+        return {}
+    found = _average_scores(scores, losses)
+    if text_bytes:
+        found["validation_bits_per_byte"] = compute_bits_per_byte(
+            found["validation_loss"], losses.tokens, text_bytes
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over N positions, in nats; ``kd`` is KL at the targets' T, without the T^2 of the loss.
+
+    ``ce_N`` are the terms of ``ce``.
+    ``comparable`` counts the positions whose record has the teacher's best token, ``agreed`` those
+    of them where it is the student's best too. ``calibration`` is at T = 1.
+    """
+
+    ce: float
+    kd: float | None
+    agreed: int
+    comparable: int
+    calibration: Calibration
+    ce_N: NDArray[np.float64]
+
+
+@torch.no_grad()
+def score_positions(
+    hidden_ND: Tensor, lm_head: LMHead, targets: Targets, chunk_size: int | None = None
+) -> Score:
+    """Score a model by its final hidden states ``hidden_ND``.
+
+    Logits exist for ``chunk_size`` positions at a time (None: chosen by the free memory).
+    """
+    ce = 0.0
+    ce_parts = [hidden_ND.new_empty(0, dtype=torch.float64)]
+    kd = 0.0
+    agreed = 0
+    comparable = 0
+    calibration = Calibration.none(BINS, hidden_ND.device)
+    size = chunk_size or choose_chunk_positions(lm_head.vocabulary, hidden_ND.device)
+    dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+    for chunk in split_into_chunks(targets, size, dtype):
+        logq_NV = torch.log_softmax(lm_head.compute_logits(hidden_ND[chunk.rows]), 1)
+        chosen_N = logq_NV.gather(1, chunk.gold_N[:, None])[:, 0]
+        ce -= float(chosen_N.sum(dtype=torch.float64))
+        ce_parts.append(-chosen_N.double())
+        most_N, best_N = logq_NV.max(1)
+        calibration += Calibration.of(most_N.exp(), best_N == chunk.gold_N)
+        if chunk.teacher is not None:
+            # -1 where the record does not have the teacher's best token.
+            known_N = chunk.teacher.find_best_N()
+            agreed += int((best_N == known_N).sum())
+            comparable += int((known_N >= 0).sum())
+            # Last, because it writes over the log-probabilities. KL = -H(p) - E_p[log q].
+            expected_N = chunk.teacher.compute_expected_N(_apply_temperature(logq_NV, targets))
+            kd -= float((expected_N + chunk.teacher.entropy_N).sum())
+    ce_N = torch.cat(ce_parts).cpu().numpy()
+    whole_kd = None if targets.teacher is None else kd
+    return Score(ce, whole_kd, agreed, comparable, calibration, ce_N)
+
+
+def _apply_temperature(logq_NV: Tensor, targets: Targets) -> Tensor:
+    """The log-probabilities at the targets' temperature; it writes over ``logq_NV``."""
+    temperature = targets.temperature_value
+    return logq_NV if temperature == 1.0 else torch.log_softmax(logq_NV.div_(temperature), 1)
+
+
+def _average_scores(scores: list[Score], losses: BlockLosses) -> dict[str, Any]:
+    tokens = losses.tokens
+    loss = sum(score.ce for score in scores) / tokens
+    kl = sum(score.kd or 0.0 for score in scores) / tokens
+    agreed = sum(score.agreed for score in scores)
+    comparable = sum(score.comparable for score in scores)
+    with_teacher = any(score.kd is not None for score in scores)
+    calibration = sum((score.calibration for score in scores[1:]), scores[0].calibration)
+    shown = losses.perplexity and losses.perplexity.shown_interval
+    ends = (
+        {f"validation_perplexity_{name}": value for name, value in asdict(shown).items()}
+        if shown
+        else {}
+    )
+    return {
+        "validation_loss": loss,
+        "validation_perplexity": raise_e(loss),
+        "validation_tokens": tokens,
+        **ends,
+        "validation_kl": kl if with_teacher else None,
+        "validation_agreement": agreed / comparable if comparable else None,
+        "validation_calibration_error": calibration.error,
+    }

@@ -1,0 +1,146 @@
+"""The training loop: batches -> loss -> step. It has no callbacks: ``run_loop`` calls each part.
+
+    prepare             prepare.py      student, loss, optimiser, and the newest checkpoint
+    check_start         loop.py         first evaluation; the fused loss against a dense one
+    begin_step          steps.py        alpha and temperature of this step
+    forward_backward    steps.py        loss of each micro-batch (step_loss.py), and its gradients
+    measure_gradients   steps.py        norms and clipping; a NaN or an infinity ends the run
+    roll_back           steps.py        after a spike of the loss: back to the newest checkpoint
+    take_step           steps.py        optimiser, schedule, temperature, average of the weights
+    after_step          after_step.py   metrics, alarms, evaluation, checkpoint
+    finish              loop.py         profile.json, and the weights that are to be saved
+
+All state of a run is in its checkpoints. Called again with the same folder, ``train`` goes on from
+the newest one that is whole.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from kd.config.job import JobConfig
+from kd.errors import OutOfMemory
+from kd.files import write_json
+from kd.memory.auto_batch import release_memory
+from kd.memory.step_memory import read_peak_memory
+from kd.optim.averaging import use_served_weights
+from kd.progress import Monitor
+from kd.text.batches import Source, TimedIterator
+from kd.tracking.stopwatch import compute_utilisation, count_flops_per_token
+from kd.tracking.trace import Trace
+from kd.tracking.trackers import Trackers, add_trackers
+from kd.training import checkpoint
+from kd.training.after_step import after_step, evaluate_now
+from kd.training.checkpoint import TrainingProgress
+from kd.training.early_stopping import find_best_step
+from kd.training.prepare import prepare
+from kd.training.run import Run
+from kd.training.steps import (
+    begin_step,
+    forward_backward,
+    measure_gradients,
+    roll_back,
+    shrink_micro_batch,
+    take_step,
+)
+
+
+def train(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    vocabulary: int,
+    run_dir: Path,
+    monitor: Monitor,
+) -> TrainingProgress:
+    """Train ``student`` in place on ``source``, and return the progress at the end.
+
+    Afterwards ``student`` holds the final weights, or the best ones where early stopping asks for
+    them. Raises ``TrainingError`` where the loss is not finite, spikes too often, differs from a
+    dense one or finds no memory, and ``Interrupted`` after a checkpoint when a stop is asked for.
+    """
+    options = config.require_train()
+    # Trackers and trace are closed after an error too: open ones would disturb the next run of this
+    # process, for example the next trial of a search.
+    with ExitStack() as closing:
+        trackers = Trackers(config, options.report_to, run_dir, monitor)
+        closing.callback(trackers.finish)
+        trace = Trace(run_dir / "trace.json", options.trace_steps)
+        closing.callback(trace.close)
+        monitor = add_trackers(monitor, trackers)
+
+        run = prepare(config, source, student, vocabulary, run_dir, monitor, trace)
+        check_start(run)
+        run_loop(run)
+        finish(run)
+        return run.progress
+
+
+def check_start(run: Run) -> None:
+    """Evaluate the untrained student, and compare the fused loss with a dense one.
+
+    Raises ``TrainingError`` where the two losses differ.
+    """
+    if run.progress.first_evaluation is None:
+        run.progress.first_evaluation = evaluate_now(run)
+    tokens = run.config.checks.parity_tokens
+    if not tokens:
+        return
+    verdict = run.loss.check_parity(run.read_next_batch(), run.progress.step, tokens)
+    # A resumed run checks again, but writes no second line into its history.
+    if run.progress.step == 0:
+        run.log.write_verdicts(0, [verdict])
+    verdict.require()
+
+
+def run_loop(run: Run) -> None:
+    """Take all the steps that are left."""
+    # The batches are read anew after a roll-back, and after a step that ran out of memory: it is
+    # repeated with smaller micro-batches.
+    while not run.is_over:
+        release_memory()
+        batches = TimedIterator(run.read_batches())
+        for micro_batches in batches:
+            step = begin_step(run, micro_batches, batches.last)
+            try:
+                forward_backward(run, step)
+            except OutOfMemory as error:
+                shrink_micro_batch(run, error)
+                break
+            measure_gradients(run, step)
+            if run.watch.is_spike(step.loss, step.ce_loss) and roll_back(run, step):
+                break
+            take_step(run, step)
+            if after_step(run, step):
+                break
+
+
+def finish(run: Run) -> None:
+    """Write the profile, and leave in the student the weights that are to be saved."""
+    # A run that found all its steps done keeps the profile of the process that took them.
+    if run.meter.tokens:
+        write_profile(run)
+    best_step = find_best_step(run.progress, run.options)
+    if best_step is not None:
+        checkpoint.load_weights(checkpoint.locate_checkpoint(run.checkpoints, best_step), run.state)
+    use_served_weights(run.student, run.state.optimizer, run.average)
+
+
+def write_profile(run: Run) -> None:
+    """Write profile.json: the seconds of each phase in this process, speed and peak memory."""
+    progress = run.progress
+    tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
+    flops_per_token = count_flops_per_token(
+        run.student, run.loss.lm_head.vocabulary, run.config.data.sequence_length
+    )
+    profile = {
+        "phases": [phase.to_json() for phase in run.clock.table()],
+        "tokens_per_second": tokens_per_second,
+        "mfu": compute_utilisation(tokens_per_second, flops_per_token, run.device),
+        "peak_memory_bytes": read_peak_memory(run.device),
+    }
+    write_json(run.folder / "profile.json", profile)
+    run.monitor.emit("profile", **profile)

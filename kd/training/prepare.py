@@ -1,0 +1,281 @@
+"""Prepares a training run: student, loss and optimiser, restored from the newest checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cache.codec import UNKNOWN_ENTROPY, Codec
+from kd.checks.watch import TrainingWatch
+from kd.config.job import JobConfig
+from kd.config.train import TrainConfig
+from kd.errors import ConfigError, Problem
+from kd.loss.decoder import TargetDecoder
+from kd.loss.features import FeatureLoss
+from kd.loss.objective import Objective
+from kd.loss.temperature import TemperatureControl
+from kd.memory.activation_checkpointing import checkpoint_activations
+from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step, resize_micro_batch
+from kd.memory.step_memory import (
+    StepMemoryEstimate,
+    estimate_memory,
+    estimate_optimizer_bytes,
+    measure_free_memory,
+    reset_peak_memory,
+)
+from kd.models.layers import require_context, require_document_isolation
+from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.precision import Precision, ScalerWatch, pick_device, set_tf32
+from kd.models.routers import find_router_balance
+from kd.optim.averaging import Averager
+from kd.optim.optimizers import make_optimizer
+from kd.optim.schedules import make_scheduler
+from kd.progress import Monitor, ProgressMeter
+from kd.text.batches import Source, read_training_batches
+from kd.tracking.metrics import MetricsLog
+from kd.tracking.stopwatch import Stopwatch
+from kd.tracking.trace import Trace
+from kd.training import checkpoint
+from kd.training.checkpoint import TrainingProgress, TrainState
+from kd.training.compiling import compile_student
+from kd.training.lookahead import LookAhead
+from kd.training.resuming import compute_resume_identity
+from kd.training.run import Run
+from kd.training.step_loss import StepLoss
+
+#: Sequences whose records are read to find out whether a cache holds entropies: it holds all of
+#: them or none.
+ENTROPY_SAMPLE = 8
+
+
+def prepare(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    vocabulary: int,
+    folder: Path,
+    monitor: Monitor,
+    trace: Trace,
+) -> Run:
+    """Make everything that training needs, and restore the newest checkpoint in ``folder``.
+
+    Raises ``ConfigError`` where the cache cannot serve the job, ``ModelError`` where the student
+    cannot be trained as the job asks, and ``OutOfMemory`` where not even one sequence fits.
+    """
+    options = config.require_train()
+    device = pick_device()
+    precision = Precision.choose(options.precision, device)
+    set_tf32(device, options.tf32)
+    lm_head, memory = _prepare_student(config, student, vocabulary, precision, device, monitor)
+    compilation = compile_student(student, options.compile)
+    loss = _make_loss(config, source, student, lm_head, precision, device)
+    average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
+    state = _make_state(options, loss, average, device)
+    identity = compute_resume_identity(config, str(source.identity))
+
+    # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
+    # generators with it.
+    torch.manual_seed(options.seed)
+    for problem in checkpoint.load_newest(folder / "checkpoints", state, identity):
+        monitor.emit("warning", message=problem)
+    if options.auto_batch:
+        options = fit_micro_batch(options, source, state, loss, monitor)
+    run = Run(
+        config=config,
+        options=options,
+        source=source,
+        folder=folder,
+        monitor=monitor,
+        trace=trace,
+        loss=loss,
+        state=state,
+        identity=identity,
+        memory=memory,
+        compilation=compilation,
+        average=average,
+        look_ahead=_make_look_ahead(loss, source, options, device),
+        watch=_restore_watch(config, state.progress),
+        scale_watch=ScalerWatch(**state.progress.scale_watch),
+        log=_open_log(folder, monitor, state.progress),
+        meter=ProgressMeter(loss.steps, "steps", done=state.progress.step),
+    )
+    reset_peak_memory(device)
+    return run
+
+
+# ---------------------------------------------------------------------- student, loss, optimiser
+
+
+def _prepare_student(
+    config: JobConfig,
+    student: PreTrainedModel,
+    vocabulary: int,
+    precision: Precision,
+    device: torch.device,
+    monitor: Monitor,
+) -> tuple[LMHead, StepMemoryEstimate]:
+    """Move ``student`` to ``device``, and check that the job can train it.
+
+    Returns its LM head and an estimate of the memory of a step.
+    """
+    options = config.require_train()
+    nn.Module.to(student, device)
+    require_context(student, config.data.sequence_length)
+    lm_head = find_lm_head(student, vocabulary)
+    if config.data.packing:
+        require_document_isolation(student)
+    # The estimate comes before activation checkpointing and compilation, which hide what autograd
+    # keeps.
+    memory = estimate_memory(student, options, config.data.sequence_length, vocabulary, precision)
+    warning = memory.warning(measure_free_memory(device))
+    if warning:
+        monitor.emit("warning", message=warning)
+    checkpoint_activations(student, options.gradient_checkpointing)
+    return lm_head, memory
+
+
+def _make_loss(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    lm_head: LMHead,
+    precision: Precision,
+    device: torch.device,
+) -> StepLoss:
+    options = config.require_train()
+    decoder = TargetDecoder.of(source, device)
+    require_served(config, source.codec)
+    require_entropies(config, source)
+    steps = count_total_steps(options, source.train_count)
+    features = None
+    if config.loss.features.weight > 0 and decoder.lm_head is not None:
+        student_width = lm_head.weight.shape[1]
+        teacher_width = decoder.lm_head.weight.shape[1]
+        features = FeatureLoss.of(config.loss.features, student_width, teacher_width).to(device)
+    return StepLoss(
+        config=config.loss,
+        student=student,
+        lm_head=lm_head,
+        decoder=decoder,
+        objective=Objective.of(config.loss),
+        temperature=TemperatureControl.of(config.loss.temperature, steps),
+        features=features,
+        routers=find_router_balance(student, config.loss.router_balance),
+        precision=precision,
+        logits_chunk=options.logits_chunk,
+        steps=steps,
+        clock=Stopwatch(device),
+    )
+
+
+def _make_state(
+    options: TrainConfig, loss: StepLoss, average: Averager | None, device: torch.device
+) -> TrainState:
+    """Make optimiser, schedule and loss scale, with all that a checkpoint must hold."""
+    projections = loss.features.parameters() if loss.features is not None else ()
+    optimizer = make_optimizer(loss.student, projections, options, device)
+    extras: dict[str, nn.Module | None] = {
+        "temperature": loss.temperature if loss.temperature.learned else None,
+        "features": loss.features,
+        "average": average,
+    }
+    return TrainState(
+        model=loss.student,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, options, loss.steps),
+        scaler=torch.amp.GradScaler(device.type, enabled=loss.precision.scales_loss),
+        progress=TrainingProgress(),
+        extras={name: module for name, module in extras.items() if module is not None},
+    )
+
+
+def _make_look_ahead(
+    loss: StepLoss, source: Source, options: TrainConfig, device: torch.device
+) -> LookAhead | None:
+    if not loss.temperature.follows_held_out:
+        return None
+    return LookAhead(
+        loss.student, loss.lm_head, source, loss.decoder, options.batch_size, loss.precision, device
+    )
+
+
+def count_total_steps(options: TrainConfig, sequences: int) -> int:
+    """Optimiser steps of the whole run, for ``sequences`` training sequences."""
+    if options.max_steps is not None:
+        return options.max_steps
+    assert options.epochs is not None, "TrainConfig requires max_steps or epochs"
+    sequences_per_step = options.batch_size * options.gradient_accumulation_steps
+    return max(1, math.ceil(options.epochs * sequences / sequences_per_step))
+
+
+# ---------------------------------------------------------------------- requirements of the loss
+
+
+def require_served(config: JobConfig, codec: Codec | None) -> None:
+    """Raise ``ConfigError`` if records of ``codec`` cannot serve the loss at each temperature."""
+    if not config.needs_cache or codec is None:
+        return
+    if problems := config.loss.list_unserved(codec.profile, codec.temperatures):
+        raise ConfigError(problems)
+
+
+def require_entropies(config: JobConfig, source: Source) -> None:
+    """Raise ``ConfigError`` if the loss needs the teacher's entropies and the records hold none."""
+    if config.loss.entropy_weighting == 0.0 or source.codec is None:
+        return
+    _, records = source.read(np.arange(min(source.train_count, ENTROPY_SAMPLE)))
+    if records is not None and len(records) and (records["entropy"] == UNKNOWN_ENTROPY).all():
+        detail = "it needs the teacher's entropy, which the records of this cache do not hold."
+        remedy = "Set it to 0, or capture with a local teacher."
+        raise ConfigError([Problem("/loss/entropy_weighting", detail, remedy)])
+
+
+# ---------------------------------------------------------------------- restored state
+
+
+def fit_micro_batch(
+    options: TrainConfig, source: Source, state: TrainState, loss: StepLoss, monitor: Monitor
+) -> TrainConfig:
+    """``options`` with the largest micro-batch that fits; a step has as many sequences as before.
+
+    A resumed run keeps the micro-batch that it found at first, so that its sums are of the same
+    terms.
+    """
+    if state.progress.batch_size is not None:
+        return resize_micro_batch(options, state.progress.batch_size)
+    student = loss.student
+
+    def attempt(tried: TrainConfig) -> None:
+        # Batches in the order of length are cut to their text: only shuffled ones show what the
+        # longest needs.
+        shuffled = tried.model_copy(update={"order": "shuffled"})
+        batch = next(read_training_batches(source, shuffled, range(1)))[0]
+        reserve = estimate_optimizer_bytes(student, tried)
+        modules = [student, *state.extras.values()]
+        rehearse_step(lambda: loss.rehearse(batch), modules, reserve, student.device)
+
+    found = find_fitting_micro_batch(options, attempt)
+    if found != options:
+        message = f"batch_size {options.batch_size} does not fit: {found.batch_size} is used."
+        monitor.emit("warning", message=message)
+    state.progress.batch_size = found.batch_size
+    return found
+
+
+def _restore_watch(config: JobConfig, progress: TrainingProgress) -> TrainingWatch:
+    watch = TrainingWatch(config)
+    watch.restore(progress.watch)
+    return watch
+
+
+def _open_log(folder: Path, monitor: Monitor, progress: TrainingProgress) -> MetricsLog:
+    """metrics.jsonl, with the lines up to the restored step."""
+    # A run that was stopped before its first evaluation makes that evaluation again: its history is
+    # empty.
+    last_step = progress.step if progress.first_evaluation is not None else -1
+    return MetricsLog(folder / "metrics.jsonl", monitor, last_step)

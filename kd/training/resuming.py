@@ -1,0 +1,116 @@
+"""Which job may resume from a checkpoint, and an early error for one that may not."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from kd.capture.estimate import make_codec_identity
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.errors import ConfigError, TrainingError
+from kd.files import read_json
+from kd.training import checkpoint
+
+#: Fields of the train section that have no influence on the weights.
+FREE_FIELDS = {
+    "logging_steps", "save_steps", "save_total_limit", "report_to", "trace_steps", "save_dtype",
+    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
+}  # fmt: skip
+
+
+def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
+    """A digest of everything that shapes the weights.
+
+    A job may resume from a checkpoint of the same identity.
+    """
+    train = config.require_train()
+    # A field that is left out counts as before it existed.
+    unset = {"loss": {"router_balance"}} if config.loss.router_balance is None else None
+    content = [
+        config.model_dump_json(include=_list_shaping_sections(config), exclude=unset),
+        train.model_dump_json(exclude=FREE_FIELDS),
+        source_identity,
+    ]
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def require_same_job(config: JobConfig, run_dir: Path) -> None:
+    """Raise ``TrainingError`` if ``run_dir`` is known to hold checkpoints of another job.
+
+    It is known where the newest checkpoint was written with the folder's config.json and
+    cache.json. Differences that only the text or the teacher show are found by
+    ``kd.training.checkpoint``.
+    """
+    # Before the capture, which may take days. Without one, the checkpoint itself is read soon
+    # enough.
+    if config.train is None or not config.needs_cache:
+        return
+    earlier = _load_earlier_job(run_dir)
+    if earlier is None or earlier.train is None:
+        return
+    if fields := [
+        *_list_changed_fields(_dump_shaping_fields(earlier), _dump_shaping_fields(config)),
+        *_list_changed_capture_fields(earlier, config),
+    ]:
+        raise TrainingError(
+            f"{run_dir} holds checkpoints of another job, from which this one differs in "
+            f"{', '.join(fields)}.",
+            f"Give another run folder (--run-dir) or another name, or delete {run_dir} to start "
+            "over.",
+        )
+
+
+def _load_earlier_job(run_dir: Path) -> JobConfig | None:
+    """The job that wrote the newest checkpoint in ``run_dir``; None where that is not known."""
+    written_by = checkpoint.read_newest_identity(run_dir / "checkpoints")
+    if written_by is None:
+        return None
+    try:
+        config = parse_config(read_json(run_dir / "config.json"))
+        captured = read_json(run_dir / "cache.json") or {}
+    except (ConfigError, ValueError):
+        # Missing, damaged, or written by another version.
+        return None
+    source_identity = config.cache.fingerprint or captured.get("fingerprint")
+    if config.train is None or compute_resume_identity(config, str(source_identity)) != written_by:
+        return None
+    return config
+
+
+def _list_shaping_sections(config: JobConfig) -> set[str]:
+    # Layers of the teacher become the student: then another teacher makes other weights.
+    cut_from_teacher = config.student is not None and config.student.from_teacher is not None
+    return {"student", "loss"} | ({"teacher"} if cut_from_teacher else set())
+
+
+def _dump_shaping_fields(config: JobConfig) -> dict[str, Any]:
+    free = dict.fromkeys(FREE_FIELDS, True)
+    return config.model_dump(
+        mode="json", include={*_list_shaping_sections(config), "train"}, exclude={"train": free}
+    )
+
+
+def _list_changed_capture_fields(earlier: JobConfig, config: JobConfig) -> list[str]:
+    """The changed fields that make another cache, for any text and teacher."""
+    if earlier.cache.fingerprint is not None or config.cache.fingerprint is not None:
+        return []
+    cut = {"data": {"sequence_length": True, "packing": True}}
+    same = make_codec_identity(earlier.cache) == make_codec_identity(config.cache)
+    kept = cut if same else cut | {"cache": True}
+    return _list_changed_fields(
+        earlier.model_dump(mode="json", include=kept), config.model_dump(mode="json", include=kept)
+    )
+
+
+def _list_changed_fields(before: Any, now: Any, name: str = "") -> list[str]:
+    """The dotted names of the fields that differ."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [] if before == now else [name]
+    names = dict.fromkeys([*before, *now])
+    return [
+        each
+        for key in names
+        for each in _list_changed_fields(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    ]

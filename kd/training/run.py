@@ -1,0 +1,109 @@
+"""The state of a training run: ``prepare`` makes it, and the steps read and change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kd.checks.watch import TrainingWatch
+from kd.config.job import JobConfig
+from kd.config.train import TrainConfig
+from kd.memory.step_memory import StepMemoryEstimate
+from kd.models.precision import ScalerWatch
+from kd.optim.averaging import Averager
+from kd.progress import Monitor, ProgressMeter
+from kd.text.batches import Batch, Source, read_training_batches
+from kd.tracking.metrics import MetricsLog
+from kd.tracking.stopwatch import Stopwatch
+from kd.tracking.trace import Trace
+from kd.training.checkpoint import TrainingProgress, TrainState
+from kd.training.compiling import Compilation
+from kd.training.early_stopping import is_out_of_patience
+from kd.training.lookahead import LookAhead
+from kd.training.step_loss import StepLoss
+
+
+@dataclass
+class Run:
+    """Everything that the steps of one run read and change.
+
+    A checkpoint holds ``state``, ``watch`` and ``scale_watch``: a resumed run needs nothing else
+    from an earlier one.
+    """
+
+    config: JobConfig
+    #: The job's train section; its micro-batch becomes smaller where memory runs out.
+    options: TrainConfig
+    source: Source
+    folder: Path
+    monitor: Monitor
+    trace: Trace
+    loss: StepLoss
+    state: TrainState
+    #: The identity of the job, which its checkpoints carry.
+    identity: str
+    memory: StepMemoryEstimate
+    #: None once its report is written, and where nothing is compiled.
+    compilation: Compilation | None
+    average: Averager | None
+    look_ahead: LookAhead | None
+    watch: TrainingWatch
+    scale_watch: ScalerWatch
+    log: MetricsLog
+    meter: ProgressMeter
+    #: The parameters that the optimiser moves, those of the feature projections included.
+    trained: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = self.state.optimizer.param_groups
+        self.trained = [parameter for group in groups for parameter in group["params"]]
+
+    @property
+    def student(self) -> PreTrainedModel:
+        """The model that is trained."""
+        return self.loss.student
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the student."""
+        return self.loss.student.device
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """The steps taken so far, and what they found."""
+        return self.state.progress
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.loss.steps
+
+    @property
+    def clock(self) -> Stopwatch:
+        """Seconds of each phase of a step."""
+        return self.loss.clock
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every step is taken, or early stopping ends the run."""
+        return self.progress.step >= self.steps or is_out_of_patience(self.progress, self.options)
+
+    def read_batches(self) -> Iterator[list[Batch]]:
+        """The micro-batches of each step that is left."""
+        steps = range(self.progress.step, self.steps)
+        return read_training_batches(self.source, self.options, steps)
+
+    def read_next_batch(self) -> Batch:
+        """The first micro-batch of the next step, which exists for a finished run too."""
+        step = self.progress.step
+        return next(read_training_batches(self.source, self.options, range(step, step + 1)))[0]

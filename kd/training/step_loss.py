@@ -1,0 +1,91 @@
+"""The loss of one micro-batch, from the student's hidden states and the teacher's records.
+
+Shapes: N positions that have a target, D hidden width. T is the temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kd.checks.parity import check_parity
+from kd.checks.verdict import Verdict
+from kd.config.loss import LossConfig
+from kd.loss.decoder import TargetDecoder
+from kd.loss.features import FeatureLoss
+from kd.loss.fused import LossTerms, compute_distillation_loss
+from kd.loss.objective import Objective
+from kd.loss.ramps import evaluate_ramp
+from kd.loss.temperature import TemperatureControl
+from kd.models.lm_head import LMHead
+from kd.models.precision import Precision, compute_target_hidden_states
+from kd.models.routers import RouterBalance
+from kd.text.batches import Batch
+from kd.tracking.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Everything that turns a micro-batch into a loss.
+
+    ``steps`` is the length of the run, which schedules need; ``logits_chunk`` the positions whose
+    logits exist at once (None: chosen by the free memory).
+    """
+
+    config: LossConfig
+    student: PreTrainedModel
+    lm_head: LMHead
+    decoder: TargetDecoder
+    objective: Objective
+    temperature: TemperatureControl
+    features: FeatureLoss | None
+    routers: RouterBalance | None
+    precision: Precision
+    logits_chunk: int | None
+    steps: int
+    clock: Stopwatch
+
+    def alpha_at(self, step: int) -> float:
+        """The weight of the hard labels at ``step``."""
+        return evaluate_ramp(self.config.alpha, step, self.steps)
+
+    def compute(self, batch: Batch, alpha: float, T: float | Tensor) -> LossTerms:
+        """The loss of ``batch``, summed over its tokens; the batch is on the student's device."""
+        with self.clock.phase("forward"):
+            hidden_ND, balance = self._run_student(batch)
+        with self.clock.phase("head"):
+            targets = self.decoder.decode(batch.gold_N, batch.teacher, T)
+            objective = self.objective.with_alpha(alpha)
+            terms = compute_distillation_loss(
+                hidden_ND, self.lm_head, targets, objective, self.logits_chunk
+            )
+            extra = [] if balance is None else [balance]
+            if self.features is not None:
+                extra.append(self.features(hidden_ND, targets))
+            return replace(terms, total=sum(extra, terms.total)) if extra else terms
+
+    def _run_student(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The student's hidden states (N, D), and the balance loss of its routers if it has one."""
+        if self.routers is None:
+            return compute_target_hidden_states(self.student, batch, self.precision), None
+        return self.routers.run(self.student, batch, self.precision)
+
+    def rehearse(self, batch: Batch) -> Tensor:
+        """The loss of ``batch`` as at the first step, without a gradient of the temperature."""
+        batch = batch.to(self.student.device)
+        return self.compute(batch, self.alpha_at(0), self.temperature.evaluate(0)).total
+
+    def check_parity(self, batch: Batch, step: int, tokens: int) -> Verdict:
+        """Compare the fused loss of ``tokens`` tokens of ``batch`` at ``step`` with a dense one."""
+        device = self.student.device
+        batch = batch.to(device)
+        # The random state is restored, so that a run with this check draws the same dropout as one
+        # without it.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            hidden_ND = compute_target_hidden_states(self.student, batch, self.precision)
+        targets = self.decoder.decode(batch.gold_N, batch.teacher, self.temperature.track(step))
+        objective = self.objective.with_alpha(self.alpha_at(step))
+        return check_parity(hidden_ND, self.lm_head, targets, objective, tokens)

@@ -1,0 +1,225 @@
+"""The parts of one optimiser step, in the order in which the loop calls them.
+
+    begin_step -> forward_backward -> measure_gradients -> take_step
+
+Two parts are called only where a step cannot be taken: ``shrink_micro_batch`` when memory runs out,
+and ``roll_back`` after a spike of the loss. ``kd.training.after_step`` reports, evaluates and
+saves.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kd.checks.gradients import check_gradients, compute_layer_gradient_norms
+from kd.checks.initial_loss import check_initial_loss
+from kd.checks.nonfinite import locate_nonfinite
+from kd.checks.verdict import Verdict
+from kd.errors import NotFinite, OutOfMemory
+from kd.loss.temperature import StepStatistics
+from kd.memory.auto_batch import memory_errors, reduce_micro_batch
+from kd.text.batches import Batch
+from kd.training import checkpoint
+from kd.training.run import Run
+
+
+@dataclass
+class Step:
+    """One optimiser step: its inputs, and the measurements that the parts of the step fill in.
+
+    Losses and entropy are means per token, in nats. ``grad_norm`` is the norm before clipping.
+    """
+
+    #: Counted from 0.
+    number: int
+    micro_batches: list[Batch]
+    #: Seconds that the loop waited for the micro-batches.
+    waited: float
+    #: When the step began, by the monotonic clock.
+    began: float
+    alpha: float
+    temperature: float | Tensor
+    #: Positions that have a target, of all micro-batches; at least 1.
+    tokens: int
+    loss: float = 0.0
+    kd_loss: float = 0.0
+    ce_loss: float = 0.0
+    entropy: float = 0.0
+    loss_scale: float = 1.0
+    learning_rate: float = 0.0
+    grad_norm: float = 0.0
+    layer_norms: dict[str, float] = field(default_factory=dict)
+
+
+def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
+    """Start the next step, with the weight and the temperature that the schedules set for it."""
+    began = time.monotonic()
+    number = run.progress.step
+    # The first step compiles, which may take longer than a supervisor waits for a step.
+    run.monitor.report_alive(stepping=run.compilation is None)
+    run.clock.add("data", waited)
+    return Step(
+        number=number,
+        micro_batches=micro_batches,
+        waited=waited,
+        began=began,
+        alpha=run.loss.alpha_at(number),
+        temperature=run.loss.temperature.track(number),
+        tokens=max(sum(len(batch) for batch in micro_batches), 1),
+    )
+
+
+def forward_backward(run: Run, step: Step) -> None:
+    """Add up the gradients of all micro-batches; the loss is the mean over all their tokens.
+
+    Raises ``OutOfMemory``.
+    """
+    run.student.train()
+    # On the device and in float64: no micro-batch waits for the device, and long sums stay exact.
+    sums = torch.zeros(4, device=run.device, dtype=torch.float64)
+    with memory_errors(run.options, str(run.memory)):
+        for micro_batch in step.micro_batches:
+            terms = run.loss.compute(micro_batch.to(run.device), step.alpha, step.temperature)
+            with run.clock.phase("backward"):
+                run.state.scaler.scale(terms.total / step.tokens).backward()
+            sums += torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double()
+    step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
+
+
+def measure_gradients(run: Run, step: Step) -> None:
+    """Unscale the gradients, measure their norms and clip them.
+
+    The first step also checks the initial loss and every parameter's gradient. Raises ``NotFinite``
+    where the loss or the gradient is NaN or infinite.
+    """
+    step.loss_scale = float(run.state.scaler.get_scale())
+    run.state.scaler.unscale_(run.state.optimizer)
+    if is_reported(run, step):
+        step.layer_norms = compute_layer_gradient_norms(run.student)
+    # Before clipping, which turns all gradients into 0 where the norm is infinite.
+    verdicts = check_first_step(run, step) if step.number == 0 else []
+    limit = run.options.max_grad_norm or math.inf
+    step.grad_norm = float(nn.utils.clip_grad_norm_(run.trained, limit))
+    require_finite(run, step)
+    run.log.write_verdicts(step.number, verdicts)
+
+
+def is_reported(run: Run, step: Step) -> bool:
+    """Whether the step's metrics are written: every ``logging_steps`` steps, and at the end."""
+    number = step.number + 1
+    return number % run.options.logging_steps == 0 or number == run.steps
+
+
+def check_first_step(run: Run, step: Step) -> list[Verdict]:
+    """The verdicts on the loss and the gradients of the first backward pass."""
+    config = run.config
+    fresh = config.student is not None and config.student.init is not None
+    verdicts = []
+    if config.checks.initial_loss:
+        verdicts.append(check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, fresh))
+    if config.checks.gradients:
+        verdicts.append(check_gradients(run.student, run.loss.precision.scales_loss))
+    return verdicts
+
+
+def require_finite(run: Run, step: Step) -> None:
+    """Raise ``NotFinite`` where the loss or the gradient is NaN or infinite.
+
+    The message names the first tensor with such a number.
+    """
+    # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no
+    # error.
+    checked = step.loss if run.loss.precision.scales_loss else step.loss + step.grad_norm
+    if math.isfinite(checked):
+        return
+    batches = [batch.to(run.device) for batch in step.micro_batches]
+    where = locate_nonfinite(run.student, batches, run.loss.precision)
+    newest = checkpoint.find_newest_checkpoint(run.checkpoints)
+    last_good = f"The last good checkpoint is {newest}. " if newest is not None else ""
+    raise NotFinite(
+        f"At step {step.number + 1} the loss is {step.loss} and the gradient's norm "
+        f"{step.grad_norm}. {where}",
+        f"{last_good}Lower train.learning_rate, add warmup_steps, or use precision fp32.",
+    )
+
+
+# ---------------------------------------------------------------------- steps that fail
+
+
+def shrink_micro_batch(run: Run, error: OutOfMemory) -> None:
+    """Set smaller micro-batches after a step ran out of memory; its gradients are dropped.
+
+    It happens although the rehearsal had room: other processes may have taken memory since, or the
+    allocator has no hole that is large enough. Raises ``error`` where the job does not allow
+    smaller micro-batches, where a micro-batch is one sequence already, and where the order of the
+    sequences depends on the micro-batches.
+    """
+    options = run.options
+    reduced = reduce_micro_batch(options)
+    if reduced is None or not options.auto_batch or options.order == "length":
+        raise error
+    run.state.optimizer.zero_grad(set_to_none=True)
+    message = (
+        f"Memory ran out at step {run.progress.step + 1} with batch_size {options.batch_size}: "
+        f"{reduced.batch_size} is used."
+    )
+    run.monitor.emit("warning", message=message)
+    run.progress.batch_size = reduced.batch_size
+    run.options = reduced
+
+
+def roll_back(run: Run, step: Step) -> bool:
+    """Go back to the newest checkpoint with half the learning rate; False where there is none.
+
+    Raises ``TrainingError`` after more roll-backs than the job allows.
+    """
+    newest = checkpoint.find_newest_checkpoint(run.checkpoints)
+    verdict = run.watch.make_spike_verdict(
+        step.number + 1, step.loss, run.progress.rollbacks, newest
+    )
+    if verdict.ok:
+        run.monitor.report_alive(stepping=False)
+        run.state.optimizer.zero_grad(set_to_none=True)
+        checkpoint.roll_back(run.checkpoints, run.state, run.identity)
+        run.watch.restore(run.progress.watch)
+        # Saved at once: a run that is stopped now resumes with the lower rate.
+        checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
+        run.log.drop_after(run.progress.step)
+        run.meter.done = run.progress.step
+    run.log.write_verdicts(run.progress.step, [verdict])
+    # Without a checkpoint the run goes on: an error would have no good state to point at.
+    if not verdict.ok and newest is not None:
+        verdict.require()
+    return verdict.ok
+
+
+# ---------------------------------------------------------------------- the step itself
+
+
+def take_step(run: Run, step: Step) -> None:
+    """Update weights, learning rate, temperature and average of the weights, and count the step."""
+    state = run.state
+    step.learning_rate = state.scheduler.get_last_lr()[0]
+    slope = None
+    if run.look_ahead is not None:
+        slope = run.look_ahead.compute_slope(run.loss.temperature, step.number, run.loss.objective)
+    # Memory may run out here too: the first step allocates the optimiser's state.
+    with memory_errors(run.options, str(run.memory)), run.clock.phase("optimizer"):
+        state.scaler.step(state.optimizer)
+        taken = run.scale_watch.update(state.scaler, step.number + 1)
+    # The scaler skips a step whose gradients overflowed: then nothing else moves either.
+    if taken:
+        state.scheduler.step()
+        statistics = StepStatistics(step.kd_loss, step.entropy, slope, step.loss_scale)
+        run.loss.temperature.step(step.number, statistics)
+        if run.average is not None:
+            run.average.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    run.progress.step += 1
+    run.progress.tokens += step.tokens
+    run.progress.seconds += time.monotonic() - step.began

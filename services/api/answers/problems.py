@@ -1,0 +1,269 @@
+"""Every error of the API as a problem document (RFC 9457): what happened, where, and the remedy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from redis.exceptions import RedisError, ResponseError
+from starlette.exceptions import HTTPException
+
+from cache.errors import PotstillError
+from kd.config.jobfile import translate_errors
+from kd.errors import ConfigError, Problem
+from services.api.answers.views import ProblemDetails
+from services.process.logs import request_id, shorten_path
+from services.store.schemas import FieldProblem
+
+MEDIA_TYPE = "application/problem+json"
+#: The Retry-After header while Redis is away.
+RETRY_SECONDS = "2"
+
+#: The end of the problem's type and its title, by status.
+TITLES = {
+    400: ("malformed-request", "The request cannot be read"),
+    401: ("unauthenticated", "An API key is needed"),
+    403: ("forbidden", "Not allowed"),
+    404: ("not-found", "Not found"),
+    405: ("method-not-allowed", "Method not allowed"),
+    409: ("conflict", "The current state does not allow it"),
+    413: ("too-large", "The request is too large"),
+    415: ("unsupported-media-type", "The body has the wrong media type"),
+    416: ("range-not-satisfiable", "The range is outside of the content"),
+    422: ("invalid-job", "The request is not valid"),
+    429: ("too-many-requests", "Too many requests"),
+    500: ("internal", "Internal error"),
+    503: ("store-unavailable", "The job store does not answer"),
+    507: ("disk-full", "The disk of the data folder is nearly full"),
+}
+
+#: Descriptions of the headers that come with a problem, for the OpenAPI document.
+HEADERS = {
+    401: {"WWW-Authenticate": "How to authenticate: Bearer."},
+    429: {"Retry-After": "Seconds to wait."},
+    503: {"Retry-After": "Seconds to wait."},
+}
+
+log = logging.getLogger("potstill.api")
+
+
+class ApiProblem(Exception):
+    """An error that is answered with a problem document.
+
+    ``slug`` ends the document's ``type``, and defaults to the one of the status. ``members`` are
+    further members of the document.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        remedy: str = "",
+        slug: str | None = None,
+        *,
+        errors: Iterable[Problem] = (),
+        headers: Mapping[str, str] | None = None,
+        members: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.remedy = remedy
+        self.slug = slug
+        self.errors = tuple(errors)
+        self.headers = dict(headers or {})
+        self.members = dict(members or {})
+
+
+#: Descriptions of answers for the OpenAPI document, by status.
+Answers = dict[int | str, dict[str, Any]]
+
+
+def describe_problems(*statuses: int) -> Answers:
+    """Describe the problems that an operation may answer with, for the OpenAPI document."""
+    return {status: _describe_problem(status) for status in statuses}
+
+
+def _describe_problem(status: int) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/ProblemDetails"}
+    described: dict[str, Any] = {
+        "description": TITLES[status][1],
+        "content": {MEDIA_TYPE: {"schema": schema}},
+    }
+    if status in HEADERS:
+        named = HEADERS[status].items()
+        described["headers"] = {
+            name: {"description": text, "schema": {"type": "string"}} for name, text in named
+        }
+    return described
+
+
+def add_error_handlers(app: FastAPI, routes: Iterable[APIRoute]) -> None:
+    """Make ``app`` answer every error with a problem document.
+
+    A 405 names the methods of the ``routes`` that match the path.
+    """
+    app.state.routes = tuple(routes)
+    app.add_exception_handler(ApiProblem, _on_problem)
+    app.add_exception_handler(ConfigError, _on_config_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(RedisError, _on_redis_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+
+
+def respond_with_problem(request: Request, problem: ApiProblem) -> JSONResponse:
+    """Return ``problem`` as the answer to ``request``."""
+    slug, title = TITLES.get(problem.status, ("error", "Error"))
+    document = ProblemDetails(
+        type=f"urn:potstill:problem:{problem.slug or slug}",
+        title=title,
+        status=problem.status,
+        detail=problem.detail,
+        remedy=problem.remedy,
+        instance=request.url.path,
+        request_id=request_id.get() or None,
+        errors=[FieldProblem(**each.to_json()) for each in problem.errors],
+        **problem.members,
+    )
+    content = document.model_dump(mode="json", exclude_none=True)
+    return JSONResponse(content, problem.status, problem.headers, MEDIA_TYPE)
+
+
+async def _on_problem(request: Request, error: Any) -> Response:
+    return respond_with_problem(request, error)
+
+
+async def _on_config_error(request: Request, error: Any) -> Response:
+    count = f"{len(error.problems)} problems: " if len(error.problems) > 1 else ""
+    problem = ApiProblem(422, count + error.detail, errors=error.problems)
+    return respond_with_problem(request, problem)
+
+
+async def _on_validation_error(request: Request, error: Any) -> Response:
+    return respond_with_problem(request, _translate_validation_error(error))
+
+
+def _translate_validation_error(error: RequestValidationError) -> ApiProblem:
+    """Turn FastAPI's error into a problem of the body, of the parameters, or of the job."""
+    items = error.errors()
+    if items[0]["type"] == "json_invalid":
+        reason = items[0]["ctx"]["error"]
+        place = items[0]["loc"][-1]
+        return ApiProblem(
+            400,
+            f"The body is not JSON: {reason} at character {place}.",
+            "Send a JSON object; `kd submit` sends a YAML file as one.",
+        )
+    # FastAPI hands the body over as bytes if the Content-Type is not JSON.
+    if any(isinstance(item.get("input"), bytes) for item in items):
+        return ApiProblem(
+            415,
+            "The body is not declared as JSON.",
+            "Send it with the header Content-Type: application/json.",
+        )
+    outside = [problem for item in items if (problem := _find_request_problem(item))]
+    # The location of an error inside the job begins with "body", which is no part of its pointer.
+    inside = [
+        {**item, "loc": item["loc"][1:]} for item in items if _find_request_problem(item) is None
+    ]
+    problems = [*outside, *translate_errors(inside)]
+    parameters = [problem.detail for item in items if (problem := _find_parameter_problem(item))]
+    if len(parameters) == len(items):
+        return ApiProblem(422, " ".join(parameters), slug="invalid-parameter", errors=problems)
+    return ApiProblem(422, "; ".join(map(str, problems)), errors=problems)
+
+
+def _find_parameter_problem(item: Mapping[str, Any]) -> Problem | None:
+    """Return the problem of a path, query or header parameter; None for an error of the body."""
+    if item["loc"][0] == "body":
+        return None
+    return Problem("", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.")
+
+
+def _find_request_problem(item: Mapping[str, Any]) -> Problem | None:
+    """Return the problem of a parameter or of a missing body; None for an error inside the job."""
+    if (problem := _find_parameter_problem(item)) is not None:
+        return problem
+    if item["loc"] == ("body",) and item["type"] == "missing":
+        return Problem(
+            "",
+            "the request has no body.",
+            "Send a job as JSON with Content-Type: application/json.",
+        )
+    return None
+
+
+async def _on_redis_error(request: Request, error: Any) -> Response:
+    # A plain ResponseError is a mistake in our own code, except for the two kinds with which a
+    # full server refuses to write.
+    if type(error) is ResponseError and not str(error).startswith(("MISCONF", "OOM")):
+        return await _on_unexpected_error(request, error)
+    path = shorten_path(request.url.path)
+    log.warning("%s %s: Redis does not answer: %s", request.method, path, error)
+    problem = ApiProblem(
+        503,
+        f"The job store (Redis) does not answer: {type(error).__name__}."
+        " Running jobs go on; nothing is lost.",
+        "Try again in a moment, with the same Idempotency-Key if you sent one.",
+        headers={"Retry-After": RETRY_SECONDS},
+    )
+    return respond_with_problem(request, problem)
+
+
+async def _on_http_exception(request: Request, error: Any) -> Response:
+    # FastAPI turns every error of reading a body into a 400 of its own; ours say more.
+    if isinstance(error.__cause__, ApiProblem):
+        return await _on_problem(request, error.__cause__)
+    if isinstance(error.__cause__, ConfigError):
+        return await _on_config_error(request, error.__cause__)
+    return respond_with_problem(request, _translate_http_exception(request, error))
+
+
+def _translate_http_exception(request: Request, error: HTTPException) -> ApiProblem:
+    path = request.url.path
+    if error.status_code == 405:
+        # The files of a mounted folder name no methods: they can only be read.
+        fallback = (error.headers or {}).get("Allow", "GET, HEAD")
+        allowed = ", ".join(sorted(_find_allowed_methods(request))) or fallback
+        return ApiProblem(
+            405,
+            f"{request.method} is not allowed on {path}.",
+            f"Allowed: {allowed}.",
+            headers={"Allow": allowed},
+        )
+    if error.status_code == 404:
+        return ApiProblem(404, f"There is nothing at {path}.", "GET /openapi.json lists all paths.")
+    return ApiProblem(error.status_code, str(error.detail), headers=error.headers)
+
+
+def _find_allowed_methods(request: Request) -> set[str]:
+    """Return the methods of all routes of this path; Starlette names only those of the first one.
+
+    If a route has exactly this path, routes that would match it through a parameter do not count.
+    """
+    # The list of routes holds each path once, without /v1.
+    path = request.url.path.removeprefix("/v1")
+    matching = [route for route in request.app.state.routes if route.path_regex.match(path)]
+    own = [route for route in matching if route.path == path]
+    return {method for route in own or matching for method in route.methods}
+
+
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    path = shorten_path(request.url.path)
+    if isinstance(error, PotstillError):
+        log.warning("%s %s: %s", request.method, path, error)
+        slug = error.type.replace("_", "-")
+        return respond_with_problem(request, ApiProblem(500, error.detail, error.remedy, slug))
+    log.error("%s %s failed", request.method, path, exc_info=error)
+    problem = ApiProblem(
+        500,
+        f"{type(error).__name__} while answering {request.method} {request.url.path}.",
+        "The server's log has the traceback.",
+    )
+    return respond_with_problem(request, problem)

@@ -1,0 +1,274 @@
+"""The page that Prometheus scrapes at /metrics: the job store, the disk and the HTTP requests.
+
+Every scrape reads all values anew. The counters of workers and of jobs are in Redis, so that one
+scrape shows those of the whole service, and every copy of the API shows the same. Only
+``kd_http_*`` and ``kd_sse_clients`` belong to one copy. No label holds an id. While Redis is away
+``kd_store_up`` is 0, and the metrics from Redis are missing rather than stale.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Literal, Protocol, cast
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample as Line
+from redis.exceptions import RedisError, ResponseError
+
+from kd.capture.estimate import measure_free_bytes
+from services.api.guards.request_metrics import RequestMetrics
+from services.settings import STAGES, Settings
+from services.store.jobs.store import JobStore
+from services.store.schemas import WorkerState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+#: Name, labels and value.
+MetricSample = tuple[str, Mapping[str, str], float]
+
+#: The endings of the names of a histogram's samples.
+HISTOGRAM_SUFFIXES = ("_bucket", "_count", "_sum")
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description of one metric: its type, its help text and its labels."""
+
+    type: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+#: Every metric, in the order of the page. docs/observability lists them too, and a test compares.
+METRICS = {
+    "kd_build_info": Description("gauge", "Always 1; the label holds the version.", ("version",)),
+    "kd_store_up": Description("gauge", "Whether Redis answered this scrape."),
+    "kd_store_memory_bytes": Description("gauge", "Memory that Redis uses."),
+    "kd_store_memory_limit_bytes": Description(
+        "gauge", "Memory at which Redis refuses to write; 0 = no limit."
+    ),
+    "kd_disk_free_bytes": Description("gauge", "Free bytes on the disk of the caches and runs."),
+    "kd_disk_floor_bytes": Description("gauge", "Free bytes below which no job is accepted."),
+    "kd_jobs": Description("gauge", "Jobs by their present status.", ("status",)),
+    "kd_jobs_total": Description(
+        "counter", "How often a job reached a status.", ("kind", "status")
+    ),
+    "kd_job_duration_seconds": Description(
+        "histogram", "Seconds from a job's first start to its end.", ("kind", "status")
+    ),
+    "kd_job_queue_wait_seconds": Description(
+        "histogram", "Seconds that a stage waited in the queue.", ("stage",)
+    ),
+    "kd_job_attempts_total": Description(
+        "counter", "Attempts that died, by the type of the error.", ("reason",)
+    ),
+    "kd_lease_expirations_total": Description(
+        "counter", "Leases that ran out because a worker was silent."
+    ),
+    "kd_fenced_writes_total": Description(
+        "counter", "Writes that were refused because the worker had lost its job."
+    ),
+    "kd_reconciler_republished_total": Description(
+        "counter", "Hints to workers that were sent again."
+    ),
+    "kd_reconciler_last_run_timestamp_seconds": Description(
+        "gauge", "Time of the last round of a reconciler; 0 = never."
+    ),
+    "kd_queue_depth": Description("gauge", "Stages that wait for a worker.", ("queue",)),
+    "kd_webhooks_waiting": Description("gauge", "Webhooks that are not yet delivered."),
+    "kd_workers": Description("gauge", "Workers with a heartbeat in the last 30 s.", ("state",)),
+    "kd_worker_heartbeat_age_seconds": Description(
+        "gauge", "Age of the oldest heartbeat of a host's workers.", ("host",)
+    ),
+    "kd_gpu_memory_bytes": Description(
+        "gauge", "Memory of each GPU that a worker holds.", ("host", "device")
+    ),
+    "kd_train_tokens_total": Description("counter", "Tokens that students were trained on."),
+    "kd_cache_written_bytes_total": Description("counter", "Bytes written into caches."),
+    "kd_cache_chunk_write_seconds": Description("histogram", "Time to write one chunk of a cache."),
+    "kd_cache_verify_failures_total": Description(
+        "counter", "Caches that failed their verification."
+    ),
+    "kd_http_requests_total": Description(
+        "counter", "Answered requests.", ("method", "route", "status")
+    ),
+    "kd_http_request_duration_seconds": Description(
+        "histogram",
+        "Seconds until the answer was complete; for a stream, until it began.",
+        ("method", "route"),
+    ),
+    "kd_sse_clients": Description("gauge", "Open event streams."),
+}
+
+
+class MetricsSource(Protocol):
+    """The parts of the API's ``Service`` that the page reads.
+
+    A protocol, because ``services.api.service`` imports the room of this module.
+    """
+
+    @property
+    def settings(self) -> Settings:
+        """The operator's settings."""
+
+    @property
+    def store(self) -> JobStore:
+        """The job store."""
+
+    @property
+    def request_metrics(self) -> RequestMetrics:
+        """The counts of this process's requests."""
+
+
+def render_metrics(service: MetricsSource) -> bytes:
+    """Render the page in Prometheus's text format 0.0.4; works without Redis."""
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(service))
+    return generate_latest(registry)
+
+
+class MetricsCollector(Collector):
+    """Reads every metric once, in the order of ``METRICS``."""
+
+    def __init__(self, service: MetricsSource) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing.
+
+        The registry would otherwise read everything once more, in order to find duplicate names.
+        """
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics with their samples."""
+        families = group_samples(self._collect_samples())
+        order = [*METRICS, *sorted(families.keys() - METRICS.keys())]
+        yield from (families[name] for name in order if name in families)
+
+    def _collect_samples(self) -> Iterator[MetricSample]:
+        service = self._service
+        yield "kd_build_info", {"version": version("potstill")}, 1
+        yield "kd_disk_free_bytes", {}, measure_free_bytes(service.settings.home)
+        yield "kd_disk_floor_bytes", {}, service.settings.disk_floor_bytes
+        yield from _sample_requests(service.request_metrics)
+        try:
+            found = list(_sample_store(service.store))
+        except RedisError:
+            yield "kd_store_up", {}, 0
+        else:
+            yield "kd_store_up", {}, 1
+            yield from found
+
+
+def group_samples(samples: Iterable[MetricSample]) -> dict[str, Metric]:
+    """Group samples by their metric, and add the empty buckets of histograms."""
+    families: dict[str, Metric] = {}
+    for name, labels, value in samples:
+        family = _find_family(name)
+        described = METRICS.get(family, Description("counter", "A counter of the service."))
+        # The Prometheus library adds _total to the name of a counter.
+        bare = family.removesuffix("_total") if described.type == "counter" else family
+        metric = families.setdefault(family, Metric(bare, described.help, described.type))
+        metric.add_sample(name, dict(labels), value)
+    for family, metric in families.items():
+        if metric.type == "histogram":
+            metric.samples = list(_complete_histogram(family, metric.samples))
+    return families
+
+
+def _find_family(sample: str) -> str:
+    parts = (sample.removesuffix(part) for part in HISTOGRAM_SUFFIXES if sample.endswith(part))
+    return next((name for name in parts if name in METRICS), sample)
+
+
+def _complete_histogram(name: str, samples: Iterable[Line]) -> Iterator[Line]:
+    """Yield a histogram's samples in order, with its empty buckets, which Redis does not hold."""
+    found: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
+    for line in samples:
+        rest = {label: value for label, value in line.labels.items() if label != "le"}
+        found.setdefault(tuple(sorted(rest.items())), {})[line.labels.get("le", line.name)] = (
+            line.value
+        )
+    bounds = sorted(
+        {le for values in found.values() for le in values if not le.startswith(name)} | {"+Inf"},
+        key=float,
+    )
+    for labels, values in found.items():
+        count = values.get(f"{name}_count", 0.0)
+        for le in bounds:
+            yield Line(
+                f"{name}_bucket",
+                dict(labels) | {"le": le},
+                values.get(le, count if le == "+Inf" else 0.0),
+            )
+        yield Line(f"{name}_sum", dict(labels), values.get(f"{name}_sum", 0.0))
+        yield Line(f"{name}_count", dict(labels), count)
+
+
+def _sample_requests(request_metrics: RequestMetrics) -> Iterator[MetricSample]:
+    for (method, route, status), number in request_metrics.read_counts().items():
+        yield "kd_http_requests_total", {"method": method, "route": route, "status": status}, number
+    name = "kd_http_request_duration_seconds"
+    for (method, route), (buckets, total) in request_metrics.read_durations().items():
+        labels = {"method": method, "route": route}
+        yield from ((f"{name}_bucket", labels | {"le": le}, number) for le, number in buckets)
+        yield from ((f"{name}_sum", labels, total), (f"{name}_count", labels, buckets[-1][1]))
+    yield "kd_sse_clients", {}, request_metrics.streams
+
+
+def _sample_store(store: JobStore) -> Iterator[MetricSample]:
+    """Yield the metrics that Redis holds.
+
+    Counters without labels begin at 0, because no alert can see the increase of a missing counter.
+    """
+    counted = store.read_counters()
+    yield from counted
+    missing = METRICS.keys() - {name for name, _, _ in counted}
+    zero = (
+        name for name in missing if METRICS[name].type == "counter" and not METRICS[name].labels
+    )
+    yield from ((name, {}, 0.0) for name in zero)
+    yield from (
+        ("kd_jobs", {"status": status}, number) for status, number in store.count_statuses().items()
+    )
+    yield from (
+        ("kd_queue_depth", {"queue": stage}, number)
+        for stage, number in store.read_queue_depths(STAGES).items()
+    )
+    yield "kd_webhooks_waiting", {}, store.redis.zcard("kd:webhooks")
+    yield (
+        "kd_reconciler_last_run_timestamp_seconds",
+        {},
+        float(cast(str, store.redis.get("kd:reconciler") or 0)),
+    )
+    yield from _sample_workers(store.list_workers(), store.read_clock_ms() / 1000)
+    with suppress(ResponseError):  # our user of Redis may lack the right to call INFO
+        memory = store.redis.info("memory")
+        yield "kd_store_memory_bytes", {}, memory["used_memory"]
+        yield "kd_store_memory_limit_bytes", {}, memory.get("maxmemory", 0)
+
+
+def _sample_workers(workers: Iterable[WorkerState], now: float) -> Iterator[MetricSample]:
+    states = Counter({"idle": 0, "busy": 0, "stopping": 0})
+    ages: dict[str, float] = {}
+    memory: dict[tuple[str, str], int] = {}
+    for worker in workers:
+        states["stopping" if worker.stopping else "busy" if worker.job else "idle"] += 1
+        if worker.beat_at is not None:
+            age = max(now - worker.beat_at.timestamp(), 0.0)
+            ages[worker.host] = max(age, ages.get(worker.host, 0.0))
+        for index in filter(None, worker.device.index.split(",")):
+            memory[worker.host, index] = worker.device.memory_bytes
+    yield from (("kd_workers", {"state": state}, number) for state, number in states.items())
+    yield from (
+        ("kd_worker_heartbeat_age_seconds", {"host": host}, age) for host, age in ages.items()
+    )
+    for (host, device), size in memory.items():
+        yield "kd_gpu_memory_bytes", {"host": host, "device": device}, size

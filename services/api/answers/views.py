@@ -1,0 +1,229 @@
+"""The types of answers that only the API makes.
+
+The types of the job record are in ``services.store.schemas``. Their docstrings and descriptions
+are the text of docs/api.md.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.store.schemas import JobEstimate, ProblemDocument, Status, View, WorkerState
+
+
+class ProblemDetails(ProblemDocument):
+    """An error, by RFC 9457."""
+
+    request_id: str | None = Field(None, description="The id of the request in the server's log.")
+    job_status: Status | None = Field(
+        None, description="For a refused action: the job's status, which forbids it."
+    )
+    allowed: list[str] | None = Field(
+        None, description="For a refused action: the actions that the status allows."
+    )
+
+
+# ---------------------------------------------------------------------- plans of jobs
+
+
+class MemoryEstimate(View):
+    """The least bytes that the models take on a device; activations and the framework need more."""
+
+    teacher_bytes: int | None = Field(
+        None, description="The teacher's weights; null if none runs, or if its size is unknown."
+    )
+    student_parameters: int | None = Field(
+        None, description="Null if the student's shape is unknown."
+    )
+    student_bytes: int | None = Field(
+        None, description="Weights, gradients and optimiser state in float32."
+    )
+
+
+class JobPlan(View):
+    """What a job would do and need if it were created."""
+
+    stages: list[str] = Field(description="The stages of the job, in order.")
+    config: dict[str, Any] = Field(description="The job with its defaults filled in.")
+    capture: JobEstimate | None = Field(
+        None, description="Null if nothing is captured, or if the server cannot read the text."
+    )
+    steps: int | None = Field(
+        None, description="Optimiser steps; null without training, or if unknown."
+    )
+    tokens: int | None = Field(None, description="Tokens that training will read.")
+    memory: MemoryEstimate
+    free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
+    warnings: list[str] = Field(
+        default_factory=list, description="Valid settings that are probably mistakes."
+    )
+
+
+# ---------------------------------------------------------------------- history and files
+
+
+class JobEvent(View):
+    """An event of a job."""
+
+    id: str = Field(description="Its place in the job's stream: milliseconds, a dash and a number.")
+    ts: datetime = Field(description="The time, by the server's clock.")
+    type: str = Field(
+        description="status, stage, progress, metrics, evaluation, checkpoint, artifact, warning, "
+        "..."
+    )
+    data: dict[str, Any]
+
+
+class JobEvents(View):
+    """A page of events, oldest first."""
+
+    data: list[JobEvent]
+    has_more: bool = Field(description="Whether there are newer events already.")
+    next_after: str = Field(description="Send it as ?after= to get the next events.")
+
+
+class MetricSeries(View):
+    """One metric over the steps; steps without a value are left out."""
+
+    name: str
+    steps: list[int]
+    values: list[float]
+    points: int = Field(description="Points before the thinning.")
+
+
+class MetricsHistory(View):
+    """The history of a job's metrics."""
+
+    series: list[MetricSeries]
+    last_step: int | None = Field(
+        None, description="Send it as ?after_step= to get the next points."
+    )
+    thinning: Literal["min-max"] = Field(
+        "min-max",
+        description="The steps are cut into equal spans; each keeps its lowest and highest point.",
+    )
+
+
+class CheckpointFile(View):
+    """One file of a checkpoint."""
+
+    name: str
+    bytes: int
+    sha256: str | None = Field(
+        None, description="The sha256 at the time of writing; null for the state file itself."
+    )
+    url: str
+
+
+class Checkpoint(View):
+    """A checkpoint of a job's training."""
+
+    step: int
+    created_at: datetime
+    bytes: int = Field(description="The size of all its files.")
+    sha256: str = Field(
+        description="The sha256 of its state file, which holds the digests of all other files."
+    )
+    metrics: dict[str, float | None] = Field(
+        description="The last evaluation before this checkpoint."
+    )
+    is_best: bool = Field(description="Whether it has the lowest validation loss so far.")
+    is_last: bool = Field(description="Whether it is the newest.")
+    files: list[CheckpointFile]
+
+
+class CheckpointList(View):
+    """The checkpoints of a job that still exist, oldest first."""
+
+    data: list[Checkpoint]
+
+
+class Artifact(View):
+    """A file that a job produced."""
+
+    name: str = Field(
+        description="The name in the job's artifacts; a file inside a folder is folder/file."
+    )
+    bytes: int
+    media_type: str
+    modified_at: datetime
+    sha256: str | None = Field(
+        None, description="Null until the file was fetched once; from then on it is the ETag."
+    )
+    url: str
+
+
+class ArtifactList(View):
+    """The files that a job produced."""
+
+    data: list[Artifact]
+
+
+# ---------------------------------------------------------------------- the service
+
+
+class ModelEntry(View):
+    """A model that jobs may name."""
+
+    model: str = Field(description="Hub id or folder.")
+    revision: str | None = Field(None, description="The only revision that is allowed; null = any.")
+
+
+class Limits(View):
+    """The limits of the caller."""
+
+    open_jobs: int = Field(description="Jobs that have not ended.")
+    record_bytes: int = Field(description="Bytes of the records of all jobs, including ended ones.")
+    posts_a_minute: int = Field(description="Requests a minute that change something.")
+    gets_a_minute: int = Field(description="Requests a minute that only read.")
+    event_streams: int = Field(description="Event streams open at one time.")
+    body_bytes: int = Field(description="Bytes of the body of one request.")
+
+
+class ModelList(View):
+    """The models that jobs may name, and the limits of the caller."""
+
+    restricted: bool = Field(
+        description="Whether only these models are allowed; otherwise any model is."
+    )
+    data: list[ModelEntry]
+    limits: Limits
+
+
+class Worker(WorkerState):
+    """A worker, by its last heartbeat."""
+
+    busy: bool = Field(
+        description="Whether it has a job. Only a caller who may see the job gets its id."
+    )
+    beat_age_seconds: float | None = Field(None, description="Seconds since its last heartbeat.")
+
+
+class WorkerList(View):
+    """The workers with a heartbeat in the last 30 seconds."""
+
+    data: list[Worker]
+
+
+class Version(View):
+    """The version of the server."""
+
+    name: Literal["potstill"] = "potstill"
+    version: str
+    api: Literal["v1"] = "v1"
+    record_format: int = Field(description="The format of the records in the job store.")
+    file_view: str = Field(
+        description=(
+            "A digest of the machine and its mounts. For a client with the same digest, a path "
+            "means the same file."
+        )
+    )
+
+
+class Ready(View):
+    """The service accepts jobs."""
+
+    status: Literal["ready"] = "ready"

@@ -1,0 +1,148 @@
+"""The caller of a request, found by its API key. The routes use this as FastAPI dependencies.
+
+    caller: Annotated[Caller, Depends(authenticate)]   401 without a valid key, 429 above its rate
+    dependencies=[Depends(require_scope("write"))]     also 403 if the key lacks the scope
+    dependencies=[Depends(hold_stream)]                also 429 if the caller has too many streams
+
+Without a key file every caller is ``LOCAL_CALLER`` and may do everything. ``require_safe_bind``
+keeps such an API on loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from cache.errors import PotstillError
+from services.api.answers.problems import ApiProblem
+from services.api.guards.rate_limits import Limiter, StreamLease
+from services.settings import Settings
+from services.store.callers import LOCAL_CALLER, Caller
+from services.store.key_file import SCOPES, ApiKey, KeyFile, KeysError
+
+#: The key of every request while there is no key file.
+_LOCAL_KEY = ApiKey(LOCAL_CALLER.name, "", SCOPES, "")
+_bearer = HTTPBearer(
+    auto_error=False,
+    description="An API key, as `kd keys new` shows it once.",
+    scheme_name="ApiKey",
+)
+
+_CHALLENGE_HEADERS = {"WWW-Authenticate": 'Bearer realm="potstill"'}
+_RETRY_HEADERS = {"Retry-After": "5"}
+
+BearerCredentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+
+
+class UnsafeBind(PotstillError):
+    """The API would be open to the network without keys."""
+
+    type = "unsafe_bind"
+
+
+def require_safe_bind(settings: Settings) -> None:
+    """Raise ``UnsafeBind`` if other machines could call an API that asks for no key.
+
+    Raises ``KeysError`` if the key file cannot be used, so that it shows at the start.
+    """
+    if settings.api_keys_file is not None:
+        KeyFile(settings.api_keys_file).list_keys()
+    elif not is_loopback(settings.host):
+        raise UnsafeBind(
+            f"the API would listen on {settings.host}, where other machines can call it,"
+            " and ask for no key.",
+            "Make a key (`kd keys new NAME`) and set KD_API_KEYS_FILE,"
+            " or set KD_HOST to 127.0.0.1.",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``.
+
+    The only name that counts as loopback is ``localhost``: any other name may resolve anywhere.
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def authenticate(request: Request, shown: BearerCredentials) -> Caller:
+    """Return the caller, and count the request against the caller's rate.
+
+    The headers of the answer show how many requests are left.
+    """
+    key = _find_key(request, shown)
+    request.state.key = key
+    limiter: Limiter = request.app.state.limiter
+    limiter.count_request(request, key.name)
+    return LOCAL_CALLER if key is _LOCAL_KEY else Caller(key.name, key.may("admin"))
+
+
+def require_scope(scope: str) -> Callable[..., Awaitable[Caller]]:
+    """Return a dependency that returns the caller, and raises 403 if its key lacks ``scope``."""
+
+    async def caller_with_scope(
+        request: Request, caller: Annotated[Caller, Depends(authenticate)]
+    ) -> Caller:
+        if not request.state.key.may(scope):
+            raise ApiProblem(
+                403,
+                f"the key of {caller.name} has no scope {scope}.",
+                f"Ask the operator for one: kd keys new {caller.name} --scopes {scope}.",
+            )
+        return caller
+
+    return caller_with_scope
+
+
+async def hold_stream(
+    request: Request, caller: Annotated[Caller, Depends(authenticate)], shown: BearerCredentials
+) -> AsyncIterator[StreamLease]:
+    """A dependency of routes that stream: it holds one of the caller's streams until the end.
+
+    The route must end its answer once the lease is lost. That happens when the key is revoked or
+    the key file can no longer be trusted.
+    """
+    limiter: Limiter = request.app.state.limiter
+    async with limiter.streaming(caller.name, lambda: _is_still_valid(request, shown)) as lease:
+        yield lease
+
+
+def _is_still_valid(request: Request, shown: HTTPAuthorizationCredentials | None) -> bool:
+    """Whether the key of ``request`` would still be accepted, and as the same caller."""
+    key: ApiKey = request.state.key
+    try:
+        return _find_key(request, shown) == key
+    except ApiProblem:
+        return False
+
+
+def _find_key(request: Request, shown: HTTPAuthorizationCredentials | None) -> ApiKey:
+    file: KeyFile | None = request.app.state.keys
+    if file is None:
+        return _LOCAL_KEY
+    try:
+        key = file.find(shown.credentials) if shown is not None else None
+    except KeysError as error:
+        # The file may have been tampered with, so no request is accepted until it is sound again.
+        raise ApiProblem(
+            503,
+            f"The API keys cannot be read, so no request is accepted: {type(error).__name__}.",
+            "The server's log shows the reason.",
+            "keys-unreadable",
+            headers=_RETRY_HEADERS,
+        ) from error
+    if key is None:
+        unknown = "The API key is unknown or was revoked."
+        raise ApiProblem(
+            401,
+            "The request has no API key." if shown is None else unknown,
+            "Send Authorization: Bearer kd_...; `kd` reads the key from KD_API_KEY.",
+            headers=_CHALLENGE_HEADERS,
+        )
+    return key

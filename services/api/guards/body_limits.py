@@ -1,0 +1,128 @@
+"""Limits on the body of a request: its size in bytes, and how deeply its JSON is nested."""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+#: The largest body of a request, in bytes.
+BODY_BYTES = 1 << 20
+#: The deepest nesting of a request's JSON. No valid job comes near it, and any parser can read it.
+JSON_DEPTH = 32
+
+
+class BodyLimit:
+    """Refuses a request body of more than ``limit`` bytes with status 413.
+
+    The refusal comes as soon as the size is known: from Content-Length, or while the body is read.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and count the bytes of its body as they are read."""
+        declared = _read_declared_length(scope)
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            # A body that is declared too large is not read at all.
+            message = await receive() if declared <= self._limit else {"type": "http.disconnect"}
+            received += len(message.get("body", b""))
+            if max(declared, received) > self._limit:
+                raise HTTPException(413, f"The body is larger than {self._limit} bytes.")
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+
+def _read_declared_length(scope: Scope) -> int:
+    declared = dict(scope.get("headers", ())).get(b"content-length", b"0")
+    return int(declared) if declared.isdigit() else 0
+
+
+class DepthLimit:
+    """Refuses a body whose JSON is nested deeper than ``JSON_DEPTH`` with status 400.
+
+    The refusal comes as soon as the depth is reached, before the end of the body has arrived.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and measure the depth of its body as it is read."""
+        depth = JsonDepth()
+
+        async def receive_limited() -> Message:
+            message = await receive()
+            if depth.feed(message.get("body", b"")) > JSON_DEPTH:
+                raise HTTPException(400, f"The body is nested deeper than {JSON_DEPTH} levels.")
+            return message
+
+        await self._app(scope, receive_limited if scope["type"] == "http" else receive, send)
+
+
+# The quantifiers below are possessive (`++`, `*+`): they never backtrack, so that no body can make
+# a match take quadratic time.
+
+#: The inside of a string, up to its closing quote or to the end of the piece.
+_INSIDE = rb'(?:[^"\\]++|\\.)*+'
+_REST_OF_STRING = re.compile(_INSIDE, re.DOTALL)
+_STRINGS = re.compile(b'"' + _INSIDE + b'"', re.DOTALL)
+#: Everything before the first string that does not end in the piece.
+_CLOSED = re.compile(b'(?:[^"]++|"' + _INSIDE + b'")*+', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_DEPTH_CHANGES = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+class JsonDepth:
+    """Measures the nesting depth of JSON that is read piece by piece.
+
+    Brackets inside strings do not count. Each byte is read once, at the speed of the standard
+    library's scanners, because any client may send any body.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._deepest = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, piece: bytes) -> int:
+        """Read ``piece``; return the greatest depth so far."""
+        start = self._skip_string(piece, 0) if self._in_string else 0
+        if not self._in_string:
+            end = self._find_open_string(piece, start)
+            brackets = _STRINGS.sub(b"", piece[start:end]).translate(None, _NOT_BRACKETS)
+            depths = list(accumulate(map(_DEPTH_CHANGES.__getitem__, brackets), initial=self._now))
+            self._now = depths[-1]
+            deepest = max(depths)
+            self._deepest = max(self._deepest, deepest)
+            if end < len(piece):
+                self._in_string = True
+                self._skip_string(piece, end + 1)
+        return self._deepest
+
+    def _find_open_string(self, piece: bytes, start: int) -> int:
+        """Return where a string begins that does not end in ``piece``, or else the piece's end."""
+        match = _CLOSED.match(piece, start)
+        return match.end() if match else start
+
+    def _skip_string(self, piece: bytes, start: int) -> int:
+        """Return the place after the open string; note whether the string ends in ``piece``."""
+        if self._escaped and piece:
+            # The last piece ended with a backslash, which escapes the first byte of this one.
+            self._escaped = False
+            start += 1
+        match = _REST_OF_STRING.match(piece, start)
+        end = match.end() if match else start
+        self._in_string = piece[end : end + 1] != b'"'
+        # A backslash that matches nothing is the last byte: the next piece has the byte after it.
+        self._escaped = self._escaped or piece[end : end + 1] == b"\\"
+        return end + 1

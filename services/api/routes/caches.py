@@ -1,0 +1,163 @@
+"""Routes of the teacher caches.
+
+GET    /caches                        list them, newest first
+GET    /caches/{fingerprint}          show one, and how close it is to its teacher
+DELETE /caches/{fingerprint}          remove one; 409 while a job writes or reads it
+POST   /caches/{fingerprint}/verify   create a job that reads every byte of one
+
+A cache is one folder, which several callers may share. A caller who deletes a shared cache no
+longer sees it, but the folder stays for the others. An admin, who sees all caches, removes it for
+all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Response
+from fastapi import Path as InPath
+
+from cache.errors import CacheError
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from services.api.guards.json_bodies import StrictRoute
+from services.api.routes.access import READ, WRITE
+from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
+from services.api.service import TheCaller, TheService
+from services.store.schemas import CacheDetail, CacheEntry, CacheList, Fidelity, Job
+
+FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+
+router = APIRouter(tags=["caches"], route_class=StrictRoute)
+
+DELETE_RESPONSES: Answers = {
+    204: {"description": "The cache is removed, or no longer visible to the caller."}
+}
+
+
+def find_known_cache(
+    fingerprint: Annotated[str, InPath(description="32 hexadecimal digits.")],
+    service: TheService,
+    caller: TheCaller,
+) -> Path:
+    """Return the folder of the cache that the path names.
+
+    Raises 404 if there is no such cache, or if only jobs of other keys use it.
+    """
+    folder = service.settings.caches / fingerprint
+    own = service.store.find_caches(caller)  # None: the caller sees all caches
+    visible = own is None or fingerprint in own
+    if not FINGERPRINT.fullmatch(fingerprint) or not visible or not folder.is_dir():
+        raise _make_no_cache_problem(fingerprint)
+    return folder
+
+
+def _make_no_cache_problem(fingerprint: str) -> ApiProblem:
+    return ApiProblem(404, f"There is no cache {fingerprint}.", "GET /caches lists the caches.")
+
+
+KnownCache = Annotated[Path, Depends(find_known_cache)]
+
+
+@router.get("/caches", dependencies=READ, responses=describe_problems(503))
+def list_caches(service: TheService, caller: TheCaller) -> CacheList:
+    """List the caches, newest first."""
+    from cache.store import list_caches as find_caches
+
+    own = service.store.find_caches(caller)
+    found = [
+        summary
+        for summary in find_caches(service.settings.caches)
+        if own is None or summary.fingerprint in own
+    ]
+    return CacheList(data=[CacheEntry(**summary.to_json()) for summary in found])
+
+
+@router.get("/caches/{fingerprint}", dependencies=READ, responses=describe_problems(404, 422, 503))
+def get_cache(folder: KnownCache) -> CacheDetail:
+    """Show what one cache holds, what it was made from, and how close it is to its teacher."""
+    from cache.store import read_manifest, summarise_cache
+
+    summary = summarise_cache(folder)
+    if not summary.complete:
+        return CacheDetail(**summary.to_json())
+    manifest = read_manifest(folder)
+    rows = [Fidelity(**asdict(row)) for row in manifest.fidelity]
+    return CacheDetail(**summary.to_json(), identity=manifest.identity.to_json(), fidelity=rows)
+
+
+@router.delete(
+    "/caches/{fingerprint}",
+    status_code=204,
+    dependencies=WRITE,
+    responses=DELETE_RESPONSES | describe_problems(404, 409, 422, 429, 503),
+)
+def delete_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> Response:
+    """Remove a cache that no unfinished job writes or reads."""
+    users = service.store.find_cache_users(folder.name)
+    visible = [job_id for job_id in users if service.store.get(job_id, caller) is not None]
+    if visible:
+        raise ApiProblem(
+            409,
+            f"The cache {folder.name} is used by unfinished jobs: {', '.join(visible[:5])}.",
+            "Wait for them, or cancel them.",
+            "in-use",
+        )
+    if caller.sees_all:
+        # The folder goes first: if its removal is refused, every caller still sees the cache.
+        _remove(folder)
+        service.store.forget_cache(caller, folder.name)
+    elif not service.store.forget_cache(caller, folder.name) and not users:
+        _remove(folder)
+    return Response(status_code=204)
+
+
+def _remove(folder: Path) -> None:
+    from cache.operations import remove_cache
+
+    try:
+        remove_cache(folder)
+    except FileNotFoundError:
+        raise _make_no_cache_problem(folder.name) from None
+    except CacheError as error:
+        raise ApiProblem(
+            409, f"The cache {folder.name} is being captured.", error.remedy, "in-use"
+        ) from None
+
+
+@router.post(
+    "/caches/{fingerprint}/verify",
+    status_code=202,
+    response_model=Job,
+    dependencies=WRITE,
+    responses=ACCEPTED_RESPONSES | describe_problems(404, 409, 422, 429, 503, 507),
+)
+def verify_cache(
+    folder: KnownCache,
+    response: Response,
+    admission: TheAdmission,
+    idempotency_key: IdempotencyKey = None,
+) -> Job:
+    """Create a job that compares a cache with its digests, and fails if a byte differs."""
+    if not (folder / "manifest.json").is_file():
+        raise ApiProblem(
+            409,
+            f"The cache {folder.name} is not sealed yet.",
+            "Wait for its capture.",
+            "not-sealed",
+        )
+    return accept_job(admission, _make_verify_job(folder.name), idempotency_key, response)
+
+
+def _make_verify_job(fingerprint: str) -> JobConfig:
+    return parse_config(
+        {
+            "kind": "verify",
+            "name": f"verify-{fingerprint[:12]}",
+            "cache": {"fingerprint": fingerprint},
+        }
+    )

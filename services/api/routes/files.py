@@ -1,0 +1,300 @@
+"""Routes of a job's files: its checkpoints and its artifacts, each whole or in part.
+
+GET /jobs/{id}/checkpoints                  list the checkpoints, oldest first
+GET /jobs/{id}/checkpoints/{step}           show one checkpoint
+GET /jobs/{id}/checkpoints/{step}/{file}    download a file of a checkpoint
+GET /jobs/{id}/artifacts                    list the files that the job produced
+GET /jobs/{id}/artifacts/{name}             download one of them
+
+No path is ever built from a client's input: the server lists its files and looks the name up.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi import Path as InPath
+
+from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
+from cache.errors import CacheCorrupt
+from cache.manifest import verify_json
+from services.api.answers.byte_ranges import ByteSource, send_bytes
+from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from services.api.answers.run_files import open_run_file
+from services.api.answers.views import (
+    Artifact,
+    ArtifactList,
+    Checkpoint,
+    CheckpointFile,
+    CheckpointList,
+)
+from services.api.guards.json_bodies import StrictRoute
+from services.api.routes.access import READ
+from services.api.service import KnownJob, Service, TheService
+from services.store.schemas import Job
+
+STATE = "state.json"
+BINARY = "application/octet-stream"
+#: Media types that ``mimetypes`` does not know, or that differ between machines.
+_KNOWN_TYPES = {
+    ".md": "text/markdown; charset=utf-8",
+    ".jsonl": "application/x-ndjson",
+    ".jinja": "text/plain; charset=utf-8",
+    ".safetensors": BINARY,
+}
+
+router = APIRouter(tags=["files"], route_class=StrictRoute)
+
+_BYTES: dict[str, Any] = {
+    "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}},
+    "headers": {"ETag": {"description": "The file's sha256.", "schema": {"type": "string"}}},
+}
+_FILE: Answers = {
+    200: {"description": "The file.", **_BYTES},
+    206: {"description": "The part that Range names.", **_BYTES},
+    304: {"description": "If-None-Match names the ETag: the client has the file already."},
+}
+_AS_FILE: dict[str, Any] = {
+    "dependencies": READ,
+    "response_class": Response,
+    "responses": _FILE | describe_problems(404, 416, 422, 503),
+}
+ArtifactName = Annotated[
+    str, InPath(description="A name of the artifact list; it may hold slashes.")
+]
+FileName = Annotated[str, InPath(description="A name of the checkpoint's file list.")]
+Step = Annotated[
+    int, InPath(ge=0, le=99_999_999, description="The optimiser step of a checkpoint.")
+]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@router.get(
+    "/jobs/{job_id}/checkpoints", dependencies=READ, responses=describe_problems(404, 422, 503)
+)
+def list_checkpoints(job: KnownJob, service: TheService) -> CheckpointList:
+    """List the job's checkpoints, oldest first; damaged ones are left out."""
+    return CheckpointList(data=_read_checkpoints(job, service))
+
+
+@router.get(
+    "/jobs/{job_id}/checkpoints/{step}",
+    dependencies=READ,
+    responses=describe_problems(404, 422, 503),
+)
+def get_checkpoint(job: KnownJob, step: Step, service: TheService) -> Checkpoint:
+    """Show one checkpoint."""
+    found = [each for each in _read_checkpoints(job, service) if each.step == step]
+    if not found:
+        raise _make_no_checkpoint_problem(job, step)
+    return found[0]
+
+
+@router.head("/jobs/{job_id}/checkpoints/{step}/{file}", include_in_schema=False, **_AS_FILE)
+@router.get("/jobs/{job_id}/checkpoints/{step}/{file}", **_AS_FILE)
+def get_checkpoint_file(
+    request: Request, job: KnownJob, step: Step, file: FileName, service: TheService
+) -> Response:
+    """Download a file of a checkpoint, or the part of it that Range names."""
+    folder = _find_checkpoint_folder(service, job, step)
+    names = (
+        [each.name for each in _list_checkpoint_files(folder, job, step)]
+        if folder.is_dir() and _is_real(folder, service)
+        else []
+    )
+    if file not in names:
+        raise _make_no_checkpoint_problem(job, step)
+    return _send_file(request, folder / file, f"{job.id}-{step}-{file}", service)
+
+
+def _find_checkpoint_folder(service: Service, job: Job, step: int) -> Path:
+    return _find_checkpoints(job, service) / f"step-{step:08d}"
+
+
+def _find_checkpoints(job: Job, service: Service) -> Path:
+    return service.settings.run_dir(job.id) / "checkpoints"
+
+
+def _is_real(folder: Path, service: Service) -> bool:
+    """Whether no part of the path below the folder of all runs is a link."""
+    runs = service.settings.runs
+    return folder.resolve() == runs.resolve() / folder.relative_to(runs)
+
+
+def _make_no_checkpoint_problem(job: Job, step: int) -> ApiProblem:
+    return ApiProblem(
+        404, f"{job.id} has no such checkpoint at step {step}.", f"See {job.links.checkpoints}."
+    )
+
+
+def _read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
+    folders = [
+        folder
+        for folder in sorted(_find_checkpoints(job, service).glob("step-????????"))
+        if _is_real(folder, service)
+    ]
+    read = [(folder, state) for folder in folders if (state := _read_state(folder)) is not None]
+    best = read[-1][1]["progress"].get("best_step") if read else None
+    last = read[-1][0] if read else None
+    found = []
+    for folder, state in read:
+        with suppress(FileNotFoundError):  # the running job may prune it at any time
+            found.append(_describe_checkpoint(folder, state, job, best, folder == last))
+    return found
+
+
+def _read_state(folder: Path) -> dict[str, Any] | None:
+    """Read the checkpoint's state file; return None if it is gone by now, or damaged."""
+    try:
+        return verify_json((folder / STATE).read_bytes(), STATE)
+    except (OSError, CacheCorrupt):
+        return None
+
+
+def _describe_checkpoint(
+    folder: Path, state: dict[str, Any], job: Job, best: int | None, is_last: bool
+) -> Checkpoint:
+    step = int(folder.name.removeprefix("step-"))
+    files = list(_list_checkpoint_files(folder, job, step, state["sha256"]))
+    evaluation = state["progress"].get("last_evaluation") or {}
+    return Checkpoint(
+        step=step,
+        created_at=_read_modified_at(folder / STATE),
+        bytes=sum(file.bytes for file in files),
+        sha256=hash_file(folder / STATE),
+        metrics={
+            name: value for name, value in evaluation.items() if isinstance(value, int | float)
+        },
+        is_best=step == best,
+        is_last=is_last,
+        files=files,
+    )
+
+
+def _list_checkpoint_files(
+    folder: Path, job: Job, step: int, digests: dict[str, str] | None = None
+) -> Iterator[CheckpointFile]:
+    for name, size in list_file_sizes(folder).items():
+        if not name.startswith(TEMPORARY_PREFIX):
+            url = f"{job.links.checkpoints}/{step}/{name}"
+            yield CheckpointFile(name=name, bytes=size, sha256=(digests or {}).get(name), url=url)
+
+
+# ---------------------------------------------------------------------- artifacts
+
+
+@router.get(
+    "/jobs/{job_id}/artifacts", dependencies=READ, responses=describe_problems(404, 422, 503)
+)
+def list_artifacts(job: KnownJob, service: TheService) -> ArtifactList:
+    """List the files that the job produced, including every file of its folders."""
+    found = []
+    for name, path in _find_artifacts(job, service).items():
+        with suppress(FileNotFoundError):  # the running job may replace it at any time
+            found.append(_describe_artifact(job, name, path, service))
+    return ArtifactList(data=found)
+
+
+@router.head("/jobs/{job_id}/artifacts/{name:path}", include_in_schema=False, **_AS_FILE)
+@router.get("/jobs/{job_id}/artifacts/{name:path}", **_AS_FILE)
+def get_artifact(
+    request: Request, job: KnownJob, name: ArtifactName, service: TheService
+) -> Response:
+    """Download a file that the job produced, or the part of it that Range names."""
+    path = _find_artifacts(job, service).get(name)
+    if path is None:
+        raise ApiProblem(
+            404,
+            f"{job.id} has no artifact {name!r}.",
+            f"{job.links.artifacts} lists the artifacts.",
+        )
+    return _send_file(request, path, path.name, service)
+
+
+def _find_artifacts(job: Job, service: Service) -> dict[str, Path]:
+    """Return every file that the job's record names, by name.
+
+    Links, and paths outside of the job's run folders, are left out.
+    """
+    found: dict[str, Path] = {}
+    folders = _list_run_folders(job, service)
+    for name, text in sorted(job.artifacts.items()):
+        path = Path(text)
+        if not any(path.resolve().is_relative_to(folder) for folder in folders):
+            continue
+        if path.is_dir():
+            found |= {f"{name}/{inner}": path / inner for inner in list_file_sizes(path)}
+        elif path.is_file():
+            found[name] = path
+    return {name: path for name, path in found.items() if not path.is_symlink()}
+
+
+def _list_run_folders(job: Job, service: Service) -> list[Path]:
+    """Return the run folder of the job, and for a search also those of its trials."""
+    trials = service.store.list_trials(job.id).values() if job.kind == "search" else ()
+    runs = service.settings.runs.resolve()
+    return [runs / each for each in (job.id, *trials)]
+
+
+def _describe_artifact(job: Job, name: str, path: Path, service: Service) -> Artifact:
+    return Artifact(
+        name=name,
+        bytes=path.stat().st_size,
+        media_type=_guess_media_type(path),
+        modified_at=_read_modified_at(path),
+        sha256=service.digests.look_up(path),
+        url=f"{job.links.artifacts}/{name}",
+    )
+
+
+# ---------------------------------------------------------------------- one file
+
+
+def _send_file(request: Request, path: Path, name: str, service: Service) -> Response:
+    """Answer with the file at ``path``; its ETag is its sha256.
+
+    The file is opened once, so that size and digest are those of the bytes that are sent.
+    """
+    try:
+        handle = open_run_file(service.settings.runs, path)
+    except OSError as error:
+        raise ApiProblem(
+            404, f"{name} no longer exists: {error.strerror}.", "Read the list again."
+        ) from None
+    state = os.fstat(handle)
+    if not stat.S_ISREG(state.st_mode):
+        os.close(handle)
+        raise ApiProblem(404, f"{name} is not a regular file.", "Read the list again.")
+    content = ByteSource(
+        state.st_size,
+        _guess_media_type(path),
+        lambda start, stop: os.pread(handle, stop - start, start),
+        tag=f'"{service.digests.compute(handle)}"',
+        headers={"Content-Disposition": f'attachment; filename="{_sanitise_name(name)}"'},
+        close=lambda: os.close(handle),
+    )
+    return send_bytes(request, content)
+
+
+def _sanitise_name(name: str) -> str:
+    # A quote or a line end in the name would break the header.
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def _guess_media_type(path: Path) -> str:
+    return _KNOWN_TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or BINARY
+
+
+def _read_modified_at(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC)

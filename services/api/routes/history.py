@@ -1,0 +1,214 @@
+"""Routes of a job's history: its events as a page or a stream, its metrics, and its log.
+
+GET /jobs/{id}/events          a page of events; with Accept: text/event-stream, the stream
+GET /jobs/{id}/events/stream   server-sent events; can be resumed, and ends with the job
+GET /jobs/{id}/metrics         one series for each metric, thinned for a picture
+GET /jobs/{id}/logs            the output of the job's processes, without secrets
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.api.answers.byte_ranges import ByteSource, send_bytes
+from services.api.answers.event_stream import follow_events
+from services.api.answers.masked_log import MaskedLog
+from services.api.answers.problems import Answers, describe_problems
+from services.api.answers.thinning import Point, thin_points
+from services.api.answers.views import JobEvent, JobEvents, MetricSeries, MetricsHistory
+from services.api.guards.authentication import hold_stream
+from services.api.guards.json_bodies import StrictRoute
+from services.api.guards.rate_limits import StreamLease
+from services.api.routes.access import READ, STREAM
+from services.api.service import KnownJob, TheService
+
+#: The id of an event: milliseconds, and optionally a number.
+STREAM_ID = r"^\d{1,18}(-\d{1,18})?$"
+LOG = "log.txt"
+
+router = APIRouter(tags=["history"], route_class=StrictRoute)
+
+_EVENTS_RESPONSES: Answers = {
+    200: {
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "description": "A page of events, or the stream.",
+    }
+}
+
+
+@router.get(
+    "/jobs/{job_id}/events",
+    dependencies=READ,
+    responses=_EVENTS_RESPONSES | describe_problems(404, 422, 503),
+)
+def job_events(
+    job: KnownJob,
+    service: TheService,
+    after: Annotated[
+        str, Query(pattern=STREAM_ID, description="Only events after this one.")
+    ] = "0",
+    limit: Annotated[int, Query(ge=1, le=1000, description="The most events of one page.")] = 100,
+    types: Annotated[
+        str | None, Query(description="Only events of these types, separated by commas.")
+    ] = None,
+) -> JobEvents:
+    """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
+    wanted = [name for name in (types or "").split(",") if name]
+    found = service.store.read_events(job.id, after, limit + 1, wanted)
+    data = [
+        JobEvent(id=place, ts=_parse_event_time(place), type=kind, data=data)
+        for place, kind, data in found[:limit]
+    ]
+    return JobEvents(
+        data=data, has_more=len(found) > limit, next_after=data[-1].id if data else after
+    )
+
+
+def _parse_event_time(place: str) -> datetime:
+    return datetime.fromtimestamp(int(place.partition("-")[0]) / 1000, UTC)
+
+
+@router.get(
+    "/jobs/{job_id}/events/stream",
+    dependencies=STREAM,
+    response_class=EventSourceResponse,
+    responses=describe_problems(404, 422, 429, 503),
+)
+async def job_stream(
+    job: KnownJob,
+    service: TheService,
+    lease: Annotated[StreamLease, Depends(hold_stream)],
+    last_event_id: Annotated[
+        str | None,
+        Header(alias="Last-Event-ID", pattern=STREAM_ID, description="Only events after this one."),
+    ] = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """Stream a job's events, from its start or from after Last-Event-ID, until the job ends."""
+    async for event in follow_events(
+        service.events, job.id, last_event_id or "0", lambda: service.stopping or lease.lost
+    ):
+        yield event
+
+
+class EventStreamRouter:
+    """Sends a GET of a job's events to the stream if the client accepts text/event-stream.
+
+    Browsers and server-sent-event clients can therefore use either path.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Change the path of such a request."""
+        if (
+            scope["type"] == "http"
+            and scope["method"] == "GET"
+            and scope["path"].endswith("/events")
+        ):
+            accept = dict(scope["headers"]).get(b"accept", b"")
+            if b"text/event-stream" in accept.lower():
+                scope = {
+                    **scope,
+                    "path": f"{scope['path']}/stream",
+                    "raw_path": scope["raw_path"] + b"/stream",
+                }
+        await self._app(scope, receive, send)
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+@router.get("/jobs/{job_id}/metrics", dependencies=READ, responses=describe_problems(404, 422, 503))
+def job_metrics(
+    job: KnownJob,
+    service: TheService,
+    names: Annotated[
+        str | None, Query(description="Only these metrics, separated by commas; by default all.")
+    ] = None,
+    after_step: Annotated[
+        int, Query(ge=-1, le=1 << 53, description="Only points after this step.")
+    ] = -1,
+    max_points: Annotated[
+        int, Query(ge=4, le=8192, description="The most points of each metric.")
+    ] = 1000,
+) -> MetricsHistory:
+    """Show a job's metrics over its steps, one series for each metric.
+
+    A long series is thinned: equal spans of steps each keep their lowest and highest point.
+    """
+    points = service.store.read_metrics(job.id, after_step)
+    wanted = {name for name in (names or "").split(",") if name}
+    found = {
+        name: series
+        for name, series in _group_series(points).items()
+        if not wanted or name in wanted
+    }
+    return MetricsHistory(
+        series=[_thin_series(name, series, max_points) for name, series in sorted(found.items())],
+        last_step=points[-1]["step"] if points else None,
+    )
+
+
+def _group_series(points: list[dict[str, Any]]) -> dict[str, list[Point]]:
+    """Return every number of the points, by the name of its metric."""
+    found: dict[str, list[Point]] = {}
+    for point in points:
+        for name, value in point.items():
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                found.setdefault(name, []).append((point["step"], float(value)))
+    return found
+
+
+def _thin_series(name: str, series: list[Point], limit: int) -> MetricSeries:
+    kept = thin_points(series, limit)
+    return MetricSeries(
+        name=name,
+        steps=[step for step, _ in kept],
+        values=[value for _, value in kept],
+        points=len(series),
+    )
+
+
+# ---------------------------------------------------------------------- log
+
+_LOG: Answers = {
+    200: {
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+        "description": "The log; empty before the job runs.",
+    },
+    206: {
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+        "description": "The bytes that Range names.",
+    },
+}
+
+
+@router.head("/jobs/{job_id}/logs", dependencies=READ, include_in_schema=False)
+@router.get(
+    "/jobs/{job_id}/logs",
+    dependencies=READ,
+    response_class=Response,
+    responses=_LOG | describe_problems(404, 416, 422, 503),
+)
+def job_logs(
+    request: Request,
+    job: KnownJob,
+    service: TheService,
+    tail: Annotated[
+        int | None, Query(ge=1, le=10_000, description="Only this many lines from the end.")
+    ] = None,
+) -> Response:
+    """Download the output of the job's processes.
+
+    Stars replace secrets byte for byte, so that a Range always names the same bytes.
+    """
+    log = MaskedLog(service.settings.runs, service.settings.run_dir(job.id) / LOG, service.secrets)
+    content = ByteSource(log.size, "text/plain; charset=utf-8", log.read, close=log.close)
+    return send_bytes(request, content.skip_to(log.find_tail(tail)) if tail else content)

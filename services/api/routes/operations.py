@@ -1,0 +1,148 @@
+"""Routes of the service itself: models, workers, health, metrics and version.
+
+GET /models     the models that jobs may name, and the caller's limits
+GET /workers    the workers, their devices and their jobs
+GET /healthz    the process is alive; needs no I/O and no key
+GET /readyz     the service accepts jobs: the store can be written, the reconciler runs, and the
+                disk has room; needs no key
+GET /metrics    the metrics for Prometheus
+GET /version    the version of the server
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+from fastapi import APIRouter, Response
+
+from kd.capture.estimate import measure_free_bytes
+from kd.preflight.limits import read_allow_list
+from services.api.answers.problems import (
+    RETRY_SECONDS,
+    Answers,
+    ApiProblem,
+    describe_problems,
+)
+from services.api.answers.prometheus import CONTENT_TYPE, render_metrics
+from services.api.answers.views import (
+    Limits,
+    ModelEntry,
+    ModelList,
+    Ready,
+    Version,
+    Worker,
+    WorkerList,
+)
+from services.api.guards.body_limits import BODY_BYTES
+from services.api.guards.json_bodies import StrictRoute
+from services.api.routes.access import READ
+from services.api.service import Service, TheCaller, TheService
+from services.process.file_view import identify_file_view
+from services.store.callers import Caller
+from services.store.schemas import Health, WorkerState
+
+#: Must equal FORMAT of jobs.lua.
+RECORD_FORMAT = 2
+#: The age of the reconciler's last round, in seconds, above which the reconciler counts as dead.
+READY_SECONDS = 60.0
+
+router = APIRouter(tags=["service"], route_class=StrictRoute)
+
+
+@router.get("/models", dependencies=READ, responses=describe_problems(503))
+def list_models(service: TheService) -> ModelList:
+    """List the models that jobs may name, if they are restricted, and the caller's limits."""
+    settings = service.settings
+    listed = read_allow_list(settings.model_allow_list)
+    return ModelList(
+        restricted=listed is not None,
+        data=[ModelEntry(model=entry.name, revision=entry.revision) for entry in listed or ()],
+        limits=Limits(
+            open_jobs=settings.quota_open_jobs,
+            record_bytes=settings.quota_record_bytes,
+            posts_a_minute=settings.rate_post,
+            gets_a_minute=settings.rate_get,
+            event_streams=settings.rate_sse,
+            body_bytes=BODY_BYTES,
+        ),
+    )
+
+
+@router.get("/workers", dependencies=READ, responses=describe_problems(503))
+def list_workers(service: TheService, caller: TheCaller) -> WorkerList:
+    """List the workers with a heartbeat in the last 30 seconds.
+
+    A worker's job is shown only if the caller may see that job.
+    """
+    return WorkerList(
+        data=[_describe_worker(state, service, caller) for state in service.store.list_workers()]
+    )
+
+
+def _describe_worker(state: WorkerState, service: Service, caller: Caller) -> Worker:
+    own = state.job is not None and service.store.get(state.job, caller) is not None
+    # The clocks of two machines may differ, so an age could be negative.
+    age = max(0.0, (datetime.now(UTC) - state.beat_at).total_seconds()) if state.beat_at else None
+    known = state.model_dump() | {
+        "job": state.job if own else None,
+        "attempt": state.attempt if own else None,
+    }
+    return Worker(**known, busy=state.job is not None, beat_age_seconds=age)
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """Answer that the process is alive."""
+    return Health()
+
+
+@router.get("/readyz", responses=describe_problems(503))
+def readyz(service: TheService) -> Ready:
+    """Check that the service accepts jobs.
+
+    The job store can be written, the reconciler runs, and the disk has room.
+    """
+    redis = service.store.redis
+    redis.ping()
+    # A full or read-only Redis answers a ping, but refuses this write.
+    redis.set("kd:ready", "1", ex=60)
+    last = float(redis.get("kd:reconciler") or 0)
+    if service.store.read_clock_ms() / 1000 - last > READY_SECONDS:
+        raise _make_unready_problem(
+            "The reconciler has not run for a minute.", "reconciler-stopped"
+        )
+    if measure_free_bytes(service.settings.home) < service.settings.disk_floor_bytes:
+        raise _make_unready_problem("The disk of the data folder is nearly full.", "disk-full")
+    return Ready()
+
+
+def _make_unready_problem(detail: str, slug: str) -> ApiProblem:
+    headers = {"Retry-After": RETRY_SECONDS}
+    return ApiProblem(
+        503, detail, "The server's log and GET /metrics show more.", slug, headers=headers
+    )
+
+
+_METRICS_RESPONSES: Answers = {
+    200: {
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+        "description": "Prometheus's text format.",
+    }
+}
+
+
+@router.get("/metrics", dependencies=READ, response_class=Response, responses=_METRICS_RESPONSES)
+def metrics(service: TheService) -> Response:
+    """Show the service's metrics for Prometheus; no label holds an id."""
+    return Response(render_metrics(service), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/version", dependencies=READ)
+def get_version(service: TheService) -> Version:
+    """Show the version of the server."""
+    return Version(
+        version=version("potstill"),
+        record_format=RECORD_FORMAT,
+        file_view=identify_file_view(),
+    )

@@ -1,0 +1,183 @@
+"""The loop that repairs jobs after a crash. It also drives searches and sends webhooks.
+
+twice a second   lost hints are sent again
+                 expired leases and passed deadlines take effect
+                 some open jobs get back a lost lease, place in the queue or end of a dependency
+every minute     queued jobs whose cache is gone from the disk capture it again, or fail
+
+Several copies may run at once: every step may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from celery import Celery
+from redis.exceptions import RedisError
+
+from kd.config.jobfile import parse_config
+from services.loops.searches import Searches
+from services.loops.webhooks import Webhooks
+from services.settings import SEARCH, STAGES, Settings
+from services.store.jobs.leases import Claim, EventBatch
+from services.store.jobs.listing import JobQuery
+from services.store.jobs.store import JobStore
+from services.store.queue import publish_hint
+from services.store.schemas import Job
+
+#: Time between two rounds.
+INTERVAL_SECONDS = 0.5
+#: Time without a worker after which a hint counts as lost.
+HINT_AGE_SECONDS = 10.0
+#: Time between two looks at the disk.
+LOOK_AT_DISK_SECONDS = 60.0
+#: Queued jobs that one look at the disk reads.
+JOBS_AT_ONCE = 100
+
+log = logging.getLogger("potstill.reconciler")
+
+
+class Reconciler:
+    """Repeats a few idempotent steps. ``jobs.lua`` decides their effect on a job."""
+
+    def __init__(self, store: JobStore, app: Celery, settings: Settings) -> None:
+        """Raises ``ConfigError`` if webhooks are on and cannot be signed."""
+        self._store = store
+        self._app = app
+        self._settings = settings
+        self._searches = Searches(store, app, settings)
+        self._webhooks = Webhooks(store, settings)
+        self._caches = LostCaches(store, settings)
+        self._next_to_mend = 0
+        self._contact_since: int | None = None
+        self._last_contact = 0
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        # Two tasks, so that a slow receiver of webhooks does not hold up the rounds.
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._rounds())
+            group.create_task(self._webhooks.run())
+
+    async def _rounds(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.step)
+            except RedisError as error:
+                self._contact_since = None
+                log.warning("Redis does not answer: %s", type(error).__name__)
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+    def step(self) -> None:
+        """Do one round. Raises only ``RedisError``: any other error must not end the loop."""
+        for duty in (
+            self._expire,
+            self._announce,
+            self._mend,
+            self._caches.step,
+            self._searches.step,
+        ):
+            _do(duty)
+        self._store.redis.set("kd:reconciler", self._store.read_clock_ms() / 1000)
+
+    def _announce(self) -> None:
+        for stage in STAGES:
+            for job_id in self._store.list_unannounced(stage, HINT_AGE_SECONDS):
+                if not publish_hint(self._app, job_id, stage):
+                    return  # the other hints would fail too; a later round sends them
+
+    def _expire(self) -> None:
+        if self._has_watched_a_whole_lease():
+            for job_id in self._store.expire():
+                log.warning("%s: its lease ran out", job_id)
+        for job_id in self._store.due():
+            log.warning("%s: its deadline has passed", job_id)
+
+    def _mend(self) -> None:
+        self._next_to_mend, ids = self._store.mend(self._next_to_mend, self._settings.lease_seconds)
+        for job_id in ids:
+            log.warning(
+                "%s: its lease, its place in the queue, or the end of a dependency was lost",
+                job_id,
+            )
+
+    def _has_watched_a_whole_lease(self) -> bool:
+        """Whether this loop was in contact with Redis for the time of a whole lease.
+
+        After an outage, or after this machine slept, leases seem expired although their workers
+        are alive. Within a lease every such worker beats again.
+        """
+        now = self._store.read_clock_ms()
+        lease_ms = self._settings.lease_seconds * 1000
+        longest_gap = max(lease_ms / 2, 3000 * INTERVAL_SECONDS)
+        if self._contact_since is None or now - self._last_contact > longest_gap:
+            self._contact_since = now
+        self._last_contact = now
+        return now - self._contact_since >= lease_ms
+
+
+def _do(duty: Callable[[], None]) -> None:
+    try:
+        duty()
+    except RedisError:
+        raise
+    except Exception:
+        log.exception("%s failed", getattr(duty, "__qualname__", duty))
+
+
+class LostCaches:
+    """Finds queued jobs whose cache is no longer on the disk."""
+
+    def __init__(self, store: JobStore, settings: Settings) -> None:
+        self._store = store
+        self._settings = settings
+        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._cursor: int | None = None
+        self._next_look = 0.0
+
+    def step(self) -> None:
+        """Check some jobs, if it is time. A host without the folder of caches checks none."""
+        if time.monotonic() < self._next_look or not self._settings.caches.is_dir():
+            return
+        self._next_look = time.monotonic() + LOOK_AT_DISK_SECONDS
+        page = self._store.read_page(JobQuery(status="queued"), JOBS_AT_ONCE, self._cursor)
+        self._cursor = page.next_cursor
+        for job in page.jobs:
+            if self._is_lost(job):
+                self._take_back(job)
+
+    def _is_lost(self, job: Job) -> bool:
+        if job.stage not in ("train", SEARCH) or job.cache is None or job.cache.fingerprint is None:
+            return False
+        # The manifest is absent while another job captures a damaged shard again, so the folder
+        # decides.
+        folder = self._settings.caches / job.cache.fingerprint
+        return not folder.exists() and parse_config(job.config).needs_cache
+
+    def _take_back(self, job: Job) -> None:
+        claim = self._store.claim(job.id, job.stage, self._owner, self._settings.lease_seconds)
+        if claim is None:  # a worker has begun it, and will find out itself
+            return
+        assert job.cache is not None, "_is_lost requires a cache"
+        detail = f"Cache {job.cache.fingerprint} is not on the disk any more."
+        log.warning("%s: %s", job.id, detail)
+        if job.kind in ("distill", "search"):
+            self._capture_again(claim, detail)
+        else:
+            remedy = (
+                "Capture it again with a job of kind precompute, or restore a backup. "
+                "Then retry this job."
+            )
+            error = {"type": "cache_missing", "detail": detail, "remedy": remedy}
+            self._store.finish(claim, "failed", error)
+
+    def _capture_again(self, claim: Claim, detail: str) -> None:
+        warning = {"type": "warning", "data": {"message": f"{detail} It is captured again."}}
+        self._store.beat(claim, self._settings.lease_seconds, EventBatch(1, (warning,)))
+        # No hint is sent here: _announce sends one as for any lost hint.
+        self._store.advance(claim, "precompute")

@@ -1,0 +1,1 @@
+"""Logs, traces and health for every process of the service."""

@@ -1,0 +1,66 @@
+"""The end of a process whose parent has gone.
+
+``python lifeline.py PID SECONDS`` guards a process and its group: it reads signs of life from stdin
+and kills both when they stop. It imports little, because one guard runs beside every child.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+
+#: Number of the option in linux/prctl.h.
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signum: int) -> None:
+    """Have the kernel send ``signum`` to this process when its parent ends. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # the parent ended before the call
+        os.kill(os.getpid(), signum)
+
+
+def die_with_stdin(patience: float) -> None:
+    """Have this process and its group killed when stdin ends or is silent for ``patience`` seconds.
+
+    The writer has then ended or was stopped. A separate process reads stdin from now on, so that it
+    can act even if this one hangs or was stopped. It also kills what this process has started.
+    """
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), f"{patience:g}"]
+    silence = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
+    os.posix_spawn(sys.executable, command, os.environ, file_actions=silence)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _watch_stdin(patience: float) -> None:
+    """Return once stdin has ended, or has brought nothing for ``patience`` seconds."""
+    while select.select([0], [], [], patience)[0] and os.read(0, 4096):
+        pass
+
+
+def main() -> None:
+    """Guard the process that the command line names, which started this one."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # A signal to the whole group must not end the guard before its ward.
+        signal.signal(signum, signal.SIG_IGN)
+    ward = int(sys.argv[1])
+    _watch_stdin(float(sys.argv[2]))
+    if os.getpgrp() == ward:
+        # No other group can have this number while this process is in the group.
+        os.killpg(ward, signal.SIGKILL)
+    elif os.getppid() == ward:
+        # The ward leads no group, so that killing its group would kill other processes.
+        os.kill(ward, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The job record in Redis, and everything else the service keeps."""

@@ -1,0 +1,460 @@
+"""``kd backup`` and ``kd restore``: every job, cache and run of a service in one folder, and back.
+
+    redis.jsonl      the job store: one line for each key, with its expiry and its value from DUMP
+    api_keys         the digests of the API keys, if the operator has that file
+    caches/, runs/   as under KD_HOME
+    backup.json      the files with sizes and sha256; written last, so that a folder without it is
+                     not a backup
+
+The service may run meanwhile. The store is read first, at one moment, while its writes wait for
+about a second. The files that its records name are on the disk by then. A run checks any other file
+when it resumes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from cache.disk import (
+    TEMPORARY_PREFIX,
+    hash_file,
+    list_file_sizes,
+    make_folder,
+    remove_path,
+    storage_errors,
+    sync_path,
+    write_file,
+)
+from cache.errors import PotstillError, StorageError
+from services.store.connection import connect_redis
+from services.store.jobs.leases import Claim
+from services.store.jobs.store import JobStore
+
+if TYPE_CHECKING:
+    from services.settings import Settings
+
+#: Format of ``backup.json``.
+FORMAT = 1
+INDEX = "backup.json"
+STORE = "redis.jsonl"
+KEYS = "api_keys"
+#: The folders of KD_HOME that cannot be made again from the rest.
+TREES = ("caches", "runs")
+#: Keys of hints and signs of life, which mean nothing later.
+SKIPPED_PREFIXES = ("kd:celery:", "kd:worker:", "kd:workers")
+#: Time for which the writes of the store may wait.
+PAUSE_SECONDS = 5.0
+#: Time that a call of Redis may take.
+TIMEOUT_SECONDS = 30.0
+#: Keys in one call of Redis.
+SCAN = 500
+#: Times that a folder is copied before it counts as always changing.
+TRIES = 20
+#: Age below which a folder may still be changing.
+SETTLE_SECONDS = 0.5
+#: Bytes that a copy reads at once.
+COPY_BYTES = 1 << 20
+#: Free space that must remain besides the files: for the store and the index.
+SPARE_BYTES = 64 << 20
+
+
+class BackupError(PotstillError):
+    """A backup or a restore failed."""
+
+    type = "backup_failed"
+
+
+@dataclass(frozen=True)
+class BackupFile:
+    """One file of a backup."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Backup:
+    """The content of ``backup.json``. Keys of ``files`` are paths with forward slashes."""
+
+    version: str
+    created_at: str
+    home: str
+    keys: int
+    files: dict[str, BackupFile]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file as JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def read(cls, folder: Path) -> Backup:
+        """Read the index of the backup in ``folder``. Its files are not checked."""
+        try:
+            found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            if found.pop("format") != FORMAT:
+                raise BackupError(
+                    f"{folder} was written by another version.", "Restore it with that version."
+                )
+            files = {name: BackupFile(**file) for name, file in found.pop("files").items()}
+            return cls(**found, files=files)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BackupError(
+                f"{folder} is not a backup: {INDEX}: {error}.", "Name a folder of `kd backup`."
+            ) from None
+
+
+@contextlib.contextmanager
+def open_store(settings: Settings) -> Iterator[Redis]:
+    """A client of the job store. The embedded store is started if it does not run."""
+    from services.store.embedded import StoreUnavailable, provide_redis
+
+    with provide_redis(settings) as (url, _), connect_redis(url, TIMEOUT_SECONDS) as client:
+        try:
+            client.ping()
+        except RedisError as error:
+            raise StoreUnavailable(
+                f"The job store does not answer: {error}.", "Start it, or correct KD_REDIS_URL."
+            ) from None
+        yield client
+
+
+# ---------------------------------------------------------------------- backup
+
+
+def make_backup(
+    folder: Path, settings: Settings, client: Redis, pause_seconds: float = PAUSE_SECONDS
+) -> Backup:
+    """Write a backup to ``folder``. After an error there is no such folder."""
+    _require_new(folder, settings)
+    temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
+    with storage_errors(folder.parent):
+        make_folder(folder.parent)
+        remove_path(temporary)
+        temporary.mkdir(mode=0o700)
+        try:
+            made = _fill(temporary, settings, client, pause_seconds)
+            _publish(temporary, folder)
+        finally:
+            remove_path(temporary)
+    return made
+
+
+def _require_new(folder: Path, settings: Settings) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BackupError(
+            f"{folder} exists and is not empty.", "Name a folder that does not exist yet."
+        )
+    if folder.is_relative_to(settings.home):
+        raise BackupError(
+            f"{folder} is in KD_HOME, and would be lost with it.", "Name another folder."
+        )
+    needed = SPARE_BYTES + sum(
+        sum(list_file_sizes(settings.home / tree).values()) for tree in TREES
+    )
+    free = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists())).free
+    if free < needed:
+        detail = f"{folder.parent}: a backup needs {needed} bytes, and {free} are free."
+        raise StorageError(detail, "Free space there, or name a folder on another disk.")
+
+
+def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float) -> Backup:
+    rows = read_store(client, pause_seconds)
+    with (folder / STORE).open("w", encoding="ascii") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    files = {STORE: BackupFile((folder / STORE).stat().st_size, hash_file(folder / STORE))}
+    keys = settings.api_keys_file
+    if keys is not None and keys.exists():
+        files[KEYS] = copy_file(keys, folder / KEYS)
+        (folder / KEYS).chmod(0o600)
+    for tree in TREES:
+        found = copy_folder(settings.home / tree, folder / tree)
+        files |= {f"{tree}/{name}": file for name, file in found.items()}
+    made = Backup(
+        _read_version(),
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        str(settings.home),
+        len(rows),
+        files,
+    )
+    write_file(folder / INDEX, (json.dumps(made.to_json(), indent=1) + "\n").encode())
+    return made
+
+
+def read_store(client: Redis, pause_seconds: float) -> list[dict[str, Any]]:
+    """Every key at one moment, with its expiry (Unix milliseconds, 0 = none) and its value.
+
+    The server's writes wait meanwhile. If this process dies, they go on after ``pause_seconds``.
+    """
+    found: dict[str, tuple[bytes, int]] = {}
+    began = time.monotonic()
+    client.client_pause(int(pause_seconds * 1000), all=False)
+    try:
+        seconds, microseconds = client.time()
+        for keys in _scan_keys(client):
+            if time.monotonic() - began > pause_seconds:
+                raise _make_timeout_error(pause_seconds)
+            found |= _dump(client, keys)
+        if time.monotonic() - began > pause_seconds:
+            raise _make_timeout_error(pause_seconds)
+    finally:
+        client.client_unpause()
+    now = seconds * 1000 + microseconds // 1000
+    return [
+        {
+            "key": key,
+            "until": now + ttl if ttl >= 0 else 0,
+            "dump": base64.b64encode(value).decode(),
+        }
+        for key, (value, ttl) in sorted(found.items())
+    ]
+
+
+def _make_timeout_error(pause_seconds: float) -> BackupError:
+    return BackupError(
+        f"The job store could not be read within {pause_seconds:g} s. Its writes wait no longer.",
+        "Stop the API and the workers, then use a longer --pause.",
+    )
+
+
+def _scan_keys(client: Redis) -> Iterator[list[str]]:
+    cursor = -1
+    while cursor:
+        cursor, keys = cast(
+            tuple[int, list[str]], client.scan(max(cursor, 0), match="kd:*", count=SCAN)
+        )
+        yield [key for key in keys if not key.startswith(SKIPPED_PREFIXES)]
+
+
+def _dump(client: Redis, keys: list[str]) -> dict[str, tuple[bytes, int]]:
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.dump(key)
+        pipeline.pttl(key)
+    answers = pipeline.execute() if keys else []
+    pairs = zip(keys, answers[::2], answers[1::2], strict=True)
+    return {key: (value, ttl) for key, value, ttl in pairs if value is not None}
+
+
+# ---------------------------------------------------------------------- copies of changing files
+
+
+class _FolderChanged(Exception):
+    """Another folder has replaced the one that is copied."""
+
+
+def copy_folder(source: Path, target: Path) -> dict[str, BackupFile]:
+    """Copy a folder while a run may write to it.
+
+    Temporary files (``.tmp-``), locks and links are left out. A file that grows is copied up to its
+    present size. A folder that another one replaces is copied again, so that no copy mixes the two.
+    A folder that has just changed may be half deleted, so it is checked again a little later. A
+    folder that disappears is left out.
+    """
+    for _ in range(TRIES):
+        try:
+            return _copy_once(source, target) if source.exists() else {}
+        except (_FolderChanged, FileNotFoundError):
+            remove_path(target)
+            time.sleep(0.05)
+    raise BackupError(
+        f"{source} changed each of {TRIES} times that it was read.",
+        "Try again when its job has ended.",
+    )
+
+
+def _copy_once(source: Path, target: Path) -> dict[str, BackupFile]:
+    before = source.stat()
+    entries = sorted(
+        (entry for entry in os.scandir(source) if _is_kept(entry)), key=lambda entry: entry.name
+    )
+    target.mkdir()
+    found: dict[str, BackupFile] = {}
+    for entry in entries:
+        below = target / entry.name
+        if entry.is_dir(follow_symlinks=False):
+            found |= {
+                f"{entry.name}/{name}": file
+                for name, file in copy_folder(Path(entry), below).items()
+            }
+        else:
+            found[entry.name] = copy_file(Path(entry), below)
+    time.sleep(max(min(before.st_mtime + SETTLE_SECONDS - time.time(), SETTLE_SECONDS), 0))
+    files = [path.name for path in target.iterdir() if path.is_file()]
+    if source.stat().st_ino != before.st_ino or not all(
+        os.path.lexists(source / name) for name in files
+    ):
+        raise _FolderChanged
+    return found
+
+
+def _is_kept(entry: os.DirEntry[str]) -> bool:
+    passing = entry.name.startswith(TEMPORARY_PREFIX) or entry.name.endswith(".lock")
+    return not passing and (
+        entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False)
+    )
+
+
+def copy_file(source: Path, target: Path) -> BackupFile:
+    """Copy the bytes that the file has now. The digest is of the copied bytes."""
+    digest = hashlib.sha256()
+    copied = 0
+    with source.open("rb") as reader, target.open("xb") as writer:
+        left = os.fstat(reader.fileno()).st_size
+        while left and (chunk := reader.read(min(left, COPY_BYTES))):
+            writer.write(chunk)
+            digest.update(chunk)
+            left -= len(chunk)
+            copied += len(chunk)
+    return BackupFile(copied, digest.hexdigest())
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    for name in list_file_sizes(temporary):
+        sync_path(temporary / name)
+    if folder.exists():
+        folder.rmdir()
+    temporary.rename(folder)
+    sync_path(folder.parent)
+
+
+def _read_version() -> str:
+    from importlib.metadata import version
+
+    return version("potstill")
+
+
+# ---------------------------------------------------------------------- restore
+
+
+def verify_backup(folder: Path) -> Backup:
+    """Read the backup in ``folder`` and check every file. Raises ``BackupError``."""
+    found = Backup.read(folder)
+    sizes = list_file_sizes(folder)
+    sizes.pop(INDEX)
+    wrong = [f"{name}: missing" for name in found.files if name not in sizes]
+    wrong += [f"{name}: not part of the backup" for name in sizes if name not in found.files]
+    for name in found.files.keys() & sizes.keys():
+        if found.files[name] != BackupFile(sizes[name], hash_file(folder / name)):
+            wrong.append(f"{name}: its bytes have changed")
+    if wrong:
+        detail = f"{folder} is damaged in {len(wrong)} places: {'; '.join(sorted(wrong)[:5])}."
+        raise BackupError(detail, "Nothing was restored; use another backup.")
+    return found
+
+
+def restore_backup(
+    folder: Path, found: Backup, settings: Settings, client: Redis, force: bool
+) -> list[str]:
+    """Restore a verified backup. Returns the jobs that were running in it, which now wait.
+
+    Files come before records, so that no record names a missing file. An interrupted restore must
+    be repeated.
+    """
+    _require_stopped(client)
+    if not force:
+        _require_empty(settings, client)
+    with storage_errors(settings.home):
+        make_folder(settings.home)
+        for tree in TREES:
+            _replace(folder / tree, settings.home / tree)
+        if settings.api_keys_file is not None and KEYS in found.files:
+            write_keys(settings.api_keys_file, (folder / KEYS).read_bytes())
+    with (folder / STORE).open(encoding="ascii") as lines:
+        write_store(client, (json.loads(line) for line in lines))
+    return release_all_jobs(client)
+
+
+def _require_stopped(client: Redis) -> None:
+    if alive := JobStore(client).list_workers():
+        names = ", ".join(worker.id for worker in alive[:5])
+        raise BackupError(
+            f"Workers use this job store: {names}.",
+            "Stop them and the API, then try again.",
+        )
+
+
+def _require_empty(settings: Settings, client: Redis) -> None:
+    jobs = client.exists("kd:index:*:*", "kd:open")
+    there = [tree for tree in TREES if list_file_sizes(settings.home / tree)]
+    keys = settings.api_keys_file
+    there += [str(keys)] if keys is not None and keys.exists() and keys.stat().st_size else []
+    if jobs or there:
+        what = [*(["jobs in the job store"] if jobs else []), *there]
+        raise BackupError(
+            f"{settings.home} is not empty: {', '.join(what)}.", "--force replaces all of it."
+        )
+
+
+def _replace(source: Path, target: Path) -> None:
+    temporary = target.with_name(TEMPORARY_PREFIX + target.name)
+    remove_path(temporary)
+    temporary.mkdir()
+    copy_folder(source, temporary / "whole")
+    remove_path(target)
+    if source.exists():
+        _publish(temporary / "whole", target)
+    remove_path(temporary)
+
+
+def write_keys(path: Path, data: bytes) -> None:
+    """Write the file of API keys, which only its owner can read."""
+    make_folder(path.parent)
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    remove_path(temporary)
+    temporary.touch(mode=0o600)
+    temporary.write_bytes(data)
+    sync_path(temporary)
+    temporary.replace(path)
+    sync_path(path.parent)
+
+
+def write_store(client: Redis, rows: Iterator[dict[str, Any]]) -> None:
+    """Replace the content of the job store by the rows of ``read_store``."""
+    for keys in list(_scan_keys(client)):
+        if keys:
+            client.unlink(*keys)
+    pipeline = client.pipeline(transaction=False)
+    try:
+        for number, row in enumerate(rows, 1):
+            value = base64.b64decode(row["dump"])
+            pipeline.restore(
+                row["key"], row["until"], value, replace=True, absttl=bool(row["until"])
+            )
+            if number % SCAN == 0:
+                pipeline.execute()
+        pipeline.execute()
+    except ResponseError as error:
+        raise BackupError(
+            f"The job store refuses a value: {error}.",
+            "Use a server that is as new as the old one and has as much memory, "
+            "then restore with --force.",
+        ) from None
+
+
+def release_all_jobs(client: Redis) -> list[str]:
+    """Release every lease as if its worker had stopped cleanly, which costs no attempt."""
+    store = JobStore(client)
+    running = cast(list[str], client.zrange("kd:leases", 0, -1))
+    for job_id in running:
+        fence = cast(str, client.hget(f"kd:job:{job_id}", "fence"))
+        store.release(Claim(job_id, int(fence), 0, {}))
+    return running

@@ -1,0 +1,701 @@
+-- Every key, every state and every transition between states. One call makes one transition and writes its event,
+-- so that record and stream cannot disagree.
+--
+--   action    from                        to                           asked for by
+--   create    (none)                      waiting, queued              a client
+--   claim     queued                      running                      a worker
+--   beat      running cancelling pausing  the same                     a worker; the reply is go, cancel or pause
+--   advance   running                     queued                       a worker, after the stage
+--             cancelling                  cancelled, failed
+--             pausing                     paused
+--   release   running                     queued                       a worker that has saved everything
+--             cancelling                  cancelled, failed
+--             pausing                     paused
+--   die       running                     queued, failed               a worker; or its lease expired
+--             cancelling                  cancelled, failed
+--             pausing                     paused, failed
+--   finish    running cancelling pausing  succeeded, failed            a worker
+--   cancel    waiting queued paused       cancelled                    a client
+--             running pausing             cancelling
+--   pause     waiting queued              paused                       a client
+--             running                     pausing
+--   resume    paused                      waiting, queued              a client
+--             pausing                     running
+--   retry     failed cancelled            waiting, queued, cancelled   a client
+--   delete    succeeded failed cancelled  (none)                       a client
+--   due       waiting queued              failed                       its deadline, which a pause removes
+--             running pausing             cancelling                   (it ends as failed)
+--   settle    waiting                     waiting, queued, cancelled   the end of a job that it depends on
+--             paused                      paused, cancelled
+--
+-- kd:format               string  the format of all this; a server of another format is refused by name
+-- kd:job:{id}             hash    the record of a job; nested values are JSON under dotted names
+-- kd:job:{id}:events      stream  events: type and data (JSON), about the last 10 000
+-- kd:job:{id}:{series}    zset    metrics, evaluation, temperature: data by step, at most 8 192 points each, spread evenly
+-- kd:job:{id}:waits       set     dependencies that have not succeeded
+-- kd:job:{id}:dependents  set     jobs whose waits contain this job
+-- kd:job:{id}:study       list    of a search: the journal of its Optuna study, as lines of JSON
+-- kd:job:{id}:trials      hash    of a search: number of a trial -> id of its job; the job's 'parent' is the search
+-- kd:index:{owner}:{status}  zset jobs by time of creation (microseconds); * is any owner or status
+-- kd:queue:{stage}        zset    queued jobs, by priority, then by time of creation
+-- kd:open                 zset    open jobs, by time of creation
+-- kd:leases               zset    jobs that a worker has, by the end of the lease
+-- kd:deadlines            zset    open jobs with a deadline, by deadline
+-- kd:idempotency:{sha}    string  "job-id body-sha" of a POST with an Idempotency-Key, for a day
+-- kd:caches:{owner}       set     fingerprints of caches that the owner's jobs made or read
+-- kd:records              hash    owner -> bytes of its jobs' records at their creation, including ended jobs
+-- kd:cache:{fp}:jobs      set     jobs that made or read a cache
+-- kd:webhooks             zset    "job event-id" of messages to send, by the time of the next try
+-- kd:webhooks:tries       hash    the same -> failed tries
+-- kd:counters             hash    counters, by the name of the Prometheus sample
+-- kd:worker:{id}          string  a worker's sign of life, with a TTL; the worker writes it
+-- kd:workers              set     ids of workers; some may be gone
+-- kd:celery:{stage}       list    Celery's hints that a job is queued; the record decides
+--
+-- Fencing: each claim gets the next fence. A call with an older fence returns "fenced" and changes nothing.
+-- Attempts: a claim starts a new attempt only if the last one died ('fresh'). A clean stop continues the attempt.
+-- Searches: an API's reconciler claims and drives them. When a search ends, its open trials are cancelled.
+-- Times are milliseconds of this server's clock. Commands are those of Redis 6.2. No cluster: keys are computed.
+
+local FORMAT = '2'
+local DAY = 24 * 60 * 60
+local EVENTS, POINTS = 10000, 8192
+local TERMINAL = {succeeded = true, failed = true, cancelled = true}
+local ACTIVE = {running = true, cancelling = true, pausing = true}
+local OPEN = {'waiting', 'queued', 'running', 'cancelling', 'pausing', 'paused'}
+local SERIES = {metrics = true, evaluation = true, temperature = true}
+-- The actions that a client may ask for, by status, in the order in which a client shows them.
+local ALLOWED = {
+  waiting = {'pause', 'cancel'},
+  queued = {'pause', 'cancel'},
+  running = {'pause', 'cancel'},
+  cancelling = {},
+  pausing = {'resume', 'cancel'},
+  paused = {'resume', 'cancel'},
+  succeeded = {'delete'},
+  failed = {'retry', 'delete'},
+  cancelled = {'retry', 'delete'},
+}
+-- The statuses in which an action has nothing left to do, which is no error.
+local ALREADY = {
+  cancel = {cancelling = true, cancelled = true},
+  pause = {pausing = true, paused = true},
+  resume = {waiting = true, queued = true, running = true},
+}
+local REPLY = {running = 'go', cancelling = 'cancel', pausing = 'pause'}
+local SECONDS = {1, 5, 15, 60, 300, 900, 3600, 14400, 86400, 604800, '+Inf'}
+
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local transitions = {}
+local settling = {}  -- {job, its dependency that has ended}, ...: pairs for settle
+
+-- ---------------------------------------------------------------- the record
+
+local function key(id, part) return 'kd:job:' .. id .. (part and ':' .. part or '') end
+
+local function get(id, field) return redis.call('HGET', key(id), field) end
+
+local function set(id, ...)
+  redis.call('HSET', key(id), ...)
+  redis.call('HINCRBY', key(id), 'version', 1)
+end
+
+local function emit(id, type, data)
+  return redis.call('XADD', key(id, 'events'), 'MAXLEN', '~', EVENTS, '*', 'type', type, 'data', data)
+end
+
+-- The name of a sample in GET /metrics; labels are name, value, name, value, ...
+local function sample(name, labels)
+  local pairs = {}
+  for i = 1, #labels, 2 do pairs[#pairs + 1] = labels[i] .. '="' .. tostring(labels[i + 1]) .. '"' end
+  return name .. '{' .. table.concat(pairs, ',') .. '}'
+end
+
+local function count(name, labels, amount)
+  redis.call('HINCRBYFLOAT', 'kd:counters', sample(name, labels), amount or 1)
+end
+
+local function observe(name, labels, seconds)
+  count(name .. '_sum', labels, seconds)
+  count(name .. '_count', labels)
+  for _, bound in ipairs(SECONDS) do
+    if bound == '+Inf' or seconds <= bound then
+      local finer = {unpack(labels)}
+      finer[#labels + 1], finer[#labels + 2] = 'le', bound
+      count(name .. '_bucket', finer)
+    end
+  end
+end
+
+local function describe(id)
+  local fields = redis.call('HMGET', key(id), 'status', 'stage', 'attempt', 'error', 'reason')
+  local text = '{"status":"%s","stage":"%s","attempt":%s,"error":%s,"reason":%s}'
+  return string.format(text, fields[1], fields[2], fields[3], fields[4], cjson.encode(fields[5] or cjson.null))
+end
+
+local function index(id, status, command)
+  local created, owner = unpack(redis.call('HMGET', key(id), 'created_us', 'owner'))
+  for _, who in ipairs({'*', owner or ''}) do
+    local name = 'kd:index:' .. who .. ':' .. status
+    if command == 'add' then redis.call('ZADD', name, created, id) else redis.call('ZREM', name, id) end
+  end
+end
+
+local function arm(id)
+  local seconds = tonumber(get(id, 'deadline_seconds'))
+  if not seconds then return end
+  redis.call('HSET', key(id), 'deadline_at', now + 1000 * seconds)
+  redis.call('ZADD', 'kd:deadlines', now + 1000 * seconds, id)
+end
+
+local function disarm(id)
+  redis.call('ZREM', 'kd:deadlines', id)
+  redis.call('HDEL', key(id), 'deadline_at')
+end
+
+-- The history of an ended job expires after a month, unless the job is retried.
+local function keep(id, command)
+  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'study', 'trials'}) do
+    if command == 'PERSIST' then redis.call('PERSIST', key(id, part))
+    else redis.call('EXPIRE', key(id, part), 30 * DAY) end
+  end
+end
+
+-- ---------------------------------------------------------------- how a status changes
+
+local ended
+
+-- One step of priority outweighs thirty years of age. The score stays a whole number below 2^53, so it is exact.
+local function queue(id)
+  local created, priority, stage = unpack(redis.call('HMGET', key(id), 'created_us', 'priority', 'stage'))
+  redis.call('ZADD', 'kd:queue:' .. stage, created - priority * 1e15, id)
+end
+
+local function move(id, status, ...)
+  local before, stage = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
+  if before then index(id, before, 'remove') end
+  if before == 'queued' then redis.call('ZREM', 'kd:queue:' .. stage, id) end
+  redis.call('HDEL', key(id), 'reason')
+  set(id, 'status', status, ...)
+  index(id, status, 'add')
+  if status == 'queued' then
+    redis.call('HSET', key(id), 'queued_at', now, 'dispatched_at', now)
+    queue(id)
+  end
+  if not ACTIVE[status] then
+    redis.call('ZREM', 'kd:leases', id)
+    redis.call('HDEL', key(id), 'worker')
+  end
+  if status == 'paused' or status == 'cancelling' then disarm(id) end
+  if TERMINAL[status] then
+    set(id, 'finished_at', now)
+    redis.call('ZREM', 'kd:open', id)
+    disarm(id)
+  end
+  count('kd_jobs_total', {'kind', get(id, 'kind'), 'status', status})
+  local event = emit(id, 'status', describe(id))
+  if (get(id, 'webhook') or '') ~= '' then redis.call('ZADD', 'kd:webhooks', now, id .. ' ' .. event) end
+  if TERMINAL[status] then ended(id, status) end
+  return status
+end
+
+local function each_trial(id, action)
+  for _, trial in ipairs(redis.call('HVALS', key(id, 'trials'))) do transitions.change(action, trial) end
+end
+
+-- The consequences of an end: open trials are cancelled, and dependents go on or are cancelled.
+function ended(id, status)
+  local kind, started = unpack(redis.call('HMGET', key(id), 'kind', 'started_at'))
+  if started then observe('kd_job_duration_seconds', {'kind', kind, 'status', status}, (now - started) / 1000) end
+  each_trial(id, 'cancel')
+  for _, other in ipairs(redis.call('SMEMBERS', key(id, 'dependents'))) do settling[#settling + 1] = {other, id} end
+  if status == 'succeeded' then redis.call('DEL', key(id, 'dependents')) end
+  keep(id, 'EXPIRE')
+end
+
+-- Queue a job, or let it wait for its dependencies.
+local function enter(id, ...)
+  if redis.call('SCARD', key(id, 'waits')) > 0 then return move(id, 'waiting', 'reason', 'dependencies', ...) end
+  return move(id, 'queued', ...)
+end
+
+-- A worker has stopped and saved everything.
+local function stopped(id, ...)
+  local status, verdict = unpack(redis.call('HMGET', key(id), 'status', 'verdict'))
+  if status == 'cancelling' and verdict then
+    return move(id, 'failed', 'error', verdict, 'reason', cjson.decode(verdict).type)
+  end
+  if status == 'cancelling' then return move(id, 'cancelled') end
+  if status == 'pausing' then return move(id, 'paused', ...) end
+  return move(id, 'queued', ...)
+end
+
+local function died(id, failure)
+  local attempt, before, limit, status = unpack(
+    redis.call('HMGET', key(id), 'attempt', 'attempts_before', 'max_attempts', 'status'))
+  count('kd_job_attempts_total', {'reason', cjson.decode(failure).type})
+  if status ~= 'cancelling' and attempt - before >= tonumber(limit) then
+    return move(id, 'failed', 'error', failure)
+  end
+  emit(id, 'warning', cjson.encode({message = cjson.decode(failure).detail}))
+  return stopped(id, 'fresh', '1')
+end
+
+local function holds(id, fence)
+  local status, current = unpack(redis.call('HMGET', key(id), 'status', 'fence'))
+  if ACTIVE[status] and current == fence then return true end
+  count('kd_fenced_writes_total', {})
+  return false
+end
+
+-- ---------------------------------------------------------------- from a client
+
+-- The value of a field that holds JSON, or nil if it has none or its text is damaged.
+local function decode(id, field)
+  local sound, value = pcall(cjson.decode, get(id, field) or '')
+  return sound and value or nil
+end
+
+local function let_go(id)
+  local fingerprint = decode(id, 'cache.fingerprint')
+  if fingerprint then redis.call('SREM', 'kd:cache:' .. tostring(fingerprint) .. ':jobs', id) end
+end
+
+local function uses(id, fingerprint)
+  let_go(id)
+  redis.call('HSET', key(id), 'cache.fingerprint', cjson.encode(fingerprint))
+  redis.call('SADD', 'kd:caches:' .. get(id, 'owner'), fingerprint)
+  redis.call('SADD', 'kd:cache:' .. fingerprint .. ':jobs', id)
+end
+
+-- The first dependency that can never succeed, and the reason; or nothing.
+local function hopeless(owner, sees_all, ids)
+  for _, other in ipairs(ids) do
+    local status, whose = unpack(redis.call('HMGET', key(other), 'status', 'owner'))
+    if not status or (whose ~= owner and sees_all ~= '1') then return {'bad_dependency', other, 'unknown'} end
+    if status == 'failed' or status == 'cancelled' then return {'bad_dependency', other, status} end
+  end
+end
+
+local function await(id, ids)
+  for _, other in ipairs(ids) do
+    local status = get(other, 'status')
+    if status and status ~= 'succeeded' then
+      redis.call('SADD', key(id, 'waits'), other)
+      redis.call('SADD', key(other, 'dependents'), id)
+    end
+  end
+end
+
+local function open_jobs(owner)
+  local total = 0
+  for _, status in ipairs(OPEN) do total = total + redis.call('ZCARD', 'kd:index:' .. owner .. ':' .. status) end
+  return total
+end
+
+local function begin(id, owner, ...)
+  local created = clock[1] * 1000000 + clock[2]
+  while redis.call('ZCOUNT', 'kd:index:*:*', created, created) > 0 do created = created + 1 end
+  set(id, 'format', FORMAT, 'id', id, 'owner', owner, 'created_at', now, 'created_us', string.format('%.0f', created),
+    'attempt', 0, 'attempts_before', 0, 'fence', 0, 'fresh', '1', 'error', 'null', ...)
+  redis.call('ZADD', 'kd:open', created, id)
+  index(id, '*', 'add')
+  local fingerprint = get(id, 'cache.fingerprint')
+  if fingerprint then uses(id, cjson.decode(fingerprint)) end
+  arm(id)
+end
+
+-- Records never expire, so each owner has a quota of bytes. A record without a count weighs nothing.
+local function weigh(owner, bytes)
+  local total = redis.call('HINCRBY', 'kd:records', owner, bytes)
+  if total <= 0 or redis.call('ZCARD', 'kd:index:' .. owner .. ':*') == 0 then
+    redis.call('HDEL', 'kd:records', owner)
+  end
+end
+
+-- create(id, owner, sees_all, key_sha or '', body_sha, max_open or '', max_bytes or '', field, value, ...)
+--   -> {created | replayed | conflict, id} | {quota, open jobs} | {record_quota, bytes}
+--    | {bad_dependency, id, its status or unknown}
+function transitions.create(id, owner, sees_all, sha, body, max_open, max_bytes, ...)
+  local earlier = sha ~= '' and redis.call('GET', 'kd:idempotency:' .. sha)
+  if earlier then
+    local other, other_body = string.match(earlier, '^(%S+) (%S+)$')
+    if redis.call('EXISTS', key(other)) == 1 then
+      return {other_body == body and 'replayed' or 'conflict', other}
+    end
+  end
+  local fields = {...}
+  local needed = {}
+  local bytes = 0
+  for i = 1, #fields, 2 do
+    bytes = bytes + #fields[i] + #fields[i + 1]
+    if fields[i] == 'depends_on' then needed = cjson.decode(fields[i + 1]) end
+  end
+  local refused = hopeless(owner, sees_all, needed)
+  if refused then return refused end
+  if max_open ~= '' and open_jobs(owner) >= tonumber(max_open) then return {'quota', tostring(open_jobs(owner))} end
+  local total = bytes + (tonumber(redis.call('HGET', 'kd:records', owner) or '') or 0)
+  if max_bytes ~= '' and total > tonumber(max_bytes) then return {'record_quota', string.format('%.0f', total)} end
+  if sha ~= '' then redis.call('SET', 'kd:idempotency:' .. sha, id .. ' ' .. body, 'EX', DAY) end
+  begin(id, owner, 'record_bytes', bytes, ...)
+  weigh(owner, bytes)
+  await(id, needed)
+  enter(id)
+  return {'created', id}
+end
+
+-- Each change is called only from a status that ALLOWED lists it for. It returns the status after it.
+local changes = {}
+
+function changes.cancel(id, status)
+  return move(id, ACTIVE[status] and 'cancelling' or 'cancelled')
+end
+
+function changes.pause(id, status)
+  each_trial(id, 'pause')
+  return move(id, status == 'running' and 'pausing' or 'paused')
+end
+
+function changes.resume(id, status)
+  each_trial(id, 'resume')
+  arm(id)
+  if status == 'pausing' then return move(id, 'running') end
+  return enter(id)
+end
+
+-- The dependency 'other' of a job has ended: the job goes on, or is cancelled.
+local function settle(id, other)
+  local status, outcome = get(id, 'status'), get(other, 'status')
+  if not status then return end
+  if outcome == 'succeeded' and redis.call('SREM', key(id, 'waits'), other) == 1 then
+    redis.call('HINCRBY', key(id), 'version', 1)
+  end
+  if status ~= 'waiting' and status ~= 'paused' then return end
+  if outcome ~= 'succeeded' then
+    local what = ({failed = 'failed', cancelled = 'was cancelled'})[outcome] or 'was deleted'
+    local detail = string.format('%s, which this job depends on, %s.', other, what)
+    local remedy = outcome and 'Retry that job, then this one.' or 'Create it anew with jobs that exist.'
+    local failure = cjson.encode({type = 'dependency_failed', detail = detail, remedy = remedy})
+    return move(id, 'cancelled', 'reason', 'dependency_failed', 'error', failure)
+  end
+  if status == 'waiting' and redis.call('SCARD', key(id, 'waits')) == 0 then return enter(id) end
+end
+
+function changes.retry(id)
+  redis.call('HDEL', key(id), 'started_at', 'finished_at', 'verdict')
+  redis.call('HSET', key(id), 'attempts_before', get(id, 'attempt'), 'fresh', '1', 'error', 'null')
+  redis.call('ZADD', 'kd:open', get(id, 'created_us'), id)
+  keep(id, 'PERSIST')
+  arm(id)
+  local needed = cjson.decode(get(id, 'depends_on'))
+  await(id, needed)
+  enter(id)
+  for _, other in ipairs(needed) do
+    local open = redis.call('ZSCORE', 'kd:open', other)
+    if not open and redis.call('SISMEMBER', key(id, 'waits'), other) == 1 then settle(id, other) end
+  end
+  return get(id, 'status')
+end
+
+function changes.delete(id, status)
+  let_go(id)
+  for _, other in ipairs(decode(id, 'depends_on') or {}) do redis.call('SREM', key(other, 'dependents'), id) end
+  index(id, status, 'remove')
+  index(id, '*', 'remove')
+  weigh(get(id, 'owner') or '', -(tonumber(get(id, 'record_bytes') or '') or 0))
+  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'waits', 'dependents', 'study', 'trials'}) do
+    redis.call('DEL', key(id, part))
+  end
+  redis.call('DEL', key(id))
+  return 'deleted'
+end
+
+-- The actions that a job allows. An open search needs its trials: none of them can be deleted before it ends.
+local function allowed(status, parent)
+  local open = parent and parent ~= '' and redis.call('ZSCORE', 'kd:open', parent)
+  local found = {}
+  -- A record whose status is damaged can only be removed.
+  for _, action in ipairs(ALLOWED[status] or {'delete'}) do
+    if not (open and action == 'delete') then found[#found + 1] = action end
+  end
+  return found
+end
+
+-- actions(status, parent or '', status, parent or '', ...) -> {{action, ...}, ...}: those that each job allows
+function transitions.actions(...)
+  local jobs = {...}
+  local found = {}
+  for i = 1, #jobs, 2 do found[#found + 1] = allowed(jobs[i], jobs[i + 1]) end
+  return found
+end
+
+-- change(cancel | pause | resume | retry | delete, id)
+--   -> {done | already, the status now} | {illegal, the status now, an action that it allows, ...} | {unknown, ''}
+function transitions.change(action, id)
+  local status, parent = unpack(redis.call('HMGET', key(id), 'status', 'parent'))
+  if not status then return {'unknown', ''} end
+  local actions = allowed(status, parent)
+  for _, each in ipairs(actions) do
+    if each == action then return {'done', changes[action](id, status)} end
+  end
+  if ALREADY[action] and ALREADY[action][status] then return {'already', status} end
+  return {'illegal', status, unpack(actions)}
+end
+
+-- ---------------------------------------------------------------- from a worker
+
+local function fits(id, gpus, memory)
+  local needed = redis.call('HMGET', key(id), 'gpus', 'memory')
+  local devices, bytes = tonumber(needed[1] or ''), tonumber(needed[2] or '')
+  return (not devices or devices <= tonumber(gpus)) and (not bytes or bytes <= tonumber(memory))
+end
+
+-- claim(id, stage, worker, lease_ms, gpus, memory) -> {id, fence, attempt, config, owner, request_id, traceparent},
+-- or nothing if the job is not queued for this stage or needs more than the worker has
+function transitions.claim(id, stage, worker, lease, gpus, memory)
+  local status, waits_for, queued = unpack(redis.call('HMGET', key(id), 'status', 'stage', 'queued_at'))
+  if status ~= 'queued' or waits_for ~= stage or not fits(id, gpus, memory) then return false end
+  local fence = redis.call('HINCRBY', key(id), 'fence', 1)
+  local attempt = redis.call('HINCRBY', key(id), 'attempt', get(id, 'fresh'))
+  redis.call('HSETNX', key(id), 'started_at', now)
+  redis.call('ZADD', 'kd:leases', now + lease, id)
+  observe('kd_job_queue_wait_seconds', {'stage', stage}, (now - queued) / 1000)
+  move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now)
+  local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'traceparent')
+  return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or ''}
+end
+
+-- claim_next(stage, worker, lease_ms, gpus, memory) -> as claim, for the first job in the queue that fits
+function transitions.claim_next(stage, worker, lease, gpus, memory)
+  local start = 0
+  while true do
+    local ids = redis.call('ZRANGE', 'kd:queue:' .. stage, start, start + 99)
+    if #ids == 0 then return false end
+    for _, id in ipairs(ids) do
+      if fits(id, gpus, memory) then return transitions.claim(id, stage, worker, lease, gpus, memory) end
+    end
+    start = start + #ids
+  end
+end
+
+-- A step that runs again (after a stop between two checkpoints) replaces its earlier point.
+local function plot(id, series, data)
+  local step = cjson.decode(data).step
+  if type(step) ~= 'number' then return end
+  local name = key(id, series)
+  redis.call('ZREMRANGEBYSCORE', name, step, step)
+  redis.call('ZADD', name, step, data)
+  if redis.call('ZCARD', name) <= POINTS then return end
+  local points = redis.call('ZRANGE', name, 0, -1, 'WITHSCORES')
+  local kept = tonumber(points[2])
+  local gap = (points[#points] - kept) / (POINTS / 2)  -- in steps: dropping every second point would thin out the old part again and again
+  for i = 3, #points - 2, 2 do
+    if points[i + 1] - kept < gap then redis.call('ZREM', name, points[i]) else kept = tonumber(points[i + 1]) end
+  end
+end
+
+-- beat(id, fence, lease_ms, batch, field_count, field, value, ..., type, data, ...) -> go | cancel | pause | fenced
+-- A batch whose reply was lost comes twice. It is written once.
+function transitions.beat(id, fence, lease, batch, fields, ...)
+  if not holds(id, fence) then return 'fenced' end
+  local pairs = {...}
+  redis.call('ZADD', 'kd:leases', now + lease, id)
+  set(id, 'heartbeat_at', now)
+  if tonumber(batch) > tonumber(get(id, 'batch')) then
+    redis.call('HSET', key(id), 'batch', batch)
+    for i = 1, 2 * fields, 2 do
+      if pairs[i] ~= 'cache.fingerprint' then redis.call('HSET', key(id), pairs[i], pairs[i + 1])
+      elseif pairs[i + 1] ~= 'null' then uses(id, cjson.decode(pairs[i + 1])) end
+    end
+    for i = 2 * fields + 1, #pairs, 2 do
+      emit(id, pairs[i], pairs[i + 1])
+      if SERIES[pairs[i]] then plot(id, pairs[i], pairs[i + 1]) end
+    end
+  end
+  return REPLY[get(id, 'status')]
+end
+
+-- advance(id, fence, stage) -> queued | cancelled | paused | failed | fenced
+function transitions.advance(id, fence, stage)
+  if not holds(id, fence) then return 'fenced' end
+  for _, field in ipairs(redis.call('HKEYS', key(id))) do
+    if string.sub(field, 1, 9) == 'progress.' then redis.call('HDEL', key(id), field) end
+  end
+  return stopped(id, 'stage', stage)
+end
+
+-- finish(id, fence, succeeded | failed, error) -> that status | fenced
+function transitions.finish(id, fence, status, failure)
+  if not holds(id, fence) then return 'fenced' end
+  return move(id, status, 'error', failure)
+end
+
+-- release(id, fence) -> queued | cancelled | paused | failed | fenced: a clean stop
+function transitions.release(id, fence)
+  if not holds(id, fence) then return 'fenced' end
+  return stopped(id)
+end
+
+-- fail_attempt(id, fence, error) -> queued | failed | cancelled | paused | fenced: the attempt died
+function transitions.fail_attempt(id, fence, failure)
+  if not holds(id, fence) then return 'fenced' end
+  return died(id, failure)
+end
+
+-- ---------------------------------------------------------------- from the reconciler
+
+-- expire(error) -> ids of jobs whose lease had expired
+function transitions.expire(failure)
+  local ids = redis.call('ZRANGEBYSCORE', 'kd:leases', '-inf', now, 'LIMIT', 0, 100)
+  for _, id in ipairs(ids) do
+    count('kd_lease_expirations_total', {})
+    -- The driver of a search keeps no state, so its death costs no attempt.
+    if get(id, 'stage') == 'search' then stopped(id) else died(id, failure) end
+    redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
+  end
+  return ids
+end
+
+-- due(error) -> ids of jobs whose deadline has passed
+function transitions.due(failure)
+  local ids = redis.call('ZRANGEBYSCORE', 'kd:deadlines', '-inf', now, 'LIMIT', 0, 100)
+  for _, id in ipairs(ids) do
+    redis.call('ZREM', 'kd:deadlines', id)
+    local status = get(id, 'status')
+    if status == 'running' or status == 'pausing' then
+      redis.call('HSET', key(id), 'verdict', failure)
+      move(id, 'cancelling', 'reason', 'deadline_exceeded')
+    else
+      move(id, 'failed', 'error', failure, 'reason', 'deadline_exceeded')
+    end
+  end
+  return ids
+end
+
+-- Put an open job back into the lists that it must be in. Returns whether it was missing in one.
+local function mended(id, lease)
+  local status, stage, deadline = unpack(redis.call('HMGET', key(id), 'status', 'stage', 'deadline_at'))
+  if not status or TERMINAL[status] then return redis.call('ZREM', 'kd:open', id) == 1 end
+  if deadline and status ~= 'cancelling' then redis.call('ZADD', 'kd:deadlines', deadline, id) end
+  if ACTIVE[status] then return redis.call('ZADD', 'kd:leases', 'NX', now + lease, id) == 1 end
+  if status == 'queued' and not redis.call('ZSCORE', 'kd:queue:' .. stage, id) then
+    queue(id)
+    return true
+  end
+  if status ~= 'waiting' and status ~= 'paused' then return false end
+  local before = get(id, 'version')
+  for _, other in ipairs(redis.call('SMEMBERS', key(id, 'waits'))) do
+    if not redis.call('ZSCORE', 'kd:open', other) then settle(id, other) end
+  end
+  if get(id, 'status') == 'waiting' and redis.call('SCARD', key(id, 'waits')) == 0 then enter(id) end
+  return get(id, 'version') ~= before
+end
+
+-- mend(start, count, lease_ms) -> {the next start, id, ...}: open jobs that had lost their lease, their place in the
+-- queue, or the end of a dependency. Every transition writes all of these at once, so that only damage to Redis's data
+-- or a script that failed half-way can lose them.
+function transitions.mend(start, count, lease)
+  local ids = redis.call('ZRANGE', 'kd:open', start, start + count - 1)
+  local found = {#ids == tonumber(count) and start + count or 0}
+  for _, id in ipairs(ids) do
+    if mended(id, lease) then found[#found + 1] = id end
+  end
+  return found
+end
+
+-- hints(stage, age_ms) -> ids of queued jobs without a hint in the last age_ms. The caller sends them now.
+-- While Celery's list still contains hints, the workers have enough to do, and more would only pile up.
+function transitions.hints(stage, age)
+  local ids = {}
+  if redis.call('LLEN', 'kd:celery:' .. stage) > 0 then return ids end
+  for _, id in ipairs(redis.call('ZRANGE', 'kd:queue:' .. stage, 0, 99)) do
+    if now - get(id, 'dispatched_at') >= tonumber(age) then
+      redis.call('HSET', key(id), 'dispatched_at', now)
+      count('kd_reconciler_republished_total', {})
+      ids[#ids + 1] = id
+    end
+  end
+  return ids
+end
+
+-- webhooks(lease_ms, limit) -> {job, event id, url, failed tries, ...}: due messages. No other caller gets them during
+-- the lease.
+function transitions.webhooks(lease, limit)
+  local found = {}
+  for _, entry in ipairs(redis.call('ZRANGEBYSCORE', 'kd:webhooks', '-inf', now, 'LIMIT', 0, limit)) do
+    local id, event = string.match(entry, '^(%S+) (%S+)$')
+    local url = get(id, 'webhook')
+    if url then
+      redis.call('ZADD', 'kd:webhooks', now + lease, entry)
+      for _, value in ipairs({id, event, url, redis.call('HGET', 'kd:webhooks:tries', entry) or '0'}) do
+        found[#found + 1] = value
+      end
+    else
+      redis.call('ZREM', 'kd:webhooks', entry)
+      redis.call('HDEL', 'kd:webhooks:tries', entry)
+    end
+  end
+  return found
+end
+
+-- webhook(id, event, delay_ms or '' for no other try, warning or '') -> number of failed tries
+function transitions.webhook(id, event, delay, warning)
+  local entry = id .. ' ' .. event
+  if delay ~= '' then
+    if not redis.call('ZSCORE', 'kd:webhooks', entry) then return 0 end
+    redis.call('ZADD', 'kd:webhooks', now + delay, entry)
+    return redis.call('HINCRBY', 'kd:webhooks:tries', entry, 1)
+  end
+  redis.call('ZREM', 'kd:webhooks', entry)
+  redis.call('HDEL', 'kd:webhooks:tries', entry)
+  if warning ~= '' and redis.call('EXISTS', key(id)) == 1 then
+    emit(id, 'warning', cjson.encode({message = warning}))
+  end
+  return 0
+end
+
+-- ---------------------------------------------------------------- from the driver of a search
+
+-- journal(id, fence, line, ...) -> go | fenced: add lines to a search's study
+function transitions.journal(id, fence, ...)
+  if not holds(id, fence) then return 'fenced' end
+  redis.call('RPUSH', key(id, 'study'), ...)
+  return 'go'
+end
+
+-- trial(id, fence, number, new_id, field, value, ...) -> the id of the trial's job, which is created once | fenced
+function transitions.trial(id, fence, number, new, ...)
+  if not holds(id, fence) then return 'fenced' end
+  if redis.call('HSETNX', key(id, 'trials'), number, new) == 1 then
+    transitions.create(new, get(id, 'owner'), '0', '', '', '', '', 'parent', id, ...)
+    if get(id, 'status') == 'pausing' then transitions.change('pause', new) end
+  end
+  return redis.call('HGET', key(id, 'trials'), number)
+end
+
+-- ---------------------------------------------------------------- the call
+
+-- An error if the records have another format than this script; an empty server gets this format.
+local function refusal()
+  local found = redis.call('GET', 'kd:format')
+  if found == FORMAT then return end
+  if not found then
+    redis.call('SET', 'kd:format', FORMAT)
+    return
+  end
+  local newer = tonumber(found) > tonumber(FORMAT)
+  local text = '%s the records are of format %s, and this version of Potstill reads format %s: use %s version.'
+  return {err = string.format(text, newer and 'NEWERFORMAT' or 'OLDERFORMAT', found, FORMAT,
+    newer and 'a newer' or 'an older')}
+end
+
+local refused = refusal()
+if refused then return refused end
+local answer = transitions[ARGV[1]](unpack(ARGV, 2))
+local done = 1
+while settling[done] do  -- a loop, because a chain of jobs may be longer than the stack is deep
+  settle(unpack(settling[done]))
+  done = done + 1
+end
+return answer

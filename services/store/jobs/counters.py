@@ -1,0 +1,45 @@
+"""Counters for ``GET /metrics``, and numbers of jobs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import cast
+
+from services.store.jobs.script import ScriptedStore
+from services.store.schemas import Status
+
+#: A counter's name and labels, as Prometheus writes a sample.
+_SAMPLE = re.compile(r"(\w+)\{(.*)\}")
+#: One label of a sample.
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class Counters(ScriptedStore):
+    """Counts events and jobs."""
+
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter that GET /metrics shows."""
+        text = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+        self.redis.hincrbyfloat("kd:counters", f"{name}{{{text}}}", amount)
+
+    def read_counters(self) -> list[tuple[str, dict[str, str], float]]:
+        """Name, labels and value of every counter."""
+        found = []
+        for field, value in cast(dict[str, str], self.redis.hgetall("kd:counters")).items():
+            match = _SAMPLE.fullmatch(field)
+            assert match is not None, field
+            found.append((match[1], dict(_LABEL.findall(match[2])), float(value)))
+        return found
+
+    def count_statuses(self) -> dict[str, int]:
+        """The number of jobs of each status."""
+        names = cast(tuple[str, ...], Status.__args__)  # type: ignore[attr-defined]
+        pipeline = self.redis.pipeline(transaction=False)
+        for status in names:
+            pipeline.zcard(f"kd:index:*:{status}")
+        return dict(zip(names, pipeline.execute(), strict=True))
+
+    def read_queue_depths(self, stages: Iterable[str]) -> dict[str, int]:
+        """The number of jobs that wait for each stage."""
+        return {stage: self.redis.zcard(f"kd:queue:{stage}") for stage in stages}

@@ -1,0 +1,86 @@
+"""The creation of a job, once for each idempotency key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from kd.config.job import JobConfig
+from services.store.callers import LOCAL_CALLER, NO_ORIGIN, Caller, RequestOrigin
+from services.store.jobs.records import build_fields, make_job_id, serialise_config
+from services.store.jobs.script import ScriptedStore, flatten_fields
+
+
+@dataclass(frozen=True)
+class CreateResult:
+    """The result of ``create``.
+
+    created         job ``id`` is new
+    replayed        this key created job ``id`` earlier, from the same configuration
+    conflict        this key created job ``id`` earlier, from another configuration
+    quota           the caller has ``detail`` open jobs
+    record_quota    with this job, the caller's records would take ``detail`` bytes
+    bad_dependency  no job can wait for job ``id``, whose status is ``detail``
+    """
+
+    outcome: Literal["created", "replayed", "conflict", "quota", "record_quota", "bad_dependency"]
+    id: str
+    detail: str = ""
+
+
+class JobCreation(ScriptedStore):
+    """Creates jobs."""
+
+    def create(
+        self,
+        config: JobConfig,
+        caller: Caller = LOCAL_CALLER,
+        key: str | None = None,
+        max_open: int | None = None,
+        max_bytes: int | None = None,
+        origin: RequestOrigin = NO_ORIGIN,
+    ) -> CreateResult:
+        """Create a job and queue its first stage.
+
+        For a day, the same ``key`` of the same caller returns the same job.
+        """
+        fields = build_fields(config, self._max_attempts) | {
+            "request_id": origin.request_id,
+            "traceparent": origin.traceparent,
+        }
+        limits = ("" if limit is None else limit for limit in (max_open, max_bytes))
+        outcome, *rest = self._transition(
+            "create",
+            make_job_id(),
+            caller.name,
+            int(caller.sees_all),
+            _hash_key(caller, key) if key else "",
+            _hash_text(fields["config"]),
+            *limits,
+            *flatten_fields(fields),
+        )
+        if outcome in ("quota", "record_quota"):
+            return CreateResult(outcome, "", rest[0])
+        return CreateResult(outcome, *rest)
+
+    def find_earlier(self, config: JobConfig, caller: Caller, key: str) -> CreateResult | None:
+        """The result that ``create`` would return if this key has created a job already.
+
+        Returns None if it has not. Nothing is created.
+        """
+        entry = cast(str | None, self.redis.get(f"kd:idempotency:{_hash_key(caller, key)}"))
+        job_id, _, body = (entry or "").partition(" ")
+        if entry is None or not self.redis.exists(f"kd:job:{job_id}"):
+            return None
+        same = body == _hash_text(serialise_config(config))
+        return CreateResult("replayed" if same else "conflict", job_id)
+
+
+def _hash_key(caller: Caller, key: str) -> str:
+    return _hash_text(json.dumps([caller.name, key]))
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

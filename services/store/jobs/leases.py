@@ -1,0 +1,125 @@
+"""The lease of a worker on one stage of a job, from the claim to the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from services.store.jobs.records import extract_fields
+from services.store.jobs.script import ScriptedStore, flatten_fields, to_ms
+
+BeatReply = Literal["go", "cancel", "pause", "fenced"]
+JobOutcome = Literal["succeeded", "failed"]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The resources of a worker: GPUs, and bytes of each (of the host, if there are none)."""
+
+    gpus: int = 0
+    memory: int = 1 << 62
+
+
+#: Enough for every job.
+ANY_CAPACITY = Capacity(gpus=64)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to run one stage of a job, as long as beats renew the lease."""
+
+    id: str
+    fence: int
+    attempt: int
+    config: dict[str, Any]
+    owner: str = "local"
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """Events to deliver. ``number`` grows, so that a batch that is sent twice counts once."""
+
+    number: int
+    events: tuple[dict[str, Any], ...]
+
+    def merge_fields(self) -> dict[str, str]:
+        """The fields of the record that the events set. A later event overrides an earlier one."""
+        return {
+            name: value for event in self.events for name, value in extract_fields(event).items()
+        }
+
+
+class Leases(ScriptedStore):
+    """Claims jobs for a worker, renews its leases, and ends them."""
+
+    def claim(
+        self,
+        job_id: str,
+        stage: str,
+        worker: str,
+        lease_seconds: float,
+        capacity: Capacity = ANY_CAPACITY,
+    ) -> Claim | None:
+        """Claim a queued stage of a job.
+
+        Returns None if it is not queued (the hint came twice, or too late), or needs more than
+        ``capacity``.
+        """
+        tail = (stage, worker, to_ms(lease_seconds), capacity.gpus, capacity.memory)
+        return _parse_claim(self._transition("claim", job_id, *tail))
+
+    def claim_next(
+        self, stage: str, worker: str, lease_seconds: float, capacity: Capacity = ANY_CAPACITY
+    ) -> Claim | None:
+        """Claim the first job in the queue of ``stage`` that fits: by priority, then by age."""
+        tail = (stage, worker, to_ms(lease_seconds), capacity.gpus, capacity.memory)
+        return _parse_claim(self._transition("claim_next", *tail))
+
+    def beat(self, claim: Claim, lease_seconds: float, batch: EventBatch) -> BeatReply:
+        """Renew the lease and deliver events. The reply says whether to go on."""
+        fields = batch.merge_fields()
+        events = [
+            text
+            for event in batch.events
+            for text in (event["type"], json.dumps(event["data"], allow_nan=False))
+        ]
+        head = (claim.id, claim.fence, to_ms(lease_seconds), batch.number, len(fields))
+        return cast(BeatReply, self._transition("beat", *head, *flatten_fields(fields), *events))
+
+    def advance(self, claim: Claim, stage: str) -> str:
+        """Queue the next stage. Returns the status after it, or "fenced"."""
+        return cast(str, self._transition("advance", claim.id, claim.fence, stage))
+
+    def finish(
+        self, claim: Claim, outcome: JobOutcome, error: Mapping[str, str] | None = None
+    ) -> str:
+        """End the job. Returns the status after it, or "fenced"."""
+        failure = json.dumps(error)
+        return cast(str, self._transition("finish", claim.id, claim.fence, outcome, failure))
+
+    def release(self, claim: Claim) -> str:
+        """Give up a run that stopped cleanly, which costs no attempt.
+
+        Returns the status after it: queued again, paused, cancelled, or failed at its deadline;
+        or "fenced".
+        """
+        return cast(str, self._transition("release", claim.id, claim.fence))
+
+    def fail_attempt(self, claim: Claim, error: Mapping[str, str]) -> str:
+        """Queue the stage again because its process died.
+
+        The job fails with ``error`` if this was its last attempt. Returns the status after it, or
+        "fenced".
+        """
+        return cast(str, self._transition("fail_attempt", claim.id, claim.fence, json.dumps(error)))
+
+
+def _parse_claim(reply: list[Any] | None) -> Claim | None:
+    if not reply:
+        return None
+    job_id, fence, attempt, config, *rest = reply
+    return Claim(job_id, int(fence), int(attempt), json.loads(config), *rest)

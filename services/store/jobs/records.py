@@ -1,0 +1,174 @@
+"""The fields of a job's record: from a configuration and from events, and back to a view."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import typing
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from kd.config.job import JobConfig
+from kd.config.jobfile import find_unusable_text
+from services.store.schemas import Job, JobError, Kind, Metrics, Progress, Status, build_links
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+#: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+#: Types of events that change the record -> the prefix of the fields that their data sets.
+SECTION_OF_EVENT = {
+    "progress": "progress",
+    "metrics": "metrics",
+    "evaluation": "metrics",
+    "plan": "cache",
+    "cache": "cache",
+}
+
+
+def make_job_id() -> str:
+    """A job id that sorts by time: 48 bits of milliseconds and 80 random bits, as in a ULID."""
+    number = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
+    return "job_" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -5, -5))
+
+
+def serialise_config(config: JobConfig) -> str:
+    """The configuration as it stands in the record. Equal configurations give equal text."""
+    return json.dumps(config.model_dump(mode="json"), sort_keys=True)
+
+
+def build_fields(config: JobConfig, max_attempts: int) -> dict[str, str]:
+    """The fields of a new record that its configuration decides.
+
+    ``max_attempts`` counts where the configuration sets no number.
+    """
+    needs = config.resources
+    fields = {
+        "kind": config.kind,
+        "name": config.name,
+        "stage": config.stages[0],
+        "config": serialise_config(config),
+        "labels": json.dumps(config.labels),
+        "priority": config.priority,
+        "depends_on": json.dumps(list(dict.fromkeys(config.depends_on))),
+        "max_attempts": config.max_attempts or max_attempts,
+        "deadline_seconds": config.deadline_seconds,
+        "gpus": needs.gpus,
+        "memory": needs.memory,
+        "webhook": config.webhook,
+        "cache.fingerprint": config.cache.fingerprint and json.dumps(config.cache.fingerprint),
+    }
+    return {name: str(value) for name, value in fields.items() if value is not None}
+
+
+def extract_fields(event: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of the record that an event of a run sets, as ``{"metrics.loss": "2.5"}``."""
+    kind = event["type"]
+    data = event["data"]
+    if kind == "stage":
+        return {"phase": str(data.get("phase", ""))}
+    if kind == "artifact":
+        return {f"artifacts.{data['name']}": json.dumps(data["path"])}
+    if kind not in SECTION_OF_EVENT:
+        return {}
+    return {f"{SECTION_OF_EVENT[kind]}.{name}": json.dumps(value) for name, value in data.items()}
+
+
+def parse_job(record: Mapping[str, str], **more: Any) -> Job:
+    """The job that a record describes. Dotted names of fields become nested values again.
+
+    ``more`` are fields of the job that the record does not hold.
+    """
+    nested: dict[str, dict[str, Any]] = {
+        "progress": {},
+        "metrics": {},
+        "cache": {},
+        "artifacts": {},
+    }
+    for name, value in record.items():
+        section, dot, inner = name.partition(".")
+        if dot:
+            nested.setdefault(section, {})[inner] = json.loads(value)
+    return Job.model_validate(
+        {
+            **{name: value for name, value in record.items() if "." not in name},
+            **nested,
+            "cache": nested["cache"] or None,
+            **{
+                name: json.loads(record[name])
+                for name in ("config", "error", "labels", "depends_on")
+                if name in record
+            },
+            "resources": {name: record[name] for name in ("gpus", "memory") if name in record},
+            "request_id": record.get("request_id") or None,
+            "links": build_links(record["id"]),
+            **more,
+        }
+    )
+
+
+def read_job(record: Mapping[str, str], **more: Any) -> Job:
+    """Return the job that a record describes, as ``parse_job`` does.
+
+    A record that cannot be read gives a job whose error says so: one bad record must not hide the
+    others of a list, and its owner must be able to cancel and delete it.
+    """
+    try:
+        job = parse_job(record, **more)
+        _require_sound_text(record, job)
+    except (ValueError, TypeError, LookupError) as error:
+        return _describe_unreadable(record, error, more)
+    return job
+
+
+def _require_sound_text(record: Mapping[str, str], job: Job) -> None:
+    """Raise ``ValueError`` if a text of the job could not be sent to a client."""
+    if not any(_ESCAPED_SURROGATE.search(text) for text in record.values()):
+        return
+    for problem in find_unusable_text(job.model_dump()):
+        raise ValueError(f"{problem.pointer} {problem.detail}")
+
+
+def _describe_unreadable(
+    record: Mapping[str, str], error: Exception, more: Mapping[str, Any]
+) -> Job:
+    job_id = record["id"]
+    version = record.get("version", "")
+    reason = ascii(" ".join(str(error).split()))[:300]
+    return Job(
+        id=job_id,
+        kind=_choose(record.get("kind"), typing.get_args(Kind), "distill"),
+        name="unreadable",
+        owner=record.get("owner", "local"),
+        status=_choose(record.get("status"), typing.get_args(Status), "failed"),
+        actions=more.get("actions", []),
+        stage=ascii(record.get("stage", ""))[1:-1],
+        progress=Progress(),
+        metrics=Metrics(),
+        error=JobError(
+            type="unreadable_record",
+            detail=f"The record of this job cannot be read: {type(error).__name__}: {reason}",
+            remedy="Cancel it if it runs, and delete it: DELETE /jobs/{id} or `kd jobs rm`.",
+        ),
+        attempt=0,
+        version=int(version) if version.isdecimal() else 0,
+        created_at=read_creation_time(job_id),
+        links=build_links(job_id),
+        artifacts={},
+        config={},
+    )
+
+
+def _choose(value: Any, known: tuple[Any, ...], default: Any) -> Any:
+    return value if value in known else default
+
+
+def read_creation_time(job_id: str) -> datetime:
+    """Return the time that is a part of a job's id."""
+    number = 0
+    for letter in job_id.removeprefix("job_")[:10]:
+        number = number << 5 | max(_ALPHABET.find(letter), 0)
+    return datetime.fromtimestamp(min(number, 1 << 42) / 1000, UTC)

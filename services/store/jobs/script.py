@@ -1,0 +1,39 @@
+"""The script that changes job records, as the parts of ``JobStore`` call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+SCRIPT = (Path(__file__).parents[1] / "jobs.lua").read_text(encoding="utf-8")
+
+
+class ScriptedStore:
+    """A client of Redis with the script loaded. Every part of ``JobStore`` inherits from it."""
+
+    def __init__(self, client: Redis, max_attempts: int = 3, home: Path | None = None) -> None:
+        """``max_attempts`` is for jobs that do not set their own number.
+
+        ``home`` is the data folder as it is now, which may not be where it was when a job ran.
+        """
+        self.redis = client
+        self.home = home
+        self._max_attempts = max_attempts
+        self._script = client.register_script(SCRIPT)
+
+    def _transition(self, name: str, *arguments: str | int | float) -> Any:
+        """Call one function of the script. Raises ``RedisError``."""
+        return self._script(args=[name, *arguments])
+
+
+def flatten_fields(fields: Mapping[str, str]) -> Iterable[str]:
+    """Names and values in turn, as the script takes them."""
+    return (text for pair in fields.items() for text in pair)
+
+
+def to_ms(seconds: float) -> int:
+    """Whole milliseconds, the script's unit of time."""
+    return int(seconds * 1000)

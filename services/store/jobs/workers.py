@@ -1,0 +1,70 @@
+"""The workers, and which of them could run a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from services.settings import SEARCH
+from services.store.jobs.script import ScriptedStore
+from services.store.schemas import Job, JobResources, WorkerState
+
+
+class Workers(ScriptedStore):
+    """Keeps the list of workers."""
+
+    def show_worker(self, state: WorkerState, ttl_seconds: int) -> None:
+        """List a worker for the next ``ttl_seconds``."""
+        pipeline = self.redis.pipeline()
+        pipeline.set(f"kd:worker:{state.id}", state.model_dump_json(), ex=ttl_seconds)
+        pipeline.sadd("kd:workers", state.id)
+        pipeline.execute()
+
+    def hide_worker(self, worker: str) -> None:
+        """Take a worker that has ended off the list."""
+        self.redis.delete(f"kd:worker:{worker}")
+        self.redis.srem("kd:workers", worker)
+
+    def list_workers(self) -> list[WorkerState]:
+        """The workers whose last sign of life has not expired."""
+        ids = sorted(cast(set[str], self.redis.smembers("kd:workers")))
+        if not ids:
+            return []
+        states = cast(list[str | None], self.redis.mget([f"kd:worker:{name}" for name in ids]))
+        if gone := [name for name, state in zip(ids, states, strict=True) if state is None]:
+            self.redis.srem("kd:workers", *gone)
+        return [WorkerState.model_validate_json(state) for state in states if state]
+
+    def count_workers(self, stage: str) -> int:
+        """The number of workers that serve a stage."""
+        return sum(stage in worker.stages for worker in self.list_workers())
+
+
+def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | None:
+    """Say why no worker, idle or busy, could run a queued job; None if one could.
+
+    Also None for a job that needs no resources, because any worker that starts will do, and for a
+    search, because an API drives it.
+    """
+    needs = job.resources
+    if job.stage == SEARCH or not (needs.gpus or needs.memory):
+        return None
+    serving = [worker for worker in workers if job.stage in worker.stages]
+    if any(worker.device.covers(needs.gpus, needs.memory) for worker in serving):
+        return None
+    wanted = describe_needs(needs)
+    if not serving:
+        return (
+            f"No worker serves stage {job.stage}; the job waits until one starts that has {wanted}."
+        )
+    return f"No worker of stage {job.stage} has {wanted}; the job waits until one starts that has."
+
+
+def describe_needs(needs: JobResources) -> str:
+    """The resources that a job needs in words, for example 2 GPUs with 24 GiB each."""
+    memory = f"{needs.memory / 2**30:.4g} GiB" if needs.memory else ""
+    if not needs.gpus:
+        return f"{memory} of memory"
+    gpus = "1 GPU" if needs.gpus == 1 else f"{needs.gpus} GPUs"
+    each = " each" if needs.gpus > 1 else ""
+    return f"{gpus} with {memory}{each}" if memory else gpus

@@ -1,0 +1,67 @@
+"""The files, models and hosts that a job may name, which its owner and the settings decide."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kd.config.placement import JOB_ID_PATTERN
+from kd.preflight.limits import AllowedModel, Confinement, read_allow_list
+from services.settings import Settings
+from services.store.callers import LOCAL_CALLER, Caller
+from services.store.jobs.store import JobStore
+
+
+def build_confinement(settings: Settings, store: JobStore, owner: str) -> Confinement:
+    """Build the limits of a job of ``owner``, which may read the runs and caches of that owner.
+
+    An admin's key sees every job, but its jobs read only what it owns: the worker knows the owner
+    and no key. Raises ``StorageError`` if the list of models cannot be read. The predicates raise
+    ``RedisError``.
+    """
+    caller = LOCAL_CALLER if owner == LOCAL_CALLER.name else Caller(owner)
+    models = read_allow_list(settings.model_allow_list)
+    secret = (settings.api_keys_file, settings.webhook_secret_file, settings.model_allow_list)
+
+    def may_read_run(name: str) -> bool:
+        if caller.sees_all:
+            return True
+        # A client chose the name. Something like job_...:events would be another kind of key.
+        return (
+            re.fullmatch(JOB_ID_PATTERN, name) is not None and store.get(name, caller) is not None
+        )
+
+    def may_read_cache(fingerprint: str) -> bool:
+        known = store.find_caches(caller)
+        return known is None or fingerprint in known
+
+    return Confinement(
+        home=settings.home,
+        roots=_list_roots(settings, models or ()),
+        denied=tuple(file for file in secret if file is not None),
+        models=models,
+        hosts=settings.remote_hosts,
+        remote_code=settings.trust_remote_code,
+        free_datasets=_is_unlimited(settings),
+        may_read_run=may_read_run,
+        may_read_cache=may_read_cache,
+    )
+
+
+def _list_roots(settings: Settings, models: tuple[AllowedModel, ...]) -> tuple[Path, ...]:
+    """The folders that jobs may read."""
+    if _is_unlimited(settings):
+        return (Path(settings.root.anchor),)
+    return (settings.root, *settings.data_roots, *_list_model_folders(models))
+
+
+def _is_unlimited(settings: Settings) -> bool:
+    """Whether every file may be read: without keys, the caller is a user of this host."""
+    return settings.api_keys_file is None and not settings.data_roots
+
+
+def _list_model_folders(models: tuple[AllowedModel, ...]) -> list[Path]:
+    """The folders in the list of models, which may lie anywhere: the operator listed them."""
+    return [
+        path.resolve() for model in models if (path := Path(model.name).expanduser()).is_absolute()
+    ]

@@ -1,0 +1,293 @@
+"""The command ``kd``.
+
+Exit codes: 0 ok, 1 failed, 2 invalid job or usage, 3 no server, 4 verification failed, 130 Ctrl-C;
+commands that wait for a job: 100 it failed, 103 it was cancelled.
+
+Heavy modules are imported inside the command that needs them, so that ``kd --help`` is fast.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cache.errors import PotstillError
+from services.terminal.commands import (
+    backup,
+    caches,
+    check,
+    estimate,
+    evaluate,
+    exchange,
+    jobs,
+    keys,
+    validate,
+)
+from services.terminal.console import (
+    NO_TERMINAL_WIDTH,
+    AsJson,
+    Home,
+    JobFile,
+    Overrides,
+    Server,
+    err,
+    load_job_file,
+    make_settings,
+    out,
+    print_error,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from services.settings import Settings
+
+FAILED = 1
+INVALID = 2
+UNREACHABLE = 3
+#: Settings of every command: -h, and the width of help where no terminal has one.
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+if not sys.stdout.isatty():
+    CONTEXT["terminal_width"] = NO_TERMINAL_WIDTH
+#: Exit codes of errors by their type; every other error is FAILED.
+EXIT_OF_ERROR = {
+    "invalid_config": INVALID,
+    "keys_error": INVALID,
+    "unsafe_bind": INVALID,
+    "unreachable": UNREACHABLE,
+}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    # Frames and colours are for a terminal; a pipe gets plain lines of any length.
+    rich_markup_mode="rich" if sys.stdout.isatty() and sys.stderr.isatty() else None,
+    context_settings=CONTEXT,
+    help="Potstill: knowledge distillation as a service.",
+)
+app.add_typer(jobs.app)
+app.add_typer(estimate.app)
+app.add_typer(validate.app)
+app.add_typer(check.app)
+app.add_typer(evaluate.app)
+caches.cache_app.add_typer(exchange.app)
+app.add_typer(caches.app)
+app.add_typer(keys.app)
+app.add_typer(backup.app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        out.print(version("potstill"))
+        raise typer.Exit
+
+
+@app.callback()
+def kd(
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show the traceback of an error.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Potstill: knowledge distillation as a service."""
+
+
+# ---------------------------------------------------------------------- the service
+
+
+@app.command()
+def up(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 = any free one.")] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="How many workers to run; each runs one stage at a time.")
+    ] = 1,
+    home: Home = None,
+) -> None:
+    """Run the whole service in this terminal: job store, API and workers. Ctrl-C stops it."""
+    import threading
+
+    from services.terminal.commands.up import running
+
+    _interrupt_on_signals()
+    say = partial(err.print, markup=False)
+    with running(make_settings(host=host, port=port, home=home), workers, say) as settings:
+        out.print(
+            f"Potstill is up at {settings.server}"
+            f"  (data and logs in {settings.home}; Ctrl-C stops it)"
+        )
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            err.print("stopping; a running job saves its state first")
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+) -> None:
+    """Run only the API; KD_REDIS_URL names the job store."""
+    from services.api.__main__ import run_api
+
+    run_api(_require_store(make_settings(host=host, port=port)))
+
+
+@app.command()
+def worker(
+    queues: Annotated[
+        str, typer.Option(help="Stages that the worker runs, separated by commas.")
+    ] = "precompute,train",
+) -> None:
+    """Run only one worker; KD_REDIS_URL names the job store."""
+    from services.settings import STAGES
+    from services.worker.__main__ import run_worker
+
+    names = [name.strip() for name in queues.split(",")]
+    if unknown := set(names) - set(STAGES):
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: the stages are {', '.join(STAGES)}", param_hint="--queues"
+        )
+    run_worker(_require_store(make_settings()), names)
+
+
+@app.command()
+def demo(
+    baseline: Annotated[
+        bool,
+        typer.Option("--baseline/--no-baseline", help="Also train a student without a teacher."),
+    ] = False,
+    home: Home = None,
+) -> None:
+    """Run the example job through the whole service on this machine, and print its report."""
+    from services.terminal.commands.demo import run_demo
+
+    _interrupt_on_signals()
+    raise typer.Exit(run_demo(make_settings(home=home), baseline, out, err))
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+@app.command()
+def run(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: runs/NAME in KD_HOME.")
+    ] = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a job in this process, without a server or a job store.
+
+    Ctrl-C saves the state and stops; the same command continues from there.
+    """
+    from services.terminal.commands.run import run_here
+
+    _interrupt_on_signals()
+    settings = make_settings(home=home)
+    config = load_job_file(job_file, overrides)
+    report = run_here(config, settings, (run_dir or settings.run_dir(config.name)).resolve(), err)
+    _print_report(report, as_json)
+
+
+@app.command()
+def doctor(home: Home = None, server: Server = None, as_json: AsJson = False) -> None:
+    """Check whether this machine has what Potstill needs."""
+    from services.terminal.commands.doctor import examine_machine
+
+    findings = examine_machine(make_settings(home=home, server=server))
+    if as_json:
+        print_json(
+            [
+                {"what": finding.what, "ok": finding.ok, "detail": finding.detail}
+                for finding in findings
+            ]
+        )
+    else:
+        print_table(
+            ["", "", ""],
+            [["ok" if finding.ok else "no", finding.what, finding.detail] for finding in findings],
+        )
+    raise typer.Exit(0 if all(finding.ok for finding in findings if finding.needed) else FAILED)
+
+
+def _require_store(settings: Settings) -> Settings:
+    if settings.redis_url is None:
+        raise PotstillError(
+            "KD_REDIS_URL is not set.",
+            "Set it to the address of the job store, or use `kd up`, which brings one.",
+        )
+    return settings
+
+
+def _print_report(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    for name, path in report.get("artifacts", {}).items():
+        out.print(f"{name}: {path}", soft_wrap=True)
+    page = Path(report.get("artifacts", {}).get("report.md", ""))
+    if page.is_file():
+        out.print(page.read_text(encoding="utf-8"), markup=False)
+
+
+def _interrupt_on_signals() -> None:
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt.
+
+    SIGINT is set too, because a shell starts background jobs with SIGINT ignored.
+    """
+    import signal
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def main() -> None:
+    """Run the command; print an error with its remedy, and exit with its code.
+
+    With -v the traceback is printed too.
+    """
+    verbose = "-v" in sys.argv or "--verbose" in sys.argv
+    try:
+        app()
+    except PotstillError as error:
+        print_error(error.detail, error.remedy)
+        code = (
+            INVALID
+            if getattr(error, "status", None) == 422
+            else EXIT_OF_ERROR.get(error.type, FAILED)
+        )
+        if verbose:
+            err.print_exception()
+        sys.exit(code)
+    except ModuleNotFoundError as error:  # the base install has what the API needs, and no torch
+        print_error(
+            f"{error.name} is not installed.",
+            "pip install 'potstill[worker]' installs all that a run needs.",
+        )
+        sys.exit(FAILED)
+    except Exception as error:
+        print_error(
+            f"{type(error).__name__}: {error}",
+            "" if verbose else "`kd -v ...` shows the traceback.",
+        )
+        if verbose:
+            err.print_exception()
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

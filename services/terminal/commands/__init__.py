@@ -1,0 +1,1 @@
+"""The commands of ``kd``, one module for each subject."""

@@ -1,0 +1,80 @@
+"""``kd backup`` and ``kd restore``: copy all data of a service into a folder, and put it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.terminal.console import AsJson, Home, err, make_settings, out, print_json
+
+app = typer.Typer()
+
+
+@app.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(help="New folder for the backup.")],
+    pause: Annotated[
+        float,
+        typer.Option(
+            min=0.1, max=3600, help="Longest time, in seconds, that the backup may hold up writes."
+        ),
+    ] = 5.0,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write every job, cache and run into a new folder; the service may keep running."""
+    from services.store.backup import make_backup, open_store
+
+    settings = make_settings(home=home)
+    with open_store(settings) as client:
+        made = make_backup(folder.resolve(), settings, client, pause)
+    if as_json:
+        print_json({**made.to_json(), "files": len(made.files)})
+    else:
+        out.print(
+            f"{folder}: {made.keys} keys of the job store, {len(made.files)} files,"
+            f" {made.bytes} bytes"
+        )
+
+
+@app.command()
+def restore(
+    folder: Annotated[Path, typer.Argument(help="Folder that `kd backup` wrote.")],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force/--no-force", help="Replace the jobs, caches and runs that exist now."
+        ),
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check", help="Only check the backup against its digests; restore nothing."
+        ),
+    ] = False,
+    home: Home = None,
+) -> None:
+    """Restore a backup of `kd backup`, after every byte of it was checked.
+
+    The API and the workers must be stopped.
+    """
+    from services.store.backup import open_store, restore_backup, verify_backup
+
+    found = verify_backup(folder.resolve())
+    out.print(f"{folder}: {len(found.files)} files are unchanged since {found.created_at}")
+    if check:
+        return
+    settings = make_settings(home=home)
+    if found.home != str(settings.home):
+        err.print(
+            f"The records name paths in {found.home}, the data folder of the backup;"
+            f" KD_HOME is now {settings.home}."
+        )
+    with open_store(settings) as client:
+        released = restore_backup(folder.resolve(), found, settings, client, force)
+    out.print(
+        f"restored; of the running jobs, {len(released)} now wait for a worker, or are paused or"
+        " cancelled if that was asked"
+    )

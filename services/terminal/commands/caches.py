@@ -1,0 +1,180 @@
+"""``kd cache``: list, show, verify and measure the caches on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.commands import upkeep
+from services.terminal.console import (
+    AsJson,
+    Fingerprint,
+    Home,
+    err,
+    format_value,
+    make_settings,
+    out,
+    print_error,
+    print_facts,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from cache.manifest import FidelityRow
+
+#: The exit code of a cache that failed its verification.
+UNVERIFIED = 4
+
+app = typer.Typer()
+cache_app = typer.Typer(no_args_is_help=True, help="Caches on this machine, in KD_HOME.")
+app.add_typer(cache_app, name="cache")
+cache_app.add_typer(upkeep.app)
+
+
+@cache_app.command("ls")
+def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
+    """List caches."""
+    from cache.store import list_caches
+
+    found = [summary.to_json() for summary in list_caches(make_settings(home=home).caches)]
+    if as_json:
+        print_json(found)
+        return
+    columns = ["complete", "teacher", "profile", "tokens", "bytes_per_token"]
+    if any(each["problem"] for each in found):
+        columns.append("problem")
+    rows = [
+        [each["fingerprint"][:12], *(format_value(each[column]) for column in columns)]
+        for each in found
+    ]
+    print_table(["FINGERPRINT", *(column.upper() for column in columns)], rows)
+
+
+@cache_app.command("info")
+def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = False) -> None:
+    """Show what a cache holds and what it was made from."""
+    from cache.store import read_manifest, summarise_cache
+
+    folder = find_cache_folder(fingerprint, home)
+    summary = summarise_cache(folder).to_json()
+    if as_json:
+        manifest = read_manifest(folder) if summary["complete"] else None
+        identity = manifest.identity.to_json() if manifest else None
+        print_json(
+            {
+                **summary,
+                "identity": identity,
+                "fidelity": _list_rows(manifest.fidelity) if manifest else [],
+            }
+        )
+        return
+    print_facts(summary)
+    if summary["complete"]:
+        _print_fidelity(_list_rows(read_manifest(folder).fidelity))
+
+
+@cache_app.command("verify")
+def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = False) -> None:
+    """Read every byte of a cache and compare it with its digests."""
+    from cache.store import verify_cache
+
+    folder = find_cache_folder(fingerprint, home)
+    problems = verify_cache(folder)
+    if as_json:
+        print_json({"path": str(folder), "problems": problems})
+    elif not problems:
+        out.print(f"{folder.name}: no byte has changed since it was sealed")
+    else:
+        print_error(
+            "\n".join(problems),
+            f"Delete {folder} and run the job again; it captures the cache anew.",
+        )
+    raise typer.Exit(UNVERIFIED if problems else 0)
+
+
+@cache_app.command("fidelity")
+def cache_fidelity(
+    fingerprint: Fingerprint,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder, GGUF file or hub id. Default: the teacher that the cache names."
+        ),
+    ] = None,
+    positions: Annotated[int, typer.Option(min=8, help="How many positions to sample.")] = 32,
+    redraws: Annotated[
+        int, typer.Option(min=2, help="How many samples to draw anew at each position.")
+    ] = 40,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare records of a cache with its live teacher, and store the result in the cache."""
+    from cache.store import open_cache, replace_fidelity
+    from kd.capture.fidelity import (
+        LiveTeacher,
+        TeacherLocation,
+        find_out_of_bounds,
+        measure_fidelity,
+    )
+    from kd.models.loading import hide_progress_bars
+
+    hide_progress_bars()
+    store = open_cache(find_cache_folder(fingerprint, home))
+    origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
+    rows = measure_fidelity(
+        store, LiveTeacher.load(store.identity, origin.config, origin.folder), positions, redraws
+    )
+    problems = find_out_of_bounds(store, rows)
+    written = origin.genuine and not problems
+    if written:
+        replace_fidelity(store.folder, rows)
+    if as_json:
+        print_json(
+            {
+                "path": str(store.folder),
+                "fidelity": _list_rows(rows),
+                "problems": problems,
+                "written": written,
+            }
+        )
+    else:
+        _print_fidelity(_list_rows(rows))
+        if problems:
+            print_error(
+                "\n".join(problems),
+                "Check that this is the cache's teacher, with the same precision and versions.",
+            )
+        elif not written:
+            err.print(
+                f"The weights in {origin.folder} differ from those of the capture, so the cache"
+                " keeps its earlier fidelity."
+            )
+    raise typer.Exit(UNVERIFIED if problems else 0)
+
+
+def _list_rows(fidelity: tuple[FidelityRow, ...]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in fidelity]
+
+
+def _print_fidelity(rows: list[dict[str, Any]]) -> None:
+    if rows:
+        out.print()
+        names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+        print_table(
+            [""] * (1 + len(rows)),
+            [[name, *(format_value(row[name]) for row in rows)] for name in names],
+        )
+
+
+def find_cache_folder(fingerprint: str, home: Path | None) -> Path:
+    """Return the folder of the cache whose fingerprint begins with ``fingerprint``.
+
+    Raises ``CacheNotFound`` if no cache or several caches match.
+    """
+    from cache.operations import find_cache
+
+    return find_cache(make_settings(home=home).caches, fingerprint)

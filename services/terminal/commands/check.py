@@ -1,0 +1,79 @@
+"""``kd check``: test in minutes whether a job's student, loss and optimiser can learn."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from services.terminal.console import (
+    AsJson,
+    Home,
+    JobFile,
+    Overrides,
+    err,
+    load_job_file,
+    make_settings,
+    out,
+    print_error,
+    print_facts,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from kd.checks.verdict import Verdict
+
+FAILED = 1
+
+app = typer.Typer()
+
+
+@app.command()
+def check(
+    job_file: JobFile, overrides: Overrides = None, home: Home = None, as_json: AsJson = False
+) -> None:
+    """Train the student on a few sequences until it knows them by heart.
+
+    If it does not learn them, the command shows the likely cause.
+    """
+    from kd.progress import Event, Monitor
+    from kd.rehearsal import rehearse
+
+    def show(event: Event) -> None:
+        if event.type == "stage" and event.data.get("phase"):
+            err.print(event.data["phase"])
+
+    settings = make_settings(home=home)
+    config = load_job_file(job_file, overrides)
+    os.chdir(settings.root)  # a job's relative paths start there
+    verdict = rehearse(config, settings.home, Monitor(show))
+    if as_json:
+        print_json(verdict.to_json())
+    else:
+        _print(verdict)
+    raise typer.Exit(0 if verdict.ok else FAILED)
+
+
+def _print(verdict: Verdict) -> None:
+    print_facts(_subtract_floor(verdict.facts))
+    if not verdict.ok:
+        print_error(verdict.message, verdict.remedy)
+        return
+    out.print(verdict.message)
+    if verdict.remedy:
+        out.print(verdict.remedy)
+
+
+def _subtract_floor(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts with every loss as its distance from the floor.
+
+    The loss itself may be negative if samples stand for the tail, which would puzzle a reader.
+    """
+    floor = facts["floor"]
+    return {
+        **facts,
+        "before": f"{facts['before'] - floor:.3f} above the floor",
+        "after": f"{facts['after'] - floor:.3f} above the floor",
+        "tried": {rate: round(after - floor, 3) for rate, after in facts["tried"].items()},
+    }

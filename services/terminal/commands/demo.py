@@ -1,0 +1,165 @@
+"""``kd demo``: run the example job through the whole service on this machine, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cache.errors import PotstillError
+from kd.config.job import JobConfig
+from kd.config.jobfile import load_config
+from services.settings import Settings
+from services.terminal.client import Client
+from services.terminal.commands.up import require_worker_packages, running
+from services.terminal.console import print_error
+from services.terminal.display import Display
+
+if TYPE_CHECKING:
+    from kd.checks.verdict import Verdict
+
+#: The job file of the example: in the folder of the source code, or in the package of a wheel.
+EXAMPLE = Path("examples/austen/job.yaml")
+#: Changes that make the example train its student without a teacher.
+BASELINE = ("kind=train", "loss.alpha=1", "name=austen-baseline")
+#: The rows of the comparison, by the key of the report.
+ROWS = {
+    "teacher_perplexity": "teacher's perplexity on held-out text",
+    "student_perplexity_before": "student's, before training",
+    "student_perplexity": "student's, after training",
+    "held_out_tokens": "tokens of the held-out text",
+    "validation_kl": "KL(teacher || student), nats per token",
+    "validation_agreement": "agreement on the best next token",
+    "bytes_per_token": "cache, bytes per token",
+    "train_tokens_per_second": "training, tokens per second",
+}
+
+
+def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> int:
+    """Start the service, run the example job, stop the service; return the exit code.
+
+    With ``baseline`` the same job without a teacher runs too, and the reports are compared.
+    """
+    require_worker_packages()
+    root = _find_root(settings)
+    overrides = [(), BASELINE] if baseline else [()]
+    configs = [load_config(root / EXAMPLE, changes) for changes in overrides]
+    # Any free port: another service may use the usual one.
+    settings = settings.model_copy(update={"root": root, "port": 0, "host": "127.0.0.1"})
+    with (
+        running(settings, 1, partial(err.print, markup=False)) as running_settings,
+        _make_client(running_settings) as client,
+    ):
+        err.print(
+            f"the service is up at {running_settings.server}, with its data in {settings.home}"
+        )
+        jobs = [
+            _post_and_follow(client, config, running_settings.server, err) for config in configs
+        ]
+    for job in jobs:
+        _print_outcome(job, out)
+    if baseline and all(job["status"] == "succeeded" for job in jobs):
+        _compare(jobs, out)
+    err.print("`kd up` shows the jobs and their curves in the browser")
+    return 0 if all(job["status"] == "succeeded" for job in jobs) else 1
+
+
+def _make_client(settings: Settings) -> Client:
+    return Client(settings.server, settings.api_key)
+
+
+def _find_root(settings: Settings) -> Path:
+    package = Path(__file__).resolve().parents[2]
+    for root in (settings.root, package.parent, package):
+        if (root / EXAMPLE).is_file():
+            return root
+    raise PotstillError(
+        f"The example {EXAMPLE} is neither here nor in the package {package}.",
+        "Install Potstill again, or run `kd demo` in the folder of the source code.",
+    )
+
+
+def _post_and_follow(
+    client: Client, config: JobConfig, server: str, err: Console
+) -> dict[str, Any]:
+    job: dict[str, Any] = client.post("/jobs", config.model_dump(mode="json"))
+    err.print(f"POST /jobs: {job['id']} ({job['kind']} {job['name']})")
+    err.print(f"curves:     {server}/#/jobs/{job['id']}", soft_wrap=True)
+    with Display(err) as display:
+        for kind, data in client.follow_events(job["id"]):
+            display.show(kind, data)
+    return dict(client.get(f"/jobs/{job['id']}"))
+
+
+def _print_outcome(job: dict[str, Any], out: Console) -> None:
+    if job["error"]:
+        print_error(f"{job['name']} failed: {job['error']['detail']}", job["error"]["remedy"])
+    page = Path(job["artifacts"].get("report.md", "-"))
+    if page.is_file():
+        out.print(page.read_text(encoding="utf-8"), markup=False)
+    for name, path in job["artifacts"].items():
+        out.print(f"{name}: {path}", soft_wrap=True)
+    out.print(f"status: {job['status']}")
+
+
+def _compare(jobs: list[dict[str, Any]], out: Console) -> None:
+    """Print the figures of the reports side by side; a figure that no report has is left out."""
+    reports = [_read_report(job) for job in jobs]
+    table = Table("", *(job["name"] for job in jobs), box=None, pad_edge=False)
+    for key, label in ROWS.items():
+        values = [report.get(key) for report in reports]
+        if any(value is not None for value in values):
+            table.add_row(label, *map(_format_figure, values))
+    if (verdict := _judge(*reports)) is not None:
+        out.print(f"{verdict.message} {verdict.remedy}".strip(), markup=False, soft_wrap=True)
+    out.print(table)
+    share = _compute_share_of_distance(*reports)
+    if share is not None and share > 0:
+        out.print(
+            f"distillation covers {share:.0%} of the distance from the student without a teacher"
+            " to the teacher"
+        )
+
+
+def _format_figure(value: float | int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+
+
+def _judge(distilled: dict[str, Any], plain: dict[str, Any]) -> Verdict | None:
+    """Judge the teacher by the two students; None where a figure is not known or both are equal."""
+    from kd.evaluation.teacher_effect import judge_pair
+
+    found = (distilled.get("student_perplexity"), plain.get("student_perplexity"))
+    if found[0] is None or found[1] is None or found[0] == found[1]:
+        return None
+    return judge_pair(found[0], found[1], distilled.get("held_out_tokens"))
+
+
+def _compute_share_of_distance(distilled: dict[str, Any], plain: dict[str, Any]) -> float | None:
+    """Compute the share of the way to the teacher that distillation adds, in nats held out.
+
+    The way begins at the student that was trained without a teacher. The result is None if a
+    perplexity is unknown, or if that student is as good as the teacher.
+    """
+    found = (
+        plain.get("student_perplexity"),
+        distilled.get("student_perplexity"),
+        distilled.get("teacher_perplexity"),
+    )
+    nats = [math.log(perplexity) for perplexity in found if perplexity is not None]
+    if len(nats) < len(found) or nats[0] <= nats[2]:
+        return None
+    without, with_teacher, teacher = nats
+    return (without - with_teacher) / (without - teacher)
+
+
+def _read_report(job: dict[str, Any]) -> dict[str, Any]:
+    file = Path(job["artifacts"].get("report.json", "-"))
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}

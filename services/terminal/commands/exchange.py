@@ -1,0 +1,166 @@
+"""``kd cache import`` and ``kd cache export``: convert teacher records from and to other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from services.terminal.commands.caches import find_cache_folder
+from services.terminal.console import (
+    AsJson,
+    Fingerprint,
+    Home,
+    err,
+    format_value,
+    make_settings,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from kd.progress import Monitor
+
+app = typer.Typer()
+
+ImportFormat = Annotated[
+    str,
+    typer.Argument(
+        metavar="FORMAT", help="Format of the records: distillkit, vllm, axolotl or parquet."
+    ),
+]
+Paths = Annotated[
+    list[Path],
+    typer.Argument(help="Files, or folders with files; files named validation* are held out."),
+]
+Tokenizer = Annotated[str, typer.Option(help="Folder of the tokenizer that made the records.")]
+Entries = Annotated[
+    int | None,
+    typer.Option("--k", min=1, help="Entries of each record. Default: all that it has."),
+]
+Length = Annotated[
+    int | None, typer.Option(min=2, help="Cut rows after this many tokens. Default: cut nothing.")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="DistillKit's compression_config.yaml. Default: the one beside the data."),
+]
+HeldOut = Annotated[
+    float,
+    typer.Option(min=0.0, max=0.5, help="Share of the sequences to hold out, taken from the end."),
+]
+Teacher = Annotated[str, typer.Option(help="Name of the teacher, for display only.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="How far the sum of probabilities may exceed 1. Default: what rounding explains.",
+    ),
+]
+Ahead = Annotated[
+    bool,
+    typer.Option(
+        "--ahead/--no-ahead", help="axolotl: each list describes the token after its own position."
+    ),
+]
+ExportFormat = Annotated[
+    str, typer.Option("--format", help="Format to write: parquet or distillkit.")
+]
+Lossy = Annotated[
+    bool,
+    typer.Option(
+        "--lossy/--no-lossy", help="Leave out what the format cannot hold, such as a sampled tail."
+    ),
+]
+Out = Annotated[Path, typer.Option(help="New folder for the dataset.")]
+
+
+@app.command("import")
+def cache_import(
+    format: ImportFormat,
+    paths: Paths,
+    tokenizer: Tokenizer,
+    k: Entries = None,
+    sequence_length: Length = None,
+    config: Config = None,
+    validation_fraction: HeldOut = 0.0,
+    teacher_name: Teacher = "",
+    mass_tolerance: Tolerance = None,
+    ahead: Ahead = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a cache with profile topk from another tool's teacher records.
+
+    A cache that was exported as Parquet without --k comes back as it was.
+    """
+    from kd.exchange.importing import ImportRequest, import_records
+    from kd.models.loading import hide_progress_bars
+
+    hide_progress_bars()
+    request = ImportRequest(
+        format=format,
+        paths=tuple(paths),
+        tokenizer=tokenizer,
+        k=k,
+        sequence_length=sequence_length,
+        validation_fraction=validation_fraction,
+        config=config,
+        teacher_name=teacher_name,
+        tolerance=mass_tolerance,
+        ahead=ahead,
+    )
+    with _showing_events() as monitor:
+        summary = import_records(request, make_settings(home=home).caches, monitor)
+    _print(summary, as_json)
+
+
+@app.command("export")
+def cache_export(
+    fingerprint: Fingerprint,
+    format: ExportFormat,
+    out: Out,
+    k: Entries = None,
+    lossy: Lossy = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a cache as a dataset of another tool, into a new folder."""
+    from cache.store import open_cache
+    from kd.exchange.exporting import export_records
+
+    store = open_cache(find_cache_folder(fingerprint, home))
+    with _showing_events() as monitor:
+        summary = export_records(store, format, out, k, monitor, lossy)
+    if "warning" in summary and not as_json:
+        err.print(Text.assemble(("warning: ", "bold yellow"), summary.pop("warning")))
+    _print(summary, as_json)
+
+
+@contextmanager
+def _showing_events() -> Iterator[Monitor]:
+    """Yield a monitor that shows its events on the terminal."""
+    from kd.progress import Event, Monitor
+    from services.terminal.display import Display
+
+    with Display(err) as display:
+
+        def show(event: Event) -> None:
+            display.show(event.type, event.data)
+
+        yield Monitor(show)
+
+
+def _print(summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(summary)
+        return
+    texts = {
+        name: ", ".join(value) if isinstance(value, list) else format_value(value)
+        for name, value in summary.items()
+    }
+    print_table(["", ""], [[name, text] for name, text in texts.items()])

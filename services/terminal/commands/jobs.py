@@ -1,0 +1,377 @@
+"""``kd submit``, ``kd watch`` and ``kd jobs``: the jobs of a running service."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.console import (
+    AsJson,
+    JobFile,
+    JobName,
+    Overrides,
+    Server,
+    err,
+    format_time,
+    format_value,
+    load_job_file,
+    make_settings,
+    out,
+    print_error,
+    print_facts,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from kd.config.job import JobConfig
+    from services.terminal.client import Client
+
+#: The exit codes of commands that wait for a job to end.
+EXIT_OF_STATUS = {"succeeded": 0, "failed": 100, "cancelled": 103}
+#: The pause between two reads of a log that is followed.
+FOLLOW_SECONDS = 1.0
+
+app = typer.Typer()
+jobs_app = typer.Typer(no_args_is_help=True, help="Jobs of a running service.")
+app.add_typer(jobs_app, name="jobs")
+
+
+@app.command()
+def submit(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow/--no-follow",
+            " /--detach",
+            help="Follow the job until it ends, or only print its id.",
+        ),
+    ] = True,
+    server: Server = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job to the service and follow it; Ctrl-C leaves it running.
+
+    A service on this machine reads the job's relative paths in the folder of this command. For any
+    other service they start in the folder of the service.
+    """
+    config = load_job_file(job_file, overrides)
+    with _connect(server) as client:
+        job = client.post("/jobs", _place_paths(client, config))
+        if not follow:
+            print_json(job) if as_json else out.print(job["id"])
+            _print_reason(job)
+            return
+        err.print(f"{job['id']}: {job['name']}")
+        _follow(client, job["id"], as_json)
+
+
+@app.command()
+def watch(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+    """Follow a job until it ends; Ctrl-C leaves it running."""
+    with _connect(server) as client:
+        _follow(client, client.find_job(job)["id"], as_json)
+
+
+@jobs_app.command("ls")
+def jobs_ls(
+    status: Annotated[str | None, typer.Option(help="List only jobs with this status.")] = None,
+    kind: Annotated[str | None, typer.Option(help="List only jobs of this kind.")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="List only jobs with this label, as name:value.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="How many jobs to list at most.")] = 20,
+    server: Server = None,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    with _connect(server) as client:
+        jobs = list(islice(client.list_jobs(status=status, kind=kind, label=label), limit))
+    if as_json:
+        print_json(jobs)
+        return
+    columns = ("id", "name", "kind", "status", "stage")
+    rows = [
+        [
+            *(format_value(job[column]) for column in columns),
+            format_time(job["created_at"]),
+            _format_percent(job),
+        ]
+        for job in jobs
+    ]
+    print_table(
+        [*(column.upper() for column in columns), "CREATED", "DONE"],
+        rows,
+        spare=("KIND", "STAGE"),
+    )
+
+
+@jobs_app.command("show")
+def jobs_show(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+    """Show one job."""
+    with _connect(server) as client:
+        record = client.find_job(job)
+    if as_json:
+        print_json(record)
+        return
+    print_facts({name: value for name, value in record.items() if name not in ("config", "links")})
+
+
+@jobs_app.command("cancel")
+def jobs_cancel(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+    """Stop a job for good; a running job saves its state first."""
+    _act("cancel", job, server, as_json)
+
+
+@jobs_app.command("pause")
+def jobs_pause(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+    """Stop a job for now; a running job saves its state first, and then frees its worker."""
+    _act("pause", job, server, as_json)
+
+
+@jobs_app.command("resume")
+def jobs_resume(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+    """Continue a paused job from its saved state."""
+    _act("resume", job, server, as_json)
+
+
+@jobs_app.command("retry")
+def jobs_retry(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+    """Queue a failed or cancelled job again; it continues from its last checkpoint."""
+    _act("retry", job, server, as_json)
+
+
+@jobs_app.command("clone")
+def jobs_clone(
+    job: JobName, overrides: Overrides = None, server: Server = None, as_json: AsJson = False
+) -> None:
+    """Submit the same job again, changed by --set."""
+    from kd.config.jobfile import apply_overrides, parse_config
+
+    with _connect(server) as client:
+        original = client.find_job(job)
+        changes = apply_overrides({}, overrides or ())
+        changed = parse_config(apply_overrides(original["config"], overrides or ()))
+        placed = _place_paths(client, changed, parse_config(original["config"]))
+        patch = _choose_leaves(placed, changes)
+        record = client.post(f"/jobs/{original['id']}/clone", patch)
+    print_json(record) if as_json else out.print(record["id"])
+    _print_reason(record)
+
+
+@jobs_app.command("rm")
+def jobs_rm(
+    names: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="Ids of jobs, or beginnings of them.")
+    ],
+    artifacts: Annotated[
+        bool,
+        typer.Option(
+            "--artifacts/--no-artifacts", help="Also delete their checkpoints, logs and artifacts."
+        ),
+    ] = False,
+    server: Server = None,
+) -> None:
+    """Delete jobs that have ended."""
+    with _connect(server) as client:
+        for job_id in [client.find_job(name)["id"] for name in names]:
+            client.delete(f"/jobs/{job_id}", artifacts=artifacts)
+            out.print(f"{job_id}: deleted")
+
+
+@jobs_app.command("logs")
+def jobs_logs(
+    job: JobName,
+    tail: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Print only this many lines from the end.")
+    ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow/--no-follow", "-f", help="Keep printing until the job has ended."),
+    ] = False,
+    server: Server = None,
+) -> None:
+    """Print the output of a job's processes."""
+    with _connect(server) as client:
+        job_id = client.find_job(job)["id"]
+        if tail is not None and not follow:
+            pieces = iter([client.get_text(f"/jobs/{job_id}/logs", tail=tail).encode()])
+        else:
+            pieces = _read_log(client, job_id, follow)
+        written = 0
+        for piece in pieces:
+            _write(piece)
+            written += len(piece)
+        if not written:
+            err.print(
+                "The log is empty: it holds what the libraries of a run print, and they have"
+                f" printed nothing. `kd jobs events {job_id}` shows what the job did.",
+                markup=False,
+            )
+
+
+@jobs_app.command("events")
+def jobs_events(
+    job: JobName,
+    types: Annotated[
+        str | None, typer.Option(help="Print only events of these types, separated by commas.")
+    ] = None,
+    server: Server = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the events of a job, oldest first."""
+    with _connect(server) as client:
+        events = list(_read_events(client, client.find_job(job)["id"], types))
+    if as_json:
+        print_json(events)
+        return
+    rows = [
+        [format_time(event["ts"]), event["type"], format_value(event["data"])] for event in events
+    ]
+    print_table(["TIME", "TYPE", "DATA"], rows)
+
+
+@contextmanager
+def _connect(server: str | None) -> Iterator[Client]:
+    from services.terminal.client import Client
+
+    settings = make_settings()
+    with Client(server or settings.server, settings.api_key) as client:
+        yield client
+
+
+def _place_paths(
+    client: Client, config: JobConfig, original: JobConfig | None = None
+) -> dict[str, Any]:
+    """Return the body of a job; paths that it shares with ``original`` are those of the service.
+
+    Its other relative paths become absolute if the service sees the files of this machine. If not,
+    they are sent as they are, and a line says what they mean.
+    """
+    from kd.preflight.named_paths import list_relative_paths, make_paths_absolute
+    from services.process.file_view import identify_file_view
+
+    here = make_settings().root
+    known = list_relative_paths(original, here) if original is not None else []
+    relative = [each for each in list_relative_paths(config, here) if each not in known]
+    if not relative:
+        return config.model_dump(mode="json")
+    if client.get("/version").get("file_view") == identify_file_view():
+        return make_paths_absolute(config, here)
+    err.print(
+        f"The service does not see the files of this machine: {relative[0].name} and other relative"
+        " paths of the job start in the folder of the service (KD_ROOT).",
+        markup=False,
+    )
+    return config.model_dump(mode="json")
+
+
+def _choose_leaves(full: Any, wanted: Any) -> Any:
+    """Return the part of ``full`` that ``wanted`` names: its keys, and the values of ``full``."""
+    if not isinstance(wanted, dict) or not isinstance(full, dict):
+        return full
+    return {name: _choose_leaves(full.get(name), value) for name, value in wanted.items()}
+
+
+def _print_reason(job: dict[str, Any]) -> None:
+    """Print why a new job waits, if no worker can run it as it is."""
+    if job["status"] == "queued" and job["reason"] is not None:
+        err.print(f"warning: {job['reason']}", markup=False)
+
+
+def _act(action: str, name: str, server: str | None, as_json: bool) -> None:
+    with _connect(server) as client:
+        record = client.post(f"/jobs/{client.find_job(name)['id']}/{action}")
+    waiting = (
+        " (it stops as soon as its state is saved)"
+        if record["status"] in ("cancelling", "pausing")
+        else ""
+    )
+    print_json(record) if as_json else out.print(f"{record['id']}: {record['status']}{waiting}")
+
+
+def _read_log(client: Client, job_id: str, follow: bool) -> Iterator[bytes]:
+    """Yield the log; with ``follow`` also what is added to it until the job has ended."""
+    if not follow:
+        yield client.get_bytes(f"/jobs/{job_id}/logs", 0)
+        return
+    place = 0
+    ended = False
+    while not ended:
+        # The status is read before the log, so that the last piece is read after the end.
+        ended = (
+            client.call_patiently(partial(client.get, f"/jobs/{job_id}"))["status"]
+            in EXIT_OF_STATUS
+        )
+        piece = client.call_patiently(partial(client.get_bytes, f"/jobs/{job_id}/logs", place))
+        yield piece
+        place += len(piece)
+        time.sleep(0 if ended else FOLLOW_SECONDS)
+
+
+def _read_events(client: Client, job_id: str, types: str | None) -> Iterator[dict[str, Any]]:
+    after = "0"
+    more = True
+    while more:
+        page = client.get(f"/jobs/{job_id}/events", after=after, limit=1000, types=types)
+        yield from page["data"]
+        after = page["next_after"]
+        more = page["has_more"]
+
+
+def _write(text: bytes) -> None:
+    """Write bytes unchanged, because the libraries of a run choose the encoding of its log."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
+
+
+def _follow(client: Client, job_id: str, as_json: bool) -> None:
+    from services.terminal.display import Display
+
+    try:
+        with Display(err) as display:
+            for kind, data in _follow_events(client, job_id):
+                display.show(kind, data)
+    except KeyboardInterrupt:
+        err.print(
+            f"The job continues. `kd watch {job_id}` follows it,"
+            f" `kd jobs cancel {job_id}` stops it."
+        )
+        raise
+    job = client.call_patiently(partial(client.get, f"/jobs/{job_id}"))
+    if as_json:
+        print_json(job)
+    elif job["error"]:
+        print_error(job["error"]["detail"], job["error"]["remedy"])
+    for name, path in {} if as_json else job["artifacts"].items():
+        out.print(f"{name}: {path}", soft_wrap=True)
+    raise typer.Exit(EXIT_OF_STATUS[job["status"]])
+
+
+def _follow_events(client: Client, job_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the job's events, and at most once the reason why no worker can run it.
+
+    That reason is only in the record, because nothing happens to the job.
+    """
+    explained = False
+    for kind, data in client.follow_events(job_id):
+        yield kind, data
+        if not explained and kind == "status" and data["status"] == "queued":
+            job = client.call_patiently(partial(client.get, f"/jobs/{job_id}"))
+            if explained := job["status"] == "queued" and job["reason"] is not None:
+                yield "reason", job
+
+
+def _format_percent(job: dict[str, Any]) -> str:
+    fraction = job["progress"]["fraction"]
+    return "" if fraction is None else f"{fraction:.0%}"

@@ -1,0 +1,114 @@
+"""``kd keys``: create, list and revoke API keys.
+
+The commands change the key file; the API reads it again when it has changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.terminal.console import (
+    AsJson,
+    err,
+    format_time,
+    make_settings,
+    out,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from services.store.key_file import ApiKey
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys of the callers of the service.")
+app = typer.Typer()
+app.add_typer(keys_app, name="keys")
+
+File = Annotated[
+    Path | None, typer.Option("--file", help="The key file. Default: KD_API_KEYS_FILE.")
+]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Owner of the key; jobs and caches belong to this name."),
+]
+
+
+@keys_app.command("new")
+def keys_new(
+    name: Name,
+    scopes: Annotated[
+        str, typer.Option(help="Scope: read, write or admin; each includes those before it.")
+    ] = "write",
+    file: File = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a key and print it once; only its digest is kept.
+
+    Several keys with one name belong to the same owner.
+    """
+    from services.store.key_file import create_key
+
+    text, key = create_key(
+        _find_key_file(file), name, [scope.strip() for scope in scopes.split(",")]
+    )
+    if as_json:
+        print_json({"key": text, **_describe_key(key)})
+        return
+    out.print(text, soft_wrap=True)
+    err.print(
+        f"Key {key.id} of {key.name}, scope {', '.join(key.scopes)}."
+        " Keep it: it is not shown again."
+    )
+
+
+@keys_app.command("ls")
+def keys_ls(file: File = None, as_json: AsJson = False) -> None:
+    """List the valid keys."""
+    from services.store.key_file import read_keys
+
+    keys = read_keys(_find_key_file(file))
+    if as_json:
+        print_json([_describe_key(key) for key in keys])
+        return
+    rows = [[key.id, key.name, ", ".join(key.scopes), format_time(key.created_at)] for key in keys]
+    print_table(["ID", "NAME", "SCOPES", "CREATED"], rows)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    name_or_id: Annotated[
+        str,
+        typer.Argument(metavar="NAME|ID", help="Id of a key, or a name: all keys of that name."),
+    ],
+    file: File = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke a key, or every key of a name, at once; its jobs and caches stay."""
+    from services.store.key_file import revoke_keys
+
+    revoked = [_describe_key(key) for key in revoke_keys(_find_key_file(file), name_or_id)]
+    if as_json:
+        print_json(revoked)
+    else:
+        out.print("\n".join(f"revoked {key['id']} of {key['name']}" for key in revoked))
+
+
+def _describe_key(key: ApiKey) -> dict[str, str | list[str]]:
+    return {
+        "id": key.id,
+        "name": key.name,
+        "scopes": list(key.scopes),
+        "created_at": key.created_at,
+    }
+
+
+def _find_key_file(given: Path | None) -> Path:
+    file = given or make_settings().api_keys_file
+    if file is None:
+        raise typer.BadParameter(
+            "no key file is named: set KD_API_KEYS_FILE, or use --file", param_hint="--file"
+        )
+    return file.expanduser()

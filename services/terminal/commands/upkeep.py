@@ -1,0 +1,309 @@
+"""``kd cache merge|diff|stats|gc|rm``: merge, compare, describe and remove caches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.console import (
+    AsJson,
+    Home,
+    err,
+    format_value,
+    make_settings,
+    out,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from cache.inspection import CacheStats, Comparison, Histogram
+    from cache.operations import Garbage
+    from services.settings import Settings
+
+#: The exit code of `kd cache diff` for caches that differ.
+DIFFERENT = 1
+#: Characters of the longest bar of a histogram.
+BAR_WIDTH = 40
+SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+#: Seconds to wait for the job store, which need not run.
+STORE_TIMEOUT = 1.0
+
+CacheName = Annotated[
+    str, typer.Argument(help="Fingerprint of a cache, the beginning of one, or a path.")
+]
+CacheNames = Annotated[
+    list[str],
+    typer.Argument(help="Fingerprints of caches, beginnings of them, or paths; at least two."),
+]
+Fingerprints = Annotated[
+    list[str], typer.Argument(help="Fingerprints of caches, or beginnings of them.")
+]
+Yes = Annotated[bool, typer.Option("--yes/--no-yes", "-y", help="Do not ask for confirmation.")]
+
+app = typer.Typer()
+
+
+@app.command("merge")
+def cache_merge(names: CacheNames, home: Home = None, as_json: AsJson = False) -> None:
+    """Write the sequences of several caches into a new one.
+
+    The caches must share teacher, tokenizer and codec.
+    """
+    from cache.operations import find_cache_or_path, merge_caches
+    from cache.store import summarise_cache
+
+    root = make_settings(home=home).caches
+    folders = [find_cache_or_path(root, name) for name in names]
+    merged = merge_caches(root, folders, lambda done, of: err.print(f"shard {done} of {of}"))
+    summary = summarise_cache(merged.folder).to_json()
+    print_json(summary) if as_json else out.print(
+        f"{merged.folder.name}: {summary['sequences']} sequences, {summary['tokens']} tokens, "
+        f"{format_value(summary['bytes_per_token'])} bytes per token"
+    )
+
+
+@app.command("diff")
+def cache_diff(a: CacheName, b: CacheName, home: Home = None, as_json: AsJson = False) -> None:
+    """Show how two caches differ; the exit code is 1 if they do, 0 if not."""
+    from cache.inspection import compare_caches
+    from cache.operations import find_cache_or_path
+    from cache.store import open_cache
+
+    root = make_settings(home=home).caches
+    left, right = (open_cache(find_cache_or_path(root, name)) for name in (a, b))
+    found = compare_caches(left, right)
+    print_json(found.to_json()) if as_json else _print_comparison(found)
+    raise typer.Exit(0 if found.equal else DIFFERENT)
+
+
+@app.command("stats")
+def cache_stats(name: CacheName, home: Home = None, as_json: AsJson = False) -> None:
+    """Show statistics of a cache's records.
+
+    They are the entropy, the kept mass, the entries, the bytes and the teacher's perplexity.
+    """
+    from cache.inspection import compute_cache_stats
+    from cache.operations import find_cache_or_path
+    from cache.store import open_cache
+
+    folder = find_cache_or_path(make_settings(home=home).caches, name)
+    found = compute_cache_stats(open_cache(folder, memory_bytes=0))
+    print_json(found.to_json()) if as_json else _print_stats(found)
+
+
+@app.command("gc")
+def cache_gc(
+    older_than: Annotated[
+        str, typer.Option(help="Remove incomplete caches older than this: 90m, 12h, 7d, 2w.")
+    ] = "7d",
+    yes: Yes = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove leftovers of crashes, old incomplete caches, and caches of older versions.
+
+    Caches of unfinished jobs stay, however old they are, because a paused capture continues from
+    its sealed shards. The command lists what it will remove, and asks first. With --json it removes
+    nothing unless --yes is given.
+    """
+    from cache.operations import find_garbage, remove_garbage
+
+    seconds = _parse_age(older_than)
+    settings = make_settings(home=home)
+    garbage = _select_unused(settings, find_garbage(settings.caches, seconds))
+    if not as_json:
+        _print_garbage(garbage)
+    if garbage and not yes and not as_json:
+        typer.confirm("Remove it?", abort=True, err=True)
+    removed = (
+        remove_garbage(_select_unused(settings, garbage), seconds) if yes or not as_json else []
+    )
+    if as_json:
+        print_json(
+            {"removed": yes, "garbage": [each.to_json() for each in (removed if yes else garbage)]}
+        )
+    elif garbage:
+        out.print(
+            f"{len(removed)} of {len(garbage)} removed, {sum(each.bytes for each in removed)} bytes"
+        )
+
+
+@app.command("rm")
+def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
+    """Remove caches that are not being captured and that no unfinished job uses."""
+    from cache.operations import find_cache, remove_cache
+    from cache.store import summarise_cache
+
+    settings = make_settings(home=home)
+    folders = list(dict.fromkeys(find_cache(settings.caches, name) for name in names))
+    for folder in folders:
+        _require_unused(settings, folder.name)
+    summaries = [summarise_cache(folder) for folder in folders]
+    print_table(
+        ["FINGERPRINT", "COMPLETE", "TEACHER", "BYTES"],
+        [
+            [
+                summary.fingerprint,
+                format_value(summary.complete),
+                format_value(summary.teacher),
+                format_value(summary.bytes),
+            ]
+            for summary in summaries
+        ],
+    )
+    if not yes:
+        typer.confirm("Remove it?" if len(folders) == 1 else "Remove them?", abort=True, err=True)
+    for folder in folders:
+        _require_unused(settings, folder.name)  # a job may have begun while the command asked
+        remove_cache(folder)
+        out.print(f"{folder.name}: removed")
+
+
+# ---------------------------------------------------------------------- who uses a cache
+
+
+def _require_unused(settings: Settings, fingerprint: str) -> None:
+    """Raise ``CacheError`` if an unfinished job of this machine's job store uses the cache.
+
+    If the store does not answer, no job is known and no error is raised. A `kd run` is in no store.
+    """
+    from cache.errors import CacheError
+
+    if users := _find_users(settings, [fingerprint]).get(fingerprint):
+        raise CacheError(
+            f"The cache {fingerprint} is used by unfinished jobs: {', '.join(users[:5])}.",
+            "Wait for them, or cancel them with `kd jobs cancel`.",
+        )
+
+
+def _select_unused(settings: Settings, garbage: list[Garbage]) -> list[Garbage]:
+    """Return the garbage that belongs to no cache of an unfinished job."""
+    used = _find_users(settings, {each.folder.name for each in garbage})
+    return [each for each in garbage if each.folder.name not in used]
+
+
+def _find_users(settings: Settings, fingerprints: Collection[str]) -> dict[str, list[str]]:
+    """Return the unfinished jobs of each cache that has any.
+
+    The result is empty if the job store does not answer.
+    """
+    from redis.exceptions import RedisError
+
+    from services.store.connection import connect_redis
+    from services.store.jobs.store import JobStore
+
+    url = settings.redis_url or _find_embedded_url(settings.home / "redis")
+    if url is None or not fingerprints:
+        return {}
+    try:
+        with connect_redis(url, STORE_TIMEOUT) as client:
+            store = JobStore(client)
+            return {name: users for name in fingerprints if (users := store.find_cache_users(name))}
+    except RedisError:
+        return {}
+
+
+def _find_embedded_url(folder: Path) -> str | None:
+    """Return the address of the bundled server of this data folder, if there is one.
+
+    ``services.store.embedded`` would start a server, which this command must not do.
+    """
+    try:
+        password, port = ((folder / name).read_text() for name in ("password", "port"))
+    except OSError:
+        return None
+    return f"redis://:{password}@127.0.0.1:{port}/0"
+
+
+# ---------------------------------------------------------------------- output
+
+
+def _print_comparison(found: Comparison) -> None:
+    if found.fields:
+        print_table(["FIELD", "A", "B"], [[_short(cell) for cell in row] for row in found.fields])
+    records = found.records
+    if records is not None:
+        out.print(f"{records.equal_shards} of {records.shards} shards are equal byte for byte")
+    if records is not None and records.same is not None:
+        out.print(
+            f"{records.same:.2%} of {records.positions} records in the other shards are the same"
+        )
+    if records is not None and records.gold_difference is not None:
+        out.print(f"log-probabilities of the text differ by {records.gold_difference:.4g} nats")
+    if found.equal:
+        out.print("no difference")
+
+
+def _print_stats(found: CacheStats) -> None:
+    from cache.perplexity import Perplexity
+
+    facts: dict[str, Any] = {
+        name: getattr(found, name)
+        for name in ("fingerprint", "profile", "sequences", "positions", "bytes_per_token")
+    }
+    for split, gold in found.gold.items():
+        if gold.perplexity is not None:
+            known = Perplexity(gold.perplexity, gold.positions, gold.interval)
+            facts[f"teacher's perplexity, {split}"] = str(known)
+    if found.entries is not None:
+        entries = found.entries
+        facts["entries"] = (
+            f"mean {entries.mean:.4g}, p50 {entries.p50}, p99 {entries.p99}, max {entries.max}"
+        )
+    print_table(
+        ["", ""],
+        [[name, format_value(value)] for name, value in facts.items() if value is not None],
+    )
+    _print_histogram("ENTROPY, NATS", found.entropy)
+    _print_histogram("KEPT MASS", found.kept_mass)
+    total = sum(found.bytes.values())
+    out.print()
+    print_table(
+        ["ARRAY", "BYTES", ""],
+        [[name, str(size), f"{size / total:.1%}"] for name, size in found.bytes.items()],
+    )
+
+
+def _print_histogram(title: str, histogram: Histogram) -> None:
+    total = sum(histogram.counts)
+    if not total:
+        return
+    filled = [number for number, count in enumerate(histogram.counts) if count]
+    rows = []
+    for number in range(filled[0], filled[-1] + 1):
+        low = histogram.edges[number]
+        high = histogram.edges[number + 1]
+        count = histogram.counts[number]
+        bar = "#" * round(BAR_WIDTH * count / max(histogram.counts))
+        rows.append([f"{low:g} to {high:g}", f"{count / total:.1%}", bar])
+    out.print()
+    print_table([title, "SHARE", f"mean {format_value(histogram.mean)}"], rows)
+
+
+def _print_garbage(garbage: list[Garbage]) -> None:
+    if not garbage:
+        out.print("nothing to remove")
+        return
+    print_table(
+        ["BYTES", "PATH", "REASON"],
+        [[str(each.bytes), str(each.path), each.why] for each in garbage],
+    )
+
+
+def _short(value: Any) -> str:
+    text = format_value(value)
+    return text if len(text) <= 64 else f"{text[:61]}..."
+
+
+def _parse_age(text: str) -> float:
+    found = re.fullmatch(r"(\d+)([smhdw])", text)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} is not an age: write 90m, 12h, 7d or 2w", param_hint="--older-than"
+        )
+    return int(found[1]) * SECONDS_OF_UNIT[found[2]]

@@ -1,0 +1,101 @@
+"""``kd validate``: show what is wrong with a job, before it runs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import typer
+
+from services.terminal.console import (
+    AsJson,
+    Home,
+    JobFile,
+    Overrides,
+    err,
+    load_job_file,
+    make_settings,
+    out,
+    print_error,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from kd.config.job import JobConfig
+    from kd.errors import Problem
+    from services.settings import Settings
+
+#: The exit code of a job with problems.
+INVALID = 2
+
+app = typer.Typer()
+
+
+@app.command()
+def validate(
+    job_file: JobFile, overrides: Overrides = None, home: Home = None, as_json: AsJson = False
+) -> None:
+    """Show the problems of a job that can be found without loading a model.
+
+    A warning says what this machine lacks: a package, a GPU, a webhook's permission. The worker
+    that runs the job may be another machine.
+    """
+    from kd.errors import ConfigError
+    from kd.preflight.problems import Folders, find_problems
+
+    settings = make_settings(home=home)
+    warnings: list[Problem] = []
+    try:
+        config = load_job_file(job_file, overrides)
+        warnings = _find_warnings(config, settings)
+        problems = find_problems(config, Folders(settings.root, settings.home, opened=True))
+    except ConfigError as error:
+        problems = error.problems
+    if as_json:
+        found = {"problems": problems, "warnings": warnings}
+        shown = {name: [each.to_json() for each in found[name]] for name in found}
+        print_json({"valid": not problems} | shown)
+    elif not problems:
+        out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
+    for problem in () if as_json else problems:
+        print_error(str(problem), "")
+    for warning in () if as_json else warnings:
+        err.print(f"warning: {warning}", markup=False)
+    raise typer.Exit(INVALID if problems else 0)
+
+
+def _find_warnings(config: JobConfig, settings: Settings) -> list[Problem]:
+    """Find what the job needs and this machine, or a service on it, does not have."""
+    from kd.config.extras import find_missing_extras
+    from services.loops.webhooks import find_webhook_problems
+
+    return [
+        *find_missing_extras(config),
+        *find_webhook_problems(config.webhook, settings),
+        *_find_missing_resources(config, settings),
+    ]
+
+
+def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Problem]:
+    """Find that a worker on this machine would never take the job."""
+    from kd.errors import Problem
+    from services.store.jobs.workers import describe_needs
+    from services.store.schemas import Device, JobResources
+
+    needs = JobResources(gpus=config.resources.gpus, memory=config.resources.memory)
+    # The package that finds GPUs is one of the worker's.
+    if not (needs.gpus or needs.memory) or find_spec("pynvml") is None:
+        return []
+    from services.worker.devices import CPU, WorkerDevice, find_gpus
+
+    found = WorkerDevice(tuple(find_gpus()) if settings.devices != CPU else ())
+    here = Device(count=len(found.gpus), memory_bytes=found.memory_bytes)
+    if here.covers(needs.gpus, needs.memory):
+        return []
+    return [
+        Problem(
+            "/resources",
+            f"this machine lacks {describe_needs(needs)}, so no worker on it takes the job.",
+            "Ask for less, or start a worker on a machine that has it. `kd run` runs it here.",
+        )
+    ]

@@ -1,0 +1,272 @@
+"""The supervisor's view of the process that runs a stage: start it, read its events, end it.
+
+The supervisor writes a byte to its stdin in every turn. Without these bytes the process ends itself
+(``lifeline``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kd.config.job import JobConfig
+from services.settings import Settings
+from services.store.jobs.leases import EventBatch
+from services.worker.counters import RunCounters
+
+#: Events in one batch at most.
+BATCH_EVENTS = 500
+#: Silence that a run in a loop may always have.
+STEP_SECONDS = 300.0
+#: Silence that a run in a loop may have, in multiples of its longest step.
+STEPS_OF_SILENCE = 10
+#: The least time without a byte on stdin after which a child ends itself.
+LEAST_PATIENCE_SECONDS = 5.0
+
+#: Variables of the worker's environment that a run may need. KD_REDIS_URL is left out because it
+#: contains a password.
+KEPT_VARIABLES = re.compile(
+    r"""
+    PATH | HOME | USER | LOGNAME | SHELL | TERM | LANG | TZ | TMPDIR | VIRTUAL_ENV
+    | LD_LIBRARY_PATH | LD_PRELOAD | KD_TRUST_REMOTE_CODE
+    | SSL_CERT_(FILE|DIR) | REQUESTS_CA_BUNDLE | (?i:(http|https|all|no)_proxy)
+    | (WANDB|MLFLOW|TRACKIO)_\w+
+    | (LC|XDG|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|DATASETS)_\w+
+    | (TORCH|TORCHINDUCTOR|PYTORCH|TRITON)_\w+
+    | (CUDA|CUBLAS|NVIDIA|NCCL|OMP|MKL|OPENBLAS|SLURM)_\w+
+    """,
+    re.VERBOSE,
+)
+
+
+class Outbox:
+    """Events that wait for delivery. Newer progress replaces older progress. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._progress: dict[str, Any] | None = None
+        self._sending = EventBatch(0, ())
+
+    def put(self, event: dict[str, Any]) -> None:
+        """Add an event."""
+        with self._lock:
+            if event["type"] == "progress":
+                self._progress = event
+            else:
+                self._waiting.append(event)
+
+    def next_batch(self) -> EventBatch:
+        """The batch to send now. It stays the same until it is delivered."""
+        with self._lock:
+            if not self._sending.events:
+                self._sending = EventBatch(self._sending.number + 1, self._take_events())
+            return self._sending
+
+    def _take_events(self) -> tuple[dict[str, Any], ...]:
+        events = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_EVENTS))]
+        if self._progress is not None:
+            events.append(self._progress)
+            self._progress = None
+        return tuple(events)
+
+    def mark_delivered(self) -> None:
+        """Note that the batch has arrived."""
+        with self._lock:
+            self._sending = EventBatch(self._sending.number, ())
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything was delivered."""
+        with self._lock:
+            return not (self._sending.events or self._waiting or self._progress)
+
+
+@dataclass
+class SilenceTimer:
+    """The time since the last event of a run, and how long it may be silent."""
+
+    at: float = field(default_factory=time.monotonic)
+    stepping: bool = False
+    longest_step: float = 0.0
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Note that an event came."""
+        now = time.monotonic()
+        if self.stepping:
+            self.longest_step = max(self.longest_step, now - self.at)
+        if event["type"] in ("alive", "stage"):
+            self.stepping = event["type"] == "alive" and event["data"]["stepping"]
+        self.at = now
+
+    def patience(self, silence_seconds: float) -> float:
+        """Seconds of silence that the run may have.
+
+        A run in a loop may be silent for minutes, or for ten times its longest step. Anything else
+        may be silent for ``silence_seconds``.
+        """
+        if not self.stepping:
+            return silence_seconds
+        return min(silence_seconds, max(STEP_SECONDS, STEPS_OF_SILENCE * self.longest_step))
+
+    def is_silent(self, silence_seconds: float) -> bool:
+        """Whether the run has been silent for too long."""
+        return time.monotonic() - self.at > self.patience(silence_seconds)
+
+
+@dataclass
+class Child:
+    """The process that does the work. It leads its own process group."""
+
+    process: subprocess.Popen[bytes]
+    outbox: Outbox
+    counters: RunCounters = field(default_factory=RunCounters)
+    silence_timer: SilenceTimer = field(default_factory=SilenceTimer)
+    result: dict[str, Any] | None = None
+    error: dict[str, str] | None = None
+    elsewhere: Path | None = None
+    kill_at: float | None = None
+    kill_reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=self._read, name="child-events", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            self.silence_timer.note(event)
+            self.counters.note(event)
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        match event["type"]:
+            case "result":
+                self.result = event["data"]
+            case "error":
+                self.error = event["data"]
+            case "elsewhere":
+                self.elsewhere = Path(event["data"]["lock"])
+            case "alive" | "shard":
+                pass  # only the silence timer and the counters need these
+            case _:
+                self.outbox.put(event)
+
+    def show_life(self) -> None:
+        """Write a byte to the process, so that it knows that its supervisor is alive."""
+        assert self.process.stdin is not None
+        # Nobody reads if the process has ended, or if its guard was stopped.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.process.stdin.fileno(), b".")
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ask the process once to save and end. It is killed after ``grace_seconds``."""
+        if self.kill_at is None:
+            self.kill_at = time.monotonic() + grace_seconds
+            self.process.terminate()
+
+    def kill(self, reason: str) -> None:
+        """Kill the process and everything that it has started."""
+        self.kill_reason = self.kill_reason or reason
+        # The group may be gone already. macOS raises PermissionError then.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End the process group, read the last lines, and close the pipes."""
+        self.kill("end")
+        self.process.wait()
+        self._reader.join(timeout=10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):  # an order that was never read
+                    pipe.close()
+
+
+@dataclass(frozen=True)
+class Order:
+    """The work of a child. ``confinement`` limits what its job may name (``kd.preflight``)."""
+
+    stage: str
+    config: dict[str, Any]
+    home: str
+    run_dir: str
+    patience: float
+    confinement: dict[str, Any] | None = None
+
+
+def make_order(
+    settings: Settings, stage: str, config: dict[str, Any], run_dir: Path, limits: dict[str, Any]
+) -> Order:
+    """Make the order for a stage. The patience is a lease: the job is lost after that."""
+    patience = max(settings.lease_seconds, LEAST_PATIENCE_SECONDS)
+    return Order(stage, config, str(settings.home), str(run_dir), patience, limits)
+
+
+def start_child(settings: Settings, order: Order, environment: dict[str, str]) -> Child:
+    """Start the process with ``environment`` added. Its log is log.txt in its run folder."""
+    folder = Path(order.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.txt").open("ab") as log_file:
+        process = subprocess.Popen(
+            build_module_command(settings.child_module),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            cwd=settings.root,
+            env=build_child_environment() | environment,
+            start_new_session=True,
+        )
+    child = Child(process, Outbox())
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it died at once; its exit code says why
+        process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        process.stdin.flush()
+    os.set_blocking(process.stdin.fileno(), False)
+    return child
+
+
+def build_child_environment() -> dict[str, str]:
+    """The worker's environment without its secrets, for a child that imports the same packages.
+
+    Progress bars of the libraries are off, because each of their steps would be a line of the log.
+    """
+    kept = {name: value for name, value in os.environ.items() if KEPT_VARIABLES.fullmatch(name)}
+    return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
+
+
+def find_teacher_key(config: JobConfig) -> dict[str, str]:
+    """The API key of the remote teacher that the job names. No other key leaves the worker."""
+    name = None if config.teacher is None else config.teacher.api_key_env
+    return {} if name is None or name not in os.environ else {name: os.environ[name]}
+
+
+def build_module_command(module: str) -> list[str]:
+    """The command that runs a module.
+
+    -P keeps the working folder out of the path: it may contain a folder named ``cache`` or ``kd``.
+    """
+    return [sys.executable, "-P", "-m", module]
+
+
+def build_package_environment() -> dict[str, str]:
+    """Variables that make a subprocess import the same packages as this process."""
+    return {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PYTHONUNBUFFERED": "1"}

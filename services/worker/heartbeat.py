@@ -1,0 +1,100 @@
+"""The heartbeat of a run: it sends events and renews the lease. The reply says whether to go on.
+
+It has its own thread, because a Redis or a name server that does not answer must not hold up the
+run. Meanwhile the events wait in the outbox, and the last reply stays valid.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from redis.exceptions import RedisError
+
+from services.store.jobs.leases import BeatReply, Claim
+from services.store.jobs.store import JobStore
+from services.worker.child_process import Outbox
+from services.worker.counters import RunCounters
+
+#: Time between two beats at most.
+BEAT_SECONDS = 1.0
+#: Beats in the time of a lease at least.
+BEATS_PER_LEASE = 5
+
+log = logging.getLogger("potstill.worker")
+
+
+class Heartbeat:
+    """Beats for one claim until it is closed or fenced."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        claim: Claim,
+        lease_seconds: float,
+        outbox: Outbox,
+        counters: RunCounters,
+    ) -> None:
+        self.reply: BeatReply = "go"
+        self._store = store
+        self._claim = claim
+        self._lease = lease_seconds
+        self._outbox = outbox
+        self._counters = counters
+        self._contact = time.monotonic()
+        self._lost = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop beating, and wait for the last beat."""
+        self._closing.set()
+        self._thread.join()
+
+    @property
+    def outage_seconds(self) -> float:
+        """Seconds since Redis last answered."""
+        return time.monotonic() - self._contact
+
+    def deliver(self, give_up: threading.Event) -> None:
+        """Send the remaining events, however long Redis is away, until ``give_up`` is set."""
+        while self.reply != "fenced" and not self._outbox.empty:
+            if not self._beat() and give_up.wait(BEAT_SECONDS):
+                return
+        self._flush_counters()
+
+    def _run(self) -> None:
+        interval = min(BEAT_SECONDS, self._lease / BEATS_PER_LEASE)
+        while self.reply != "fenced":
+            self._beat()
+            self._flush_counters()
+            if self._closing.wait(interval):
+                return
+
+    def _beat(self) -> bool:
+        try:
+            self.reply = self._store.beat(self._claim, self._lease, self._outbox.next_batch())
+        except RedisError as error:
+            if not self._lost:
+                log.warning("Redis does not answer (%s); the run goes on", type(error).__name__)
+            self._lost = True
+            return False
+        if self._lost:
+            log.info("Redis answers again, after %.0f s", self.outage_seconds)
+        self._contact = time.monotonic()
+        self._lost = False
+        self._outbox.mark_delivered()
+        return True
+
+    def _flush_counters(self) -> None:
+        if self._lost:
+            return
+        try:
+            self._counters.flush(self._store)
+        except RedisError:
+            log.debug("the counters wait for Redis")

@@ -1,0 +1,84 @@
+"""The wait of a job for another process that does the same work. It needs no device and no process.
+
+The worker keeps the claim, so that a cancel or a pause reaches the job. Once the lock of the other
+process is free, the job goes back to its place in the queue in the same attempt, and finds the work
+done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from cache.disk import try_lock
+from services.store.jobs.leases import Claim, EventBatch
+from services.store.jobs.store import JobStore
+from services.worker.supervisor import retry_until_answered
+
+#: Time between two looks at the lock at most.
+POLL_SECONDS = 1.0
+
+log = logging.getLogger("potstill.worker")
+
+
+class LockWaiter:
+    """Waits for locks, with one thread for each job. ``announce`` gets a claim."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        lease_seconds: float,
+        stopping: threading.Event,
+        announce: Callable[[Claim], None],
+    ) -> None:
+        self._store = store
+        self._lease = lease_seconds
+        self._stopping = stopping
+        self._announce = announce
+        self._threads: list[threading.Thread] = []
+
+    def hold_claim(self, claim: Claim, lock: Path) -> None:
+        """Keep the claim until ``lock`` is free or the job must stop."""
+        thread = threading.Thread(target=self._keep, args=(claim, lock), name=f"waiting {claim.id}")
+        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+        thread.start()
+
+    def close(self) -> None:
+        """Wait until every claim is released. ``stopping`` must be set."""
+        for thread in self._threads:
+            thread.join()
+
+    def _keep(self, claim: Claim, lock: Path) -> None:
+        reply = "go"
+        while (
+            reply == "go"
+            and not is_lock_free(lock)
+            and not self._stopping.wait(min(POLL_SECONDS, self._lease / 5))
+        ):
+            reply = self._beat(claim)
+        if reply == "fenced":
+            return
+        status = retry_until_answered(lambda: self._store.release(claim), self._stopping)
+        log.info("%s waited for another process and is now %s", claim.id, status)
+        if status == "queued":
+            self._announce(claim)
+
+    def _beat(self, claim: Claim) -> str:
+        try:
+            return self._store.beat(claim, self._lease, EventBatch(0, ()))
+        except RedisError:
+            return "go"  # the last order stays valid
+
+
+def is_lock_free(lock: Path) -> bool:
+    """Whether no process holds the lock."""
+    try:
+        with lock.open("rb") as file:
+            # Shared, so that two workers that test it at once do not see each other's lock.
+            return try_lock(file, shared=True)
+    except FileNotFoundError:
+        return True

@@ -1,0 +1,299 @@
+"""Identity, fingerprint and manifest: strict to parse, precise about what differs."""
+
+import json
+from dataclasses import asdict, fields, replace
+
+import pytest
+
+from cache.errors import CacheCorrupt, CacheMismatch
+from cache.manifest import (
+    CODEC_VERSION,
+    FORMAT_VERSION,
+    CacheIdentity,
+    CodecIdentity,
+    FidelityRow,
+    FolderEntry,
+    Manifest,
+    ShardEntry,
+    encode_canonical_json,
+    list_differences,
+    sign_json,
+    verify_json,
+)
+from cache.profiles import PROFILES
+from cache.testing import PROVENANCE, make_codec, make_identity
+from tests.support.manifests import edits
+
+IDENTITY = make_identity()
+OTHER_VALUES = {
+    "teacher.model_sha256": "f" * 64,
+    "teacher.dtype": "bfloat16",
+    "tokenizer.vocabulary_size": 301,
+    "tokenizer.sha256": "f" * 64,
+    "data.sha256": "f" * 64,
+    "data.sequence_length": 256,
+    "data.packing": False,
+    "data.train_sequences": 8,
+    "data.validation_sequences": 2,
+    "codec.profile": "topk",
+    "codec.threshold": 0.05,
+    "codec.temperatures": (0.5, 2.0),
+    "codec.always_keep": (2,),
+    "codec.draws": 3,
+    "codec.k": 5,
+    "codec.bits": 16,
+    "codec.seed": 1,
+    "codec.shard_sequences": 5,
+    "codec.version": 3,
+}
+
+
+def changed(**names: object) -> CacheIdentity:
+    identity = IDENTITY
+    for name, value in names.items():
+        section, field = name.split(".")
+        identity = replace(
+            identity, **{section: replace(getattr(identity, section), **{field: value})}
+        )
+    return identity
+
+
+def make_manifest() -> Manifest:
+    shards = [
+        ShardEntry(len(IDENTITY.shard_range(index)), 40, 90, 110, 5000, "d" * 64)
+        for index in range(3)
+    ]
+    kinds = [str(field.type) for field in fields(FidelityRow)]
+    rows = [
+        FidelityRow(*(count if kind == "int" else 0.5 for kind in kinds)) for count in (512, 256)
+    ]
+    rows.append(
+        replace(
+            rows[0],
+            **{field.name: None for field in fields(FidelityRow) if "None" in str(field.type)},
+        )
+    )
+    return Manifest(IDENTITY, PROVENANCE, tuple(shards), FolderEntry(900, "e" * 64), tuple(rows))
+
+
+def test_other_values_cover_every_field():
+    names = {
+        f"{section}.{field}" for section, values in asdict(IDENTITY).items() for field in values
+    }
+    assert names == set(OTHER_VALUES)
+
+
+@pytest.mark.parametrize(
+    "name,value", [(name, value) for name, value in OTHER_VALUES.items() if name != "codec.profile"]
+)
+def test_every_field_changes_the_fingerprint_and_is_named(name, value):
+    other = changed(**{name: value})
+    assert other.fingerprint != IDENTITY.fingerprint
+    section, field = name.split(".")
+    original = getattr(getattr(IDENTITY, section), field)
+    assert list_differences(IDENTITY, other) == [f"{name}: expected {original}, got {value}"]
+
+
+def test_every_profile_has_a_fingerprint_of_its_own():
+    assert len(
+        {make_identity(codec=make_codec(profile)).fingerprint for profile in PROFILES}
+    ) == len(PROFILES)
+
+
+def test_all_differing_fields_are_named_together():
+    # Another profile needs its k at the same time, and no threshold.
+    other = replace(
+        changed(**{name: value for name, value in OTHER_VALUES.items() if name[:5] != "codec"})
+    )
+    codec = CodecIdentity(
+        **{name[6:]: value for name, value in OTHER_VALUES.items() if name[:5] == "codec"}
+    )
+    assert len(list_differences(IDENTITY, replace(other, codec=codec))) == len(OTHER_VALUES)
+    assert list_differences(IDENTITY, make_identity()) == []
+
+
+def test_the_fingerprint_is_32_hex_digits_that_never_change():
+    # These must not change: no cache of today would be found again.
+    assert IDENTITY.fingerprint == "0eec6647f0cac57011a11f56c8e362e2"
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_identity_and_json_are_inverses(profile):
+    identity = make_identity(codec=make_codec(profile, draws=2, always_keep=(0, 7)))
+    assert (
+        CacheIdentity.from_json(json.loads(encode_canonical_json(identity.to_json()))) == identity
+    )
+    codec = identity.record_codec()
+    own = {name: value for name, value in asdict(identity.codec).items() if hasattr(codec, name)}
+    assert {name: getattr(codec, name) for name in own} == own
+    assert codec.vocabulary_size == identity.tokenizer.vocabulary_size
+
+
+def test_shards_hold_every_sequence_once():
+    assert [list(IDENTITY.shard_range(index)) for index in range(IDENTITY.shard_count)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+
+
+def test_manifest_and_bytes_are_inverses():
+    manifest = make_manifest()
+    parsed = Manifest.from_bytes(manifest.to_bytes(), "manifest.json")
+    assert parsed == manifest
+    assert (parsed.positions, parsed.entries) == (120, 600)
+
+
+def test_every_edited_or_removed_field_of_a_manifest_is_found():
+    found = list(edits(make_manifest().to_bytes()))
+    assert len(found) > 160
+    for where, data in found:
+        assert json.loads(data) != json.loads(make_manifest().to_bytes()), where
+        with pytest.raises((CacheCorrupt, CacheMismatch)):
+            Manifest.from_bytes(data, "manifest.json")
+
+
+def test_every_flipped_bit_of_a_manifest_is_found():
+    good = make_manifest().to_bytes()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((CacheCorrupt, CacheMismatch)):
+            Manifest.from_bytes(bytes(bad), "manifest.json")
+
+
+@pytest.mark.parametrize("tail", [b" ", b"\n", b"{}"])
+def test_bytes_after_the_document_are_found(tail):
+    with pytest.raises(CacheCorrupt):
+        verify_json(sign_json({"a": 1}) + tail, "seal")
+
+
+def forged(change):
+    """Make a manifest with a right digest and wrong content."""
+    document = json.loads(make_manifest().to_bytes())
+    del document["digest"]
+    change(document)
+    return sign_json(document)
+
+
+WRONG_CONTENT = {
+    "a missing field": (
+        lambda d: d["identity"]["data"].pop("packing"),
+        "identity.data was damaged: fields must be",
+    ),
+    "an unknown field": (lambda d: d.update(colour=1), "fields must be"),
+    "a wrong type": (
+        lambda d: d["identity"]["data"].update(packing=1),
+        "identity.data.packing was damaged: it must be of type bool",
+    ),
+    "a number as text": (
+        lambda d: d["shards"][1].update(bytes="5"),
+        r"shards\[1\].bytes was damaged: it must be of type int",
+    ),
+    "a value out of range": (
+        lambda d: d["identity"]["codec"].update(threshold=1.5),
+        "codec.threshold must lie",
+    ),
+    "an unknown profile": (
+        lambda d: d["identity"]["codec"].update(profile="top"),
+        "codec.profile must be one of",
+    ),
+    "a word for a temperature": (
+        lambda d: d["identity"]["codec"].update(temperatures=["1"]),
+        r"codec.temperatures\[0\] was damaged: it must be of type float",
+    ),
+    "a word for a number or nothing": (
+        lambda d: d["fidelity"][0].update(kl="0.1"),
+        r"fidelity\[0\].kl was damaged: it must be of type float",
+    ),
+    "a missing shard": (lambda d: d["shards"].pop(), "shards must hold every sequence"),
+    "another format": (lambda d: d.update(format="other"), "format must be"),
+    "a version that never was": (lambda d: d.update(version=0), "version must be"),
+    "a list for an object": (
+        lambda d: d.update(identity=[]),
+        "identity was damaged: it must be an object",
+    ),
+    "an object for a list": (
+        lambda d: d.update(shards={}),
+        "shards was damaged: it must be a list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CONTENT)
+def test_wrong_content_is_refused_by_name(name):
+    change, message = WRONG_CONTENT[name]
+    with pytest.raises(CacheCorrupt, match=message):
+        Manifest.from_bytes(forged(change), "manifest.json")
+
+
+def test_a_newer_format_is_refused_whatever_else_it_holds():
+    data = sign_json({"format": "potstill-cache", "version": FORMAT_VERSION + 1, "novelty": 1})
+    with pytest.raises(CacheMismatch, match="format version 4 is newer than 3") as refusal:
+        Manifest.from_bytes(data, "manifest.json")
+    assert "Upgrade" in refusal.value.remedy
+
+
+def test_a_newer_codec_is_refused():
+    data = forged(lambda d: d["identity"]["codec"].update(version=CODEC_VERSION + 1))
+    with pytest.raises(CacheMismatch, match="codec version 3 is newer than 2"):
+        Manifest.from_bytes(data, "manifest.json")
+
+
+def test_states_in_int8_have_a_codec_version_of_their_own():
+    """The codec version of all other profiles stays, so their caches keep their fingerprints."""
+    versions = {("hidden", 8): 3, ("hidden", 16): 2, ("dense", 16): 2, ("topk", 0): 2}
+    for (profile, bits), version in versions.items():
+        assert CodecIdentity(profile, bits=bits, k=4).version == version
+    older = replace(IDENTITY, codec=CodecIdentity("hidden", bits=8, version=2))
+    data = replace(make_manifest(), identity=older, shards=()).to_bytes()
+    with pytest.raises(CacheMismatch, match="codec version 2 is older than 3"):
+        Manifest.from_bytes(data, "manifest.json")
+
+
+@pytest.mark.parametrize("what", ["format", "codec"])
+def test_an_older_version_is_refused_with_what_to_do(what):
+    # A manifest of the first format has other fields.
+    if what == "format":
+        data = sign_json({"format": "potstill-cache", "version": 1, "shards": []})
+    else:
+        data = forged(lambda d: d["identity"]["codec"].update(version=CODEC_VERSION - 1))
+    with pytest.raises(CacheMismatch, match=f"{what} version 1 is older than 2") as refusal:
+        Manifest.from_bytes(data, "manifest.json")
+    assert "Capture the cache again" in refusal.value.remedy
+
+
+WRONG_CODECS = [
+    ("threshold", {"threshold": 0.0009}, "threshold"),
+    ("threshold", {"threshold": 1.0}, "threshold"),
+    ("tempered", {"threshold": 0.0}, "threshold"),
+    ("tempered", {"temperatures": ()}, "temperatures"),
+    ("tempered", {"temperatures": (0.0, 2.0)}, "temperatures"),
+    ("tempered", {"temperatures": (2.0, 2.0)}, "temperatures"),
+    ("tempered", {"temperatures": (2.0, 0.5)}, "temperatures"),
+    ("tempered", {"temperatures": (0.5, 1.0, 2.0)}, "temperatures"),
+    ("topk", {"k": 0}, "k must"),
+    ("dense", {"shard_sequences": 0}, "shard_sequences"),
+    ("dense", {"bits": 8}, "bits"),
+    ("hidden", {"bits": 32}, "bits"),
+    ("hidden", {"seed": -1}, "seed"),
+    ("hidden", {"seed": 1 << 64}, "seed"),
+    ("threshold", {"draws": 0}, "draws"),
+    ("threshold", {"draws": 65}, "draws"),
+    ("threshold", {"always_keep": (-1,)}, "always_keep"),
+    ("threshold", {"always_keep": (4, 4)}, "always_keep"),
+]
+
+
+@pytest.mark.parametrize("profile,options,field", WRONG_CODECS)
+def test_a_codec_that_cannot_be_stored_is_refused(profile, options, field):
+    assert make_codec(profile)
+    with pytest.raises(ValueError, match=field):
+        make_codec(profile, **options)
+
+
+def test_a_profile_that_does_not_exist_is_refused():
+    with pytest.raises(
+        ValueError, match="profile must be one of threshold, tempered, topk, dense, hidden"
+    ):
+        CodecIdentity("top")

@@ -1,0 +1,383 @@
+"""Estimates compared with real captures, and captures refused for lack of disk space."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.paths import ROOT
+from cache.codec import Codec
+from cache.errors import StorageError
+from cache.records import Records, Sequences
+from cache.store import open_cache
+from cache.testing import make_codec, make_identity
+from kd.capture import estimate as estimating
+from kd.capture import probe as trial
+from kd.capture.estimate import (
+    CacheSize,
+    CaptureSize,
+    Estimate,
+    estimate_by_table,
+    estimate_cache_size,
+    require_space,
+)
+from kd.capture.plan import plan_capture
+from kd.capture.probe import estimate_by_trial
+from kd.capture.teacher import Teacher
+from kd.config.job import JobConfig
+from kd.config.jobfile import load_config, parse_config
+from kd.errors import ConfigError, DataError
+from kd.pipeline import run_precompute
+from kd.progress import SILENT, Event, Monitor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "threshold": {"threshold": 0.02, "always_keep": [0, 7], "draws": 3},
+    "tempered": {"profile": "tempered", "threshold": 0.1},
+    "topk": {"profile": "topk", "k": 16},
+    "dense": {"profile": "dense"},
+    "hidden": {"profile": "hidden"},
+}
+
+
+def job(
+    teacher: Path, text: Path | str, data: dict[str, Any] | None = None, **options: Any
+) -> JobConfig:
+    raw = {"train": str(text), "sequence_length": 64, "validation_fraction": 0.1}
+    cut = {"shard_sequences": 32, **options}
+    return parse_config(
+        {
+            "kind": "precompute",
+            "teacher": {"model": str(teacher)},
+            "data": raw | (data or {}),
+            "cache": cut,
+        }
+    )
+
+
+# ---------------------------------------------------------------------- by a trial
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_trial_foretells_the_capture(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, name: str
+) -> None:
+    config = job(tiny_teacher, tiny_text, **PROFILES[name])
+    estimate = estimate_by_trial(config, tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing of a trial stays"
+    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    store = open_cache(tmp_path / "caches" / fingerprint)
+    data = store.identity.data
+    assert (estimate.positions, estimate.shards) == (
+        store.manifest.positions,
+        len(store.manifest.shards),
+    )
+    assert (estimate.train_sequences, estimate.validation_sequences) == (
+        data.train_sequences,
+        data.validation_sequences,
+    )
+    assert estimate.tokens == data.sequences * 64
+    assert estimate.bytes_per_token == pytest.approx(store.bytes_per_token, rel=0.15)
+    assert estimate.method == "trial" and estimate.tokens_counted and estimate.fits
+    assert estimate.seconds is not None and 0 < estimate.seconds < 60
+    assert estimate.hours == pytest.approx(estimate.seconds / 3600, abs=1e-3)
+    assert estimate.device == "cpu, 1 threads"
+
+
+def test_a_trial_stops_when_it_has_enough(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tiny_teacher, tiny_text, profile="dense")
+    read = []
+    inner = Teacher.read
+
+    def counted(self: Teacher, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
+        for count, records in inner(self, sequences, first):
+            read.append(count)
+            yield count, records
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Teacher, "read", counted)
+        patch.setattr(trial, "RECORD_BYTES", 1)
+        one_batch = estimate_by_trial(config, tmp_path)
+    assert read == [8]
+    assert one_batch.bytes_per_token == pytest.approx(
+        estimate_by_trial(config, tmp_path).bytes_per_token, rel=0.05
+    )
+
+
+# ---------------------------------------------------------------------- by the table
+
+
+def sentences(count: int) -> list[str]:
+    text = (ROOT / "examples/austen/text/persuasion.txt").read_text(encoding="utf-8")
+    return [line.strip() for line in text.split(". ") if len(line) > 40][:count]
+
+
+def write_jsonl(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"text": line, "id": n}) + "\n" for n, line in enumerate(sentences(2000))
+        )
+    )
+    return path
+
+
+def write_gzip(folder: Path) -> Path:
+    path = folder / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(write_jsonl(folder).read_bytes()))
+    return path
+
+
+def write_array(folder: Path) -> Path:
+    path = folder / "rows.json"
+    path.write_text(json.dumps([{"text": line} for line in sentences(500)]))
+    return path
+
+
+def write_files(folder: Path) -> Path:
+    (folder / "many").mkdir()
+    for number, line in enumerate(sentences(60)):
+        (folder / "many" / f"{number:03}.txt").write_text(line * (1 + number % 5))
+    return folder / "many"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("write", [write_jsonl, write_gzip, write_array, write_files])
+def test_tokens_are_counted_in_a_sample(
+    tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, packing: bool
+) -> None:
+    monkeypatch.setattr(estimating, "SAMPLE_BYTES", 1 << 16)
+    config = job(tiny_teacher, write(tmp_path), {"packing": packing})
+    estimate = estimate_by_table(config, Path(), tmp_path)
+    corpus = plan_capture(config).corpus
+    assert estimate.tokens == pytest.approx(
+        (len(corpus.train) + len(corpus.validation)) * 64, rel=0.15
+    )
+    assert estimate.positions == pytest.approx(
+        corpus.train.positions + corpus.validation.positions, rel=0.15
+    )
+    assert estimate.validation_sequences == pytest.approx(
+        len(corpus.validation), abs=max(3, 0.2 * len(corpus.validation))
+    )
+    assert estimate.method == "table" and not estimate.tokens_counted
+    assert estimate.seconds is None and estimate.hours is None
+
+
+def test_a_text_that_is_read_whole_is_counted_right(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    config = job(tiny_teacher, tiny_text, {"max_train_samples": 40, "max_eval_samples": 3})
+    estimate = estimate_by_table(config, Path(), tmp_path)
+    corpus = plan_capture(config).corpus
+    assert (estimate.train_sequences, estimate.validation_sequences) == (40, 3)
+    assert estimate.positions == pytest.approx(
+        corpus.train.positions + corpus.validation.positions, rel=0.01
+    )
+    assert estimate.shards == 2
+
+
+def test_of_chats_only_answers_have_records(tiny_teacher: Path, tmp_path: Path) -> None:
+    chat = {
+        "messages": [
+            {"role": "user", "content": "a b c " * 30},
+            {"role": "assistant", "content": "d e f " * 10},
+        ]
+    }
+    (tmp_path / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 200)
+    of_answers, of_all = (
+        estimate_by_table(
+            job(
+                tiny_teacher,
+                tmp_path / "chat.jsonl",
+                {"format": "messages", "assistant_only_loss": only},
+            ),
+            Path(),
+            tmp_path,
+        )
+        for only in (True, False)
+    )
+    assert of_answers.tokens == of_all.tokens
+    assert of_answers.positions == pytest.approx(of_all.positions / 4, rel=0.1)
+
+
+def test_a_message_may_have_no_content(tiny_teacher: Path, tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    for number, message in enumerate((call, call | {"content": None})):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(
+            (json.dumps({"messages": [{"role": "user", "content": "a b c " * 30}, message]}) + "\n")
+            * 50
+        )
+        assert (
+            estimate_by_table(
+                job(tiny_teacher, path, {"format": "messages"}), Path(), tmp_path
+            ).tokens
+            > 0
+        )
+
+
+def test_files_that_cannot_be_counted_are_named(tiny_teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "torn.jsonl.gz").write_bytes(b"no gzip")
+    for name, options in (("other.jsonl", {"format": "messages"}), ("torn.jsonl.gz", {})):
+        with pytest.raises(DataError, match=f"{name} cannot be read as data.format"):
+            estimate_by_table(job(tiny_teacher, tmp_path / name, options), Path(), tmp_path)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.03, 0.05])
+def test_as_many_are_held_out_as_will_be(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, fraction: float
+) -> None:
+    config = job(tiny_teacher, tiny_text, {"validation_fraction": fraction})
+    estimate = estimate_by_table(config, Path(), tmp_path)
+    corpus = plan_capture(config).corpus
+    assert estimate.validation_sequences == len(corpus.validation)
+
+
+@pytest.mark.parametrize("name", ["topk", "dense", "hidden"])
+def test_arithmetic_is_what_a_capture_takes_before_compression(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, name: str
+) -> None:
+    config = job(tiny_teacher, tiny_text, **PROFILES[name])
+    by_table = estimate_by_table(config, Path(), tmp_path)
+    by_trial = estimate_by_trial(config, tmp_path)
+    assert 0.9 < by_table.bytes_per_token / by_trial.bytes_per_token < 1.8
+
+
+def test_the_table_is_interpolated_in_the_logarithm() -> None:
+    def position(threshold: float, **options: Any) -> float:
+        return estimate_cache_size(
+            Codec("threshold", 49_152, threshold=threshold, **options)
+        ).position
+
+    between = position(math.sqrt(0.04 * 0.02))
+    assert between == pytest.approx((position(0.04) + position(0.02)) / 2)
+    assert position(0.5) == position(0.25), "beyond the table, its end"
+    assert 11 < position(0.125) < 13 and 21 < position(0.04) < 24
+    assert position(0.04, draws=3) > position(0.04, draws=2) > position(0.04) + 10
+    assert position(0.04, always_keep=(1, 2)) == position(0.04) + 4
+
+
+def test_the_table_is_right_for_the_example(tmp_path: Path) -> None:
+    """The example's vocabulary is a 24th of the table's; its cache takes 19.4 bytes per token
+    (README).
+    """
+    found = estimate_by_table(
+        load_config(ROOT / "examples" / "austen" / "job.yaml"), ROOT, tmp_path
+    )
+    assert found.bytes_per_token == pytest.approx(19.4, rel=0.03)
+
+
+def test_an_estimate_adds_up() -> None:
+    work = CaptureSize(100, 10, 64, 5000, counted=True)
+    found = Estimate.of(
+        work, CacheSize(20.0, 1000.0, lm_head=300), 32, free=10**9, pace=(0.5, "cpu")
+    )
+    assert (found.tokens, found.shards, found.bytes) == (7040, 4, 5000 * 20 + 4 * 1000 + 300)
+    assert found.bytes_per_token == pytest.approx(found.bytes / 5000, abs=0.01)
+    assert (found.seconds, found.fits) == (55.0, True)
+    assert not Estimate.of(work, CacheSize(20.0, 1000.0), 32, free=10**5).fits
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ({"data": {"train": [{"path": "someone/something"}]}}, "/data/train/0"),
+        ({"kind": "train", "loss": {"alpha": 1.0}, "train": {"max_steps": 1}}, "/kind"),
+    ],
+)
+def test_what_cannot_be_estimated_is_said(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, change: dict[str, Any], pointer: str
+) -> None:
+    raw = job(tiny_teacher, tiny_text).model_dump(mode="json") | {
+        "student": {"init": {"layers": 1, "hidden_size": 16}}
+    }
+    with pytest.raises(ConfigError) as caught:
+        estimate_by_table(parse_config(raw | change), Path(), tmp_path)
+    assert caught.value.problems[0].pointer == pointer
+
+
+def test_the_table_needs_no_torch(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(job(tiny_teacher, tiny_text, profile="hidden").model_dump_json())
+    code = (
+        "import sys; from pathlib import Path; from kd.config.jobfile import load_config; "
+        f"from kd.capture.estimate import *; job = load_config(Path({str(path)!r})); "
+        f"found = estimate_by_table(job, Path(), Path({str(tmp_path)!r})); "
+        "print(found.positions > 0, {'torch', 'transformers', 'datasets'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.stdout.strip() == "True set()", done.stderr
+
+
+# ---------------------------------------------------------------------- the disk
+
+
+def test_what_no_disk_holds_is_refused(tmp_path: Path) -> None:
+    identity = make_identity(vocabulary_size=49_152, codec=make_codec("dense"))
+    require_space(tmp_path, identity, 1000, 0)
+    with pytest.raises(
+        StorageError, match=r"needs about .* TiB for 1,000,000,000,000 tokens of profile dense"
+    ) as caught:
+        require_space(tmp_path, identity, 10**12, 0)
+    assert "cache.threshold" in caught.value.remedy and "KD_HOME" in caught.value.remedy
+
+
+@pytest.mark.parametrize("profile", ["threshold", "topk", "dense", "hidden"])
+def test_what_fits_when_it_is_compressed_is_not_refused(
+    tiny_teacher: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    profile: str,
+) -> None:
+    config = job(tiny_teacher, tiny_text, profile=profile)
+    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    store = open_cache(tmp_path / "caches" / fingerprint)
+    identity = plan_capture(config).identity
+    monkeypatch.setattr(
+        estimating,
+        "measure_free_bytes",
+        lambda folder: round(store.bytes_per_token * store.manifest.positions),
+    )
+    width = store.teacher_head()["weight"].shape[1] if profile == "hidden" else 0
+    require_space(tmp_path / "elsewhere", identity, store.manifest.positions, width)
+
+
+def test_a_capture_is_refused_before_its_teacher_is_loaded(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimating, "measure_free_bytes", lambda folder: 10_000)
+    events: list[Event] = []
+    config = job(tiny_teacher, tiny_text)
+    with pytest.raises(StorageError, match="is free"):
+        run_precompute(config, tmp_path, tmp_path / "run", Monitor(events.append))
+    assert "loading the teacher" not in [event.data.get("phase") for event in events]
+
+
+def test_what_is_sealed_already_is_not_needed_again(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tiny_teacher, tiny_text, profile="dense")
+    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    identity = plan_capture(config).identity
+    store = open_cache(tmp_path / "caches" / fingerprint)
+    monkeypatch.setattr(
+        estimating, "measure_free_bytes", lambda folder: store.manifest.positions * 2000
+    )
+    require_space(store.folder, identity, store.manifest.positions, 0)
+    with pytest.raises(StorageError):
+        require_space(tmp_path / "elsewhere", identity, store.manifest.positions, 0)

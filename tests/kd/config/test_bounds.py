@@ -1,0 +1,279 @@
+"""Every field refuses values outside its bounds, and has a description."""
+
+import typing
+from collections.abc import Iterator
+
+import pytest
+from pydantic import BaseModel
+
+from kd.config.data import DatasetSpec
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.config.reference import render_configuration
+from tests.support.kd.jobs import (
+    COOLING,
+    CUT_OUT,
+    JOB,
+    LEARNED,
+    LEARNING,
+    LORA,
+    RAMP,
+    RAMPED,
+    SEARCH,
+    SEARCHING,
+    all_sections,
+    changed,
+    problems,
+    sections,
+)
+
+BOUNDS = [
+    # path, refused, accepted
+    ("kind", ["distil", 1], [None]),
+    ("name", ["", "Upper", "a b", "-a", "a" * 64, "ä"], ["a", "a" * 63, "0.1_x-y"]),
+    ("teacher.model", [""], ["x"]),
+    ("teacher.backend", ["vllm"], ["local", None]),
+    ("teacher.url", ["host:8000", "ftp://host", "http://name:secret@host"], []),
+    ("teacher.tokenizer", [""], []),
+    ("teacher.api_key_env", ["HOME", "KD_REDIS_URL"], []),
+    ("teacher.timeout", [0, 3601], [0.1, 3600]),
+    ("teacher.retries", [-1, 101], [0, 100]),
+    ("teacher.concurrency", [0, 257], [1, 256]),
+    ("teacher.dtype", ["int8", "fp32"], ["auto", "bfloat16"]),
+    ("teacher.batch_size", [0, 4097, 1.5, "many"], [1, 4096]),
+    ("student.init.layers", [0, 257], [1, 256]),
+    ("student.init.hidden_size", [7, 9, 32769], [8, 10]),
+    ("student.init.intermediate_size", [7, 131073], [8]),
+    ("student.init.num_attention_heads", [0, 3, 64], [1, 2, 32]),
+    ("student.init.num_key_value_heads", [0, 3], [1, 2]),
+    ("student.init.attention_dropout", [-0.1, 1.0], [0.0, 0.99]),
+    ("data.train", [[], 3, None], ["a.txt", {"path": "x"}, ["a", "b"]]),
+    ("data.validation_fraction", [-0.01, 0.51, float("nan")], [0, 0.5]),
+    ("data.format", ["csv"], ["auto", "messages"]),
+    ("data.text_column", [""], ["body"]),
+    ("data.sequence_length", [7, 1_048_577], [8, 1_048_576]),
+    ("data.max_train_samples", [0], [1]),
+    ("data.max_eval_samples", [0], [1]),
+    ("cache.profile", ["top-k"], ["threshold", "tempered"]),
+    ("cache.temperatures.min", [0.04, 101], []),
+    ("cache.temperatures.max", [0.04, 101], []),
+    ("cache.always_keep", [[-1], [1, 1], list(range(65)), ["a"]], [[], [0, 5]]),
+    ("cache.draws", [0, 65, 1.5], [1, 64]),
+    ("cache.k", [0, 4097], [None]),
+    ("cache.fingerprint", ["abc", "G" * 32], []),
+    ("cache.threshold", [0.0009, 0.51, float("inf")], [0.001, 0.5]),
+    ("cache.seed", [-1, 2**32], [0, 2**32 - 1]),
+    ("cache.shard_sequences", [0, 65537], [1, 65536]),
+    ("student.from_teacher.layers", [0, 257], [1, 256]),
+    ("student.from_teacher.pick", ["middle"], ["spread", "first", "last", "ends", None]),
+    ("student.from_teacher.hidden_size", [7, 32769], [8, None]),
+    ("student.from_teacher.intermediate_size", [7, 131073], [8, None]),
+    ("student.lora.rank", [0, 4097], [1, 4096]),
+    ("student.lora.alpha", [0, 65537], [0.5]),
+    ("student.lora.dropout", [-0.1, 1.0], [0, 0.9]),
+    ("student.lora.targets", ["q_proj", [1], ["a"] * 65], [[], ["q_proj"]]),
+    ("data.train.1.weight", [0, -1, 1e6 + 1], [0.5, 1e6]),
+    ("loss.alpha", [-0.1, 1.1, float("nan"), "a"], [0, 1, RAMP, None]),
+    ("loss.alpha.schedule", ["exponential", None], ["linear", "cosine", "step"]),
+    ("loss.alpha.start", [-0.1, 1.1, 101], [0, 1]),
+    ("loss.alpha.end", [-0.1, 1.1, 101], [0, 1]),
+    ("loss.alpha.steps", [0, 100_000_001], [1, None]),
+    ("loss.temperature", [0, 2.0, 101, RAMP, LEARNED], [1, None]),
+    ("loss.temperature.start", [0, -1, 101], [0.01, 100]),
+    ("loss.temperature.end", [0, -1, 101], [0.01, 100]),
+    ("loss.temperature.steps", [0, 100_000_001], [1, None]),
+    (
+        "loss.temperature.mode",
+        ["entropic", "entropy"],
+        ["adversarial", "lookahead", "teacher_only"],
+    ),
+    ("loss.temperature.min", [0.04, 1.0, 101], [0.05, 0.99]),
+    ("loss.temperature.max", [0.04, 1.0, 101], [1.01, 100]),
+    ("loss.temperature.init", [0.04, 0.5, 2.0, 101], [0.6, 1.9]),
+    ("loss.temperature.learning_rate", [0, 11], [10]),
+    ("loss.temperature.prior", [-1, 1001], [0, 1000]),
+    ("loss.temperature.target_entropy", [0, 21, 2], [None]),
+    ("loss.temperature.ramp_steps", [-1, 10_000_001], [0]),
+    ("loss.temperature.interval", [0, 100_001], [1]),
+    ("loss.divergence", ["kl", "jsd"], ["forward_kl"]),
+    ("loss.beta", [0, 1], [0.01, 0.99]),
+    ("loss.label_smoothing", [-0.1, 1], [0, 0.9]),
+    ("loss.z_loss", [-0.1, 1.1], [0, 1]),
+    ("loss.router_balance", [-0.1, 10.1], [0, 10, None]),
+    ("loss.entropy_weighting", [-4.1, 4.1], [-4, 4]),
+    ("loss.features.weight", [-1, 1001], [0]),
+    ("loss.features.kind", ["l1"], ["mse", "cosine"]),
+    ("train.max_steps", [0, 100_000_001, None], [1]),
+    ("train.epochs", [1], []),
+    ("train.batch_size", [0, 65537], [1]),
+    ("train.gradient_accumulation_steps", [0], [1]),
+    ("train.learning_rate", [0, -1, 11, float("inf")], [1e-9, 10]),
+    (
+        "train.lr_scheduler_type",
+        ["cosin", "reduce_lr_on_plateau", "linear"],
+        ["cosine_with_restarts"],
+    ),
+    (
+        "train.lr_scheduler_kwargs",
+        [{"num_cycles": "b"}, {"num_cycles": float("inf")}, {"a": 1}, 3],
+        [{}, {"num_cycles": 1}],
+    ),
+    ("train.warmup_steps", [-1], [0]),
+    ("train.optim", ["adam"], ["adamw", "adafactor", "muon", "lion", "lars", None]),
+    (
+        "train.optim_args",
+        [{"amsgrd": 1}, {"momentum": 1}, {"amsgrad": "yes?"}, 3],
+        [{}, {"amsgrad": True}],
+    ),
+    ("train.layer_lr_decay", [0, 1.1], [0.5, 1]),
+    ("train.ema_decay", [0, 1], [0.999, None]),
+    ("train.weight_decay", [-1, 11], [0]),
+    ("train.adam_beta1", [-0.1, 1.0], [0]),
+    ("train.adam_beta2", [-0.1, 1.0], [0]),
+    ("train.adam_epsilon", [0, 2], [1]),
+    ("train.max_grad_norm", [-1], [0]),
+    ("train.precision", ["int8", "bfloat16"], ["bf16"]),
+    (
+        "train.gradient_checkpointing",
+        ["all", 0, 1, 1025],
+        ["none", "full", "sqrt", 2, 1024, True, False],
+    ),
+    (
+        "train.compile",
+        ["fast", 1],
+        ["none", "default", "reduce-overhead", "max-autotune", True, False],
+    ),
+    ("train.logits_chunk", [0, 1_048_577], [1, None]),
+    ("train.order", ["random"], ["shuffled", "length", "curriculum"]),
+    ("train.dataloader_num_workers", [-1, 65], [0, 64]),
+    ("train.dataloader_prefetch_factor", [0, 65], [1, 64]),
+    ("train.report_to", ["wandb", ["wand"]], [[], ["tensorboard", "wandb", "mlflow", "trackio"]]),
+    ("train.trace_steps", [-1, 1001], [0, 1000]),
+    ("train.logging_steps", [0], [1]),
+    ("train.eval_steps", [0], [1]),
+    ("train.save_steps", [0], [1]),
+    ("train.save_total_limit", [0], [1]),
+    ("train.early_stopping_patience", [0], [1, None]),
+    ("train.save_dtype", ["fp32"], ["float32"]),
+    ("train.seed", [-1, 2**32], [0]),
+    ("checks.parity_tokens", [-1, 4097], [0, 4096]),
+    ("checks.spike_factor", [-1, 1001], [0, 1000]),
+    ("checks.max_rollbacks", [-1, 101], [0, 100]),
+    ("checks.clipping_share", [0, 1.1], [0.01, 1]),
+    ("checks.starvation_share", [0, 1.1], [0.01, 1]),
+    ("checks.agreement_drop", [0, 1.1], [0.01, 1]),
+    ("evaluation.top_k", [0, 101], [1, 100]),
+    ("evaluation.bins", [1, 101], [2, 100]),
+    ("evaluation.prompts", ["text", ["a"] * 65], [[], ["a"] * 64]),
+    ("evaluation.max_new_tokens", [0, 4097], [1, 4096]),
+    ("evaluation.continuations", [-1, 65], [0, 64]),
+    ("evaluation.tasks", [["a"] * 65], [["hellaswag"]]),
+    (
+        "search.space",
+        [{}, {"x": {}}, {"x": {"min": 0}}, {str(each): SEARCH["space"]["x"] for each in range(33)}],
+        [],
+    ),
+    ("search.space.x.min", [1, "low"], [-1]),
+    ("search.space.x.log", [True, 3], [False]),
+    ("search.space.x.choices", [[], list(range(65)), [1]], [None]),
+    ("search.trials", [0, 10_001], [1, 10_000]),
+    ("search.sampler", ["grid"], ["tpe", "gp", "random"]),
+    ("search.pruner", ["asha"], ["none", "median", "hyperband"]),
+    ("search.seed", [-1, 2**32], [0, 2**32 - 1]),
+    (
+        "labels",
+        [{"": "x"}, {"a b": "x"}, {"a": "x\n"}, {"a" * 64: "x"}, {str(n): "x" for n in range(17)}],
+        [{"a": "x/1"}],
+    ),
+    ("priority", [-1, 10, 1.5], [0, 9]),
+    ("depends_on", [["job"], ["job_" + "a" * 25], ["job_" + "a" * 26] * 33], [["job_" + "a" * 26]]),
+    ("deadline_seconds", [0, 31_622_401, "soon"], [1, 31_622_400]),
+    ("max_attempts", [0, 1001], [1, 1000]),
+    ("resources.gpus", [-1, 65, 0.5], [0, 64]),
+    ("resources.memory", [0, "16 Gigs", "2PiB", -1], [1, "16GiB", "1.5 GB", "80G"]),
+    (
+        "webhook",
+        ["host/path", "ftp://host", "https://a b", "https://h/" + "a" * 2048],
+        ["https://host/path"],
+    ),
+]
+#: The job to change for a path: the first whose key begins the path.
+HOLDERS = {
+    "student.lora.": LORA,
+    "student.from_teacher.": CUT_OUT,
+    "loss.alpha.": RAMPED,
+    "loss.temperature.s": COOLING,
+    "loss.temperature.e": COOLING,
+    "loss.temperature.": LEARNING,
+    "search.": SEARCHING,
+    "": JOB,
+}
+
+
+@pytest.mark.parametrize("path, refused, accepted", BOUNDS, ids=[path for path, *_ in BOUNDS])
+def test_values_outside_their_bounds_are_refused_at_their_place(path, refused, accepted):
+    pointer = "/" + path.replace(".", "/")
+    job = next(job for beginning, job in HOLDERS.items() if path.startswith(beginning))
+    for value in refused:
+        found = problems(changed(path, value, job))
+        for each in found:  # at the field, inside it, or at its section with the field named
+            assert (
+                each.pointer.startswith(pointer)
+                or path.rpartition(".")[2].removesuffix("_type") in each.detail
+            )
+    for value in accepted:
+        parse_config(changed(path, value, job))
+
+
+def test_every_bounded_field_is_in_the_table():
+    def bounded(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+        for name, field in section.model_fields.items():
+            if field.metadata and not list(sections(field.annotation)):
+                yield prefix + name
+            for inner in sections(field.annotation):
+                if inner is not DatasetSpec:
+                    key = "x." if typing.get_origin(field.annotation) is dict else ""
+                    yield from bounded(inner, f"{prefix}{name}.{key}")
+
+    assert set(bounded(JobConfig)) - {"student.model"} <= {path for path, *_ in BOUNDS}
+
+
+def test_every_field_says_what_it_is():
+    for section in all_sections():
+        for name, field in section.model_fields.items():
+            assert field.description and field.description.endswith("."), (
+                f"{section.__name__}.{name}"
+            )
+
+
+def test_the_reference_tells_every_section_once_with_all_its_places():
+    headings = [line for line in render_configuration().splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings)) == len(all_sections())
+    assert headings[0] == "## The job"
+    assert {
+        "## `data.train[]`, `data.validation[]`",
+        "## `loss.alpha`, `loss.temperature` with `schedule`",
+        "## `loss.temperature` with `mode`",
+        "## `search.space.*`",
+        "## `student.lora`",
+    } <= set(headings)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `alpha` | number ≥ 0, ≤ 1 or section | `0.1` |",
+        (
+            "| `temperature` | number > 0, ≤ 100 or section with `schedule` or section with "
+            "`mode` | `1.0` |"
+        ),
+        "| `space` | mapping of names to sections | required |",
+        "| `optim_args` | mapping of names to numbers | – |",
+        '| `gradient_checkpointing` | `none`, `full`, `sqrt` or integer ≥ 2, ≤ 1024 | `"none"` |',
+        "| `report_to` | list of `tensorboard`, `wandb`, `mlflow`, `trackio` | – |",
+        "| `choices` | list of text or number or integer or true or false | – |",
+        "| `train` | list of text or section | – |",
+    ],
+)
+def test_the_reference_says_what_a_field_of_several_forms_may_be(row):
+    assert row in render_configuration()

@@ -1,0 +1,156 @@
+"""Samples take the most probable token until the text ends or its room does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from bench.support.paths import AUSTEN
+from cache.records import Sequences
+from kd.config.evaluation import EvaluationConfig
+from kd.evaluation.samples import Prompt, choose_prompts, continue_prompts
+from kd.models.loading import load_model
+from kd.text.batches import PlainText
+from kd.text.corpus import Corpus
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The example's teacher, which writes words."""
+    return load_model(AUSTEN / "teacher", torch.float32).eval()
+
+
+def continue_prompt(model: Any, tokenizer: Any, prompt: str, options: EvaluationConfig) -> str:
+    prompts = [Prompt.of(prompt, tokenizer)]
+    return continue_prompts(model, tokenizer, prompts, options.max_new_tokens)[0].text
+
+
+@torch.no_grad()
+def continue_by_hand(model: Any, ids: list[int], count: int, end: int) -> list[int]:
+    written: list[int] = []
+    while len(written) < count and end not in written:
+        written.append(int(model(torch.tensor([ids + written])).logits[0, -1, :2048].argmax()))
+    return written
+
+
+@pytest.mark.parametrize("prompt", ["She was", "Captain Wentworth"])
+def test_a_sample_is_the_most_probable_token_each_time(
+    model: Any, tokenizer: Any, prompt: str
+) -> None:
+    ids = continue_by_hand(model, tokenizer(prompt)["input_ids"], 12, tokenizer.eos_token_id)
+    found = continue_prompt(model, tokenizer, prompt, EvaluationConfig(max_new_tokens=12))
+    assert found == tokenizer.decode(ids) and found
+
+
+def test_what_a_model_says_of_its_own_sampling_changes_nothing(model: Any, tokenizer: Any) -> None:
+    options = EvaluationConfig(max_new_tokens=30)
+    other = copy.deepcopy(model)
+    own = GenerationConfig(
+        do_sample=True, temperature=2.0, top_k=5, repetition_penalty=1.9, max_length=7
+    )
+    other.generation_config = own
+    assert continue_prompt(other, tokenizer, "She was", options) == continue_prompt(
+        model, tokenizer, "She was", options
+    )
+    assert other.generation_config is own
+
+
+def test_a_row_of_padding_is_never_written(tiny_teacher: Path, tokenizer: Any) -> None:
+    """An LM head of 2,112 rows for 2,048 tokens; the rows of padding have the largest logits."""
+    model = load_model(tiny_teacher, torch.float32).eval()
+    options = EvaluationConfig(max_new_tokens=5)
+    before = continue_prompt(model, tokenizer, "She was", options)
+    loud = torch.nn.Linear(32, 2112)
+    with torch.no_grad():
+        loud.weight.copy_(model.lm_head.weight)
+        loud.bias.zero_()
+        loud.bias[2048:] = 1000.0
+    model.lm_head = loud
+    assert continue_prompt(model, tokenizer, "She was", options) == before != ""
+
+
+def test_prompts_of_one_length_are_continued_together_and_each_as_if_alone(
+    model: Any, tokenizer: Any
+) -> None:
+    texts = ("She was", "He had", "Captain Wentworth was a", "")
+    prompts = [Prompt.of(text, tokenizer) for text in texts]
+    found = continue_prompts(model, tokenizer, prompts, 8)
+    alone = [continue_prompts(model, tokenizer, [prompt], 8)[0] for prompt in prompts]
+    assert found == alone and [each.tokens for each in found] == [8] * 4
+    assert len({len(prompt.ids) for prompt in prompts}) < len(prompts), "two share a batch"
+
+
+def test_in_a_batch_each_text_ends_where_its_own_end_is(model: Any, tokenizer: Any) -> None:
+    prompts = [Prompt.of(text, tokenizer) for text in ("She was", "He had")]
+    ids = continue_by_hand(model, list(prompts[0].ids), 8, tokenizer.eos_token_id)
+    other = continue_by_hand(model, list(prompts[1].ids), 8, tokenizer.eos_token_id)
+    end = next(each for each in ids if each not in other)
+    ending = copy.deepcopy(tokenizer)
+    ending.eos_token = tokenizer.convert_ids_to_tokens(end)
+    first, second = continue_prompts(model, ending, prompts, 8)
+    assert first.tokens == ids.index(end) + 1 and first.text == tokenizer.decode(
+        ids[: first.tokens]
+    )
+    assert (second.tokens, second.text) == (8, tokenizer.decode(other))
+
+
+def make_source(train: int, masks: list[list[bool]]) -> PlainText:
+    """A source of sequences of 40 tokens, one document each, with these beginnings of the mask."""
+    mask = np.array([[*each, *([True] * (39 - len(each))), False] for each in masks])
+    tokens = np.arange(mask.size, dtype=np.uint32).reshape(mask.shape)
+    start = np.zeros(mask.shape, bool)
+    start[:, 0] = True
+    whole = Sequences(tokens, start, mask)
+    return PlainText(Corpus(whole.select(slice(0, train)), whole.select(slice(train, None))))
+
+
+def test_prompts_are_beginnings_of_held_out_text_and_questions_of_chats(tokenizer: Any) -> None:
+    chat = [False] * 9
+    source = make_source(1, [[], [], chat, []])
+    found = choose_prompts(source, tokenizer, 5)
+    assert [each.ids for each in found] == [
+        tuple(range(40, 72)), tuple(range(80, 90)), tuple(range(120, 152)),
+    ]  # fmt: skip
+    assert found[0].text == tokenizer.decode(list(range(40, 72)))
+    assert [len(choose_prompts(source, tokenizer, count)) for count in (0, 1, 2)] == [0, 1, 2]
+
+
+def test_without_held_out_text_prompts_come_from_the_training_text(tokenizer: Any) -> None:
+    source = make_source(2, [[], [False] * 39])
+    assert [each.ids[0] for each in choose_prompts(source, tokenizer, 5)] == [0], (
+        "a sequence without targets makes no prompt"
+    )
+
+
+def test_a_sample_ends_where_the_model_ends_its_text(model: Any, tokenizer: Any) -> None:
+    """The tokenizer's end of text is the second token that this model writes."""
+    options = EvaluationConfig(max_new_tokens=12)
+    ids = continue_by_hand(model, tokenizer("She was")["input_ids"], 12, tokenizer.eos_token_id)
+    assert ids[1] not in (ids[0], tokenizer.eos_token_id)
+    ending = copy.deepcopy(tokenizer)
+    ending.eos_token = tokenizer.convert_ids_to_tokens(ids[1])
+    assert continue_prompt(model, ending, "She was", options) == tokenizer.decode(ids[:2])
+
+
+def test_no_prompt_and_a_prompt_beyond_the_context_are_answered(
+    tiny_teacher: Path, tokenizer: Any
+) -> None:
+    model = load_model(tiny_teacher, torch.float32).eval()
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    options = EvaluationConfig(max_new_tokens=4)
+    assert continue_prompt(model, tokenizer, "", options) == tokenizer.decode(
+        continue_by_hand(model, [first], 4, tokenizer.eos_token_id)
+    )
+    long = "It is a truth universally acknowledged. " * 200
+    ids = tokenizer(long)["input_ids"]
+    assert len(ids) > 512, "more than the model has positions"
+    found = continue_prompt(model, tokenizer, long, options)
+    assert found == tokenizer.decode(continue_by_hand(model, ids[-511:], 1, tokenizer.eos_token_id))

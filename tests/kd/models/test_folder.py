@@ -1,0 +1,95 @@
+"""A model folder as its files describe it: no torch, and the same values as transformers loads."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kd.errors import ModelError
+from kd.models.folder import ModelFolder
+
+
+def write_config(folder: Path, content: str) -> ModelFolder:
+    (folder / "config.json").write_text(content, encoding="utf-8")
+    return ModelFolder(folder)
+
+
+def test_importing_the_module_imports_no_torch() -> None:
+    program = (
+        "import sys, kd.models.folder; print(sorted({'torch', 'transformers'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_folder_says_what_transformers_loads(tiny_teacher: Path) -> None:
+    folder = ModelFolder(tiny_teacher)
+    loaded = AutoModelForCausalLM.from_pretrained(tiny_teacher)
+    assert folder.context == loaded.config.max_position_embeddings
+    assert folder.hidden_width == loaded.config.hidden_size
+    assert folder.vocabulary_size == loaded.config.vocab_size
+    assert folder.tokenizer_file == tiny_teacher / "tokenizer.json"
+    assert [file.name for file in folder.weight_files] == ["model.safetensors"]
+    assert folder.gguf_files == []
+    shapes = folder.read_parameter_shapes().values()
+    assert sum(map(math.prod, shapes)) == loaded.num_parameters()
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", None])
+def test_the_dtype_is_the_one_that_transformers_reads(
+    tmp_path: Path, field: str, stored: str | None
+) -> None:
+    folder = write_config(tmp_path, json.dumps({"model_type": "llama", field: stored}))
+    dtype = AutoConfig.from_pretrained(tmp_path).dtype
+    assert dtype == (None if folder.dtype is None else getattr(torch, folder.dtype))
+
+
+def test_sizes_of_the_language_model_come_before_those_of_the_whole(tmp_path: Path) -> None:
+    text = {"hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 64}
+    folder = write_config(tmp_path, json.dumps({"hidden_size": 8, "text_config": text}))
+    assert (folder.hidden_width, folder.vocabulary_size, folder.context) == (32, 100, 64)
+
+
+def test_an_empty_folder_says_nothing(tmp_path: Path) -> None:
+    folder = ModelFolder(tmp_path)
+    assert not folder.has_config and folder.tokenizer_file is None
+    assert (folder.context, folder.hidden_width, folder.vocabulary_size, folder.dtype) == (
+        None,
+    ) * 4
+    assert folder.weight_files == []
+    assert folder.read_parameter_shapes() == {}
+
+
+@pytest.mark.parametrize("content", ["[", "[]", '{"text_config": "x"}', "\x00"])
+def test_a_broken_configuration_is_refused_by_its_path(tmp_path: Path, content: str) -> None:
+    folder = write_config(tmp_path, content)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        assert folder.context
+
+
+def test_a_model_is_found_below_the_root_and_in_the_cache_of_the_hub(
+    tmp_path: Path, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ModelFolder.find(tiny_teacher.name, tiny_teacher.parent)
+    assert found == ModelFolder(tiny_teacher)
+    assert ModelFolder.find("nobody/nothing", tmp_path) is None
+    assert ModelFolder.find("no hub id//", tmp_path) is None
+    from huggingface_hub import constants
+
+    # The layout of the hub's cache: a folder for each model, and in it one for each snapshot.
+    model = tmp_path / "hub" / "models--someone--something"
+    snapshot = model / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0" * 40)
+    (snapshot / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert ModelFolder.find("someone/something", tmp_path) == ModelFolder(snapshot)

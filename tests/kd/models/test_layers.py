@@ -1,0 +1,71 @@
+"""Packed documents are computed as if alone, and sequences fit the context of the model."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from kd.errors import ModelError
+from kd.models.layers import compute_hidden_states, require_context, require_document_isolation
+from tests.support.kd.zoo import (
+    LEAKS,
+    LLAMA,
+    PACKS,
+    SINGLE,
+    build,
+    some_tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("name", PACKS)
+@torch.no_grad()
+def test_packed_documents_are_computed_as_if_alone(name):
+    model = build(name) if name in SINGLE else build(name).double()
+    tolerance = 1e-5 if name in SINGLE else 1e-6  # some compute their rotations in float32 always
+    require_document_isolation(model)
+    tokens = some_tokens(1, 15)
+    cuts = [0, 4, 5, 11, 15]
+    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(cuts)])[
+        None
+    ]
+    packed = compute_hidden_states(model, tokens, positions)
+    for start, stop in itertools.pairwise(cuts):
+        alone = compute_hidden_states(model, tokens[:, start:stop])
+        torch.testing.assert_close(packed[:, start:stop], alone, rtol=tolerance, atol=tolerance)
+
+
+class Forgetful(LlamaForCausalLM):
+    """A model whose body ignores position ids."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        whole = self.model.forward
+        self.model.forward = lambda position_ids=None, **kwargs: whole(**kwargs)
+
+
+def test_a_model_that_lets_documents_see_each_other_is_refused():
+    with pytest.raises(ModelError, match="Forgetful attends across the documents") as caught:
+        require_document_isolation(Forgetful(LlamaConfig(**LLAMA)).eval())
+    assert "data.packing" in caught.value.remedy
+    for name in LEAKS:
+        with pytest.raises(ModelError, match="attends across the documents"):
+            require_document_isolation(build(name))
+
+
+def test_sequences_longer_than_the_context_are_refused() -> None:
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=8, n_layer=1, n_head=1)
+    )
+    require_context(model, 32)
+    with pytest.raises(
+        ModelError, match=r"context of 32 tokens, but data.sequence_length is 33"
+    ) as caught:
+        require_context(model, 33)
+    assert "32 or less" in caught.value.remedy

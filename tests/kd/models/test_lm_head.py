@@ -1,0 +1,170 @@
+"""The LM head of many architectures, real but tiny: our logits equal the model's own."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+)
+
+from kd.errors import ModelError, TokenizerMismatch
+from kd.models.layers import compute_hidden_states, require_document_isolation
+from kd.models.lm_head import BLOCK_TOKENS, LMHead, find_lm_head
+from tests.support.kd.zoo import (
+    FALCON_H1,
+    LLAMA,
+    ROWS,
+    SINGLE,
+    VOCABULARY,
+    ZOO,
+    build,
+    some_tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+PRECISIONS = [(name, torch.float32, 1e-5) for name in ZOO]
+PRECISIONS += [(name, torch.float64, 1e-11) for name in ZOO if name not in SINGLE]
+
+
+@pytest.mark.parametrize("name, dtype, tolerance", PRECISIONS)
+@torch.no_grad()
+def test_our_logits_are_the_models_own(name, dtype, tolerance):
+    model = build(name).to(dtype)
+    head = find_lm_head(model, VOCABULARY)
+    theirs = model(input_ids=some_tokens(), use_cache=False).logits
+    assert theirs.shape[-1] == ROWS
+    ours = head.compute_logits(compute_hidden_states(model, some_tokens()).flatten(0, 1)).unflatten(
+        0, (2, 12)
+    )
+    assert ours.dtype == dtype and ours.shape == (2, 12, VOCABULARY)
+    assert theirs[..., :VOCABULARY].std() > 0.01
+    torch.testing.assert_close(ours, theirs[..., :VOCABULARY], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("vocabulary", [1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS - 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_logits_without_a_gradient_are_those_with_one(vocabulary, dtype):
+    """Without a gradient, logits are computed one block of the vocabulary at a time, in given
+    memory (here a slice of a larger tensor) or in new memory.
+    """
+    generator = torch.Generator().manual_seed(vocabulary)
+    hidden, weight = (
+        torch.randn(rows, 24, generator=generator).to(dtype) for rows in (7, vocabulary + 3)
+    )
+    head = LMHead(weight, None, 1.0, None, vocabulary)
+    expected = head.multiply(hidden.requires_grad_())
+    assert expected.requires_grad and expected.shape == (7, vocabulary)
+    around = torch.full((7, vocabulary + 2), 99.0, dtype=dtype)
+    with torch.no_grad():
+        given = head.multiply(hidden, around[:, 1:-1])
+        for found in (given, head.multiply(hidden)):
+            torch.testing.assert_close(
+                found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+            )
+    assert given.data_ptr() == around[:, 1:-1].data_ptr()
+    assert bool((around[:, [0, -1]] == 99.0).all())
+
+
+def test_what_a_config_declares_is_in_the_head():
+    assert find_lm_head(build("gemma2 low cap"), VOCABULARY).softcap == 2.0
+    assert find_lm_head(build("cohere scale"), VOCABULARY).scale == 0.0625
+    assert find_lm_head(build("granite scaling"), VOCABULARY).scale == 0.125
+    assert find_lm_head(build("phi bias"), VOCABULARY).bias.shape == (ROWS,)
+    tied = build("llama tied")
+    assert find_lm_head(tied, VOCABULARY).weight is tied.get_input_embeddings().weight
+
+
+class Altered(LlamaForCausalLM):
+    """A model that changes its logits in a way that its configuration does not show."""
+
+    change: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = self.change(output.logits)
+        return output
+
+
+UNDECLARED = {
+    "soft cap": lambda z: 30 * torch.tanh(z / 30),
+    "high soft cap": lambda z: 200 * torch.tanh(z / 200),
+    "multiplier": lambda z: z * 0.5,
+    "multiplier near one": lambda z: z * 1.01,
+    "shift of one token": lambda z: (
+        z + z.detach().abs().max() * nn.functional.one_hot(torch.tensor(5), ROWS)
+    ),
+    "log softmax": lambda z: z.log_softmax(-1),
+    "clamp": lambda z: z.clamp(-20, 20),
+    "nan": lambda z: z * float("nan"),
+    "masked": lambda z: z.masked_fill(torch.arange(ROWS) == 7, float("-inf")),
+}
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.02, 1.0], ids=["minute logits", "usual", "large"])
+@pytest.mark.parametrize("change", UNDECLARED.values(), ids=UNDECLARED)
+def test_an_undeclared_change_after_the_head_is_refused_by_name(change, size):
+    torch.manual_seed(0)
+    model = Altered(LlamaConfig(**LLAMA, initializer_range=size, tie_word_embeddings=False))
+    model.change = lambda z: z
+    find_lm_head(model, VOCABULARY)
+    model.change = change
+    with pytest.raises(
+        ModelError, match="Altered does something to its logits after the LM head"
+    ) as caught:
+        find_lm_head(model, VOCABULARY)
+    assert "final_logit_softcapping" in caught.value.remedy
+
+
+def test_a_head_of_zeros_is_accepted():
+    model = build("llama untied")
+    nn.init.zeros_(model.lm_head.weight)
+    assert find_lm_head(model, VOCABULARY).weight.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("multiplier, accepted", [(1.0, True), (0.25, False)])
+def test_a_multiplier_we_do_not_know_is_refused(multiplier, accepted):
+    shape = transformers.FalconH1Config(**FALCON_H1, lm_head_multiplier=multiplier)
+    model = AutoModelForCausalLM.from_config(shape).eval()
+    if not accepted:
+        with pytest.raises(ModelError, match="FalconH1ForCausalLM does something"):
+            find_lm_head(model, VOCABULARY)
+        return
+    theirs = model(input_ids=some_tokens(), use_cache=False).logits[..., :VOCABULARY]
+    ours = find_lm_head(model, VOCABULARY).compute_logits(
+        compute_hidden_states(model, some_tokens())
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_not_finite_are_refused():
+    model = build("llama untied")
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = float("nan")
+    with pytest.raises(ModelError, match="LlamaForCausalLM computes NaN"):
+        find_lm_head(model, VOCABULARY)
+
+
+def test_the_check_leaves_the_model_as_it_was():
+    model = build("gpt2").train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    find_lm_head(model, VOCABULARY)
+    require_document_isolation(model)
+    assert model.training and all(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_without_a_head_and_a_head_too_narrow_are_refused():
+    with pytest.raises(ModelError, match="LlamaModel has no linear LM head"):
+        find_lm_head(LlamaModel(LlamaConfig(**LLAMA)), VOCABULARY)
+    with pytest.raises(TokenizerMismatch, match="96 output rows, but the tokenizer has 97 tokens"):
+        find_lm_head(build("llama tied"), ROWS + 1)
+    assert find_lm_head(build("llama tied"), ROWS).vocabulary == ROWS

@@ -1,0 +1,81 @@
+"""The list of checks: each caller gets all problems that its arguments can reveal."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.errors import ConfigError
+from kd.preflight.limits import Confinement
+from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
+
+CPU = torch.device("cpu")
+
+
+def make_job(**changes: Any) -> JobConfig:
+    """Make a job whose search, files, trackers, benchmark tasks and precision are all wrong."""
+    return parse_config(
+        {
+            "kind": "search",
+            "teacher": {"model": "no/such/model"},
+            "student": {"init": {"layers": 1, "hidden_size": 32}},
+            "data": {"train": "no-such-text.txt", "validation_fraction": 0},
+            "train": {"max_steps": 1, "precision": "fp16", "report_to": ["mlflow"]},
+            "evaluation": {"tasks": ["arc_easy"]},
+            "search": {"space": {"train.learning_rate": {"choices": [0.1]}}},
+        }
+        | changes
+    )
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No optional package is installed."""
+    monkeypatch.setattr("kd.config.extras.find_spec", lambda _: None)
+
+
+def find_pointers(*arguments: Any, **changes: Any) -> list[str]:
+    return [problem.pointer for problem in find_problems(make_job(**changes), *arguments)]
+
+
+def test_the_configuration_alone_shows_what_contradicts_itself() -> None:
+    assert find_pointers() == ["/search"]
+
+
+def test_the_folders_show_what_is_missing(tmp_path: Path) -> None:
+    found = find_pointers(Folders(tmp_path, tmp_path))
+    assert found == ["/search", "/teacher/model", "/data/train/0"]
+
+
+def test_what_a_job_may_not_name_is_not_looked_up(tmp_path: Path) -> None:
+    limits = Confinement(home=tmp_path / "home", roots=(tmp_path,))
+    nothing_outside = Folders(tmp_path, tmp_path, limits)
+    outside = {"data": {"train": ["/etc/passwd", "no-such-text.txt"], "validation_fraction": 0}}
+    assert find_pointers(nothing_outside, **outside) == ["/search", "/data/train/0"]
+
+
+def test_without_a_data_folder_only_the_limits_count(tmp_path: Path) -> None:
+    limits = Confinement(home=tmp_path / "home", roots=(tmp_path,))
+    assert find_pointers(Folders(tmp_path, None, limits)) == ["/search"]
+    assert find_pointers(Folders(tmp_path, None)) == ["/search"]
+
+
+def test_the_machine_shows_what_is_not_installed_and_what_its_device_lacks() -> None:
+    extras = ["/train/report_to/0", "/evaluation/tasks"]
+    assert find_pointers(None, Machine()) == ["/search", *extras]
+    assert find_pointers(None, Machine(device=CPU)) == ["/search", *extras, "/train/precision"]
+
+
+def test_a_machine_that_only_measures_needs_no_trackers() -> None:
+    assert find_pointers(None, Machine(trains=False)) == ["/search", "/evaluation/tasks"]
+
+
+def test_every_problem_is_raised_at_once(tmp_path: Path) -> None:
+    folders = Folders(tmp_path, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        require_no_problems(make_job(), folders, Machine(device=CPU))
+    assert caught.value.problems == find_problems(make_job(), folders, Machine(device=CPU))
+    assert len(caught.value.problems) == 6

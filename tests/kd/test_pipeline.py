@@ -1,0 +1,594 @@
+"""The whole run in process, also resumed, damaged or short of disk: always the same student."""
+
+import hashlib
+import itertools
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.errors import CacheCorrupt, CacheNotFound, StorageError
+from cache.records import Sequences
+from cache.store import verify_cache
+from kd.config.jobfile import parse_config
+from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
+from kd.files import write_json
+from kd.pipeline import run_stage, run_stages
+from kd.progress import Event, Monitor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Job = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def job(tiny_teacher: Path, tiny_text: Path) -> Job:
+    return {
+        "name": "tiny",
+        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
+        "student": {"init": {"layers": 1, "hidden_size": 16, "attention_dropout": 0.1}},
+        "data": {
+            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
+            "max_train_samples": 20, "max_eval_samples": 4,
+        },
+        "cache": {"shard_sequences": 8},
+        "train": {
+            "max_steps": 6, "batch_size": 4, "eval_steps": 3, "save_steps": 2, "logging_steps": 1,
+            "learning_rate": 1e-2, "warmup_steps": 2,
+        },
+        "evaluation": {"max_new_tokens": 4},
+    }  # fmt: skip
+
+
+class Listener:
+    """Keeps every event, and asks for a stop after the n-th of a type."""
+
+    def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
+        self.events: list[Event] = []
+        self.stop_at = stop_at
+        self.monitor = Monitor(self.events.append, self._stop)
+
+    def _stop(self) -> bool:
+        return self.stop_at is not None and len(self.of(self.stop_at[0])) >= self.stop_at[1]
+
+    def of(self, type: str) -> list[dict[str, Any]]:
+        return [event.data for event in self.events if event.type == type]
+
+    def phases(self) -> list[str]:
+        return [f"{data['stage']}: {data['phase']}" for data in self.of("stage")]
+
+
+def run(
+    job: Job, home: Path, name: str = "x", listener: Listener | None = None, stage: str = ""
+) -> dict[str, Any]:
+    config = parse_config(job)
+    monitor = (listener or Listener()).monitor
+    if stage:
+        return run_stage(stage, config, home, home / "runs" / name, monitor)
+    return run_stages(config, home, home / "runs" / name, monitor)
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_read(
+    job: Job, tmp_path: Path
+) -> None:
+    listener = Listener()
+    with pytest.raises(
+        ConfigError, match=r"train\.report_to\.0: wandb is not installed\. Install it"
+    ):
+        run(job | {"train": job["train"] | {"report_to": ["wandb"]}}, tmp_path, listener=listener)
+    assert listener.events == []
+
+
+def student_bytes(home: Path, name: str = "x") -> dict[str, str]:
+    """The hashes of the student's files, without its model card and provenance."""
+    folder = home / "runs" / name / "student"
+    files = (folder / "model.safetensors", folder / "config.json", folder / "tokenizer.json")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def cache_bytes(home: Path) -> dict[str, str]:
+    files = sorted(path for path in (home / "caches").rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(home)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
+
+
+def shard_bytes(home: Path) -> dict[str, str]:
+    """All but what says when and for whom it was made."""
+    found = {name: digest for name, digest in cache_bytes(home).items() if "/shards/" in name}
+    assert found
+    return found
+
+
+class Done:
+    """One undisturbed run, which the others must equal; nobody writes to its folder."""
+
+    def __init__(self, job: Job, home: Path) -> None:
+        self.home = home
+        self.listener = Listener()
+        self.result = run(job, home, listener=self.listener)
+        self.run_dir = home / "runs" / "x"
+        self.student = student_bytes(home)
+
+
+@pytest.fixture(scope="module")
+def done(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    import torch
+
+    torch.set_num_threads(1)
+    return Done(job, tmp_path_factory.mktemp("done"))
+
+
+@pytest.fixture
+def home(done: Done, tmp_path: Path) -> Path:
+    """A home with the finished cache and nothing else."""
+    shutil.copytree(done.home / "caches", tmp_path / "home" / "caches")
+    return tmp_path / "home"
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif isinstance(value, int | float):
+        yield value
+
+
+# ---------------------------------------------------------------------- one whole run
+
+
+def test_a_run_leaves_a_sealed_cache_and_everything_it_names(done):
+    (folder,) = [path for path in (done.home / "caches").iterdir() if path.is_dir()]
+    assert folder.name == done.result["cache"]["fingerprint"] and verify_cache(folder) == []
+    written = {"student", "report.md", "report.json", "metrics.jsonl", "profile.json"}
+    assert set(done.result["artifacts"]) == written | {"curves.png", "reliability.png"}
+    assert all(Path(path).exists() for path in done.result["artifacts"].values())
+    assert not list(done.home.rglob(".tmp-*"))
+    assert [path.name for path in sorted((done.run_dir / "checkpoints").iterdir())] == [
+        "step-00000004", "step-00000006",
+    ]  # fmt: skip
+
+
+def test_the_job_is_written_down_and_can_be_read_back(done, job):
+    written = json.loads((done.run_dir / "config.json").read_text(encoding="utf-8"))
+    assert parse_config(written) == parse_config(job)
+    assert (
+        json.loads((done.run_dir / "student" / "distillation.json").read_text(encoding="utf-8"))[
+            "job"
+        ]
+        == written
+    )
+
+
+def test_the_report_is_complete_and_finite(done):
+    report = json.loads((done.run_dir / "report.json").read_text(encoding="utf-8"))
+    assert report == done.result["report"]
+    assert all(math.isfinite(number) for number in numbers(report))
+    assert (report["name"], report["kind"], report["alpha"], report["steps"]) == (
+        "tiny",
+        "distill",
+        0.1,
+        6,
+    )
+    assert report["fingerprint"] == done.result["cache"]["fingerprint"]
+    assert report["tokens"] == sum(each["tokens"] for each in [done.listener.of("metrics")[-1]])
+    for name in (
+        "teacher_perplexity",
+        "student_perplexity_before",
+        "student_perplexity",
+        "bytes_per_token",
+    ):
+        assert report[name] > 1
+    assert report["student_perplexity"] < report["student_perplexity_before"]
+    assert 0 <= report["validation_agreement"] <= 1
+    assert report["entries_per_token"] <= 26  # 1 / threshold + 1
+    page = (done.run_dir / "report.md").read_text(encoding="utf-8")
+    for name in ("teacher_perplexity", "student_perplexity_before", "student_perplexity"):
+        assert f"| {report[name]:,.2f} |" in page
+    assert report["fingerprint"] in page and "6 steps" in page and "10% of the weight" in page
+    card = (done.run_dir / "student" / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\n") and page in card
+
+
+def held_out_perplexity(folder: Path, sequences: Sequences) -> float:
+    """The reference: the library's own model, one piece of a document at a time.
+
+    Padded output rows do not count.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    losses = []
+    for row in range(len(sequences)):
+        starts = [*sequences.document_start[row].nonzero()[0].tolist(), sequences.length]
+        for start, stop in itertools.pairwise(starts):
+            ids = torch.from_numpy(sequences.tokens[row, start:stop].astype("int64"))[None]
+            if stop - start > 1 and sequences.target_mask[row, start]:
+                with torch.no_grad():
+                    logits = model(ids).logits[0, :-1, :2048]
+                losses += torch.nn.functional.cross_entropy(
+                    logits, ids[0, 1:], reduction="none"
+                ).tolist()
+    assert len(losses) == sequences.positions
+    return math.exp(sum(losses) / len(losses))
+
+
+def test_the_reported_perplexities_are_those_of_the_models_on_disk(done, tiny_teacher):
+    from cache.store import open_cache
+
+    store = open_cache(done.home / "caches" / done.result["cache"]["fingerprint"])
+    sequences, _ = store.read(store.validation)
+    report = done.result["report"]
+    student = held_out_perplexity(done.run_dir / "student", sequences)
+    assert report["student_perplexity"] == pytest.approx(student, rel=1e-5)
+    assert report["teacher_perplexity"] == pytest.approx(
+        held_out_perplexity(tiny_teacher, sequences), rel=1e-3
+    )
+
+
+def test_events_tell_the_run_in_order(done):
+    phases = iter(done.listener.phases())
+    for expected in (
+        "precompute: loading data", "precompute: loading the teacher", "precompute: capturing",
+        "train: loading data", "train: training", "train: saving",
+    ):  # fmt: skip
+        assert expected in phases  # consumes what comes before it: in this order
+    progress = done.listener.of("progress")
+    assert [each["done"] for each in progress if each["unit"] == "sequences"] == [
+        4,
+        8,
+        12,
+        16,
+        20,
+        24,
+    ]
+    assert [each["done"] for each in progress if each["unit"] == "steps"] == [1, 2, 3, 4, 5, 6]
+    assert [each["step"] for each in done.listener.of("metrics")] == [1, 2, 3, 4, 5, 6]
+    assert [each["step"] for each in done.listener.of("evaluation")] == [0, 3, 6]
+    assert [each["step"] for each in done.listener.of("checkpoint")] == [2, 4, 6]
+    assert {each["name"] for each in done.listener.of("artifact")} == set(done.result["artifacts"])
+    assert all(
+        math.isfinite(number) for event in done.listener.events for number in numbers(event.data)
+    )
+    for each in done.listener.of("metrics"):
+        assert {
+            "loss",
+            "kd_loss",
+            "ce_loss",
+            "perplexity",
+            "temperature",
+            "learning_rate",
+            "grad_norm",
+        } <= set(each)
+        assert each["loss"] == pytest.approx(
+            0.9 * each["kd_loss"] + 0.1 * each["ce_loss"], rel=1e-4
+        )
+
+
+# ---------------------------------------------------------------------- again
+
+
+def test_the_same_job_in_the_same_folders_finds_everything_done(done, job, tmp_path):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    before = cache_bytes(home)
+    listener = Listener()
+    result = run(job, home, listener=listener)
+    assert result["cache"]["reused"] is True
+    assert "precompute: capturing" not in listener.phases() and listener.of("metrics") == []
+    assert student_bytes(home) == done.student and cache_bytes(home) == before
+    assert without_timings(result["report"]) == without_timings(done.result["report"])
+
+
+def without_timings(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what a clock and the system's memory say, which differs from run to run."""
+    found = dict(report["evaluation"])
+    costs, ratios = found.pop("costs"), found.pop("student_is")
+    assert costs.keys() == {"student", "teacher"}
+    assert ratios.keys() >= {"times_smaller_on_disk", "times_faster_reading"}
+    return {**report, "train_seconds": 0, "evaluation": found}
+
+
+@pytest.mark.parametrize(
+    "changes, fields",
+    [
+        ({"train": {"max_steps": 8}}, "train.max_steps"),
+        (
+            {"student": {"init": {"layers": 2}}, "train": {"seed": 3}},
+            "student.init.layers, train.seed",
+        ),
+        ({"data": {"sequence_length": 16}}, "data.sequence_length"),
+        ({"cache": {"draws": 2}}, "cache.draws"),
+        ({"loss": {"alpha": 0.5}, "cache": {"seed": 9}}, "loss.alpha, cache.seed"),
+    ],
+)
+def test_another_job_in_the_same_run_folder_is_refused_before_its_capture(
+    done, job, tmp_path, changes, fields
+):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    before = (home / "runs/x/config.json").read_bytes()
+    listener = Listener()
+    other = merged(job, changes)
+    with pytest.raises(TrainingError, match="another job") as refused:
+        run(other, home, listener=listener)
+    assert (
+        refused.value.detail.endswith(f"differs in {fields}.")
+        and "--run-dir" in refused.value.remedy
+    )
+    assert listener.events == [] and (home / "runs/x/config.json").read_bytes() == before
+
+
+def test_what_does_not_shape_the_weights_may_change_between_runs(done, job, tmp_path):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    free = {
+        "train": {"save_steps": 3, "logging_steps": 2, "save_dtype": "float32"},
+        "teacher": {"batch_size": 2},
+    }
+    moved = shutil.copy(job["data"]["train"], tmp_path / "moved.txt")
+    run(merged(job, {**free, "data": {"train": str(moved)}, "name": "renamed"}), home)
+    assert student_bytes(home) == done.student
+
+
+def test_a_folder_whose_configuration_did_not_write_its_checkpoints_is_not_judged_by_it(
+    done, job, tmp_path
+):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    other = parse_config(merged(job, {"train": {"max_steps": 8}}))
+    write_json(home / "runs/x/config.json", other.model_dump(mode="json"))
+    run(job, home)
+    assert student_bytes(home) == done.student
+    with pytest.raises(TrainingError, match="another job"):
+        run_stages(other, home, home / "runs/x")
+
+
+def merged(job: Job, changes: Job) -> Job:
+    """``job`` with the fields of ``changes``, at any depth."""
+    inner = {
+        key: merged(job.get(key, {}), value) if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
+    return job | inner
+
+
+def test_another_job_with_the_same_teacher_and_text_uses_the_cache(done, job, home):
+    before = cache_bytes(home)
+    result = run(job, home, "other")
+    assert result["cache"]["reused"] is True and cache_bytes(home) == before
+    assert student_bytes(home, "other") == done.student
+
+
+def test_a_home_elsewhere_gives_the_same_bytes(done, job, tmp_path):
+    run(job, tmp_path)
+    assert (
+        shard_bytes(tmp_path) == shard_bytes(done.home) and student_bytes(tmp_path) == done.student
+    )
+
+
+@pytest.mark.parametrize(
+    "stop_at", [("progress", 3), ("metrics", 3)], ids=["in the capture", "in the training"]
+)
+def test_a_run_that_was_stopped_ends_in_the_same_student(done, job, tmp_path, stop_at):
+    with pytest.raises(Interrupted) as caught:
+        run(job, tmp_path, listener=Listener(stop_at))
+    assert caught.value.remedy and not (tmp_path / "runs" / "x" / "student").exists()
+    run(job, tmp_path)
+    assert student_bytes(tmp_path) == done.student
+    assert shard_bytes(tmp_path) == shard_bytes(done.home)
+
+
+# ---------------------------------------------------------------------- the other kinds
+
+
+def test_precompute_then_train_is_distill(done, job, tmp_path):
+    captured = {key: job[key] for key in ("name", "teacher", "data", "cache")} | {
+        "kind": "precompute"
+    }
+    result = run(captured, tmp_path, "first")
+    assert set(result) == {"cache"} and result["cache"]["reused"] is False
+    assert json.loads(
+        (tmp_path / "runs" / "first" / "cache.json").read_text(encoding="utf-8")
+    ).items() >= (result["cache"].items())
+    listener = Listener()
+    run(job | {"kind": "train"}, tmp_path, "second", listener)
+    assert student_bytes(tmp_path, "second") == done.student
+    assert not [phase for phase in listener.phases() if "teacher" in phase]
+
+
+def test_training_on_plain_text_needs_neither_teacher_nor_cache(job, tiny_teacher, tmp_path):
+    student = {"init": {"layers": 1, "hidden_size": 16, "tokenizer": str(tiny_teacher)}}
+    long = job["train"] | {"max_steps": 20, "learning_rate": 3e-3}
+    plain = {
+        "data": job["data"],
+        "train": long,
+        "kind": "train",
+        "loss": {"alpha": 1},
+        "student": student,
+    }
+    report = run(plain, tmp_path)["report"]
+    assert not (tmp_path / "caches").exists() and report["teacher"] is None
+    assert report["student_perplexity"] < report["student_perplexity_before"]
+    assert report["validation_kl"] is None and "teacher_perplexity" not in report
+    assert "Trained on plain text" in (tmp_path / "runs" / "x" / "report.md").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_a_student_may_start_from_a_checkpoint(job, home, tiny_teacher):
+    """From the teacher itself: nothing is left to learn, up to the sampling of the records."""
+    same = job | {
+        "student": {"model": str(tiny_teacher)},
+        "train": job["train"] | {"learning_rate": 1e-9},
+    }
+    report = run(same, home)["report"]
+    assert report["student_perplexity_before"] == pytest.approx(
+        report["teacher_perplexity"], rel=2e-3
+    )
+    assert (
+        report["validation_agreement"] > 0.97
+    )  # rounding may swap two tokens that are nearly as probable
+
+
+def test_training_without_a_capture_is_refused(job, tmp_path):
+    with pytest.raises(CacheNotFound, match="No cache at") as caught:
+        run(job | {"kind": "train"}, tmp_path)
+    assert "precompute" in caught.value.remedy
+    assert not (tmp_path / "runs" / "x" / "checkpoints").exists()
+
+
+def test_a_model_that_leaks_is_refused_when_packed_and_distilled_when_not(job, tokenizer, tmp_path):
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    teacher = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2))
+    teacher.save_pretrained(tmp_path / "bloom")
+    tokenizer.save_pretrained(tmp_path / "bloom")
+    leaky = job | {"teacher": {"model": str(tmp_path / "bloom")}}
+    with pytest.raises(ModelError, match="BloomForCausalLM attends across") as caught:
+        run(leaky, tmp_path)
+    assert "data.packing to false" in caught.value.remedy
+    assert run(leaky | {"data": job["data"] | {"packing": False}}, tmp_path)["report"]["steps"] == 6
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def damage_shard(home: Path, flip: int | None) -> Path:
+    """Flip a byte of a chunk in the second shard, or delete the chunk."""
+    (path,) = (home / "caches").glob("*/shards/000001/tail_0_symbols/c*")
+    data = bytearray(path.read_bytes())
+    if flip is None:
+        path.unlink()
+    else:
+        data[flip] ^= 0x40
+        path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "flip", [len(b"header") + 30, -1, None], ids=["a byte within", "the last byte", "deleted"]
+)
+def test_a_damaged_cache_is_refused_and_captured_anew(done, job, home, flip):
+    before = cache_bytes(home)
+    path = damage_shard(home, flip)
+    with pytest.raises(CacheCorrupt) as caught:
+        run(job | {"kind": "train"}, home)
+    assert "000001" in caught.value.detail and caught.value.remedy
+    listener = Listener()
+    assert run(job, home, "again", listener)["cache"]["reused"] is False
+    captured = [each["done"] for each in listener.of("progress") if each["unit"] == "sequences"]
+    assert captured == [20, 24]  # of 24: only the damaged shard was read again
+    assert path.exists() and cache_bytes(home).keys() == before.keys()
+    assert shard_bytes(home) == shard_bytes(done.home)
+    assert student_bytes(home, "again") == done.student
+
+
+def test_a_student_with_another_tokenizer_is_refused_before_training(
+    job, home, tiny_teacher, tmp_path
+):
+    other = permuted(tiny_teacher, tmp_path / "permuted")
+    with pytest.raises(TokenizerMismatch, match="does not encode text alike") as caught:
+        run(job | {"kind": "train", "student": {"model": str(other)}}, home)
+    assert caught.value.remedy and not (home / "runs" / "x" / "checkpoints").exists()
+
+
+def permuted(tiny_teacher: Path, folder: Path) -> Path:
+    """The teacher with a tokenizer of equal size that numbers two letters otherwise."""
+    path = Path(shutil.copytree(tiny_teacher, folder)) / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    vocabulary["e"], vocabulary["o"] = vocabulary["o"], vocabulary["e"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def test_a_student_that_cannot_be_is_refused_before_the_capture(job, tiny_teacher, tmp_path):
+    """It is the teacher's reading that takes days."""
+    wrong = [
+        (
+            {"model": str(permuted(tiny_teacher, tmp_path / "permuted"))},
+            TokenizerMismatch,
+            "does not encode text alike",
+        ),
+        ({"from_teacher": {"layers": 200}}, ModelError, "but the teacher .* has only"),
+        (
+            {"model": str(tiny_teacher), "lora": {"targets": ["foo"]}},
+            ModelError,
+            "no linear layer named foo",
+        ),
+    ]
+    for student, error, message in wrong:
+        with pytest.raises(error, match=message):
+            run(job | {"student": student}, tmp_path / "home")
+        assert not (tmp_path / "home" / "caches").exists()
+    alone = {key: value for key, value in job.items() if key != "train"} | {"kind": "precompute"}
+    assert run(alone | {"student": wrong[0][0]}, tmp_path / "home")["cache"], (
+        "whoever captures alone may say anything"
+    )
+
+
+def test_input_that_is_wrong_is_refused_before_anything_is_written(job, tmp_path):
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run(job, tmp_path / "file" / "home")
+    missing = job | {
+        "data": job["data"] | {"train": "none.txt"},
+        "teacher": {"model": "no/such/folder/x"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        run(missing, tmp_path / "home")
+    assert [problem.pointer for problem in caught.value.problems] == [
+        "/teacher/model",
+        "/data/train/0",
+    ]
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_schedule_that_lacks_its_arguments_is_refused_before_the_capture(job, tmp_path):
+    wrong = job | {"train": job["train"] | {"lr_scheduler_type": "warmup_stable_decay"}}
+    with pytest.raises(ConfigError, match="num_decay_steps"):
+        run(wrong, tmp_path)
+
+
+# ---------------------------------------------------------------------- full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB where the checkpoints go; ``mount -o remount`` frees space on it."""
+    folder = tmp_path / "runs" / "x" / "checkpoints"
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True).returncode != 0
+    ):
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("size", ["300k", "700k"], ids=["for no checkpoint", "for one checkpoint"])
+def test_a_full_disk_ends_the_run_with_a_remedy_and_space_lets_it_go_on(
+    done, job, tmp_path, small_disk, size
+):
+    shutil.copytree(done.home / "caches", tmp_path / "caches")
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(small_disk)], check=True)
+    with pytest.raises(StorageError, match=r"(?i)no space left on") as caught:
+        run(job, tmp_path)
+    assert "Free space" in caught.value.remedy
+    kept = [path.name for path in small_disk.iterdir()]
+    assert kept == ([] if size == "300k" else ["step-00000002"])
+    assert not (tmp_path / "runs" / "x" / "student").exists()
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    listener = Listener()
+    run(job, tmp_path, listener=listener)
+    assert listener.of("metrics")[0]["step"] == (1 if size == "300k" else 3)
+    assert student_bytes(tmp_path) == done.student

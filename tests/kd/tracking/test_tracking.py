@@ -1,0 +1,158 @@
+"""Times, FLOPs, traces, and the trackers that receive a run's numbers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.errors import TrainingError
+from kd.progress import Event, Monitor
+from kd.tracking.stopwatch import Stopwatch, compute_utilisation, count_flops_per_token
+from kd.tracking.trace import SKIPPED_STEPS, Trace
+from kd.tracking.trackers import Trackers, add_trackers
+
+CPU = torch.device("cpu")
+
+
+def test_phases_are_summed_and_shared() -> None:
+    clock = Stopwatch(CPU)
+    for _ in range(2):
+        with clock.phase("long"):
+            time.sleep(0.02)
+    clock.add("waited", 0.01)
+    long, waited = clock.table()
+    assert (long.name, long.count, waited.name, waited.count) == ("long", 2, "waited", 1)
+    assert long.seconds >= 0.04 and long.mean_milliseconds == pytest.approx(1e3 * long.seconds / 2)
+    assert waited.seconds == 0.01 and long.share + waited.share == pytest.approx(1.0)
+
+
+def test_a_phase_that_fails_is_not_counted() -> None:
+    clock = Stopwatch(CPU)
+    with pytest.raises(KeyError, match="inside"), clock.phase("broken"):
+        raise KeyError("inside")
+    assert clock.table() == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_those_of_the_matrix_products(tied: bool) -> None:
+    """Against torch's own count of a forward pass; backward costs twice that."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape)
+    length = 64
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, length, dtype=torch.int64))
+    found = count_flops_per_token(model, 96, length)
+    # Ours halves attention, which need not look ahead; norms are vectors, which torch does not
+    # count.
+    attention = 6 * 3 * 32 * length
+    norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim < 2)
+    assert found + attention - norms == pytest.approx(
+        3 * counter.get_total_flops() / length, rel=1e-6
+    )
+
+
+def test_utilisation_needs_a_known_device() -> None:
+    assert compute_utilisation(1e6, 1e9, CPU) is None
+
+
+def test_a_trace_holds_the_steps_after_the_first_ones(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", 2)
+    written = []
+    for _ in range(SKIPPED_STEPS + 4):
+        torch.ones(3) + 1
+        written.append(trace.step())
+    assert [place for place, path in enumerate(written) if path] == [SKIPPED_STEPS + 1]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::add" for event in events) == 2
+    assert trace.close() is None
+
+
+def test_a_trace_of_a_run_that_ends_early_is_kept(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", 50)
+    for _ in range(SKIPPED_STEPS + 1):
+        torch.ones(3) + 1
+        assert trace.step() is None
+    assert trace.close() == tmp_path / "trace.json"
+
+
+def test_no_trace_is_made_where_none_is_asked_for(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", 0)
+    assert [trace.step() for _ in range(9)] == [None] * 9 and trace.close() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_job(**options: Any) -> JobConfig:
+    student = {"init": {"layers": 1, "hidden_size": 16, "tokenizer": "."}}
+    return parse_config(
+        {
+            "name": "told",
+            "kind": "train",
+            "student": student,
+            "data": {"train": "x"},
+            "loss": {"alpha": 1},
+            "train": {"max_steps": 1, **options},
+        }
+    )
+
+
+def test_tensorboard_is_told_the_numbers(tmp_path: Path) -> None:
+    event_file = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    heard: list[Event] = []
+    trackers = Trackers(make_job(), ("tensorboard",), tmp_path, Monitor(heard.append))
+    monitor = add_trackers(Monitor(heard.append), trackers)
+    monitor.emit("metrics", step=3, loss=2.5, kd_loss=None, note="text")
+    monitor.emit("evaluation", step=4, validation_loss=1.5)
+    monitor.emit("progress", done=4)
+    trackers.finish()
+    found = {}
+    for path in (tmp_path / "tensorboard" / "told").glob("events.out.tfevents.*"):
+        for record in event_file.EventFileLoader(str(path)).Load():
+            found |= {
+                value.tag: (record.step, value.tensor.float_val[0])
+                for value in record.summary.value
+            }
+    assert found["loss"] == (3, 2.5) and found["validation_loss"] == (4, 1.5)
+    assert "note" not in found and "done" not in found
+    assert [event.type for event in heard] == ["metrics", "evaluation", "progress"], (
+        "all others hear the same"
+    )
+
+
+def test_a_tracker_that_is_not_there_ends_the_run_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mlflow", None)  # as where it is not installed
+    with pytest.raises(TrainingError, match=r"train\.report_to mlflow cannot be started") as caught:
+        Trackers(make_job(), ("mlflow",), tmp_path, Monitor())
+    assert "potstill[track]" in caught.value.remedy
+
+
+def test_a_tracker_that_fails_later_costs_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    heard: list[Event] = []
+    trackers = Trackers(make_job(), ("tensorboard",), tmp_path, Monitor(heard.append))
+    trackers._trackers["tensorboard"].writer.close()
+    trackers._trackers[
+        "tensorboard"
+    ].writer = None  # what a client that lost its connection amounts to
+    trackers.log(1, {"loss": 1.0})
+    trackers.log(2, {"loss": 1.0})
+    trackers.finish()
+    assert [event.type for event in heard] == [
+        "warning"
+    ] and "tensorboard is not used any more" in heard[0].data["message"]

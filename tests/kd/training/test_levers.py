@@ -1,0 +1,366 @@
+"""Every setting in the whole loop changes the student, and a stop in the middle does not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cache.store import open_cache
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.errors import ConfigError, Interrupted
+from kd.loss.decoder import TargetDecoder
+from kd.loss.objective import Objective
+from kd.models.lm_head import find_lm_head
+from kd.models.loading import build_student
+from kd.models.precision import Precision
+from kd.models.tokenizers import get_vocabulary_size
+from kd.pipeline import run_precompute
+from kd.progress import SILENT, Event, Monitor
+from kd.text.batches import CachedRecords
+from kd.tracking.metrics import read_metrics
+from kd.training.lookahead import LookAhead
+from kd.training.loop import train
+from tests.support.kd.students import copy_weights
+from tests.support.kd.training import stop_after
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 7
+Job = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Sealed caches of one text, and a job that trains from them."""
+
+    job: Job
+    tokenizer: Any
+    home: Path
+    fingerprints: dict[str, str]
+
+    def config(self, profile: str = "hidden", **sections: Any) -> JobConfig:
+        job = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in self.job.items()
+        }
+        for section, values in sections.items():
+            job[section] = {**job.get(section, {}), **values}
+        job["cache"] = {"profile": profile, "shard_sequences": 8}
+        return parse_config(job)
+
+    def train(
+        self, config: JobConfig, folder: Path, monitor: Monitor = SILENT
+    ) -> dict[str, Tensor]:
+        """The weights that training leaves."""
+        source = CachedRecords(
+            open_cache(self.home / "caches" / self.fingerprints[config.cache.profile])
+        )
+        assert config.train is not None
+        torch.manual_seed(config.train.seed)
+        student = build_student(config.student, self.tokenizer, 32, config.teacher)
+        train(config, source, student, get_vocabulary_size(self.tokenizer), folder, monitor)
+        return copy_weights(student)
+
+
+@pytest.fixture(scope="module")
+def taught(
+    tiny_teacher: Path, tiny_text: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Taught:
+    home = tmp_path_factory.mktemp("taught")
+    job: Job = {
+        "name": "levers",
+        "teacher": {"model": str(tiny_teacher), "batch_size": 8},
+        "student": {"init": {"layers": 2, "hidden_size": 16, "attention_dropout": 0.1}},
+        "data": {
+            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
+            "max_train_samples": 20, "max_eval_samples": 4,
+        },
+        "train": {
+            "max_steps": STEPS, "batch_size": 4, "eval_steps": 3, "save_steps": 2,
+            "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 1,
+        },
+    }  # fmt: skip
+    found = Taught(job, tokenizer, home, {})
+    for profile in ("threshold", "tempered", "hidden"):
+        summary = run_precompute(found.config(profile), home, home, SILENT)
+        found.fingerprints[profile] = summary["cache"]["fingerprint"]
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def plain(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The student of the job with every setting at its default."""
+    torch.set_num_threads(1)
+    return taught.train(taught.config(), tmp_path_factory.mktemp("plain"))
+
+
+LEARNED = {"min": 0.5, "max": 2.0, "learning_rate": 0.1}
+LEVERS: dict[str, dict[str, Any]] = {
+    "alpha": {"loss": {"alpha": 0.6}},
+    "alpha's schedule": {"loss": {"alpha": {"schedule": "cosine", "start": 0.0, "end": 1.0}}},
+    "temperature": {"loss": {"temperature": 1.5}},
+    "temperature's schedule": {
+        "loss": {"temperature": {"schedule": "linear", "start": 2.0, "end": 1.0}}
+    },
+    "adversarial": {"loss": {"temperature": {"mode": "adversarial", "ramp_steps": 1, **LEARNED}}},
+    "entropy": {"loss": {"temperature": {"mode": "entropy", "target_entropy": 2.0, **LEARNED}}},
+    "lookahead": {"loss": {"temperature": {"mode": "lookahead", "interval": 2, **LEARNED}}},
+    "teacher_only": {"loss": {"temperature": {"mode": "teacher_only", "interval": 2, **LEARNED}}},
+    "reverse_kl": {"loss": {"divergence": "reverse_kl"}},
+    "jsd": {"loss": {"divergence": "jsd", "beta": 0.3}},
+    "skew_kl": {"loss": {"divergence": "skew_kl", "beta": 0.2}},
+    "total_variation": {"loss": {"divergence": "total_variation"}},
+    "label_smoothing": {"loss": {"label_smoothing": 0.2}},
+    "z_loss": {"loss": {"z_loss": 0.01}},
+    "entropy_weighting": {"loss": {"entropy_weighting": 1.0}},
+    "features": {"loss": {"features": {"weight": 1.0}}},
+    "features by cosine": {"loss": {"features": {"weight": 1.0, "kind": "cosine"}}},
+    "adafactor": {"train": {"optim": "adafactor"}},
+    "muon": {"train": {"optim": "muon"}},
+    "lion": {"train": {"optim": "lion", "learning_rate": 1e-3}},
+    "lars": {"train": {"optim": "lars", "learning_rate": 1.0}},
+    "schedule_free": {
+        "train": {"optim": "schedule_free", "lr_scheduler_type": "constant_with_warmup"}
+    },
+    "optim_args": {"train": {"optim_args": {"amsgrad": 1}}},
+    "weight_decay": {"train": {"weight_decay": 0.5}},
+    "layer_lr_decay": {"train": {"layer_lr_decay": 0.5}},
+    "onecycle": {"train": {"lr_scheduler_type": "onecycle"}},
+    "warm-up, stable, decay": {
+        "train": {
+            "lr_scheduler_type": "warmup_stable_decay",
+            "lr_scheduler_kwargs": {"num_decay_steps": 3},
+        }
+    },
+    "cosine with a floor": {
+        "train": {
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        }
+    },
+    "ema_decay": {"train": {"ema_decay": 0.9}},
+    "max_grad_norm": {"train": {"max_grad_norm": 0.01, "optim": "lars", "learning_rate": 1.0}},
+    "bf16": {"train": {"precision": "bf16"}},
+    "order by length": {"train": {"order": "length"}, "data": {"packing": False}},
+    "curriculum": {"train": {"order": "curriculum"}},
+    "gradient accumulation": {"train": {"batch_size": 2, "gradient_accumulation_steps": 2}},
+    "LoRA": {"student": {"lora": {"rank": 2}, "init": None, "from_teacher": {"layers": 1}}},
+    "from the teacher": {"student": {"init": None, "from_teacher": {"layers": 1}}},
+}
+#: Settings that leave the weights as they are, or nearly so; tests of their own cover them.
+ALIKE = {"optim_args", "order by length"}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_lever_changes_the_student_and_a_stop_does_not(
+    lever: str, taught: Taught, plain: dict[str, Tensor], tmp_path: Path
+) -> None:
+    sections = {name: part for name, part in LEVERS[lever].items() if name != "data"}
+    config = taught.config(**sections)
+    whole = taught.train(config, tmp_path / "whole")
+    if lever not in ALIKE:
+        assert not same(whole, plain), "the lever is disconnected"
+    with pytest.raises(Interrupted):
+        taught.train(config, tmp_path / "cut", stop_after(3))
+    assert same(taught.train(config, tmp_path / "cut"), whole), "resumed, it is another student"
+    lines = [
+        [
+            line
+            for line in read_metrics(tmp_path / name / "metrics.jsonl")
+            if line["type"] != "check"
+        ]
+        for name in ("cut", "whole")
+    ]
+    assert lines[0] == lines[1]
+
+
+@pytest.fixture
+def half_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 where the product refuses it: the loss scaler is the same one."""
+    half = lambda name, device, tf32=True: Precision(device.type, torch.float16)  # noqa: E731
+    monkeypatch.setattr(Precision, "choose", half)
+
+
+@pytest.mark.usefixtures("half_on_cpu")
+@pytest.mark.parametrize("mode", [None, "adversarial", "lookahead"])
+def test_everything_at_once_resumes_bit_for_bit(
+    taught: Taught, tmp_path: Path, mode: str | None
+) -> None:
+    """Loss scaler, average, curriculum, one cycle, Muon, features and a temperature that learns."""
+    temperature = {"mode": mode, "ramp_steps": 1, "interval": 2, **LEARNED} if mode else 1.0
+    config = taught.config(
+        loss={"temperature": temperature, "features": {"weight": 0.5}, "z_loss": 1e-3,
+              "alpha": 0.3},
+        train={"optim": "muon", "lr_scheduler_type": "onecycle", "warmup_steps": 0,
+               "ema_decay": 0.9, "order": "curriculum", "layer_lr_decay": 0.8,
+               "gradient_checkpointing": "full"},
+    )  # fmt: skip
+    whole = taught.train(config, tmp_path / "whole")
+    for stop in (1, 3, 5):
+        with pytest.raises(Interrupted):
+            taught.train(config, tmp_path / "cut", stop_after(stop))
+    assert same(taught.train(config, tmp_path / "cut"), whole)
+
+
+@pytest.mark.parametrize("profile", ["tempered", "hidden"])
+@pytest.mark.parametrize("mode", ["adversarial", "entropy", "lookahead", "teacher_only"])
+def test_a_learned_temperature_is_told_at_every_step(
+    taught: Taught, tmp_path: Path, profile: str, mode: str
+) -> None:
+    learned = {"mode": mode, "ramp_steps": 1, "interval": 1, **LEARNED}
+    learned |= {"target_entropy": 2.0} if mode == "entropy" else {}
+    config = taught.config(profile, loss={"temperature": learned}, train={"logging_steps": 5})
+    taught.train(config, tmp_path)
+    lines = [
+        line for line in read_metrics(tmp_path / "metrics.jsonl") if line["type"] == "temperature"
+    ]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    temperatures = [line["temperature"] for line in lines]
+    assert temperatures[0] == pytest.approx(1.0) and len(set(temperatures)) > 3, "it moves"
+    assert all(0.5 < each < 2.0 for each in temperatures)
+    assert all(
+        line["temperature_gradient"] is not None and 0 <= line["temperature_margin"] <= 0.5
+        for line in lines
+    )
+
+
+@pytest.mark.parametrize("how", ["full", "sqrt", 2])
+def test_checkpointing_and_chunks_change_no_number(
+    taught: Taught, plain: dict[str, Tensor], tmp_path: Path, how: str | int
+) -> None:
+    checkpointed = taught.train(
+        taught.config(train={"gradient_checkpointing": how}), tmp_path / "a"
+    )
+    assert same(checkpointed, plain)
+    chunked = taught.train(taught.config(train={"logits_chunk": 7}), tmp_path / "b")
+    assert all(torch.allclose(chunked[name], plain[name], atol=1e-4) for name in plain)
+
+
+def test_workers_and_prefetching_change_no_number(
+    taught: Taught, plain: dict[str, Tensor], tmp_path: Path
+) -> None:
+    options = {
+        "dataloader_num_workers": 3,
+        "dataloader_prefetch_factor": 4,
+        "dataloader_pin_memory": False,
+    }
+    assert same(taught.train(taught.config(train=options), tmp_path), plain)
+
+
+def test_a_batch_that_fits_is_left_alone(
+    taught: Taught, plain: dict[str, Tensor], tmp_path: Path
+) -> None:
+    assert same(taught.train(taught.config(train={"auto_batch": True}), tmp_path), plain)
+
+
+def test_the_average_is_what_is_evaluated_and_kept(taught: Taught, tmp_path: Path) -> None:
+    config = taught.config(train={"ema_decay": 0.9, "early_stopping_patience": 100})
+    kept = taught.train(config, tmp_path)
+    trained = taught.train(taught.config(), tmp_path / "plain")
+    assert not same(kept, trained)
+    evaluations = [
+        line for line in read_metrics(tmp_path / "metrics.jsonl") if line["type"] == "evaluation"
+    ]
+    without = [
+        line
+        for line in read_metrics(tmp_path / "plain" / "metrics.jsonl")
+        if line["type"] == "evaluation"
+    ]
+    assert evaluations[0]["validation_loss"] == without[0]["validation_loss"], (
+        "before the first step"
+    )
+    assert evaluations[-1]["validation_loss"] != without[-1]["validation_loss"]
+
+
+def test_a_trace_a_profile_and_a_tracker_are_written(taught: Taught, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    events: list[Event] = []
+    config = taught.config(train={"trace_steps": 2, "report_to": ["tensorboard"]})
+    taught.train(config, tmp_path, Monitor(events.append))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    phases = {phase["name"]: phase for phase in profile["phases"]}
+    assert {
+        "data",
+        "forward",
+        "head",
+        "backward",
+        "optimizer",
+        "evaluation",
+        "checkpoint",
+    } <= phases.keys()
+    assert phases["forward"]["count"] == STEPS and sum(
+        p["share"] for p in phases.values()
+    ) == pytest.approx(1.0)
+    assert (
+        profile["peak_memory_bytes"] > 2**20
+        and profile["tokens_per_second"] > 0
+        and profile["mfu"] is None
+    )
+    assert list((tmp_path / "tensorboard").rglob("events.out.tfevents.*"))
+    assert [
+        event for event in events if event.type == "artifact" and event.data["name"] == "trace.json"
+    ]
+
+
+def test_what_the_records_cannot_serve_is_refused_before_the_first_step(
+    taught: Taught, tmp_path: Path
+) -> None:
+    config = taught.config("hidden", loss={"divergence": "jsd"})
+    served = config.model_copy(update={"cache": taught.config("threshold").cache})
+    with pytest.raises(ConfigError, match="hidden or dense"):
+        taught.train(served, tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_frozen_base_stays_as_it_was(taught: Taught, tmp_path: Path) -> None:
+    config = taught.config(
+        student={"lora": {"rank": 2}, "init": None, "from_teacher": {"layers": 1}}
+    )
+    after = taught.train(config, tmp_path)
+    assert config.student is not None
+    torch.manual_seed(42)
+    before = build_student(config.student, taught.tokenizer, 32, config.teacher)
+    for name, parameter in before.named_parameters():
+        changed = not torch.equal(after[name], parameter)
+        assert changed == parameter.requires_grad == ("lora_" in name), name
+    assert isinstance(before, nn.Module)
+
+
+@pytest.mark.parametrize("teacher_only", [False, True])
+@pytest.mark.parametrize("profile", ["tempered", "hidden"])
+def test_the_slope_that_looks_ahead_is_that_of_the_loss(
+    taught: Taught, profile: str, teacher_only: bool
+) -> None:
+    """A central difference is the reference.
+
+    It has the teacher's part too, which sampled records have in their weights.
+    """
+    source = CachedRecords(open_cache(taught.home / "caches" / taught.fingerprints[profile]))
+    torch.manual_seed(0)
+    student = build_student(taught.config().student, taught.tokenizer, 32).eval()
+    head = find_lm_head(student, get_vocabulary_size(taught.tokenizer))
+    cpu = torch.device("cpu")
+    precision = Precision("cpu", torch.float32)
+    ahead = LookAhead(student, head, source, TargetDecoder.of(source, cpu), 4, precision, cpu)
+    batch = ahead._read_batch(0)
+    objective = Objective(teacher_only=teacher_only)
+    for temperature in (0.7, 1.3):
+        step = 1e-2
+        ends = (ahead._loss(batch, objective, temperature * math.exp(way)) for way in (step, -step))
+        up, down = (float(end.detach()) for end in ends)
+        found = ahead._slope(batch, objective, temperature)
+        assert found == pytest.approx((up - down) / (2 * step), rel=2e-3)

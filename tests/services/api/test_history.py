@@ -1,0 +1,365 @@
+"""The history of a job over HTTP: events as pages and streams, metrics, and the log."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.support.harness import Parts
+from services.api.answers.masked_log import AROUND_BYTES, MaskedLog, mask_secrets
+from services.api.answers.thinning import thin_points
+from services.process.logs import redact
+from tests.support.api import problem, running, serving, sse, statuses, tell
+
+SECRETS = [
+    "kd_" + "A1b2-_x" * 7,
+    "hf_" + "abcDEF12" * 4,
+    "whsec_" + "QUJDREVGRw==",
+    "redis://:a-password@127.0.0.1:6379/0",
+    "https://someone:pass-word@example.org/x",
+    "Authorization: Bearer abcdefghijklmnopqrstuvwxyz",
+    "api_key=verysecretvalue",
+    'password: "verysecretvalue"',
+]
+
+
+@pytest.fixture(scope="module")
+def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    with serving(tmp_path_factory.mktemp("api")) as parts:
+        yield parts
+
+
+def log_of(api: Parts, job_id: str, content: bytes) -> None:
+    folder = api.settings.run_dir(job_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.txt").write_bytes(content)
+
+
+# ---------------------------------------------------------------------- events
+
+
+def test_events_come_in_pages(api: Parts) -> None:
+    claim = running(api)
+    tell(
+        api,
+        claim,
+        *(("warning", {"message": str(number)}) for number in range(7)),
+        ("stage", {"phase": "x"}),
+    )
+    api.jobs.finish(claim, "succeeded")
+    seen: list[dict[str, Any]] = []
+    after = "0"
+    more = True
+    while more:
+        page = api.http.get(f"/jobs/{claim.id}/events", params={"after": after, "limit": 3}).json()
+        assert len(page["data"]) <= 3
+        seen += page["data"]
+        after = page["next_after"]
+        more = page["has_more"]
+    assert [(event["type"], event["data"]) for event in seen] == api.events(claim.id)
+    assert api.http.get(f"/jobs/{claim.id}/events", params={"after": after}).json() == {
+        "data": [],
+        "has_more": False,
+        "next_after": after,
+    }
+    now = datetime.now(UTC)
+    assert all(
+        now - timedelta(minutes=1) < datetime.fromisoformat(event["ts"]) <= now for event in seen
+    )
+
+
+def test_events_are_filtered_by_type(api: Parts) -> None:
+    claim = running(api)
+    tell(api, claim, *((kind, {"message": "x"}) for _ in range(3) for kind in ("warning", "log")))
+    page = api.http.get(f"/jobs/{claim.id}/events", params={"types": "warning", "limit": 2}).json()
+    assert [event["type"] for event in page["data"]] == ["warning", "warning"]
+    assert page["has_more"] is True
+    both = api.http.get(f"/jobs/{claim.id}/events", params={"types": "warning,status"}).json()[
+        "data"
+    ]
+    assert {event["type"] for event in both} == {"warning", "status"}
+    assert api.http.get(f"/jobs/{claim.id}/events", params={"types": "none"}).json()["data"] == []
+
+
+@pytest.mark.parametrize("query", ["after=yesterday", "after=-1", "limit=0", "limit=1001"])
+def test_a_bad_page_is_refused(api: Parts, query: str) -> None:
+    problem(api.http.get(f"/jobs/{running(api).id}/events?{query}"), 422)
+
+
+def test_events_stream_to_the_end_and_resume_anywhere(api: Parts) -> None:
+    claim = running(api)
+    tell(api, claim, *(("metrics", {"step": step, "loss": 1.0}) for step in range(20)))
+    api.jobs.finish(claim, "succeeded")
+    url = f"/jobs/{claim.id}/events/stream"
+    with api.http.stream("GET", url) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        live = list(sse(response))
+    assert statuses(live) == ["queued", "running", "succeeded"]
+    assert [(event["event"], json.loads(event["data"])) for event in live] == api.events(claim.id)
+    for place in (0, len(live) // 2, len(live) - 2, len(live) - 1):
+        with api.http.stream("GET", url, headers={"Last-Event-ID": live[place]["id"]}) as response:
+            assert list(sse(response)) == live[place + 1 :]
+    problem(api.http.get(url, headers={"Last-Event-ID": "yesterday"}), 422)
+
+
+def test_hundreds_of_streams_are_open_at_a_time(api: Parts) -> None:
+    """Each holds a connection to the store; the library's default pool would refuse the 101st."""
+    claim = running(api)
+    address = ("127.0.0.1", api.settings.port)
+    request = f"GET /jobs/{claim.id}/events/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+    with ExitStack() as stack:
+        streams = [
+            stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(150)
+        ]
+        for stream in streams:
+            stream.sendall(request)
+        assert {stream.recv(12) for stream in streams} == {b"HTTP/1.1 200"}
+        api.jobs.finish(claim, "succeeded")
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_both_paths_of_events_serve_the_stream(api: Parts, prefix: str) -> None:
+    """A browser's EventSource names its media type; a client that names none gets a page."""
+    claim = running(api)
+    api.jobs.finish(claim, "succeeded")
+    url = f"{prefix}/jobs/{claim.id}/events"
+    with api.http.stream("GET", url, headers={"Accept": "text/event-stream"}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert statuses(list(sse(response))) == ["queued", "running", "succeeded"]
+    assert api.http.get(url).headers["content-type"] == "application/json"
+
+
+def test_a_stream_ends_when_its_job_is_deleted(api: Parts) -> None:
+    claim = running(api)
+    with api.http.stream("GET", f"/jobs/{claim.id}/events/stream") as response:
+        lines = response.iter_lines()
+        next(lines)
+        api.jobs.finish(claim, "succeeded")
+        api.jobs.change("delete", claim.id)
+        for _ in lines:
+            pass
+
+
+def test_a_long_history_comes_whole(api: Parts) -> None:
+    claim = running(api)
+    for number in range(4):
+        tell(api, claim, *(("warning", {"message": f"{number} {index}"}) for index in range(500)))
+    api.jobs.finish(claim, "succeeded")
+    with api.http.stream("GET", f"/jobs/{claim.id}/events/stream") as response:
+        assert len(list(sse(response))) == 2003
+    page = api.http.get(f"/jobs/{claim.id}/events", params={"limit": 1000}).json()
+    assert (len(page["data"]), page["has_more"]) == (1000, True)
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def metrics(api: Parts, job_id: str, **query: Any) -> dict[str, dict[str, Any]]:
+    answer = api.http.get(f"/jobs/{job_id}/metrics", params=query)
+    assert answer.status_code == 200, answer.text
+    return {series["name"]: series for series in answer.json()["series"]}
+
+
+def test_metrics_are_one_series_each(api: Parts) -> None:
+    claim = running(api)
+    tell(
+        api,
+        claim,
+        *(("metrics", {"step": step, "loss": 4.0 / step, "kd_loss": None}) for step in range(1, 5)),
+    )
+    tell(api, claim, ("evaluation", {"step": 4, "validation_loss": 2.5}))
+    found = metrics(api, claim.id)
+    assert set(found) == {"loss", "validation_loss"}, "a metric that was never known has no series"
+    assert found["loss"] == {
+        "name": "loss",
+        "steps": [1, 2, 3, 4],
+        "values": [4.0, 2.0, 4 / 3, 1.0],
+        "points": 4,
+    }
+    assert (found["validation_loss"]["steps"], found["validation_loss"]["values"]) == ([4], [2.5])
+    assert set(metrics(api, claim.id, names="loss,temperature")) == {"loss"}
+    assert metrics(api, claim.id, after_step=2)["loss"]["steps"] == [3, 4]
+    assert metrics(api, claim.id, after_step=4) == {}
+    assert api.http.get(f"/jobs/{claim.id}/metrics").json()["last_step"] == 4
+
+
+def test_a_step_that_is_taken_again_counts_once(api: Parts) -> None:
+    claim = running(api)
+    tell(api, claim, ("metrics", {"step": 1, "loss": 3.0}), ("metrics", {"step": 2, "loss": 2.0}))
+    tell(api, claim, ("metrics", {"step": 2, "loss": 2.5}))
+    assert metrics(api, claim.id)["loss"]["values"] == [3.0, 2.5]
+
+
+def test_a_long_history_is_thinned_out_and_shows_its_spikes(api: Parts) -> None:
+    claim = running(api)
+    steps = range(0, 30_000, 10)
+    for start in range(0, len(steps), 500):
+        some = steps[start : start + 500]
+        tell(
+            api,
+            claim,
+            *(("metrics", {"step": s, "loss": 99.0 if s == 12_340 else 1 / (s + 1)}) for s in some),
+        )
+    found = metrics(api, claim.id, max_points=50)["loss"]
+    assert found["points"] == 3000
+    assert len(found["steps"]) <= 50
+    assert found["steps"] == sorted(found["steps"])
+    assert (found["steps"][0], found["steps"][-1]) == (0, 29_990)
+    assert dict(zip(found["steps"], found["values"], strict=True))[12_340] == 99.0
+
+
+points = st.lists(
+    st.tuples(st.integers(0, 10**6), st.floats(-1e9, 1e9)),
+    min_size=1,
+    max_size=300,
+    unique_by=lambda p: p[0],
+)
+
+
+@given(points.map(sorted), st.integers(4, 60))
+def test_thinning_invents_no_point_and_loses_no_extreme(
+    series: list[tuple[int, float]], limit: int
+) -> None:
+    kept = thin_points(series, limit)
+    assert len(kept) <= limit
+    assert kept == sorted(set(kept))
+    assert set(kept) <= set(series)
+    assert (kept[0], kept[-1]) == (series[0], series[-1])
+    assert len(kept) == len(series) or len(series) > limit
+    assert min(value for _, value in kept) == min(value for _, value in series)
+    assert max(value for _, value in kept) == max(value for _, value in series)
+
+
+# ---------------------------------------------------------------------- log
+
+
+def test_a_job_that_has_not_run_has_an_empty_log(api: Parts) -> None:
+    answer = api.http.get(f"/jobs/{running(api).id}/logs")
+    assert (answer.status_code, answer.text) == (200, "")
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+def test_a_log_comes_whole_in_part_and_by_its_end(api: Parts) -> None:
+    job_id = running(api).id
+    content = b"".join(b"line %d\n" % number for number in range(2000))
+    log_of(api, job_id, content)
+
+    def get(**headers: str) -> httpx.Response:
+        return api.http.get(f"/jobs/{job_id}/logs", headers=headers)
+
+    assert get().content == content
+    assert get().headers["accept-ranges"] == "bytes"
+    for asked, start, stop in (
+        ("bytes=0-9", 0, 10),
+        ("bytes=100-", 100, len(content)),
+        ("bytes=-20", len(content) - 20, len(content)),
+        ("bytes=5-999999", 5, len(content)),
+        ("bytes=-999999", 0, len(content)),
+    ):
+        answer = get(Range=asked)
+        assert (answer.status_code, answer.content) == (
+            206 if stop - start < len(content) else 200,
+            content[start:stop],
+        )
+        if answer.status_code == 206:
+            assert answer.headers["content-range"] == f"bytes {start}-{stop - 1}/{len(content)}"
+    for ignored in ("bytes=x-y", "lines=1-2", "bytes=-", "bytes=0-1,4-5"):
+        assert (get(Range=ignored).status_code, get(Range=ignored).content) == (200, content)
+    for beyond in (f"bytes={len(content)}-", "bytes=-0", "bytes=9-3"):
+        assert problem(get(Range=beyond), 416)
+        assert get(Range=beyond).headers["content-range"] == f"bytes */{len(content)}"
+    assert api.http.get(f"/jobs/{job_id}/logs", params={"tail": 2}).text == "line 1998\nline 1999\n"
+    assert api.http.get(f"/jobs/{job_id}/logs", params={"tail": 9999}).content == content
+    problem(api.http.get(f"/jobs/{job_id}/logs", params={"tail": 0}), 422)
+    head = api.http.head(f"/jobs/{job_id}/logs")
+    assert (head.status_code, head.content, head.headers["content-length"]) == (
+        200,
+        b"",
+        str(len(content)),
+    )
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"a", b"a\n", b"a\nb", b"a\nb\n", b"\n\n\n", b"x" * 9000 + b"\ny\n"]
+)
+def test_the_last_lines_are_those_that_python_splits(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(content)
+    for lines in (1, 2, 3, 10):
+        log = MaskedLog(tmp_path, tmp_path / "log")
+        expected = b"".join(content.splitlines(keepends=True)[-lines:])
+        assert log.read(log.find_tail(lines), log.size) == expected
+        log.close()
+
+
+def test_a_log_shows_no_secret_whatever_part_is_asked_for(api: Parts) -> None:
+    job_id = running(api).id
+    rng = random.Random(3)
+    filler = "".join(rng.choice("abcdef \n") for _ in range(3 * AROUND_BYTES))
+    text = filler + "".join(f"\n{secret}\n{filler[:700]}" for secret in SECRETS) + "é"
+    log_of(api, job_id, text.encode())
+    whole = api.http.get(f"/jobs/{job_id}/logs").content
+    assert len(whole) == len(text.encode()), "every byte stays at its place"
+    words = [
+        b"A1b2",
+        b"abcDEF",
+        b"QUJD",
+        b"a-password",
+        b"pass-word",
+        b"abcdefghijklm",
+        b"verysecretvalue",
+    ]
+    assert not [word for word in words if word in whole]
+    for start in range(3 * AROUND_BYTES, len(whole), 37):
+        part = api.http.get(
+            f"/jobs/{job_id}/logs", headers={"Range": f"bytes={start}-{start + 40}"}
+        ).content
+        assert part == whole[start : start + 41]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_job_log_hides_what_the_service_s_own_logs_hide(secret: str) -> None:
+    text = f"before {secret} after"
+    shown = mask_secrets(text)
+    assert len(shown) == len(text)
+    assert re.sub(r"\*+", "***", shown) == redact(text)
+
+
+def test_a_word_that_is_known_to_be_secret_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes("the pässword is swördfish here".encode())
+    log = MaskedLog(tmp_path, tmp_path / "log", ("swördfish",))
+    assert log.read(0, log.size) == "the pässword is ********** here".encode()
+    log.close()
+
+
+def test_a_log_of_any_text_is_read_quickly(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"a." * 50_000)
+    log = MaskedLog(tmp_path, tmp_path / "log")
+    before = time.process_time()
+    assert log.read(0, log.size) == b"a." * 50_000
+    assert time.process_time() - before < 5
+    log.close()
+
+
+def test_a_log_that_is_a_link_is_not_followed(api: Parts, tmp_path: Path) -> None:
+    job_id = running(api).id
+    (tmp_path / "secret").write_text("hidden")
+    log_of(api, job_id, b"")
+    log = api.settings.run_dir(job_id) / "log.txt"
+    log.unlink()
+    log.symlink_to(tmp_path / "secret")
+    answer = api.http.get(f"/jobs/{job_id}/logs")
+    assert (answer.status_code, answer.text) == (200, "")

@@ -1,0 +1,490 @@
+"""The dashboard in a browser: a real API with a real store, and Chromium if it is installed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from bench.support.harness import Parts, make_config
+from services.api.routes.dashboard import FOLDER, PAGES, POLICY
+from services.store.callers import Caller
+from services.store.jobs.leases import Claim
+from tests.support.api import problem, serving, tell, valid, with_keys
+
+VENDOR = FOLDER / "vendor"
+FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+QUIET = [
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+]
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
+
+
+@pytest.fixture(scope="module")
+def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    with serving(tmp_path_factory.mktemp("api")) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        sandbox = [] if os.geteuid() else ["--no-sandbox"]
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=[*sandbox, *QUIET])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A new tab; the test fails if the tab logged an error or a warning."""
+    context = browser.new_context()
+    tab = context.new_page()
+    wrong: list[str] = []
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on(
+        "console",
+        lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None,
+    )
+    yield tab
+    context.close()
+    # The browser logs a 404 as "Failed to load resource"; some tests provoke one.
+    assert [line for line in wrong if "Failed to load resource" not in line] == []
+
+
+def claim_job(api: Parts, name: str) -> Claim:
+    """Create a job and claim it, so that the test acts as its worker."""
+    claim = api.jobs.claim(api.jobs.create(make_config(name)).id, "train", "test", 600)
+    assert claim is not None
+    return claim
+
+
+def open_page(page: Page, api: Parts, path: str = "") -> None:
+    page.goto(f"{api.settings.server}/#/{path}")
+
+
+# ---------------------------------------------------------------------- the files
+
+
+class Links(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {"style", "onclick", "onload"} & {name for name, _ in attrs}, (
+            "the policy forbids what is inline"
+        )
+        assert tag != "style"
+        found = {name: value for name, value in attrs if value}
+        if tag in ("script", "link"):
+            self.found.append(found.get("src") or found["href"])
+
+
+def test_the_page_and_all_that_it_loads_are_there(api: Parts) -> None:
+    waiting: list[str] = []
+    for path in PAGES:
+        answer = api.http.get(path)
+        assert answer.headers["content-security-policy"] == POLICY
+        assert answer.headers["content-type"].startswith("text/html")
+        waiting += Links(answer.text).found
+    seen = set()
+    while waiting:
+        name = waiting.pop()
+        file = api.http.get(f"/{name}")
+        assert file.status_code == 200, name
+        assert file.headers["cache-control"] == "no-cache"
+        assert file.headers["x-content-type-options"] == "nosniff"
+        seen.add(name.removeprefix("dashboard/"))
+        if name.endswith(".js") and "vendor" not in name:
+            assert file.headers["content-type"].startswith("text/javascript")
+            modules = re.findall(r'from "\./([\w.]+)"', file.text)
+            waiting += [f"dashboard/{module}" for module in modules if module not in seen]
+    there_is = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()}
+    assert there_is - seen == {*PAGES.values(), "vendor/README.md", "vendor/uPlot.LICENSE"}
+
+
+def test_a_file_is_not_sent_again_unless_it_changed(api: Parts) -> None:
+    answer = api.http.get("/dashboard/main.js")
+    again = api.http.get("/dashboard/main.js", headers={"If-None-Match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert api.http.head("/").status_code == 200
+    problem(api.http.get("/dashboard/nothing.js"), 404)
+    problem(api.http.get("/dashboard/..%2f..%2fpyproject.toml"), 404)
+    problem(api.http.post("/dashboard/main.js"), 405)
+    problem(api.http.post("/"), 405)
+
+
+def test_vendored_files_are_those_that_their_list_names() -> None:
+    listed = re.findall(
+        r"^\| ([\w.]+) \|.*\| (\w{64}) \|$", (VENDOR / "README.md").read_text(), re.MULTILINE
+    )
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in VENDOR.glob("uPlot.*.*")
+    }
+    assert dict(listed) == found
+    assert (VENDOR / "uPlot.LICENSE").read_text().startswith("The MIT License")
+
+
+# ---------------------------------------------------------------------- the pages
+
+
+@in_browser
+def test_a_job_appears_and_changes_without_a_reload(page: Page, api: Parts) -> None:
+    open_page(page, api)
+    claim = claim_job(api, "appears")
+    row = page.get_by_role("row").filter(has_text="appears")
+    expect(row).to_contain_text("running")
+    tell(
+        api,
+        claim,
+        ("progress", {"done": 3, "total": 10, "unit": "steps", "fraction": 0.3, "eta_seconds": 61}),
+    )
+    expect(row).to_contain_text("30%")
+    expect(row).to_contain_text("1 min 1 s")
+    row.get_by_role("link").focus()
+    api.jobs.finish(claim, "succeeded")
+    expect(row).to_contain_text("succeeded")
+    expect(row.get_by_role("link")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("appears")
+
+
+@in_browser
+def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "curves")
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_text("running").first).to_be_visible()
+    assert page.get_by_role("img").count() == 0
+    tell(
+        api,
+        claim,
+        ("evaluation", {"step": 3, "validation_perplexity": 50.5, "validation_kl": 0.25}),
+    )
+    expect(page.get_by_role("figure")).to_have_text([re.compile("^Perplexity"), re.compile("^KL")])
+    points = [
+        ("metrics", {"step": step, "loss": 9.0 - step, "perplexity": 100.0 - step})
+        for step in (1, 2, 3)
+    ]
+    tell(api, claim, *points, ("cache", {"fingerprint": FINGERPRINT, "bytes_per_token": 23.1}))
+    expect(page.get_by_role("figure")).to_have_text(
+        [re.compile(name) for name in ("^Loss", "^Perplexity", "^KL")]
+    )
+    picture = page.get_by_role("img", name="Loss, nats per token")
+    expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 6 at step 3.")
+    both = "Perplexity: perplexity 97 at step 3, validation perplexity 50.5 at step 3."
+    expect(page.get_by_role("img", name="Perplexity")).to_have_attribute("aria-label", both)
+    assert count_painted_pixels(page) > 100
+    expect(page.get_by_role("link", name=FINGERPRINT[:12])).to_be_visible()
+    tell(api, claim, ("evaluation", {"step": 2, "validation_kl": 0.0}))
+    page.get_by_label("logarithmic").check()
+    expect(page.get_by_role("img")).to_have_count(3)
+    assert count_painted_pixels(page) > 100
+    tell(api, claim, ("metrics", {"step": 4, "loss": 0.5}))
+    expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 0.5 at step 4.")
+    assert page.get_by_role("img").count() == 3
+
+
+def count_painted_pixels(page: Page) -> int:
+    """Count the pixels of the first chart that have any colour."""
+    return int(
+        page.evaluate(
+            """() => {
+                const canvas = document.querySelector("canvas");
+                const context = canvas.getContext("2d");
+                const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+                return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+            }"""
+        )
+    )
+
+
+@in_browser
+def test_names_and_messages_are_text(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "text")
+    attack = "<img src=x onerror='document.title=\"owned\"'><b>bold</b>"
+    api.settings.run_dir(claim.id).mkdir(parents=True)
+    (api.settings.run_dir(claim.id) / "log.txt").write_text(f"{attack}\n")
+    tell(api, claim, ("warning", {"message": attack}))
+    api.jobs.finish(
+        claim, "failed", {"type": "bug", "detail": f"Because {attack}", "remedy": attack}
+    )
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_role("alert").first).to_contain_text(f"bug Because {attack}")
+    expect(page.get_by_role("listitem").filter(has_text="onerror")).to_have_count(1)
+    page.get_by_text("Log", exact=True).click()
+    expect(page.locator("details pre").first).to_contain_text(attack)
+    assert page.locator("main img, main b").count() == 0
+    assert page.title() == "Potstill"
+
+
+@in_browser
+def test_a_job_is_paused_resumed_and_cancelled(page: Page, api: Parts) -> None:
+    job_id = api.jobs.create(make_config("obeys")).id
+    open_page(page, api, f"jobs/{job_id}")
+    actions = {"pause": "paused", "resume": "queued", "cancel": "cancelled", "retry": "queued"}
+    for action, status in actions.items():
+        page.get_by_role("button", name=action).click()
+        expect(page.locator(".chip")).to_have_text(status)
+        assert api.job(job_id).status == status
+    claim = api.jobs.claim(job_id, "train", "test", 600)
+    assert claim is not None
+    expect(page.locator(".chip")).to_have_text("running", timeout=10_000)
+    expect(page.get_by_role("listitem")).to_have_text(
+        [re.compile(status) for status in ("running", *reversed(api.statuses(job_id)[:-1]))]
+    )
+
+
+@in_browser
+def test_a_search_shows_its_trials(page: Page, api: Parts) -> None:
+    search = start_search(api)
+    open_page(page, api, f"jobs/{search.id}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("best")
+    assert page.get_by_role("heading", name="Trials").count() == 0
+    api.jobs.create_trial(search, 0, make_config("best-0"))
+    page.get_by_role("table", name="Trials").get_by_role("link", name="best-0").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("best-0")
+
+
+def start_search(api: Parts) -> Claim:
+    """Create a search and claim it; if the API's reconciler was faster, try another one."""
+    space = {"train.learning_rate": {"choices": [0.1, 0.2]}}
+    data = {"train": "text.txt", "validation_fraction": 0.1}
+    claim = None
+    while claim is None:
+        job_id = api.jobs.create(
+            make_config("best", "search", search={"space": space}, data=data)
+        ).id
+        capture = api.jobs.claim(job_id, "precompute", "test", 600)
+        assert capture is not None
+        api.jobs.advance(capture, "search")
+        claim = api.jobs.claim(job_id, "search", "test", 600)
+    return claim
+
+
+@in_browser
+def test_a_refusal_of_the_server_is_shown(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "refuses")
+    open_page(page, api, f"jobs/{claim.id}")
+    button = page.get_by_role("button", name="pause")
+    expect(button).to_be_visible()
+    page.route("**/pause", lambda route: (api.jobs.finish(claim, "succeeded"), route.continue_()))
+    button.click()
+    expect(page.get_by_role("alert").first).to_contain_text("succeeded")
+
+
+@in_browser
+def test_a_new_job_is_checked_then_created(page: Page, api: Parts) -> None:
+    old = api.jobs.create(make_config("old")).id
+    open_page(page, api, f"new?from={old}")
+    editor = page.get_by_role("textbox")
+    expect(editor).to_have_value(re.compile('"name": "old"'))
+    editor.fill("{")
+    page.get_by_role("button", name="Check").click()
+    expect(page.get_by_text("This is not JSON")).to_be_visible()
+    body = valid("posted", str(api.settings.home / "inputs"))
+    editor.fill(json.dumps(body | {"seed": 1}))
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("alert")).to_contain_text("/seed")
+    editor.fill(json.dumps(body))
+    page.get_by_role("button", name="Check").click()
+    expect(page.get_by_text("This job would be accepted.")).to_be_visible()
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("posted")
+    job_id = page.url.rpartition("/")[2]
+    assert api.job(job_id).name == "posted"
+
+
+@in_browser
+def test_files_of_a_job_are_downloaded(page: Page, api: Parts) -> None:
+    report = make_finished_job(api, "made")
+    open_page(page, api)
+    page.get_by_role("link", name="made", exact=True).click()
+    expect(page.get_by_role("heading", name="Report")).to_be_visible()
+    check_download(page, "report.md", "# made\n")
+    report.unlink()
+    page.route("**/artifacts/report.md", lambda route: route.abort())
+    # With a key the page fetches the file itself, because a link cannot send the key.
+    page.evaluate("sessionStorage.setItem('potstill-key', 'kd_any')")
+    page.get_by_role("button", name="report.md").click()
+    expect(page.get_by_role("alert")).to_contain_text("does not answer")
+
+
+REPORT = """# told
+
+## <b>bold</b> of `a|b`
+
+One line
+and the next.
+
+| text | perplexity |
+|---|---:|
+| student \\| teacher | 70.75 |
+| | |
+
+- Cache: `89b9`.
+- <img src=x onerror=alert(1)>
+
+![Reliability](reliability.png)
+
+![Training](curves.png)
+
+![Gone](gone.png)
+
+#no heading
+| alone
+-
+
+    | quoted |
+      as it *is*
+"""
+
+
+@in_browser
+def test_a_report_s_markdown_becomes_elements(page: Page, api: Parts) -> None:
+    make_finished_job(api, "told", text=REPORT)
+    open_page(page, api)
+    page.get_by_role("link", name="told", exact=True).click()
+    report = page.get_by_role("region", name="Report")
+    expect(report.get_by_role("heading")).to_have_text(["Report", "<b>bold</b> of a|b"])
+    expect(report.locator("p")).to_have_text(["One line and the next.", "#no heading", "-"])
+    expect(report.locator("table").first.locator("td")).to_have_text(
+        ["student | teacher", "70.75", "", ""]
+    )
+    expect(report.get_by_role("listitem")).to_have_text(
+        ["Cache: 89b9.", "<img src=x onerror=alert(1)>"]
+    )
+    expect(report.locator("code")).to_have_text(["a|b", "89b9"])
+    expect(report.locator("pre")).to_have_text("| quoted |\n  as it *is*")
+    picture = report.get_by_role("img")
+    expect(picture).to_have_count(1)  # the curves are charts already, and one picture is missing
+    expect(picture).to_have_js_property("naturalWidth", 1)
+    # With a key the page fetches the file itself, because a link cannot send the key.
+    page.evaluate("sessionStorage.setItem('potstill-key', 'kd_any')")
+    page.reload()
+    expect(picture).to_have_attribute("src", re.compile("^blob:"))
+    expect(picture).to_have_js_property("naturalWidth", 1)
+
+
+@in_browser
+def test_a_warning_of_the_report_is_the_first_thing_on_the_page(page: Page, api: Parts) -> None:
+    text = "# poor\n\n> Warning: The student is worse than `plain` <b>text</b>.\n\nMore.\n"
+    make_finished_job(api, "poor", text=text)
+    open_page(page, api)
+    page.get_by_role("link", name="poor", exact=True).click()
+    said = "Warning: The student is worse than plain <b>text</b>."
+    warning = page.get_by_role("alert").filter(has_text=said)
+    expect(warning).to_have_text(said)
+    above = "([a, b]) => a.compareDocumentPosition(b) & Node.DOCUMENT_POSITION_FOLLOWING"
+    heading = page.get_by_role("heading", name="poor")
+    assert page.evaluate(above, [warning.element_handle(), heading.element_handle()])
+    report = page.get_by_role("region", name="Report")
+    expect(report.locator("p")).to_have_text([said, "More."])
+
+
+@in_browser
+def test_a_perplexity_has_its_tokens_and_its_interval_beside_it(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "measured")
+    found = {"validation_perplexity": 70.75, "validation_tokens": 1500}
+    ends = {"validation_perplexity_low": 60.25, "validation_perplexity_high": 81.5}
+    tell(api, claim, ("evaluation", {"step": 1, **found, **ends}))
+    shown = "70.75 (1,500 tokens, 95 % interval 60.25 to 81.5)"
+    open_page(page, api)
+    expect(page.get_by_role("row").filter(has_text="measured")).to_contain_text(shown)
+    page.get_by_role("link", name="measured", exact=True).click()
+    expect(page.get_by_text(shown)).to_be_visible()
+
+
+def make_finished_job(api: Parts, name: str, *owner: Caller, text: str = "# made\n") -> Path:
+    """Create a job that succeeded, with a report and pictures; return the path of the report."""
+    job_id = api.jobs.create(make_config(name), *owner).id
+    claim = api.jobs.claim(job_id, "train", "test", 600)
+    assert claim is not None
+    report = api.settings.run_dir(job_id) / "report.md"
+    report.parent.mkdir(parents=True)
+    report.write_text(text)
+    for path in (report, report.with_name("reliability.png"), report.with_name("curves.png")):
+        if path != report:
+            path.write_bytes(PIXEL)
+        tell(api, claim, ("artifact", {"name": path.name, "path": str(path)}))
+    api.jobs.finish(claim, "succeeded")
+    return report
+
+
+def check_download(page: Page, name: str, content: str) -> None:
+    with page.expect_download() as download:
+        page.get_by_role("button", name=name).click()
+    assert download.value.suggested_filename == name
+    assert Path(download.value.path()).read_text() == content
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    "path", ["", "new", "caches", "workers", "nowhere", "jobs/job_0", "caches/0"]
+)
+def test_every_page_fits_the_screen_of_a_phone(
+    browser: Browser, api: Parts, path: str, scheme: Any
+) -> None:
+    tab = browser.new_page(viewport={"width": 360, "height": 700}, color_scheme=scheme)
+    open_page(tab, api, path)
+    expect(tab.get_by_role("heading", level=1)).to_be_visible()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    tab.close()
+
+
+@in_browser
+def test_an_absent_server_is_reported_and_asked_again(page: Page, api: Parts) -> None:
+    open_page(page, api, f"jobs/{api.jobs.create(make_config('away')).id}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("away")
+    page.context.set_offline(True)
+    page.get_by_text("Log", exact=True).click()
+    expect(page.locator("details pre").first).to_contain_text("fetch")
+    expect(page.get_by_role("status")).to_have_text("The server does not answer; trying again.")
+    page.context.set_offline(False)
+    expect(page.get_by_role("status")).to_have_text("")
+
+
+@in_browser
+@pytest.mark.usefixtures("_server_binary")
+def test_the_page_asks_for_a_key_and_shows_only_its_jobs(page: Page, tmp_path: Path) -> None:
+    file, keys = with_keys(tmp_path, ann="write", bob="write")
+    with serving(tmp_path / "home", api_keys_file=file) as parts:
+        assert httpx.get(f"{parts.settings.server}/dashboard/main.js").is_success
+        make_finished_job(parts, "of-ann", Caller("ann"))
+        parts.jobs.create(make_config("of-bob"), Caller("bob"))
+        open_page(page, parts)
+        question = page.get_by_role("dialog")
+        question.locator("input").fill("kd_wrong")
+        question.get_by_role("button").click()
+        expect(question.locator(".error")).to_contain_text("key")
+        question.locator("input").fill(keys["ann"])
+        question.get_by_role("button").click()
+        expect(page.get_by_role("link", name="of-ann")).to_be_visible()
+        assert page.get_by_text("of-bob").count() == 0
+        page.reload()
+        page.get_by_role("link", name="of-ann").click()
+        check_download(page, "report.md", "# made\n")
+        assert page.evaluate("localStorage.length === 0 && document.cookie === ''")

@@ -1,0 +1,90 @@
+"""The options of all commands, and what a pipe gets of help and usage errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bench.support.paths import ROOT
+from services.terminal import cli
+from services.terminal.commands import caches, jobs, upkeep, validate
+from tests.support.commands import kd, load_commands, parse_kd
+
+#: Options that act at once, so that their negative would mean nothing.
+ACTIONS = {"version", "install_completion", "show_completion", "verbose"}
+#: The exit code of a program that Ctrl-C ended.
+INTERRUPTED = 130
+
+
+def walk(words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command with its words, the groups too."""
+    command = load_commands()
+    for word in words:
+        command = command.commands[word]
+    yield words, command
+    for name in getattr(command, "commands", {}):
+        yield from walk((*words, name))
+
+
+def test_h_shows_the_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, command in walk():
+        with pytest.raises((SystemExit, Exception)) as ended:
+            parse_kd([*words, "-h"])
+        assert getattr(ended.value, "exit_code", None) == 0, words
+        assert (command.help or "").partition("\n")[0] in capsys.readouterr().out
+
+
+def test_every_switch_can_be_switched_off() -> None:
+    switches = [
+        (words, option)
+        for words, command in walk()
+        for option in command.params
+        if getattr(option, "is_flag", False) and option.name not in ACTIONS
+    ]
+    assert len(switches) > 20
+    assert [
+        (words, option.opts)
+        for words, option in switches
+        if not any(name.startswith("--no-") for name in option.secondary_opts)
+    ] == []
+
+
+@pytest.mark.parametrize("words", [["nonsense"], ["jobs", "ls", "--frobnicate-all-the-jobs"]])
+def test_a_pipe_gets_an_error_on_one_line(words: list[str]) -> None:
+    done = kd(*words, COLUMNS="50")
+    assert done.returncode == cli.INVALID
+    assert done.stderr.splitlines()[-1].startswith("Error: No such ")
+    assert words[-1] in done.stderr.splitlines()[-1]
+
+
+def test_a_pipe_gets_whole_sentences_of_help() -> None:
+    lines = kd("jobs", "-h", COLUMNS="50").stdout.splitlines()
+    wanted = "Stop a job for now; a running job saves its state first, and then frees its worker."
+    assert [line for line in lines if wanted in line]
+
+
+def test_a_terminal_gets_frames() -> None:
+    program = (
+        "import os, pty, sys\n"
+        "command = [sys.executable, '-m', 'services.terminal.cli', '-h']\n"
+        "pty.spawn(command)\n"
+    )
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL
+    ).stdout
+    assert "╭" in shown and "Commands" in shown
+
+
+def test_the_guide_lists_every_exit_code() -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = guide.partition("## Exit codes\n")[2].partition("\n## ")[0]
+    listed = set(map(int, re.findall(r"^\| (\d+) \|", section, re.MULTILINE)))
+    used = {cli.FAILED, cli.INVALID, cli.UNREACHABLE, caches.UNVERIFIED, upkeep.DIFFERENT}
+    used |= {validate.INVALID, INTERRUPTED, *jobs.EXIT_OF_STATUS.values()}
+    assert listed == used | {0}

@@ -1,0 +1,296 @@
+"""The device of a worker, with the driver's library or with a stand-in for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.harness import Parts, wait_until
+from bench.support.paths import ROOT
+from services.store.queue import publish_hint
+from services.worker import devices, memory
+from services.worker.devices import DeviceError, Gpu, WorkerDevice, take_device
+
+A = "GPU-aaaa"
+B = "GPU-bbbb"
+C = "GPU-cccc"
+TWO = f"{A} 1000\n{B} 2000\n"
+
+TAKE = """
+import json, os, sys
+from pathlib import Path
+from cache.errors import PotstillError
+from services.worker.devices import take_device
+try:
+    device = take_device(os.environ.get("KD_DEVICES"), Path(sys.argv[1]))
+    uuids = [gpu.uuid for gpu in device.gpus]
+    print(json.dumps([device.kind, uuids, device.build_environment()]), flush=True)
+except PotstillError as error:
+    print(json.dumps([error.type, error.detail, error.remedy]), flush=True)
+sys.stdin.read()
+"""
+
+Run = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in for libnvidia-ml."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        if os.environ.get("CI"):
+            pytest.fail("no C compiler")
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("nvml")
+    out = folder / "libnvidia-ml.so.1"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", out, ROOT / "tests" / "support" / "nvml.c"], check=True
+    )
+    return folder
+
+
+@pytest.fixture
+def driver(library: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables with which a process sees the GPUs that the file gpus lists."""
+    (tmp_path / "gpus").write_text(TWO)
+    return {"LD_LIBRARY_PATH": str(library), "NVML_GPUS": str(tmp_path / "gpus")}
+
+
+@pytest.fixture
+def run(driver: dict[str, str], tmp_path: Path) -> Iterator[Run]:
+    """A process that takes a device and keeps it until its stdin ends."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(**environment: str) -> subprocess.Popen[str]:
+        plain = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CUDA_", "KD_"))
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", TAKE, str(tmp_path / "home")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=ROOT,
+                env=plain | driver | environment,
+            )
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def told(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def test_each_worker_takes_a_gpu_of_its_own(run: Run) -> None:
+    assert told(run()) == ["cuda", [A], {"CUDA_VISIBLE_DEVICES": A}]
+    second = run()
+    assert told(second) == ["cuda", [B], {"CUDA_VISIBLE_DEVICES": B}]
+    third = run()
+    time.sleep(2)
+    assert third.poll() is None
+    second.kill()
+    assert told(third)[1] == [B], "it waited for a free one"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [B]),
+        ({"CUDA_VISIBLE_DEVICES": B}, [B]),
+        ({"CUDA_VISIBLE_DEVICES": "7,0"}, []),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"KD_DEVICES": "1"}, [B]),
+        ({"KD_DEVICES": "1, 0"}, [B, A]),
+        ({"KD_DEVICES": "GPU-bb", "CUDA_VISIBLE_DEVICES": "0"}, [B]),
+        ({"KD_DEVICES": "cpu"}, []),
+    ],
+)
+def test_the_operator_says_which(
+    run: Run, environment: dict[str, str], expected: list[str]
+) -> None:
+    kind, found, _ = told(run(**environment))
+    assert (kind, found) == ("cuda" if expected else "cpu", expected)
+
+
+def test_a_worker_of_two_gpus_waits_for_both(run: Run) -> None:
+    first = run()
+    assert told(first)[1] == [A]
+    both = run(KD_DEVICES="0,1")
+    time.sleep(1.5)
+    assert both.poll() is None
+    assert told(run())[1] == [B], "it holds neither while it waits"
+
+
+def test_a_gpu_that_does_not_exist_is_named(run: Run) -> None:
+    word, detail, remedy = told(run(KD_DEVICES="2"))
+    assert word == "device_lost"
+    assert "'2'" in detail
+    assert A in remedy
+
+
+def test_a_driver_in_trouble_is_no_reason_to_compute_on_the_cpu(run: Run) -> None:
+    word, detail, _ = told(run(NVML_GPUS="/nowhere"))
+    assert (word, detail) == ("device_lost", "The NVIDIA driver does not answer: Unknown Error.")
+    assert told(run(NVML_GPUS="/nowhere", KD_DEVICES="cpu"))[0] == "cpu"
+
+
+def test_the_parts_of_a_divided_gpu_are_devices(run: Run, driver: dict[str, str]) -> None:
+    Path(driver["NVML_GPUS"]).write_text(f"MIG MIG-1:10,MIG-2:20\n{C} 30\n")
+    assert [told(run())[1] for _ in range(3)] == [["MIG-1"], ["MIG-2"], [C]]
+
+
+def test_a_job_sees_no_more_gpus_than_it_asks_for() -> None:
+    two = WorkerDevice((Gpu(A, 0, "A", 2000), Gpu(B, 1, "B", 1000)))
+    assert two.build_environment() == {"CUDA_VISIBLE_DEVICES": f"{A},{B}"}
+    assert two.build_environment(1) == {"CUDA_VISIBLE_DEVICES": A}
+    assert two.build_environment(0) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert (two.kind, two.memory_bytes) == ("cuda", 1000)
+    assert WorkerDevice().build_environment() == {}
+    assert (
+        WorkerDevice(hidden=True).build_environment()
+        == WorkerDevice().build_environment(0)
+        == {"CUDA_VISIBLE_DEVICES": ""}
+    )
+
+
+def test_without_a_driver_it_is_the_cpu_and_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "find_gpus", list)
+    device = take_device(None, tmp_path)
+    assert (device.kind, device.gpus) == ("cpu", ())
+    assert 2**28 < device.memory_bytes <= memory.read_memory_bytes()
+    assert device.name
+    device.require_alive()
+    with pytest.raises(DeviceError, match="KD_DEVICES names"):
+        take_device("0", tmp_path)
+
+
+# Through a whole worker
+
+
+def start_worker(parts: Parts, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    process = parts.start("services.worker", **environment)
+    wait_until(lambda: any(worker.pid == process.pid for worker in parts.jobs.list_workers()))
+    return process
+
+
+def test_a_worker_says_what_it_computes_on_and_its_child_sees_it(
+    new_parts: Callable[..., Parts], driver: dict[str, str]
+) -> None:
+    parts = new_parts()
+    start_worker(parts, driver)
+    (state,) = parts.jobs.list_workers()
+    assert state.device.model_dump() == {
+        "kind": "cuda",
+        "name": "Pretended GPU",
+        "index": "0",
+        "count": 1,
+        "memory_bytes": 1000,
+    }
+    job = parts.wait_for(parts.submit("environment"), "succeeded", "failed")
+    lines = (parts.settings.run_dir(job.id) / "environment").read_text().split("\n")
+    assert f"CUDA_VISIBLE_DEVICES={A}" in lines
+
+
+def test_a_job_waits_for_a_worker_that_fits(
+    new_parts: Callable[..., Parts], driver: dict[str, str]
+) -> None:
+    parts = new_parts()
+    start_worker(parts, {"KD_DEVICES": "cpu"})
+    large = parts.submit("quick", resources={"gpus": 1, "memory": 1500})
+    two = parts.submit("quick", resources={"gpus": 2})
+    parts.wait_for(parts.submit("quick"), "succeeded")
+    assert parts.job(large).status == parts.job(two).status == "queued"
+    start_worker(parts, driver | {"KD_DEVICES": "1"})
+
+    def has_succeeded() -> bool:
+        # The other worker may take a hint and drop it. The reconciler would send it again.
+        publish_hint(parts.queue, large, "train")
+        return parts.job(large).status == "succeeded"
+
+    assert wait_until(has_succeeded)
+    assert parts.job(two).status == "queued"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_gpu_that_vanishes_ends_the_worker_and_costs_the_next_job_nothing(
+    new_parts: Callable[..., Parts], driver: dict[str, str], busy: bool
+) -> None:
+    parts = new_parts()
+    worker = start_worker(parts, driver)
+    running = parts.submit("endless") if busy else None
+    if running:
+        parts.wait_for(running, "running")
+    Path(driver["NVML_GPUS"]).unlink()
+    job_id = parts.submit("quick")
+    if running:
+        parts.jobs.change("cancel", running)
+    assert worker.wait(20) == 1
+    assert (parts.job(job_id).status, parts.job(job_id).attempt) == ("queued", 0)
+    Path(driver["NVML_GPUS"]).write_text(TWO)
+    start_worker(parts, driver)
+    publish_hint(parts.queue, job_id, "train")
+    assert parts.wait_for(job_id, "succeeded", "failed").attempt == 1
+
+
+# Memory
+
+
+def test_limits_and_kills_are_read_in_both_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(name: str, **files: str) -> Path:
+        (tmp_path / name).mkdir(parents=True)
+        for file, text in files.items():
+            (tmp_path / name / file.replace("_", ".", 1)).write_text(text)
+        return tmp_path / name
+
+    group("two", memory_max="max\n")
+    group("two/inner", memory_max="1048576\n", memory_events="low 0\noom 3\noom_kill 2\n")
+    monkeypatch.setattr(memory, "_find_groups", lambda: [(tmp_path / "two", "inner")])
+    assert memory.read_memory_bytes() == 2**20
+    assert memory.OomKills.count().group == 2
+    group("one", memory_limit_in_bytes=f"{2**60}\n", memory_oom_control="under_oom 0\noom_kill 5\n")
+    monkeypatch.setattr(memory, "_find_groups", lambda: [(tmp_path / "one", ".")])
+    assert memory.read_memory_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory.OomKills.count().group == 5
+
+
+def test_the_kills_of_a_while_are_told() -> None:
+    earlier = memory.OomKills(1, 10)
+    assert earlier.since(earlier) == ""
+    assert memory.OomKills(2, 11).since(earlier) == "container"
+    assert memory.OomKills(1, 11).since(earlier) == "host"
+
+
+def test_a_path_is_seen_from_its_mount() -> None:
+    assert memory._make_relative("/docker/abc/inner", "/docker/abc") == "inner"
+    assert memory._make_relative("/", "/") == "."
+    assert memory._make_relative("/../other", "/") == "."
+
+
+def test_this_process_s_own_groups_are_found() -> None:
+    if not Path("/proc/self/cgroup").exists():
+        pytest.skip("no control groups")
+    assert all(mount.is_dir() for mount, _ in memory._find_groups())
+    assert memory.OomKills.count().host >= 0

@@ -1,0 +1,101 @@
+"""The documents of the repository: their blocks of code, and the commands in them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.support.paths import ROOT
+
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of code in a document; ``number`` counts the document's blocks of all languages."""
+
+    document: Path
+    number: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The document and the number of the block."""
+        return f"{self.document.relative_to(ROOT)} block {self.number}"
+
+
+def read_document(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def list_blocks(document: Path, language: str) -> list[Block]:
+    """The document's blocks of one language, in their order."""
+    found = _FENCE.findall(read_document(document))
+    blocks = [Block(document, number, *each) for number, each in enumerate(found, 1)]
+    return [block for block in blocks if block.language == language]
+
+
+def drop_blocks(text: str) -> str:
+    """The text of a document without its blocks of code."""
+    return _FENCE.sub("", text)
+
+
+def list_command_lines(block: Block) -> list[str]:
+    """The commands of a ``bash`` block as printed: lines that a quote or a backslash joins are one.
+
+    Lines that hold only a comment are left out.
+    """
+    found: list[str] = []
+    open_lines = ""
+    for line in block.text.splitlines():
+        open_lines += line
+        if not _is_open(open_lines):
+            found.append(open_lines)
+            open_lines = ""
+        else:
+            open_lines += "\n"
+    assert not open_lines, f"{block.name}: a quote is open: {open_lines}"
+    return [line for line in found if split_words(line)]
+
+
+def _is_open(line: str) -> bool:
+    if line.endswith("\\"):
+        return True
+    try:
+        split_words(line)
+    except ValueError:  # a quote is open
+        return True
+    return False
+
+
+def split_words(line: str) -> list[str]:
+    """The words of a command line without its comment."""
+    return shlex.split(line.replace("\\\n", " "), comments=True)
+
+
+def split_commands(line: str) -> list[list[str]]:
+    """The words of each simple command of a line, without the variables that are set for it.
+
+    Pipes and lists are split into their commands.
+    """
+    lexer = shlex.shlex(line.replace("\\\n", " "), posix=True, punctuation_chars=";|&")
+    lexer.whitespace_split = True
+    groups = itertools.groupby(lexer, lambda word: set(word) <= set(";|&"))
+    commands = [list(group) for separator, group in groups if not separator]
+    return [
+        list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), words)) for words in commands
+    ]
+
+
+def list_inline_commands(program: str, documents: list[Path]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the words after ``program`` of each command in backticks, in the prose of documents."""
+    for document in documents:
+        for line in re.findall(rf"`{program} ([^`]+)`", drop_blocks(read_document(document))):
+            yield document, split_words(" ".join(line.split()))

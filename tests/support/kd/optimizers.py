@@ -1,0 +1,19 @@
+"""The size of a real optimiser's state, to compare estimates with."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from kd.config.train import TrainConfig
+from kd.optim.optimizers import make_optimizer
+
+
+def measure_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:
+    """Return the bytes of the optimiser's state after one step, without the step counters."""
+    optimizer = make_optimizer(student, [], options, torch.device("cpu"))
+    student(input_ids=torch.arange(8)[None], use_cache=False).logits.square().mean().backward()
+    optimizer.step()
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [each for each in values if torch.is_tensor(each) and each.numel() > 1]
+    return sum(each.numel() * each.element_size() for each in tensors)

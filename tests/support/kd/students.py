@@ -1,0 +1,44 @@
+"""Small random students, and comparisons of their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def make_llama(
+    vocabulary: int = 50, width: int = 16, layers: int = 2, seed: int = 0, **changes: Any
+) -> LlamaForCausalLM:
+    """Return a random Llama with two attention heads.
+
+    ``changes`` are further fields of its configuration. Torch's generator is left as the
+    initialisation leaves it, so that a test may draw from it next.
+    """
+    torch.manual_seed(seed)
+    shape = {
+        "intermediate_size": 3 * width // 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            **(shape | changes),
+        )
+    )
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the model's parameters by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare the weights of two students bit for bit."""
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

@@ -1,0 +1,70 @@
+"""Text in each format that can be read."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from kd.config.data import DataConfig, DatasetSpec
+from kd.errors import DataError
+from kd.text.sources import read_documents
+
+TEXTS = [
+    "It was a dark night.",
+    "“Straße” — naïve?\n\nYes.\u2028So.",
+    "Third document, the last.\n",
+]
+ROWS = [{"text": text, "number": number} for number, text in enumerate(TEXTS)]
+
+
+def config(**changes) -> DataConfig:
+    """Return a data section with sequences of 8 tokens."""
+    return DataConfig(**{"train": "unused", "sequence_length": 8} | changes)
+
+
+def documents(source: str | Path | DatasetSpec, **changes) -> list:
+    """Read ``source``; return the contents of its documents."""
+    source = str(source) if isinstance(source, Path) else source
+    return [content for _, content in read_documents((source,), "train", config(**changes))]
+
+
+def write(folder: Path, name: str, rows=ROWS) -> Path:
+    """Write ``rows`` in the format that the suffix of ``name`` names; return the path."""
+    path = folder / name
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
+    if name.endswith(".parquet"):
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(json.dumps(rows) if name.endswith(".json") else lines, encoding="utf-8")
+    return path
+
+
+def rows(contents: list) -> list[tuple[str, object]]:
+    """Pair contents with their places, as a reader returns them for a file ``a``."""
+    return [(f"a: row {number}", content) for number, content in enumerate(contents, 1)]
+
+
+def cut(ids: list, offset: int, length: int) -> list[list]:
+    """Place ``ids`` from ``offset`` on and cut them at the end of each sequence.
+
+    A reference: obvious rather than fast.
+    """
+    found: list[list] = []
+    for place, token in enumerate(ids, offset):
+        if place == offset or place % length == 0:
+            found.append([])
+        found[-1].append(token)
+    return found
+
+
+def refusal(path: Path | str, **changes) -> str:
+    """Check that ``path`` cannot be read; return the message."""
+    with pytest.raises(DataError) as caught:
+        documents(path, **changes)
+    assert caught.value.remedy
+    return str(caught.value)

@@ -1,0 +1,144 @@
+"""docs/architecture.md against the tree: its rooms, its paths and the names that it mentions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.support.paths import ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PACKAGES = ("cache", "kd", "services")
+TOP_FOLDERS = (*PACKAGES, "bench", "tests", "docs", "examples")
+
+#: A path below one of our folders. A diagram may break a path at the end of a line, after a slash.
+PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*")
+#: The full name of a module, or of something in it.
+FULL_NAME = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)*)`")
+#: A row of the table of rooms: number, name, what it holds, what it may import, where to start.
+ROOM_ROW = re.compile(r"^\| (\d+) \| `([\w.]+)` \| (.+?) \| (-|\d+|1-\d+) \| `(.+?)` \|$", re.M)
+
+
+@functools.cache
+def parse_module(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def find_module(name: str) -> tuple[Path | None, list[str]]:
+    """The file of the longest part of ``name`` that is a module, and the words after that part."""
+    words = name.split(".")
+    for end in range(len(words), 0, -1):
+        base = ROOT.joinpath(*words[:end])
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path, words[end:]
+    return None, words
+
+
+def list_names(statements: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """The names that ``statements`` define, with the statement of each."""
+    names: dict[str, ast.stmt] = {}
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[statement.name] = statement
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            names[statement.target.id] = statement
+        elif isinstance(statement, ast.Assign):
+            targets = [each for each in statement.targets if isinstance(each, ast.Name)]
+            names |= {target.id: statement for target in targets}
+    return names
+
+
+def exists(name: str) -> bool:
+    """Whether ``name`` is a module, or a function, class, constant, method or field in one."""
+    path, words = find_module(name)
+    if path is None:
+        return False
+    statements = parse_module(path).body
+    for word in words:
+        found = list_names(statements).get(word)
+        if found is None:
+            return False
+        statements = found.body if isinstance(found, ast.ClassDef) else []
+    return True
+
+
+def list_order() -> list[str]:
+    """``ROOMS`` of tests/test_architecture.py, which no test imports: it is a test module."""
+    statements = parse_module(ROOT / "tests" / "test_architecture.py").body
+    rooms = list_names(statements)["ROOMS"]
+    assert isinstance(rooms, ast.Assign)
+    return list(ast.literal_eval(rooms.value))
+
+
+def format_allowed(number: int) -> str:
+    """The rooms that the room of this number may import: all above it."""
+    return {1: "-", 2: "1"}.get(number, f"1-{number - 1}")
+
+
+def list_folders() -> list[str]:
+    """Every folder of the packages that holds code, with a slash at its end."""
+    files = [
+        path
+        for package in PACKAGES
+        for suffix in ("py", "lua", "js")
+        for path in (ROOT / package).rglob(f"*.{suffix}")
+        if "vendor" not in path.parts
+    ]
+    return sorted({f"{path.parent.relative_to(ROOT).as_posix()}/" for path in files})
+
+
+def test_the_rooms_stand_in_the_order_that_the_imports_follow() -> None:
+    assert [row[1] for row in ROOM_ROW.findall(PAGE)] == list_order()
+
+
+def test_each_room_may_import_the_rooms_above_it() -> None:
+    rows = ROOM_ROW.findall(PAGE)
+    assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
+    assert [row[3] for row in rows] == [format_allowed(int(row[0])) for row in rows]
+
+
+def test_every_row_starts_in_its_own_room() -> None:
+    rows = ROOM_ROW.findall(PAGE)
+    strays = [row[1] for row in rows if not row[4].replace("/", ".").startswith(row[1])]
+    assert strays == []
+
+
+@pytest.mark.parametrize("folder", list_folders())
+def test_every_folder_of_code_is_on_the_map(folder: str) -> None:
+    room = folder.strip("/").replace("/", ".")
+    assert f"`{folder}`" in PAGE or f"| `{room}` |" in PAGE or folder in ("kd/", "services/")
+
+
+@pytest.mark.parametrize("path", sorted(set(PATH.findall(PAGE))))
+def test_every_path_on_the_map_exists(path: str) -> None:
+    assert (ROOT / path.rstrip(".")).exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(FULL_NAME.findall(PAGE))))
+def test_every_name_on_the_map_exists(name: str) -> None:
+    assert exists(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kd.pipeline.run_everything",
+        "kd.no_room",
+        "cache.store.Cache.write",
+        "kd.errors.Problem.x.y",
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(name: str) -> None:
+    assert not exists(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["kd.pipeline", "cache.store.Cache.read", "kd.config.train.Optimizer"]
+)
+def test_modules_methods_and_types_are_found(name: str) -> None:
+    assert exists(name)

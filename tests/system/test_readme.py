@@ -1,0 +1,287 @@
+"""README.md and docs/ against the repository: job files, addresses, paths, settings.
+
+Their commands are run by test_readme_commands.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bench.support.paths import ROOT
+from kd.config import reference
+from kd.config.job import JobConfig
+from kd.config.jobfile import load_config, parse_config
+from services import reference as settings
+from services.settings import Settings
+from tests.support.documents import (
+    DOCUMENTS,
+    README,
+    drop_blocks,
+    list_blocks,
+    list_command_lines,
+    read_document,
+    split_commands,
+)
+
+README_TEXT = read_document(README)
+
+
+def blocks(language: str) -> list[str]:
+    return [block.text for block in list_blocks(README, language)]
+
+
+def commands_named(*names: str) -> list[list[str]]:
+    lines = [line for block in list_blocks(README, "bash") for line in list_command_lines(block)]
+    commands = [words for line in lines for words in split_commands(line)]
+    return [words for words in commands if Path(words[0]).name in names]
+
+
+def identifier(words: Any) -> str:
+    return " ".join(words) if isinstance(words, list) else str(words)
+
+
+def test_the_readme_begins_with_the_name() -> None:
+    assert README_TEXT.startswith("# Potstill\n")
+
+
+# Commands
+
+
+def test_the_two_commands_are_there() -> None:
+    targets = [word for command in commands_named("make") for word in command[1:]]
+    assert {"demo", "test"} <= set(targets)
+
+
+@pytest.mark.parametrize("command", commands_named("cp", "cat"), ids=identifier)
+def test_copied_files_exist(command: list[str]) -> None:
+    assert (ROOT / command[1]).exists()
+
+
+# The API
+
+
+@functools.cache
+def routes() -> list[tuple[str, re.Pattern[str]]]:
+    from services.api.app import create_app
+    from services.settings import Settings
+
+    paths = create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"]
+    return [
+        (method.upper(), re.compile(re.sub(r"\{\w+\}", "[^/]+", path)))
+        for path in paths
+        for method in paths[path]
+    ]
+
+
+def after(command: list[str], *options: str) -> list[str]:
+    """The words that directly follow one of ``options``."""
+    return [word for option, word in itertools.pairwise(command) if option in options]
+
+
+def body_of(command: list[str]) -> list[str]:
+    return after(command, "-d", "--data", "--data-binary", "--json")
+
+
+def curl_request(command: list[str]) -> tuple[str, str]:
+    """Method and path of a ``curl`` command."""
+    (url,) = [word for word in command if re.match(r"https?://|(localhost|127\.0\.0\.1)[:/]", word)]
+    method = [*after(command, "-X", "--request"), "POST" if body_of(command) else "GET"][0]
+    return method, re.sub(r"^(https?://)?[^/]+", "", url).partition("?")[0]
+
+
+@pytest.mark.parametrize("command", commands_named("curl"), ids=identifier)
+def test_curl_addresses_are_routes(command: list[str]) -> None:
+    method, path = curl_request(command)
+    assert [pattern for verb, pattern in routes() if verb == method and pattern.fullmatch(path)]
+
+
+@pytest.mark.parametrize(
+    "body", [body for command in commands_named("curl") for body in body_of(command)]
+)
+def test_curl_bodies_are_jobs(body: str) -> None:
+    if body.startswith("@"):
+        assert body == "@-" or (ROOT / body[1:]).exists()
+    else:
+        parse_config(json.loads(body))
+
+
+def test_the_documents_show_every_route() -> None:
+    from services.api.app import create_app
+    from services.settings import Settings
+
+    paths = create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"]
+    text = README_TEXT + (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    nameless = re.sub(r"\{\w+\}|\$\w+", "{}", text)
+    assert [path for path in paths if re.sub(r"\{\w+\}", "{}", path) not in nameless] == []
+
+
+# Job files
+
+
+def test_the_readme_shows_a_job() -> None:
+    assert [parse_config(yaml.safe_load(block)) for block in blocks("yaml")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        path
+        for path in (ROOT / "examples").rglob("*.yaml")
+        if "kind" in path.read_text(encoding="utf-8")
+    ),
+    ids=lambda path: path.name,
+)
+def test_example_jobs_parse(path: Path) -> None:
+    load_config(path)
+
+
+# Paths
+
+
+def file_tree() -> list[Path]:
+    """The paths in the ``text`` block under the heading "File tree"; folders end with a slash.
+
+    A line has box characters or spaces, a name, and perhaps a remark. The column of the name is its
+    depth.
+    """
+    (tree,) = [block for block in blocks("text") if block.startswith("potstill/\n")]
+    lines = tree.splitlines()
+    open_folders: list[tuple[int, Path]] = []
+    paths = []
+    for line in filter(str.strip, lines):
+        depth = len(line) - len(line.lstrip(" │├└─"))
+        name = line[depth:].split()[0]
+        open_folders = [folder for folder in open_folders if folder[0] < depth]
+        parent = open_folders[-1][1] if open_folders else ROOT
+        path = ROOT if name == "potstill/" else parent / name
+        paths.append(path)
+        if name.endswith("/"):
+            open_folders.append((depth, path))
+    return paths
+
+
+def test_the_file_tree_is_that_of_the_repository() -> None:
+    paths = file_tree()
+    assert [str(path) for path in paths if not list(path.parent.glob(path.name))] == []
+    assert {
+        ROOT / name for name in ("cache", "kd", "services", "tests", "examples", "docs")
+    } <= set(paths)
+
+
+def links() -> list[Any]:
+    found = []
+    for document in DOCUMENTS:
+        text = re.sub(r"`[^`\n]*`", "", drop_blocks(read_document(document)))
+        targets = [
+            target
+            for target in re.findall(r"\]\(([^)\s]+)\)", text)
+            if not re.match(r"[a-z]+:|#", target)
+        ]
+        found += [
+            pytest.param(document, target, id=f"{document.name}: {target}") for target in targets
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("document", "target"), links())
+def test_links_lead_to_files_that_exist(document: Path, target: str) -> None:
+    assert (document.parent / target.partition("#")[0]).exists()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("page", "render"),
+    [
+        ("configuration.md", reference.render_configuration),
+        ("settings.md", settings.render_settings_page),
+    ],
+)
+def test_a_page_of_settings_matches_the_descriptions(page: str, render: Callable[[], str]) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == render(), f"docs/{page} is out of date: run `make docs`"
+
+
+def test_every_setting_of_the_operator_has_its_variable_on_the_page() -> None:
+    written = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `KD_([A-Z_]+)` \|", written, re.MULTILINE))
+    assert {name.lower() for name in named} == set(Settings.model_fields) - {"child_module"}
+
+
+def field_names(schema: dict[str, Any]) -> Iterator[str]:
+    for part in [schema, *schema["$defs"].values()]:
+        yield from part.get("properties", {})
+
+
+@pytest.mark.parametrize("name", sorted(set(field_names(JobConfig.model_json_schema()))))
+def test_configuration_lists_every_field(name: str) -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in written
+
+
+def settings_in_the_prose() -> list[tuple[str, str]]:
+    """Section and field of each ``section.field`` in backticks; file names are left out."""
+    found = re.findall(r"`([a-z]+)\.([a-z_0-9]+)`", README_TEXT)
+    return sorted(
+        {(section, field) for section, field in found if section in JobConfig.model_fields}
+    )
+
+
+@pytest.mark.parametrize(("section", "field"), settings_in_the_prose())
+def test_settings_in_the_prose_exist(section: str, field: str) -> None:
+    assert field in JobConfig.model_json_schema()["$defs"][f"{section.title()}Config"]["properties"]
+
+
+# The table of levers
+
+
+def levers() -> set[str]:
+    """The dotted fields of the table; a name without a section takes the section before it."""
+    rows = README_TEXT.partition("## Levers")[2].partition("\n## ")[0]
+    found = set()
+    for row in re.findall(r"^\|[^|]*\| *(`[^|]*) *\|", rows, re.MULTILINE):
+        section = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            if name.startswith("kd "):
+                continue
+            section, name = name.rpartition(".")[::2] if "." in name else (section, name)
+            found.add(f"{section}.{name}")
+    return found
+
+
+def fields(*sections: str) -> set[str]:
+    roots = {name: field.annotation for name, field in JobConfig.model_fields.items()}
+    found = set()
+    for section in sections:
+        kind = next(
+            each
+            for each in getattr(roots[section], "__args__", [roots[section]])
+            if each is not type(None)
+        )
+        found |= {f"{section}.{name}" for name in kind.model_fields}
+    return found
+
+
+def test_every_lever_has_its_line_in_the_readme() -> None:
+    wanted = fields("loss", "train", "checks", "evaluation", "search") | {
+        "student.from_teacher",
+        "student.lora",
+    }
+    assert wanted - levers() == set()
+
+
+def test_every_lever_of_the_readme_is_a_field() -> None:
+    known = fields("loss", "train", "checks", "evaluation", "search", "student", "data")
+    assert {name.replace("data.train[].weight", "data.train") for name in levers()} - known - {
+        "data.train[].weight"
+    } == set()
