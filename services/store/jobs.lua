@@ -422,12 +422,41 @@ local function allowed(status, parent)
   return found
 end
 
--- actions(status, parent or '', status, parent or '', ...) -> {{action, ...}, ...}: those that each job allows
-function transitions.actions(...)
-  local jobs = {...}
+-- The signs of life of all workers; a worker whose sign has expired has none.
+local function workers()
   local found = {}
-  for i = 1, #jobs, 2 do found[#found + 1] = allowed(jobs[i], jobs[i + 1]) end
+  for _, worker in ipairs(redis.call('SMEMBERS', 'kd:workers')) do
+    found[#found + 1] = redis.call('GET', 'kd:worker:' .. worker) or nil
+  end
   return found
+end
+
+-- The sum of the seconds of all jobs that have succeeded, and their number, as text.
+local function durations()
+  local counters = redis.call('HGETALL', 'kd:counters')
+  local totals = {sum = 0, count = 0}
+  for i = 1, #counters, 2 do
+    local part = string.match(counters[i], '^kd_job_duration_seconds_(%l+){.*status="succeeded"')
+    if totals[part] then totals[part] = totals[part] + counters[i + 1] end
+  end
+  return {tostring(totals.sum), tostring(totals.count)}
+end
+
+-- show(id, ...) -> {jobs, workers, durations}; a job is {field, value, ...; jobs it waits for; place in the queue or
+-- nothing; actions that it allows}. Workers and durations are empty unless a job is queued. Changes nothing.
+function transitions.show(...)
+  local jobs = {}
+  local queued = false
+  for i, id in ipairs({...}) do
+    local pairs = redis.call('HGETALL', key(id))
+    local record = {}
+    for j = 1, #pairs, 2 do record[pairs[j]] = pairs[j + 1] end
+    local place = redis.call('ZRANK', 'kd:queue:' .. (record.stage or ''), id)
+    queued = queued or place
+    jobs[i] = {pairs, redis.call('SMEMBERS', key(id, 'waits')), place, allowed(record.status, record.parent)}
+  end
+  if not queued then return {jobs, {}, {}} end
+  return {jobs, workers(), durations()}
 end
 
 -- change(cancel | pause | resume | retry | delete, id)

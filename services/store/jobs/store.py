@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.store.jobs.actions import JobActions
 from services.store.jobs.caches import CacheLists
+from services.store.jobs.counters import Counters
 from services.store.jobs.creation import JobCreation
 from services.store.jobs.deliveries import Deliveries
 from services.store.jobs.leases import Leases
@@ -17,6 +18,7 @@ class JobStore(
     JobCreation,
     JobActions,
     JobListing,
+    Counters,
     Streams,
     CacheLists,
     Leases,

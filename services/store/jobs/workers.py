@@ -33,11 +33,16 @@ class Workers(ScriptedStore):
         states = cast(list[str | None], self.redis.mget([f"kd:worker:{name}" for name in ids]))
         if gone := [name for name, state in zip(ids, states, strict=True) if state is None]:
             self.redis.srem("kd:workers", *gone)
-        return [WorkerState.model_validate_json(state) for state in states if state]
+        return [parse_worker(state) for state in states if state]
 
     def count_workers(self, stage: str) -> int:
         """The number of workers that serve a stage."""
         return sum(stage in worker.stages for worker in self.list_workers())
+
+
+def parse_worker(state: str) -> WorkerState:
+    """The worker that a sign of life describes."""
+    return WorkerState.model_validate_json(state)
 
 
 def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | None:

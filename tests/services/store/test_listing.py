@@ -134,6 +134,20 @@ def test_a_page_of_a_twenty_thousand_jobs_costs_a_page(crowd: tuple[JobStore, li
         assert sum(counts.values()) <= 3 * 21 + 3 + 2, counts
 
 
+def test_a_job_is_read_in_one_round_trip(jobs: JobStore) -> None:
+    ids = [queued(jobs) for _ in range(5)]
+    jobs.show_worker(WorkerState(id="host:1", stages=["train"]), 60)
+
+    def count_round_trips() -> int:
+        return int(jobs.redis.info("stats")["total_reads_processed"])
+
+    jobs.get(ids[0])
+    before = count_round_trips()
+    for job_id in ids:
+        assert jobs.get(job_id) is not None
+    assert count_round_trips() - before == len(ids) + 1, "one more for the second look"
+
+
 def test_a_filter_that_nothing_passes_looks_at_so_many_records_and_gives_a_cursor(
     crowd: tuple[JobStore, list[str]],
 ) -> None:
