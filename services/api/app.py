@@ -36,7 +36,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from services.api.answers import problems
-from services.api.answers.event_stream import connect_events
+from services.api.answers.event_stream import EventHub, connect_events
 from services.api.guards.authentication import require_safe_bind
 from services.api.guards.body_limits import BODY_BYTES, BodyLimit
 from services.api.guards.install import add_guards
@@ -90,11 +90,13 @@ def create_app(settings: Settings) -> FastAPI:
 def _make_service(settings: Settings) -> Service:
     url = settings.redis_url
     assert url is not None
+    events = connect_events(url)
     return Service(
         settings=settings,
         store=JobStore(connect_redis(url), settings.max_attempts, settings.home),
         queue=make_celery_app(url, socket_timeout=2.0),
-        events=connect_events(url),
+        events=events,
+        event_hub=EventHub(events),
         secrets=find_secrets(settings),
     )
 

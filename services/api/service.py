@@ -10,6 +10,7 @@ import redis.asyncio
 from celery import Celery
 from fastapi import Depends, Path, Request
 
+from services.api.answers.event_stream import EventHub
 from services.api.answers.file_digests import FileDigests
 from services.api.answers.problems import ApiProblem
 from services.api.guards.authentication import authenticate
@@ -30,6 +31,7 @@ class Service:
     store: JobStore
     queue: Celery
     events: redis.asyncio.Redis
+    event_hub: EventHub
     #: Words that no log may show.
     secrets: tuple[str, ...] = field(default=(), repr=False)
     digests: FileDigests = field(default_factory=FileDigests)

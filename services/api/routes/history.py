@@ -13,11 +13,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.api.answers.byte_ranges import ByteSource, send_bytes
-from services.api.answers.event_stream import follow_events
+from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog
 from services.api.answers.problems import Answers, describe_problems
 from services.api.answers.thinning import Point, thin_points
@@ -30,10 +29,20 @@ from services.api.service import KnownJob, TheService
 
 #: The id of an event: milliseconds, and optionally a number.
 STREAM_ID = r"^\d{1,18}(-\d{1,18})?$"
+#: No proxy may keep or gather the events of a stream.
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LOG = "log.txt"
 
 router = APIRouter(tags=["history"], route_class=StrictRoute)
 
+#: An event of a stream, in the form of OpenAPI 3.2.
+_EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in ("data", "event", "id")},
+}
+_STREAM_RESPONSES: Answers = {
+    200: {"content": {"text/event-stream": {"itemSchema": _EVENT_SCHEMA}}}
+}
 _EVENTS_RESPONSES: Answers = {
     200: {
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
@@ -74,26 +83,30 @@ def _parse_event_time(place: str) -> datetime:
     return datetime.fromtimestamp(int(place.partition("-")[0]) / 1000, UTC)
 
 
+async def _join_tail(job: KnownJob, service: TheService) -> AsyncIterator[JobTail]:
+    with service.event_hub.join_tail(job.id) as tail:
+        yield tail
+
+
 @router.get(
     "/jobs/{job_id}/events/stream",
     dependencies=STREAM,
-    response_class=EventSourceResponse,
-    responses=describe_problems(404, 422, 429, 503),
+    response_class=EventStreamResponse,
+    responses=_STREAM_RESPONSES | describe_problems(404, 422, 429, 503),
 )
 async def job_stream(
-    job: KnownJob,
     service: TheService,
     lease: Annotated[StreamLease, Depends(hold_stream)],
+    # After the lease: a caller with too many streams must not begin another one.
+    tail: Annotated[JobTail, Depends(_join_tail)],
     last_event_id: Annotated[
         str | None,
         Header(alias="Last-Event-ID", pattern=STREAM_ID, description="Only events after this one."),
     ] = None,
-) -> AsyncIterator[ServerSentEvent]:
+) -> EventStreamResponse:
     """Stream a job's events, from its start or from after Last-Event-ID, until the job ends."""
-    async for event in follow_events(
-        service.events, job.id, last_event_id or "0", lambda: service.stopping or lease.lost
-    ):
-        yield event
+    events = tail.follow(last_event_id or "0", lambda: service.stopping or lease.lost)
+    return EventStreamResponse(events, headers=_STREAM_HEADERS)
 
 
 class EventStreamRouter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -18,12 +19,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.harness import Parts
+from bench.support.harness import PATIENCE_SECONDS, Parts
+from services.api.answers import event_stream
+from services.api.answers.event_stream import EventHub, JobTail
 from services.api.answers.masked_log import AROUND_BYTES, MaskedLog, mask_secrets
 from services.api.answers.thinning import thin_points
 from services.process.logs import redact
 from tests.support.api import problem, running, serving, sse, statuses, tell
 
+ACCEPT_STREAM = {"Accept": "text/event-stream"}
 SECRETS = [
     "kd_" + "A1b2-_x" * 7,
     "hf_" + "abcDEF12" * 4,
@@ -163,6 +167,123 @@ def test_a_long_history_comes_whole(api: Parts) -> None:
         assert len(list(sse(response))) == 2003
     page = api.http.get(f"/jobs/{claim.id}/events", params={"limit": 1000}).json()
     assert (len(page["data"]), page["has_more"]) == (1000, True)
+
+
+def test_a_job_s_stream_is_read_once_for_all_its_followers(api: Parts) -> None:
+    claim = running(api)
+    streams = 20
+    beats = 15
+    with ExitStack() as stack:
+        # The stream comes on either path.
+        paths = [f"/jobs/{claim.id}/events{part}" for part in ("", "/stream")] * (streams // 2)
+        readers = [
+            sse(
+                stack.enter_context(
+                    api.http.stream("GET", path, headers=ACCEPT_STREAM, timeout=PATIENCE_SECONDS)
+                )
+            )
+            for path in paths
+        ]
+        for reader in readers:
+            assert [next(reader)["event"], next(reader)["event"]] == ["status", "status"]
+        api.jobs.redis.config_resetstat()
+        for step in range(beats):
+            tell(api, claim, ("metrics", {"step": step, "loss": 1.0}))
+            assert [json.loads(next(reader)["data"])["step"] for reader in readers] == (
+                [step] * streams
+            )
+        reads = api.jobs.redis.info("commandstats")["cmdstat_xread"]["calls"]
+        # One for each beat, and one a second besides; each stream by itself would need one a beat.
+        assert reads < beats * streams / 2
+        api.jobs.finish(claim, "succeeded")
+        assert [statuses(list(reader)) for reader in readers] == [["succeeded"]] * streams
+
+
+@pytest.mark.parametrize(("events", "size"), [(3, 1 << 20), (1000, 500), (1000, 1 << 20)])
+def test_a_follower_gets_each_event_once_however_slowly_it_reads(
+    api: Parts, monkeypatch: pytest.MonkeyPatch, events: int, size: int
+) -> None:
+    """Followers begin anywhere, pause at random, and fall behind what the tail holds."""
+    monkeypatch.setattr(event_stream, "HELD_EVENTS", events)
+    monkeypatch.setattr(event_stream, "HELD_BYTES", size)
+    monkeypatch.setattr(event_stream, "PAGE_EVENTS", 7)
+    claim = running(api)
+    tell(api, claim, *(("warning", {"message": str(number)}) for number in range(40)))
+    draw = random.Random(events * size)
+    history = read_ids(api, claim.id)
+
+    async def read_all(tail: JobTail, after: str, pauses: float) -> list[str]:
+        found = b""
+        async for content in tail.follow(after, lambda: False):
+            found += content
+            await asyncio.sleep(draw.random() * pauses)
+        return re.findall(r"^id: (.+)$", found.decode(), re.MULTILINE)
+
+    async def scenario() -> dict[str, list[list[str]]]:
+        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+            hub = EventHub(client)
+            starts = ["0", *draw.sample(history, 10), history[-1]]
+            with ExitStack() as stack:
+                tasks = []
+                for after in starts:
+                    tail = stack.enter_context(hub.join_tail(claim.id))
+                    tasks += [
+                        asyncio.create_task(read_all(tail, after, pauses)) for pauses in (0, 0.02)
+                    ]
+                for number in range(40):
+                    batch = [("warning", {"message": str(number)})] * draw.randint(1, 12)
+                    await asyncio.to_thread(tell, api, claim, *batch)
+                await asyncio.to_thread(api.jobs.finish, claim, "succeeded")
+                ids = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
+            return {after: ids[2 * n : 2 * n + 2] for n, after in enumerate(starts)}
+
+    found = asyncio.run(scenario())
+    whole = read_ids(api, claim.id)
+    for after, ids in found.items():
+        place = 0 if after == "0" else whole.index(after) + 1
+        assert ids == [whole[place:], whole[place:]], after
+
+
+def read_ids(api: Parts, job_id: str) -> list[str]:
+    """List the ids of a job's events."""
+    return [place for place, _ in api.jobs.redis.xrange(f"kd:job:{job_id}:events")]
+
+
+def test_a_job_that_is_retried_is_followed_anew_beside_a_follower_that_is_late(api: Parts) -> None:
+    claim = running(api)
+    api.jobs.finish(claim, "failed", {"type": "x", "detail": "x", "remedy": ""})
+
+    async def scenario() -> None:
+        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+            hub = EventHub(client)
+            with hub.join_tail(claim.id) as late:
+                assert len([page async for page in late.follow("0", lambda: False)]) == 1
+                await asyncio.to_thread(api.jobs.change, "retry", claim.id)
+                with hub.join_tail(claim.id) as tail:
+                    follower = tail.follow("0", lambda: False)
+                    page = await asyncio.wait_for(anext(follower), PATIENCE_SECONDS)
+                    assert page.count(b"event: status") == 4, "queued, running, failed, queued"
+                    await asyncio.to_thread(api.jobs.change, "cancel", claim.id)
+                    page = await asyncio.wait_for(anext(follower), PATIENCE_SECONDS)
+                    assert b'"cancelled"' in page
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_without_events_gets_a_comment_now_and_then(
+    api: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "PING_SECONDS", 0.5)
+    claim = running(api)
+
+    async def scenario() -> list[bytes]:
+        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+            with EventHub(client).join_tail(claim.id) as tail:
+                follower = tail.follow("0", lambda: False)
+                return [await asyncio.wait_for(anext(follower), PATIENCE_SECONDS) for _ in range(3)]
+
+    assert asyncio.run(scenario())[1:] == [b": ping\n\n"] * 2
+    api.jobs.finish(claim, "succeeded")
 
 
 # ---------------------------------------------------------------------- metrics
