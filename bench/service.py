@@ -1,12 +1,15 @@
 """Measure the API under load, with thousands of jobs stored and hundreds of event streams open.
 
     python bench/service.py [--jobs 10000] [--more 100000] [--streams 200] [--seconds 5]
-                            [--out FILE]
+                            [--readers 50] [--out FILE]
 
 API and Valkey are real processes on this machine. The client is one too and shares their cores, so
 the numbers show what is left for the service. Floors: GET /healthz is the cost of HTTP alone, and
 HGETALL the cost of the store alone. The clients are closed loops: each sends its next request when
 the answer to its last one has arrived.
+
+The second table has one busy job, whose events all readers want. Its floor is a client that reads
+the job's events from the store, without the API.
 """
 
 from __future__ import annotations
@@ -53,10 +56,14 @@ JOB: dict[str, Any] = {
     "loss": {"alpha": 1.0},
     "train": {"max_steps": 10},
 }
+TABLE_HEAD = ("| what | clients | a second | p50, ms | p99, ms |", "|---|--:|--:|--:|--:|")
 #: Jobs whose streams have listeners.
 RUNNING = 20
 #: Seconds between two beats of a job.
 BEAT_SECONDS = 0.5
+#: Seconds between two beats of the busy job, and the events of each of them.
+BUSY_SECONDS = 0.1
+BUSY_EVENTS = 10
 
 
 @dataclass(frozen=True)
@@ -211,26 +218,34 @@ async def generate_load(
 
 
 class HeartbeatThread(threading.Thread):
-    """Sends a worker's beats for some jobs; each has one event that holds its sending time."""
+    """Sends a worker's beats for some jobs; each event holds its sending time.
 
-    def __init__(self, store: JobStore) -> None:
+    A beat has ``events`` events, and comes every ``seconds``.
+    """
+
+    def __init__(
+        self, store: JobStore, jobs: int = RUNNING, events: int = 1, seconds: float = BEAT_SECONDS
+    ) -> None:
         super().__init__(daemon=True)
         self._store = store
+        self._events = events
+        self._seconds = seconds
         self._ended = threading.Event()
-        found = (store.claim_next("train", "bench", 3600.0) for _ in range(RUNNING))
+        found = (store.claim_next("train", "bench", 3600.0) for _ in range(jobs))
         self.claims = [claim for claim in found if claim is not None]
 
     def run(self) -> None:
         """Beat until ``stop``."""
         number = 0
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._ended.wait(self._seconds):
             number += 1
             for claim in self.claims:
-                event = {
-                    "type": "metrics",
-                    "data": {"step": number, "loss": 1.0, "sent": time.time()},
-                }
-                self._store.beat(claim, 3600.0, EventBatch(number, (event,)))
+                events = tuple(self._make_event(number, index) for index in range(self._events))
+                self._store.beat(claim, 3600.0, EventBatch(number, events))
+
+    def _make_event(self, number: int, index: int) -> dict[str, Any]:
+        data = {"step": number * self._events + index, "loss": 1.0, "sent": time.time()}
+        return {"type": "metrics", "data": data}
 
     def stop(self) -> None:
         """End the beats."""
@@ -306,6 +321,79 @@ async def measure_with_streams(found: ServiceUnderTest, options: argparse.Namesp
     return rows
 
 
+def follow_store(store: JobStore, job_id: str, delays: list[float], ended: threading.Event) -> None:
+    """Add to ``delays`` the seconds that each event took from its beat to a client of the store."""
+    after = "$"
+    while not ended.is_set():
+        streams: Any = store.redis.xread({f"kd:job:{job_id}:events": after}, block=500)
+        for place, fields in streams[0][1] if streams else ():
+            after = place
+            delays.append(time.time() - json.loads(fields["data"])["sent"])
+
+
+async def measure_busy_job(found: ServiceUnderTest, options: argparse.Namespace) -> list[str]:
+    """Rows of the table of one busy job that ``options.readers`` streams follow."""
+    beats = HeartbeatThread(JobStore(found.store.redis), 1, BUSY_EVENTS, BUSY_SECONDS)
+    job_id = beats.claims[0].id
+    floor = list[float]()
+    ended = threading.Event()
+    follower = threading.Thread(
+        target=follow_store, args=(found.store, job_id, floor, ended), daemon=True
+    )
+    delays = list[float]()
+    streams = [
+        asyncio.create_task(listen(found.port, job_id, delays)) for _ in range(options.readers)
+    ]
+    await asyncio.sleep(1.0)
+    follower.start()
+    beats.start()
+    # Without other requests first: what the streams need by themselves.
+    await asyncio.sleep(options.seconds)
+    quiet = len(delays)
+    requests = await measure_requests(found, job_id, options)
+    beats.stop()
+    ended.set()
+    for stream in streams:
+        if stream.done():
+            stream.result()
+        stream.cancel()
+    follower.join()
+    sent = BUSY_EVENTS / BUSY_SECONDS
+    name = f"an event, beat to XREAD (floor: the store alone; sent: {sent:.0f}/s)"
+    idle = "an event, beat to stream"
+    loaded = f"{idle}, under the requests below"
+    return [
+        LoadResult(floor, 4 * options.seconds).row(name, 1),
+        LoadResult(delays[:quiet], options.seconds).row(idle, options.readers),
+        LoadResult(delays[quiet:], 3 * options.seconds).row(loaded, options.readers),
+        *requests,
+    ]
+
+
+async def measure_requests(
+    found: ServiceUnderTest, busy: str, options: argparse.Namespace
+) -> list[str]:
+    """Rows of three kinds of request beside the streams; the first is the floor of the others."""
+    paths = {
+        "GET /healthz (floor: HTTP alone)": "/healthz",
+        "GET /jobs/{id} of the busy job": f"/jobs/{busy}",
+        "GET /jobs/{id} of a queued job": f"/jobs/{found.ids[-1]}",
+    }
+    rates = dict[str, float]()
+    rows = []
+    for name, path in paths.items():
+        measured = await generate_load(found.port, 8, options.seconds, make_get(path))
+        rates[name] = len(measured.latencies) / measured.wall
+        share = rates[name] / next(iter(rates.values()))
+        rows.append(measured.row(f"{name}, {share:.2f} of the floor's rate", 8))
+    return rows
+
+
+def make_get(path: str) -> Callable[[int], tuple[str, str, bytes]]:
+    """Return a function that gives the same GET for every number."""
+    return lambda _: ("GET", path, b"")
+
+
 def measure_store_floor(found: ServiceUnderTest, count: int = 2000) -> str:
     """Measure reads of the store alone, by one client."""
     ids = found.ids[:count]
@@ -358,6 +446,7 @@ def main() -> None:
         "--more", type=int, default=100_000, help="jobs stored when a listing is measured last"
     )
     parser.add_argument("--streams", type=int, default=200, help="open event streams")
+    parser.add_argument("--readers", type=int, default=50, help="open streams of the busy job")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement")
     parser.add_argument("--out", type=Path, help="write the page to this file too")
     options = parser.parse_args()
@@ -373,12 +462,14 @@ def main() -> None:
         lines += [
             f"With {options.jobs:,} jobs stored:",
             "",
-            "| what | clients | a second | p50, ms | p99, ms |",
-        ]
-        lines += [
-            "|---|--:|--:|--:|--:|",
+            *TABLE_HEAD,
             measure_store_floor(found),
             *asyncio.run(measure_under_load(found, options)),
+            "",
+            f"One busy job, with {BUSY_EVENTS / BUSY_SECONDS:.0f} events a second:",
+            "",
+            *TABLE_HEAD,
+            *asyncio.run(measure_busy_job(found, options)),
             "",
         ]
         found.fill(options.more)
