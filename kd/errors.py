@@ -93,7 +93,8 @@ class Interrupted(PotstillError):
     type = "interrupted"
 
 
-def _format_first_line(error: Exception) -> str:
+def format_first_line(error: Exception) -> str:
+    """Return the type of ``error`` and the first line of its message."""
     # Libraries put advice and stack traces into the lines after the first.
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -15,7 +15,7 @@ from kd.evaluation.measure import STUDENT
 from kd.evaluation.report import Report, render_report
 from kd.files import read_json, write_json
 from kd.models.folder import ModelFolder
-from kd.models.saving import _ADAPTER, _BASE
+from kd.models.saving import ADAPTER_FOLDER, BASE_FOLDER
 
 #: The facts between the first two lines of dashes of a card.
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)
@@ -120,7 +120,7 @@ def describe_use(folder: Path, config: JobConfig, report: Report) -> str:
         imports.insert(0, "from peft import PeftModel")
         load = [
             f"model = AutoModelForCausalLM.from_pretrained({_name_base(folder)})",
-            f'model = PeftModel.from_pretrained(model, f"{{folder}}/{_ADAPTER}")',
+            f'model = PeftModel.from_pretrained(model, f"{{folder}}/{ADAPTER_FOLDER}")',
         ]
     code = [
         *imports,
@@ -138,9 +138,9 @@ def describe_use(folder: Path, config: JobConfig, report: Report) -> str:
 
 def _name_base(folder: Path) -> str:
     """The base of an adapter, as an expression in Python."""
-    if (folder / _BASE).is_dir():
-        return f'f"{{folder}}/{_BASE}"'
-    settings = read_json(folder / _ADAPTER / "adapter_config.json")
+    if (folder / BASE_FOLDER).is_dir():
+        return f'f"{{folder}}/{BASE_FOLDER}"'
+    settings = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
     return json.dumps(str(settings["base_model_name_or_path"]))
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
-from kd.errors import ModelError, _format_first_line
+from kd.errors import ModelError, format_first_line
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
 from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
@@ -150,7 +150,7 @@ def load_model(
             else "It must be a causal language model."
         )
         raise ModelError(
-            f"the model in {folder} cannot be loaded: {_format_first_line(error)}", remedy
+            f"the model in {folder} cannot be loaded: {format_first_line(error)}", remedy
         ) from error
     _forget_gguf(model)
     return model
@@ -223,7 +223,7 @@ def _load_hollow(
         raise
     except Exception as error:
         raise ModelError(
-            f"the model in {folder} cannot be made: {_format_first_line(error)}",
+            f"the model in {folder} cannot be made: {format_first_line(error)}",
             "It must be a causal language model.",
         ) from error
     return hollow

@@ -23,9 +23,9 @@ from kd.models.loading import load_model
 from kd.models.precision import Precision
 
 #: The folder of the adapters, below the student's.
-_ADAPTER = "adapter"
+ADAPTER_FOLDER = "adapter"
 #: The folder of the model that unmerged adapters belong to, below the student's.
-_BASE = "base"
+BASE_FOLDER = "base"
 
 
 def choose_save_dtype(options: TrainConfig, precision: Precision) -> torch.dtype:
@@ -74,12 +74,12 @@ def _save_adapters(
     """
     assert plan is not None and plan.lora is not None, "only student.lora gives a student adapters"
     if plan.lora.merge:
-        save_adapters(student, folder / _ADAPTER, plan.model, plan.revision)
+        save_adapters(student, folder / ADAPTER_FOLDER, plan.model, plan.revision)
         merge_adapters(student)
         return folder
-    save_adapters(student, folder / _ADAPTER, plan.model or _BASE, plan.revision)
+    save_adapters(student, folder / ADAPTER_FOLDER, plan.model or BASE_FOLDER, plan.revision)
     remove_adapters(student)
-    return None if plan.model else folder / _BASE
+    return None if plan.model else folder / BASE_FOLDER
 
 
 def load_saved_student(folder: Path) -> PreTrainedModel:
@@ -87,13 +87,13 @@ def load_saved_student(folder: Path) -> PreTrainedModel:
 
     Adapters that were saved without their base are merged into it.
     """
-    adapter = read_json(folder / _ADAPTER / "adapter_config.json")
+    adapter = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
     if adapter is None or (folder / "config.json").is_file():
         return load_model(folder, torch.float32)
-    own = folder / _BASE
+    own = folder / BASE_FOLDER
     base = (
         own
         if own.is_dir()
         else resolve_model(adapter["base_model_name_or_path"], adapter["revision"])
     )
-    return load_adapters(load_model(base, torch.float32), folder / _ADAPTER)
+    return load_adapters(load_model(base, torch.float32), folder / ADAPTER_FOLDER)

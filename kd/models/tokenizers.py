@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cache.manifest import TokenizerProbe
 from cache.store import Cache
-from kd.errors import ModelError, TokenizerMismatch, _format_first_line
+from kd.errors import ModelError, TokenizerMismatch, format_first_line
 from kd.models.folder import TOKENIZER_REMEDY, ModelFolder
 from kd.models.token_map import TokenMap, describe_differences
 
@@ -43,7 +43,7 @@ def load_tokenizer(
         )
     except Exception as error:
         raise ModelError(
-            f"the tokenizer in {folder} cannot be loaded: {_format_first_line(error)}",
+            f"the tokenizer in {folder} cannot be loaded: {format_first_line(error)}",
             "It needs a tokenizer.json.",
         ) from error
     return tokenizer

@@ -27,7 +27,7 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
 from kd.preflight.limits import Confinement
-from kd.preflight.named_paths import NamedResource, _find_plain_prefix, list_named_resources
+from kd.preflight.named_paths import NamedResource, find_plain_prefix, list_named_resources
 from kd.text.files import find_files
 from kd.text.sources import datasets_opened_by
 
@@ -77,7 +77,7 @@ def _find_refusals(each: NamedResource, root: Path, limits: Confinement) -> Iter
         return
     if "://" in each.name:
         yield from _check_url(each.pointer, each.name, limits)
-    elif not limits.permits(root / _find_plain_prefix(each)):
+    elif not limits.permits(root / find_plain_prefix(each)):
         yield Problem(
             each.pointer, f"{each.name!r} lies outside the folders that jobs may read.", _OUTSIDE
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from cache.errors import StorageError
 from kd.config.job import JobConfig
-from kd.preflight.named_paths import _resolve_links, _resolve_named_paths
+from kd.preflight.named_paths import resolve_links, resolve_named_paths
 
 
 def grant_nothing(_: str) -> bool:
@@ -47,7 +47,7 @@ class Confinement:
 
     def permits(self, path: Path) -> bool:
         """Whether ``path``, with its links followed, may be read. A root itself may be hidden."""
-        real = _resolve_links(path)
+        real = resolve_links(path)
         if real is None or any(real.is_relative_to(each) for each in self.denied):
             return False
         roots = [root for root in self.roots if real.is_relative_to(root)]
@@ -67,7 +67,7 @@ class Confinement:
         for file in files:
             if file.parent not in folders:
                 folders[file.parent] = (
-                    _resolve_links(file.parent) if self.permits(file.parent) else None
+                    resolve_links(file.parent) if self.permits(file.parent) else None
                 )
             real = folders[file.parent]
             plain = real is not None and not file.name.startswith(".") and not file.is_symlink()
@@ -79,7 +79,7 @@ class Confinement:
 
     def is_owned(self, path: Path) -> bool:
         """Whether ``path`` is in a run folder or a cache that the job's owner may read."""
-        real = _resolve_links(path)
+        real = resolve_links(path)
         return real is not None and self._grants(real)
 
     def _grants(self, real: Path) -> bool:
@@ -101,7 +101,7 @@ class Confinement:
         The runs and caches in ``home`` that ``config`` may read are listed by name.
         """
         # Whether a folder is granted is decided now, by the process that knows the owner.
-        named = [_find_own_folder(real, self.home) for real in _resolve_named_paths(config, root)]
+        named = [_find_own_folder(real, self.home) for real in resolve_named_paths(config, root)]
         named.append(("caches", config.cache.fingerprint or ""))
         return {
             "home": str(self.home),
@@ -177,8 +177,8 @@ def _is_listed(name: str, revision: str | None, root: Path, entry: AllowedModel)
     # A hub id must be equal; a folder also allows the models inside it.
     if entry.name == name:
         return entry.revision in (None, revision)
-    folder = _resolve_links(root / Path(entry.name).expanduser())
-    wanted = _resolve_links(root / name)
+    folder = resolve_links(root / Path(entry.name).expanduser())
+    wanted = resolve_links(root / name)
     return (
         folder is not None
         and wanted is not None

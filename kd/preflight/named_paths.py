@@ -81,7 +81,7 @@ def _is_relative_path(each: NamedResource, root: Path) -> bool:
         return each.name.endswith((".yaml", ".yml"))
     if each.kind == "text" or not HUB_ID.match(each.name):
         return True
-    found = _resolve_links(root / each.name)
+    found = resolve_links(root / each.name)
     return found is not None and found.exists()
 
 
@@ -103,14 +103,14 @@ def make_paths_absolute(config: JobConfig, root: Path) -> dict[str, Any]:
     return body
 
 
-def _resolve_named_paths(config: JobConfig, root: Path) -> Iterator[Path]:
+def resolve_named_paths(config: JobConfig, root: Path) -> Iterator[Path]:
     """Yield the paths of ``config`` without links; of a pattern only the part before it."""
     for each in list_named_resources(config):
-        if (real := _resolve_links(root / _find_plain_prefix(each))) is not None:
+        if (real := resolve_links(root / find_plain_prefix(each))) is not None:
             yield real
 
 
-def _find_plain_prefix(each: NamedResource) -> str:
+def find_plain_prefix(each: NamedResource) -> str:
     """Return the part of a path before its first pattern."""
     # Only text may be a glob: elsewhere * and ? are characters of a name.
     if each.kind != "text":
@@ -120,7 +120,7 @@ def _find_plain_prefix(each: NamedResource) -> str:
     )
 
 
-def _resolve_links(path: Path) -> Path | None:
+def resolve_links(path: Path) -> Path | None:
     """Resolve ``path``; return None for a loop of links, a name too long or a forbidden byte."""
     try:
         return path.resolve()
