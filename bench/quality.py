@@ -57,7 +57,7 @@ Alter = Callable[[NDArray[np.int64], Records], Records]
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a student learns from: sections of a job, and how to alter the records of its cache."""
+    """A student learns from these sections of a job, and from records that ``alter`` may change."""
 
     name: str
     cache: dict[str, Any]

@@ -1,1 +1,1 @@
-"""What benches and tests both need: servers, faults, a judge of what became of jobs."""
+"""Benches and tests share these: servers, faults, a judge of what became of jobs."""

@@ -8,7 +8,7 @@ from kd.config.section import Section
 
 
 class EvaluationConfig(Section):
-    """What the report and `kd eval` measure besides perplexity and KL of the records."""
+    """The report and `kd eval` measure these things besides perplexity and KL of the records."""
 
     teacher: bool = Field(
         False,

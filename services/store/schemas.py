@@ -91,7 +91,7 @@ class JobError(View):
 
 
 class JobResources(View):
-    """What a worker must have to run the job; null = nothing in particular."""
+    """A worker must have these to run the job; null = nothing in particular."""
 
     gpus: int | None = None
     memory: int | None = Field(None, description="Bytes of each GPU, or of the host.")

@@ -44,7 +44,7 @@ class MemoryEstimate(View):
 
 
 class JobPlan(View):
-    """What a job would do and need if it were created."""
+    """A job would do and need this if it were created."""
 
     stages: list[str] = Field(description="The stages of the job, in order.")
     config: dict[str, Any] = Field(description="The job with its defaults filled in.")

@@ -1,4 +1,4 @@
-"""What opening the files of a job shows, before a run would meet it."""
+"""Opening the files of a job shows errors before a run would meet them."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_version_needs_no_command() -> None:
 
 
 def test_help_imports_the_command_line_and_nothing_else() -> None:
-    """What help imports is its whole time: 0.2 s of one core, as much as typer alone."""
+    """Help spends its time on imports: 0.2 s of one core, as much as typer alone."""
     code = """
 import contextlib, io, sys
 from services.terminal.cli import main

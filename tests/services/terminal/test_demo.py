@@ -15,7 +15,7 @@ from services.terminal.commands.demo import _compare
 
 
 def compare(folder: Path, distilled: float, plain: float) -> str:
-    """What the comparison prints for two students with these perplexities."""
+    """Return what the comparison prints for two students with these perplexities."""
     jobs: list[dict[str, Any]] = []
     for name, perplexity in (("austen", distilled), ("austen-baseline", plain)):
         path = folder / f"{name}.json"

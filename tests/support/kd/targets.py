@@ -95,7 +95,7 @@ CHUNKS = pytest.mark.parametrize("chunk", [None, 3], ids=["one chunk", "many chu
 
 @dataclass(frozen=True)
 class Shape:
-    """What a student's LM head has besides a plain matrix."""
+    """A student's LM head has these besides a plain matrix."""
 
     bias: bool = False
     scale: float = 1.0
