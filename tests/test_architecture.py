@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ from bench.support.paths import ROOT
 
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+BENCHES = sorted((ROOT / "bench").rglob("*.py"))
+#: The packages whose names are ours.
+HOUSE = {*PACKAGES, "bench", "tests"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 # The packages that each of our packages may import besides the standard library and itself.
@@ -73,8 +77,18 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def dotted(node: ast.AST) -> str:
+    """Return a name with dots, or the literal value, as text; "" for any other expression."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -87,7 +101,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.lineno, "." * node.level or (node.module or "").partition(".")[0]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        elif isinstance(node, ast.Call) and dotted(node.func) in (
             "import_module",
             "importlib.import_module",
         ):
@@ -107,10 +121,10 @@ def unsafe(tree: ast.AST) -> list[str]:
     """Return the calls and imports that can run code from data or a shell, as ``line: name``."""
     found = [f"{line}: {name}" for line, name in imported(tree) if name in UNSAFE_MODULES]
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if ast.unparse(call.func) in UNSAFE_CALLS:
-            found.append(f"{call.lineno}: {ast.unparse(call.func)}")
+        if dotted(call.func) in UNSAFE_CALLS:
+            found.append(f"{call.lineno}: {dotted(call.func)}")
         for argument in call.keywords:
-            if argument.arg in UNSAFE_ARGUMENTS and ast.unparse(argument.value) == "True":
+            if argument.arg in UNSAFE_ARGUMENTS and dotted(argument.value) == "True":
                 found.append(f"{call.lineno}: {argument.arg}=True")
     return found
 
@@ -230,6 +244,29 @@ def test_an_import_that_is_turned_round_is_found(module: str, code: str) -> None
     assert against_the_order(ast.parse(code), module)
 
 
+def private_imports(tree: ast.AST) -> list[str]:
+    """Return the names of other modules of ours that begin with an underscore."""
+    return [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in HOUSE
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *BENCHES], ids=name_of)
+def test_no_private_name_is_imported(path: Path) -> None:
+    assert private_imports(tree_of(path)) == []
+
+
+def test_an_import_of_a_private_name_is_found() -> None:
+    assert private_imports(ast.parse("def f():\n    from kd.errors import KDError, _format"))
+    assert not private_imports(
+        ast.parse("from __future__ import annotations\nfrom os import _exit")
+    )
+
+
 def test_every_room_of_the_order_exists() -> None:
     assert {room_of(module) for module in set(MODULES) - FACES} == set(ROOMS)
 
@@ -278,7 +315,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert [each for each in classes if names.count(each[0]) > 1] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=name_of)
+@pytest.mark.parametrize("path", BENCHES, ids=name_of)
 def test_benches_import_nothing_from_the_tests(path: Path) -> None:
     assert "tests" not in {name for _, name in imported(tree_of(path))}
 
@@ -347,9 +384,15 @@ def test_the_imported_package_is_this_repository_s(package: str) -> None:
     assert Path(module.__file__).resolve().parent == ROOT / package
 
 
+@functools.cache
+def list_distributions() -> Mapping[str, list[str]]:
+    """Return the distributions that ship each package."""
+    return importlib.metadata.packages_distributions()
+
+
 @pytest.mark.parametrize("package", [*PACKAGES, "tests"])
 def test_no_other_distribution_ships_our_names(package: str) -> None:
-    assert set(importlib.metadata.packages_distributions().get(package, [])) <= {PROJECT["name"]}
+    assert set(list_distributions().get(package, [])) <= {PROJECT["name"]}
 
 
 # Places of files
