@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import platform
 import statistics
@@ -81,7 +82,9 @@ class LoadResult:
 
 
 def compute_percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least ``share`` of the values do not exceed."""
+    """The smallest value that at least ``share`` of the values do not exceed; NaN if none."""
+    if not values:
+        return math.nan
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
@@ -260,9 +263,12 @@ async def listen(port: int, job_id: str, delays: list[float]) -> None:
     status, _ = await connection.head()
     if status != 200:
         raise RuntimeError(f"events/stream: {status}")
-    while line := await connection.lines():
-        if line.startswith(b"data:") and b'"sent"' in line:
-            delays.append(time.time() - json.loads(line[5:])["sent"])
+    try:
+        while line := await connection.lines():
+            if line.startswith(b"data:") and b'"sent"' in line:
+                delays.append(time.time() - json.loads(line[5:])["sent"])
+    finally:
+        connection.close()
 
 
 # ---------------------------------------------------------------------- the table
