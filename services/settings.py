@@ -143,6 +143,11 @@ class Settings(BaseSettings):
     rate_post: int = Field(
         60, ge=1, description="Changing requests that one key may send per minute."
     )
+    rate_validate: int = Field(
+        60,
+        ge=1,
+        description="Validations and dry runs that one key may ask for per minute.",
+    )
     rate_get: int = Field(
         600, ge=1, description="Reading requests that one key may send per minute."
     )
@@ -166,6 +171,17 @@ class Settings(BaseSettings):
     )
     disk_floor_bytes: int = Field(
         1 << 30, ge=0, description="Free space on the data disk below which no job is accepted."
+    )
+    plan_seconds: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="Seconds that the check of one job by POST /jobs/validate may take.",
+    )
+    plan_memory_bytes: int = Field(
+        2 << 30,
+        ge=1 << 27,
+        description="Memory of the process that checks jobs for POST /jobs/validate.",
     )
     child_module: str = Field(
         "services.worker.child",

@@ -94,7 +94,11 @@ def service(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """
     folder = tmp_path_factory.mktemp("service")
     parts = Parts(
-        folder, data_roots=(tmp_path_factory.getbasetemp(),), rate_post=10**6, rate_get=10**6
+        folder,
+        data_roots=(tmp_path_factory.getbasetemp(),),
+        rate_post=10**6,
+        rate_get=10**6,
+        rate_validate=10**6,
     )
     parts.start_api()
     parts.start_worker()

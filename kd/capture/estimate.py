@@ -196,17 +196,38 @@ def estimate_by_table(config: JobConfig, root: Path, home: Path) -> Estimate:
 
     Raises ``ConfigError`` where the job captures nothing, or where only a trial can find its size.
     """
+    work, storage = measure_capture(config, root)
+    return Estimate.of(work, storage, config.cache.shard_sequences, measure_free_bytes(home))
+
+
+def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSize]:
+    """Return what ``estimate_by_table`` reads from files: the size of the text and of its cache.
+
+    Raises what that function raises.
+    """
     require_capture(config)
     tokenizer = _TokenCounter.find(config, root)
     work = _estimate_capture_size(config, root, tokenizer)
     codec = make_codec_identity(config.cache).record_codec(tokenizer.size)
     width = _require_width(config, root) if codec.profile == "hidden" else 0
-    return Estimate.of(
-        work,
-        estimate_cache_size(codec, width),
-        config.cache.shard_sequences,
-        measure_free_bytes(home),
-    )
+    return work, estimate_cache_size(codec, width)
+
+
+def list_measured_files(config: JobConfig, root: Path) -> list[Path]:
+    """List the files on which the result of ``measure_capture`` depends."""
+    texts = {
+        source
+        for source in (*config.data.train, *config.data.validation)
+        if isinstance(source, str)
+    }
+    files = [file for source in texts for file in find_files(source, root)]
+    return files + list_teacher_files(config, root)
+
+
+def list_teacher_files(config: JobConfig, root: Path) -> list[Path]:
+    """List the files in the folder of the teacher's tokenizer, if it is on this machine."""
+    folder = _find_teacher_folder(config, root)
+    return [] if folder is None else [file for file in folder.path.iterdir() if file.is_file()]
 
 
 def require_capture(config: JobConfig) -> None:
@@ -459,13 +480,15 @@ class _TextSampler:
                 raise ConfigError(
                     [Problem(f"/data/{field}/{number}", detail, "Estimate without --fast.")]
                 )
-        files = [file for source in sources for file in find_files(source, self.root)]
+        # A source that comes again is looked for once, and counted as often as it comes.
+        found = {source: find_files(source, self.root) for source in dict.fromkeys(sources)}
+        files = [file for source in sources for file in found[source]]
         if not files:
             raise DataError(
                 f"data.{field}: no file matches {sources}.", "Give a file, a folder or a glob."
             )
-        every = max(len(files) // SAMPLE_FILES, 1)
-        chosen = files[::every]
+        different = list(dict.fromkeys(files))
+        chosen = different[:: max(len(different) // SAMPLE_FILES, 1)]
         read = sum(
             (self._require_readable(file, SAMPLE_BYTES // len(chosen)) for file in chosen),
             _TextSize(),

@@ -43,7 +43,11 @@ TextSource = Annotated[
     Annotated[str, Tag("str")] | Annotated[DatasetSpec, Tag("DatasetSpec")],
     Discriminator(_find_source_kind),
 ]
-TextSources = Annotated[tuple[TextSource, ...], BeforeValidator(_wrap_in_tuple)]
+#: Sources of one field at most: each of them is looked for when a job is checked.
+MOST_SOURCES = 1000
+TextSources = Annotated[
+    tuple[TextSource, ...], BeforeValidator(_wrap_in_tuple), Field(max_length=MOST_SOURCES)
+]
 
 
 class DataConfig(Section):

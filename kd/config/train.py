@@ -226,6 +226,7 @@ class TrainConfig(Section):
     )
     report_to: tuple[Tracker, ...] = Field(
         (),
+        max_length=16,
         description=(
             "Experiment trackers: tensorboard, wandb, mlflow, trackio. metrics.jsonl is always "
             "written."

@@ -226,8 +226,11 @@ def find_cache_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
 def find_text_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
     """Find text files that are missing, empty, unreadable, or of an unknown format."""
     for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        looked_at = set[str]()
         for number, source in enumerate(sources):
-            if isinstance(source, str):
+            # A path that comes again, so that its text is read again, is looked at once.
+            if isinstance(source, str) and source not in looked_at:
+                looked_at.add(source)
                 pointer = f"/data/{field}/{number}"
                 yield from guard_access(
                     pointer, _check_source(pointer, source, root, config.data.format)

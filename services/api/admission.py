@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kd.capture.estimate import measure_free_bytes
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.preflight.problems import Folders, find_problems
 from services.api.answers.problems import ApiProblem
+from services.api.answers.views import JobPlan
+from services.api.plan_process import Wish
 from services.api.service import Service
 from services.loops.searches import find_service_problems
 from services.loops.webhooks import find_webhook_problems
@@ -22,7 +25,7 @@ from services.settings import STAGES, Settings
 from services.store.callers import Caller, RequestOrigin
 from services.store.jobs.creation import CreateResult
 from services.store.queue import publish_hint
-from services.store.schemas import Job
+from services.store.schemas import Job, JobEstimate
 from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.
@@ -35,6 +38,26 @@ class Admission:
 
     service: Service
     caller: Caller
+
+    def plan(self, config: JobConfig) -> JobPlan:
+        """Return the plan of the job; raise what ``require_admissible`` raises."""
+        return JobPlan.model_validate(self._ask_process("plan", config))
+
+    def estimate(self, config: JobConfig) -> JobEstimate:
+        """Return the estimate of the job's capture; raise what ``require_admissible`` raises."""
+        return JobEstimate.model_validate(self._ask_process("estimate", config))
+
+    def _ask_process(self, wish: Wish, config: JobConfig) -> dict[str, Any]:
+        settings = self.service.settings
+        require_space(settings.home, settings.disk_floor_bytes)
+        own = [*find_service_problems(config), *find_webhook_problems(config.webhook, settings)]
+        try:
+            result = self.service.plans.ask(wish, config, self.caller.name)
+        except ConfigError as error:
+            raise ConfigError([*error.problems, *own]) from None
+        if own:
+            raise ConfigError(own)
+        return result
 
     def require_admissible(self, config: JobConfig) -> None:
         """Raise ``ConfigError`` with all problems of the job, or 507 if the disk is nearly full."""

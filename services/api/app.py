@@ -42,6 +42,7 @@ from services.api.guards.body_limits import BODY_BYTES, BodyLimit
 from services.api.guards.install import add_guards
 from services.api.guards.request_observer import RequestObserver
 from services.api.openapi import complete_openapi
+from services.api.plan_process import PlanProcess
 from services.api.routes import caches, dashboard, files, history, jobs, operations
 from services.api.service import Service
 from services.loops.reconciler import Reconciler
@@ -97,6 +98,7 @@ def _make_service(settings: Settings) -> Service:
         queue=make_celery_app(url, socket_timeout=2.0),
         events=events,
         event_hub=EventHub(events),
+        plans=PlanProcess(settings),
         secrets=find_secrets(settings),
     )
 
@@ -113,6 +115,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     reconciler.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await reconciler
+    service.plans.close()
     service.queue.close()
     service.store.redis.close()
     app.state.limiter.close()

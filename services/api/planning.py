@@ -11,12 +11,20 @@ from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
 from cache.store import read_manifest
-from kd.capture.estimate import estimate_by_table, estimate_vocabulary_size, measure_free_bytes
+from kd.capture.estimate import (
+    Estimate,
+    estimate_vocabulary_size,
+    list_measured_files,
+    list_teacher_files,
+    measure_capture,
+    measure_free_bytes,
+)
 from kd.config.job import JobConfig
 from kd.config.student import StudentInit
 from kd.models.folder import ModelFolder
 from kd.optim.state_size import ParameterShape, count_optimizer_bytes
 from services.api.answers.views import JobPlan, MemoryEstimate
+from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
 from services.store.schemas import JobEstimate, WorkerState
 
@@ -24,9 +32,18 @@ from services.store.schemas import JobEstimate, WorkerState
 FLOAT32 = 4
 
 
-def plan_job(config: JobConfig, settings: Settings, workers: list[WorkerState]) -> JobPlan:
-    """Return the plan of a valid job."""
-    capture = _estimate_capture(config, settings)
+def plan_job(
+    config: JobConfig,
+    settings: Settings,
+    workers: list[WorkerState],
+    kept: KeptAnswers | None = None,
+) -> JobPlan:
+    """Return the plan of a valid job.
+
+    What takes long is taken from ``kept``, as long as the files are the same.
+    """
+    kept = kept or KeptAnswers()
+    capture = _estimate_capture(config, settings, kept)
     steps = _count_steps(config, settings, capture)
     return JobPlan(
         stages=list(config.stages),
@@ -34,19 +51,30 @@ def plan_job(config: JobConfig, settings: Settings, workers: list[WorkerState]) 
         capture=capture,
         steps=steps,
         tokens=_count_tokens(config, steps),
-        memory=_estimate_memory(config, settings.root),
+        memory=_estimate_memory(config, settings.root, kept),
         free_bytes=measure_free_bytes(settings.home),
         warnings=list(_find_warnings(config, capture, steps, workers)),
     )
 
 
-def _estimate_capture(config: JobConfig, settings: Settings) -> JobEstimate | None:
+def _estimate_capture(
+    config: JobConfig, settings: Settings, kept: KeptAnswers
+) -> JobEstimate | None:
     if "precompute" not in config.stages or config.kind == "verify":
         return None
+    root = settings.root
+    sections = config.model_dump(mode="json", include={"kind", "data", "teacher", "cache"})
     try:
-        return JobEstimate(**estimate_by_table(config, settings.root, settings.home).to_json())
+        work, storage = kept.recall(
+            ["capture", sections],
+            list_measured_files(config, root),
+            lambda: measure_capture(config, root),
+        )
     except PotstillError:  # a dataset of the hub, or text that only the worker can read
         return None
+    free = measure_free_bytes(settings.home)
+    estimate = Estimate.of(work, storage, config.cache.shard_sequences, free)
+    return JobEstimate(**estimate.to_json())
 
 
 def _count_steps(config: JobConfig, settings: Settings, capture: JobEstimate | None) -> int | None:
@@ -90,12 +118,12 @@ def _count_tokens(config: JobConfig, steps: int | None) -> int | None:
 # ---------------------------------------------------------------------- memory
 
 
-def _estimate_memory(config: JobConfig, root: Path) -> MemoryEstimate:
+def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> MemoryEstimate:
     teacher = config.teacher if "precompute" in config.stages else None
     # A remote teacher takes no memory of the worker.
     is_local = teacher is not None and teacher.backend == "local"
     weights = ModelFolder(root / teacher.model).weight_files if teacher and is_local else []
-    parameters = _list_student_parameters(config, root)
+    parameters = _list_student_parameters(config, root, kept)
     return MemoryEstimate(
         teacher_bytes=sum(file.stat().st_size for file in weights) or None,
         student_parameters=sum(each.size for each in parameters) or None,
@@ -112,13 +140,19 @@ def _count_student_bytes(config: JobConfig, parameters: list[ParameterShape]) ->
     return 2 * weights + count_optimizer_bytes(config.train.optim, parameters) + average
 
 
-def _list_student_parameters(config: JobConfig, root: Path) -> list[ParameterShape]:
+def _list_student_parameters(
+    config: JobConfig, root: Path, kept: KeptAnswers
+) -> list[ParameterShape]:
     """List the shapes of the student's parameters; empty if only a loaded model could tell them."""
     student = config.student
     if student is None or config.train is None:
         return []
     if student.init is not None and config.teacher is not None:
-        vocabulary = estimate_vocabulary_size(config, root)
+        vocabulary = kept.recall(
+            ["vocabulary", config.teacher.model_dump(mode="json")],
+            list_teacher_files(config, root),
+            lambda: estimate_vocabulary_size(config, root),
+        )
         return list(_list_llama_parameters(student.init, vocabulary))
     if student.model is not None:
         shapes = ModelFolder(root / student.model).read_text_shapes()

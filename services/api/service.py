@@ -15,6 +15,7 @@ from services.api.answers.file_digests import FileDigests
 from services.api.answers.problems import ApiProblem
 from services.api.guards.authentication import authenticate
 from services.api.guards.request_metrics import RequestMetrics
+from services.api.plan_process import PlanProcess
 from services.settings import Settings
 from services.store.callers import Caller
 from services.store.jobs.store import JobStore
@@ -32,6 +33,7 @@ class Service:
     queue: Celery
     events: redis.asyncio.Redis
     event_hub: EventHub
+    plans: PlanProcess
     #: Words that no log may show.
     secrets: tuple[str, ...] = field(default=(), repr=False)
     digests: FileDigests = field(default_factory=FileDigests)

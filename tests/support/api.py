@@ -19,6 +19,7 @@ from services.store.key_file import create_key
 UNLIMITED: dict[str, Any] = {
     "rate_post": 10**6,
     "rate_get": 10**6,
+    "rate_validate": 10**6,
     "rate_sse": 1000,
     "quota_open_jobs": 10**6,
     "disk_floor_bytes": 0,

@@ -179,6 +179,9 @@ class Limits(View):
     record_bytes: int = Field(description="Bytes of the records of all jobs, including ended ones.")
     posts_a_minute: int = Field(description="Requests a minute that change something.")
     gets_a_minute: int = Field(description="Requests a minute that only read.")
+    validations_a_minute: int = Field(
+        description="Validations and dry runs a minute; each is also a changing request."
+    )
     event_streams: int = Field(description="Event streams open at one time.")
     body_bytes: int = Field(description="Bytes of the body of one request.")
 

@@ -100,6 +100,15 @@ def require_scope(scope: str) -> Callable[..., Awaitable[Caller]]:
     return caller_with_scope
 
 
+def count_validation(request: Request, caller: Annotated[Caller, Depends(authenticate)]) -> None:
+    """A dependency of routes that check a job without creating it: they have a rate of their own.
+
+    A dry run of ``POST /jobs`` is such a request too, and calls this by itself.
+    """
+    limiter: Limiter = request.app.state.limiter
+    limiter.count_validation(request, caller.name)
+
+
 async def hold_stream(
     request: Request, caller: Annotated[Caller, Depends(authenticate)], shown: BearerCredentials
 ) -> AsyncIterator[StreamLease]:

@@ -1,6 +1,7 @@
 """Limits of each key: its requests a minute, and its event streams open at one time.
 
-    post, get     A token bucket holds the requests of one minute and refills at a steady rate, so
+    post, get, validate
+                  A token bucket holds the requests of one minute and refills at a steady rate, so
                   that a burst is allowed and a flood is not.
     sse           Each open stream has a lease, which is renewed while the stream is read. The
                   leases of a dead process therefore run out. Each renewal checks the key again,
@@ -95,7 +96,11 @@ class Limiter:
         self._redis = connect_redis(settings.redis_url, TIMEOUT_SECONDS)
         self._take = self._redis.register_script(TAKE_SCRIPT)
         self._hold = self._redis.register_script(HOLD_SCRIPT)
-        self._rates = {"post": settings.rate_post, "get": settings.rate_get}
+        self._rates = {
+            "post": settings.rate_post,
+            "get": settings.rate_get,
+            "validate": settings.rate_validate,
+        }
         self._streams = settings.rate_sse
         self._away_until = 0.0
 
@@ -108,7 +113,13 @@ class Limiter:
 
         The rate headers are put into ``request.state.headers``, from which every answer has them.
         """
-        kind = "get" if request.method in SAFE_METHODS else "post"
+        self._count(request, name, "get" if request.method in SAFE_METHODS else "post")
+
+    def count_validation(self, request: Request, name: str) -> None:
+        """Count a validation besides, which costs far more than another request of a client."""
+        self._count(request, name, "validate")
+
+    def _count(self, request: Request, name: str, kind: str) -> None:
         rate = self._rates[kind]
         reply = self._ask(self._take, f"kd:rate:{kind}:{name}", rate, WINDOW_SECONDS * 1000)
         if reply is None:

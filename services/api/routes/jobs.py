@@ -19,20 +19,19 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Header, Query, Response
+from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, BeforeValidator
 
 from cache.disk import remove_path, storage_errors
-from kd.capture.estimate import estimate_by_table
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from services.api.admission import Admission, announce_job
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.answers.views import JobPlan
+from services.api.guards.authentication import count_validation
 from services.api.guards.json_bodies import StrictRoute
-from services.api.planning import plan_job
-from services.api.routes.access import READ, WRITE
+from services.api.routes.access import READ, VALIDATE, WRITE
 from services.api.service import (
     KnownJob,
     Service,
@@ -134,6 +133,7 @@ JobBody = Annotated[
     | describe_problems(400, 404, 413, 415, 422, 429, 503, 507),
 )
 def create_job(
+    request: Request,
     config: JobBody,
     response: Response,
     admission: TheAdmission,
@@ -145,21 +145,18 @@ def create_job(
     """Create a job. For a day, the same Idempotency-Key and body return the same job."""
     if not dry_run:
         return accept_job(admission, config, idempotency_key, response)
-    admission.require_admissible(config)
-    settings = admission.service.settings
-    estimate = estimate_by_table(config, settings.root, settings.home)
-    return JSONResponse(JobEstimate(**estimate.to_json()).model_dump())
+    count_validation(request, admission.caller)
+    return JSONResponse(admission.estimate(config).model_dump())
 
 
 @router.post(
     "/jobs/validate",
-    dependencies=WRITE,
+    dependencies=VALIDATE,
     responses=describe_problems(400, 413, 415, 422, 429, 503, 507),
 )
 def validate_job(config: JobBody, admission: TheAdmission) -> JobPlan:
     """Show the plan of a job, or all of its problems; no job is created."""
-    admission.require_admissible(config)
-    return plan_job(config, admission.service.settings, admission.service.store.list_workers())
+    return admission.plan(config)
 
 
 @router.post(

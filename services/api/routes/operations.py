@@ -63,6 +63,7 @@ def list_models(service: TheService) -> ModelList:
             record_bytes=settings.quota_record_bytes,
             posts_a_minute=settings.rate_post,
             gets_a_minute=settings.rate_get,
+            validations_a_minute=settings.rate_validate,
             event_streams=settings.rate_sse,
             body_bytes=BODY_BYTES,
         ),

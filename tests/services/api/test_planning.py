@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
+from bench.support.harness import PATIENCE_SECONDS, Parts
+from kd.capture.estimate import measure_capture
+from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.errors import ConfigError
 from kd.models.loading import build_student
 from kd.models.tokenizers import load_tokenizer
+from kd.preflight.validate import find_text_problems
+from services.api import kept_answers
 from services.api.answers.views import MemoryEstimate
+from services.api.kept_answers import KeptAnswers
 from services.api.planning import plan_job
 from services.settings import Settings
+from tests.support.api import UNLIMITED, inputs, problem, valid
 from tests.support.kd.optimizers import measure_optimizer_bytes
 from tests.support.kd.zoo import build
 
@@ -90,3 +102,164 @@ def test_adapters_and_a_moving_average_change_the_plan(tiny_teacher: Path, tmp_p
 def test_planning_imports_no_torch() -> None:
     code = "import sys, services.api.planning; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------- the process of the plans
+
+
+def find_child(api: int) -> int:
+    """Find the process that makes plans for the API with this process id."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes()
+        except OSError:  # it has just ended
+            continue
+        if parent == api and b"services.api.plan_child" in command:
+            return int(folder.name)
+    raise AssertionError("the API has no such process")
+
+
+@pytest.fixture
+def planner(new_parts: Callable[..., Parts], tmp_path: Path) -> Callable[..., tuple[Parts, int]]:
+    """Start an API with these settings that may read ``tmp_path``; return it and its process id."""
+
+    def start(**settings: Any) -> tuple[Parts, int]:
+        parts = new_parts(**{**UNLIMITED, "data_roots": (tmp_path,), **settings})
+        return parts, parts.start_api().pid
+
+    return start
+
+
+def test_other_requests_are_answered_while_a_plan_hangs(
+    planner: Callable[..., tuple[Parts, int]], tmp_path: Path
+) -> None:
+    parts, api = planner(plan_seconds=600)
+    job = valid("quick", inputs(tmp_path / "inputs"), "distill")
+    first = parts.http.post("/jobs/validate", json=job, timeout=PATIENCE_SECONDS)
+    assert first.status_code == 200, first.text
+    child = find_child(api)
+    os.kill(child, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(parts.http.post, "/jobs/validate", json=job, timeout=PATIENCE_SECONDS)
+        for _ in range(5):
+            assert parts.http.get("/healthz").status_code == 200
+            assert parts.http.get("/jobs").status_code == 200
+        assert not held.done()
+        os.kill(child, signal.SIGCONT)
+        assert held.result().json()["memory"] == first.json()["memory"]
+    assert find_child(api) == child
+
+
+def test_a_plan_that_takes_too_long_is_given_up_and_the_next_one_is_made(
+    planner: Callable[..., tuple[Parts, int]], tmp_path: Path
+) -> None:
+    parts, api = planner(plan_seconds=8)
+    job = valid("quick", inputs(tmp_path / "inputs"), "distill")
+    for path in ("/jobs/validate", "/jobs?dry_run=true"):
+        answer = parts.http.post(path, json=job, timeout=PATIENCE_SECONDS)
+        assert answer.status_code == 200, answer.text
+        child = find_child(api)
+        os.kill(child, signal.SIGSTOP)
+        answer = parts.http.post(path, json=job, timeout=PATIENCE_SECONDS)
+        assert "more than 8 s" in problem(answer, 503, "check-limit").detail
+        assert answer.headers["retry-after"]
+    answer = parts.http.post("/jobs/validate", json=job, timeout=PATIENCE_SECONDS)
+    assert answer.status_code == 200, answer.text
+    assert find_child(api) != child
+
+
+def test_a_plan_that_takes_too_much_memory_is_refused(
+    planner: Callable[..., tuple[Parts, int]], tmp_path: Path
+) -> None:
+    parts, _ = planner(plan_memory_bytes=1 << 29, plan_seconds=PATIENCE_SECONDS)
+    job = valid("quick", inputs(tmp_path / "inputs"), "distill")
+    # Each of these lists takes some 64 bytes once it is parsed.
+    many = "[]," * 12_000_000
+    (tmp_path / "inputs" / "config.json").write_text(f'{{"many": [{many}[]]}}')
+    answer = parts.http.post("/jobs/validate", json=job, timeout=PATIENCE_SECONDS)
+    assert "memory" in problem(answer, 503, "check-limit").detail
+    (tmp_path / "inputs" / "config.json").write_text("{}")
+    answer = parts.http.post("/jobs/validate", json=job, timeout=PATIENCE_SECONDS)
+    assert answer.status_code == 200, answer.text
+
+
+def test_validations_have_a_rate_of_their_own(
+    planner: Callable[..., tuple[Parts, int]], tmp_path: Path
+) -> None:
+    parts, _ = planner(rate_validate=2)
+    job = valid("quick", inputs(tmp_path / "inputs"), "distill")
+    for path in ("/jobs/validate", "/jobs?dry_run=true"):
+        answer = parts.http.post(path, json=job, timeout=PATIENCE_SECONDS)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["ratelimit-policy"] == '"validate";q=2;w=60'
+    for path in ("/jobs/validate", "/jobs?dry_run=true"):
+        answer = parts.http.post(path, json=job, timeout=PATIENCE_SECONDS)
+        problem(answer, 429)
+        assert int(answer.headers["retry-after"]) > 0
+    assert parts.http.post("/jobs", json=job).status_code == 202
+    assert parts.http.get("/models").json()["limits"]["validations_a_minute"] == 2
+
+
+def test_an_answer_is_kept_while_its_files_stay_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    kept = KeptAnswers()
+
+    def ask(question: str = "size") -> str:
+        return kept.recall(question, [file], file.read_text)
+
+    file.write_text("one")
+    state = file.stat()
+    assert ask() == "one"
+    file.write_text("two")
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert ask() == "one", "size and time are the same"
+    assert ask("another") == "two"
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    assert ask() == "two"
+    for number in range(kept_answers.MOST_ANSWERS):
+        ask(str(number))
+    file.write_text("six")
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    assert ask() == "six", "the oldest answers are dropped"
+
+
+def test_a_plan_reads_its_text_again_only_when_it_has_changed(tmp_path: Path) -> None:
+    text = inputs(tmp_path / "inputs")
+    config = parse_config(valid("quick", text, "distill"))
+    settings = Settings(home=tmp_path)
+    kept = KeptAnswers()
+
+    def count_tokens() -> int:
+        capture = plan_job(config, settings, [], kept).capture
+        assert capture is not None
+        return capture.tokens
+
+    file = Path(text, "text.txt")
+    state = file.stat()
+    before = count_tokens()
+    content = file.read_bytes()
+    file.write_bytes(content * 20)
+    assert count_tokens() > before
+    file.write_bytes(content)
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert count_tokens() == before
+
+
+def test_a_source_that_comes_often_is_looked_at_once_and_counted_each_time(tmp_path: Path) -> None:
+    text = inputs(tmp_path / "inputs")
+    home = tmp_path / "home"
+
+    def make_config(count: int, name: str = "text.txt") -> JobConfig:
+        data = {"train": [f"{text}/{name}"] * count, "validation_fraction": 0.0, "packing": True}
+        return parse_config(valid("quick", text, "distill") | {"data": data})
+
+    one, many = (
+        measure_capture(make_config(count), tmp_path)[0].train_sequences for count in (20, 1000)
+    )
+    assert many == pytest.approx(50 * one, rel=0.1)
+    missing = find_text_problems(make_config(1000, "none.txt"), tmp_path)
+    assert [each.pointer for each in missing] == ["/data/train/0"]
+    with pytest.raises(ConfigError, match="1000"):
+        make_config(1001)
+    assert not home.exists()

@@ -25,6 +25,7 @@ EXAMPLES = int(os.environ.get("KD_FUZZ_EXAMPLES", "6"))
 UNLIMITED = {
     "rate_post": 10**9,
     "rate_get": 10**9,
+    "rate_validate": 10**9,
     "rate_sse": 10**6,
     "quota_open_jobs": 10**9,
     "quota_record_bytes": 10**12,

@@ -1,0 +1,89 @@
+"""``python -m services.api.plan_child``: checks and plans jobs for the API that started it.
+
+It writes a line once it is ready, then reads one order a line from stdin and writes one answer a
+line to stdout, both JSON:
+
+    {"wish": "plan" | "estimate", "config": {...}, "owner": "..."}
+    {"result": {...}} | {"problems": [...]} | {"store_error": "..."} | {"limit": "memory"}
+    | {"failure": {"type": "...", "detail": "...", "remedy": "..."}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from cache.errors import PotstillError
+from kd.capture.estimate import estimate_by_table
+from kd.config.jobfile import parse_config
+from kd.errors import ConfigError
+from kd.preflight.problems import Folders, require_no_problems
+from services.api.kept_answers import KeptAnswers
+from services.api.planning import plan_job
+from services.process import logs
+from services.settings import Settings
+from services.store.connection import connect_redis
+from services.store.jobs.store import JobStore
+from services.store.tenancy import build_confinement
+
+
+def answer_order(
+    order: dict[str, Any], settings: Settings, store: JobStore, kept: KeptAnswers
+) -> dict[str, Any]:
+    """Return the answer to one order."""
+    try:
+        config = parse_config(order["config"])
+        limits = build_confinement(settings, store, order["owner"])
+        require_no_problems(config, Folders(settings.root, settings.home, limits))
+        if order["wish"] == "estimate":
+            return {"result": estimate_by_table(config, settings.root, settings.home).to_json()}
+        plan = plan_job(config, settings, store.list_workers(), kept)
+        return {"result": plan.model_dump(mode="json")}
+    except ConfigError as error:
+        return {"problems": [problem.to_json() for problem in error.problems]}
+    except RedisError as error:
+        return {"store_error": str(error)}
+    except MemoryError:
+        return {"limit": "memory"}
+    except PotstillError as error:
+        return {"failure": error.to_json()}
+
+
+def main() -> None:
+    """Answer orders until stdin ends."""
+    # The end of stdin ends this process; a signal to the group of a terminal does not. The kernel
+    # cannot watch the parent: it would watch the thread that started this process, which may end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # One order at a time is one thread's work, and each thread more keeps memory of its own.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    settings = Settings()
+    logs.configure(settings)
+    limit_memory(settings.plan_memory_bytes)
+    assert settings.redis_url is not None
+    store = JobStore(connect_redis(settings.redis_url), settings.max_attempts, settings.home)
+    kept = KeptAnswers()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        answer = answer_order(json.loads(line), settings, store, kept)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def limit_memory(limit: int) -> None:
+    """Refuse this process more than ``limit`` bytes of data, where the system can do that."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+if __name__ == "__main__":
+    main()
