@@ -1,11 +1,13 @@
 """The file of API keys (``KD_API_KEYS_FILE``).
 
     {"name": "alice", "sha256": "...", "scopes": ["write"], "created_at": "2026-11-21T..."}
+    {"name": "bob", ..., "expires_at": "2027-02-21T..."}
     {"revoked": "...", "at": "2026-11-22T12:00:00+00:00"}
 
-A line creates or revokes a key. Lines are only added, at the end and in one write, so that a reader
-always sees a whole file, also through a mount of the file alone, and the history is kept. Only the
-SHA-256 of a key is stored. A slow hash is not needed, because a key has 256 random bits.
+A line creates or revokes a key; a key is refused from its ``expires_at`` on. Lines are only added,
+at the end and in one write, so that a reader always sees a whole file, also through a mount of the
+file alone, and the history is kept. Only the SHA-256 of a key is stored. A slow hash is not needed,
+because a key has 256 random bits.
 
 read    see jobs, caches and workers
 write   also post and change jobs, and delete caches
@@ -24,7 +26,7 @@ import stat
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,10 @@ SCOPES = ("read", "write", "admin")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 #: The owner of jobs that were created without keys.
 RESERVED = "local"
+#: The time before its end in which every answer warns of the end of a key.
+WARNING_TIME = timedelta(days=14)
+_UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
+_LIFETIME = re.compile(r"(\d{1,5})([hdw])")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 
@@ -51,17 +57,31 @@ class KeysError(PotstillError):
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A valid key: its owner's name and its scopes. An owner may have several keys."""
+    """A key that is not revoked: its owner's name and its scopes. An owner may have several keys.
+
+    ``expires_at`` is None for a key without an end.
+    """
 
     name: str
     sha256: str
     scopes: tuple[str, ...]
     created_at: str
+    expires_at: datetime | None = None
 
     @property
     def id(self) -> str:
         """A short id, by which the key can be revoked."""
         return self.sha256[:12]
+
+    @property
+    def expired(self) -> bool:
+        """Whether the key has come to its end."""
+        return self.expires_at is not None and datetime.now(UTC) >= self.expires_at
+
+    @property
+    def expires_soon(self) -> bool:
+        """Whether callers should be warned of the key's end."""
+        return self.expires_at is not None and datetime.now(UTC) >= self.expires_at - WARNING_TIME
 
     def may(self, scope: str) -> bool:
         """Whether the key has ``scope`` or one that includes it."""
@@ -78,7 +98,7 @@ class KeyFile:
         self._keys: tuple[ApiKey, ...] = ()
 
     def list_keys(self) -> tuple[ApiKey, ...]:
-        """The valid keys.
+        """The keys that are not revoked, with those that have expired.
 
         Raises ``KeysError`` if the file is missing or damaged, or if others may use it.
         """
@@ -90,7 +110,7 @@ class KeyFile:
             return self._keys
 
     def find(self, key: str) -> ApiKey | None:
-        """Find a key. Unknown keys take as long as known ones."""
+        """Find a key, which may have expired. Unknown keys take as long as known ones."""
         shown = hash_key(key)
         found = None
         for each in self.list_keys():
@@ -123,8 +143,23 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     )
 
 
-def create_key(path: Path, name: str, scopes: Iterable[str]) -> tuple[str, ApiKey]:
+def parse_lifetime(text: str) -> timedelta:
+    """Return the time that text such as ``90d`` names; raises ``KeysError`` for any other text."""
+    match = _LIFETIME.fullmatch(text.strip())
+    if match is None or not int(match[1]):
+        raise KeysError(
+            f"{text!r} is no time for which a key is valid.",
+            "Give a whole number and a unit: 90d for days, 12h for hours, 26w for weeks.",
+        )
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def create_key(
+    path: Path, name: str, scopes: Iterable[str], lifetime: timedelta | None = None
+) -> tuple[str, ApiKey]:
     """Create a key and add it to the file. A missing file is created.
+
+    The key expires after ``lifetime``; None = never.
 
     Returns the text of the key, which is stored nowhere.
     """
@@ -140,10 +175,15 @@ def create_key(path: Path, name: str, scopes: Iterable[str]) -> tuple[str, ApiKe
             f"Use {', '.join(SCOPES)}.",
         )
     text = PREFIX + secrets.token_urlsafe(32)
-    key = ApiKey(name, hash_key(text), wanted, _format_now())
+    end = None if lifetime is None else datetime.now(UTC).replace(microsecond=0) + lifetime
+    key = ApiKey(name, hash_key(text), wanted, _format_now(), end)
     if path.exists():
         read_keys(path)  # a file with errors gets no more lines
-    _append(path, asdict(key))
+    entry = asdict(key)
+    del entry["expires_at"]
+    if end is not None:
+        entry["expires_at"] = end.isoformat()
+    _append(path, entry)
     return text, key
 
 
@@ -183,12 +223,20 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str:
         scopes = tuple(entry["scopes"])
         if not scopes or set(scopes) - set(SCOPES):
             raise ValueError(f"scopes must be some of {', '.join(SCOPES)}")
-        return ApiKey(name, digest, scopes, str(entry.get("created_at", "")))
+        end = _parse_end(entry.get("expires_at"))
+        return ApiKey(name, digest, scopes, str(entry.get("created_at", "")), end)
     except (ValueError, TypeError, KeyError) as error:
         remedy = "Correct or remove the line; until then no key is accepted."
         raise KeysError(
             f"{path}, line {number}: this is not a key ({type(error).__name__}: {error}).", remedy
         ) from None
+
+
+def _parse_end(text: str | None) -> datetime | None:
+    end = None if text is None else datetime.fromisoformat(text)
+    if end is not None and end.tzinfo is None:
+        raise ValueError("expires_at must name its time zone")
+    return end
 
 
 def _require(value: Any, pattern: re.Pattern[str]) -> str:

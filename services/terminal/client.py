@@ -13,6 +13,7 @@ import httpx
 
 from cache.errors import PotstillError
 from services.store.schemas import TERMINAL_STATUSES
+from services.terminal.console import err
 
 #: How long a server may be away while a job is followed.
 PATIENCE_SECONDS = 120.0
@@ -46,6 +47,7 @@ class Client:
 
     def __init__(self, server: str, key: str | None = None) -> None:
         self._server = server
+        self._warned = False
         # A proxy could not reach a server on this machine, so its variables are ignored then.
         local = any(host in server for host in ("127.0.0.1", "localhost"))
         self._http = httpx.Client(
@@ -92,9 +94,19 @@ class Client:
 
     def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            return self._http.request(method, path, **options)
+            answer = self._http.request(method, path, **options)
+            self._warn_of_expiry(answer.headers.get("Potstill-Key-Expires"))
+            return answer
         except httpx.TransportError as error:
             raise self._make_unreachable(error) from None
+
+    def _warn_of_expiry(self, end: str | None) -> None:
+        """Say once that the key will soon be refused."""
+        if end is not None and not self._warned:
+            self._warned = True
+            err.print(
+                f"Your API key expires at {end}: ask the operator for a new one (`kd keys new`)."
+            )
 
     def _make_unreachable(self, error: Exception) -> Unreachable:
         return Unreachable(

@@ -42,6 +42,18 @@ TITLES = {
     507: ("disk-full", "The disk of the data folder is nearly full"),
 }
 
+#: Titles of problems whose status has a title that says something else.
+TITLES_OF_SLUGS = {
+    "bad-host": "The server does not answer to this name",
+    "check-limit": "The check of the job took too much",
+    "check-unavailable": "Jobs cannot be checked",
+    "disk-full": "The disk of the data folder is nearly full",
+    "key-expired": "The API key has expired",
+    "keys-unreadable": "The API keys cannot be read",
+    "precondition-unsupported": "The request has a condition that is not supported",
+    "reconciler-stopped": "The reconciler has stopped",
+}
+
 #: Descriptions of the headers that come with a problem, for the OpenAPI document.
 HEADERS = {
     401: {"WWW-Authenticate": "How to authenticate: Bearer."},
@@ -122,7 +134,7 @@ def respond_with_problem(request: Request, problem: ApiProblem) -> JSONResponse:
     slug, title = TITLES.get(problem.status, ("error", "Error"))
     document = ProblemDetails(
         type=f"urn:potstill:problem:{problem.slug or slug}",
-        title=title,
+        title=TITLES_OF_SLUGS.get(problem.slug or "", title),
         status=problem.status,
         detail=problem.detail,
         remedy=problem.remedy,

@@ -32,6 +32,8 @@ _bearer = HTTPBearer(
     scheme_name="ApiKey",
 )
 
+#: The header of answers to a key that expires soon, with the time of its end.
+EXPIRY_HEADER = "Potstill-Key-Expires"
 _CHALLENGE_HEADERS = {"WWW-Authenticate": 'Bearer realm="potstill"'}
 _RETRY_HEADERS = {"Retry-After": "5"}
 
@@ -78,6 +80,8 @@ def authenticate(request: Request, shown: BearerCredentials) -> Caller:
     """
     key = _find_key(request, shown)
     request.state.key = key
+    if key.expires_at is not None and key.expires_soon:
+        request.state.headers = {EXPIRY_HEADER: key.expires_at.isoformat()}
     limiter: Limiter = request.app.state.limiter
     limiter.count_request(request, key.name)
     return LOCAL_CALLER if key is _LOCAL_KEY else Caller(key.name, key.may("admin"))
@@ -152,6 +156,14 @@ def _find_key(request: Request, shown: HTTPAuthorizationCredentials | None) -> A
             401,
             "The request has no API key." if shown is None else unknown,
             "Send Authorization: Bearer kd_...; `kd` reads the key from KD_API_KEY.",
+            headers=_CHALLENGE_HEADERS,
+        )
+    if key.expired:
+        raise ApiProblem(
+            401,
+            f"The API key {key.id} of {key.name} expired at {key.expires_at}.",
+            f"Ask the operator for a new one: kd keys new {key.name} --expires 90d.",
+            "key-expired",
             headers=_CHALLENGE_HEADERS,
         )
     return key

@@ -26,6 +26,7 @@ _EXPOSED_HEADERS = [
     "ETag",
     "Idempotent-Replayed",
     "Location",
+    "Potstill-Key-Expires",
     "RateLimit",
     "RateLimit-Policy",
     "Retry-After",

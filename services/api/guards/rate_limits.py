@@ -129,7 +129,7 @@ class Limiter:
             "RateLimit-Policy": f'"{kind}";q={rate};w={WINDOW_SECONDS}',
             "RateLimit": f'"{kind}";r={left};t={math.ceil(full_ms / 1000)}',
         }
-        request.state.headers = headers
+        request.state.headers = {**getattr(request.state, "headers", {}), **headers}
         if not taken:
             seconds = max(1, math.ceil(wait_ms / 1000))
             raise ApiProblem(

@@ -42,6 +42,13 @@ def keys_new(
     scopes: Annotated[
         str, typer.Option(help="Scope: read, write or admin; each includes those before it.")
     ] = "write",
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time after which the key is refused: 90d, 12h or 26w. Default: never.",
+        ),
+    ] = None,
     file: File = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,32 +56,51 @@ def keys_new(
 
     Several keys with one name belong to the same owner.
     """
-    from services.store.key_file import create_key
+    from services.store.key_file import create_key, parse_lifetime
 
     text, key = create_key(
-        _find_key_file(file), name, [scope.strip() for scope in scopes.split(",")]
+        _find_key_file(file),
+        name,
+        [scope.strip() for scope in scopes.split(",")],
+        None if expires is None else parse_lifetime(expires),
     )
     if as_json:
         print_json({"key": text, **_describe_key(key)})
         return
     out.print(text, soft_wrap=True)
     err.print(
-        f"Key {key.id} of {key.name}, scope {', '.join(key.scopes)}."
+        f"Key {key.id} of {key.name}, scope {', '.join(key.scopes)}, expires {_format_end(key)}."
         " Keep it: it is not shown again."
     )
 
 
 @keys_app.command("ls")
 def keys_ls(file: File = None, as_json: AsJson = False) -> None:
-    """List the valid keys."""
+    """List the keys that are not revoked, with the time of their end."""
     from services.store.key_file import read_keys
 
     keys = read_keys(_find_key_file(file))
     if as_json:
         print_json([_describe_key(key) for key in keys])
         return
-    rows = [[key.id, key.name, ", ".join(key.scopes), format_time(key.created_at)] for key in keys]
-    print_table(["ID", "NAME", "SCOPES", "CREATED"], rows)
+    rows = [
+        [
+            key.id,
+            key.name,
+            ", ".join(key.scopes),
+            format_time(key.created_at),
+            f"{_format_end(key)}{' (expired)' if key.expired else ''}",
+        ]
+        for key in keys
+    ]
+    print_table(["ID", "NAME", "SCOPES", "CREATED", "EXPIRES"], rows)
+    for key in keys:
+        if key.expires_soon:
+            state = "has expired" if key.expired else f"expires {_format_end(key)}"
+            err.print(
+                f"Key {key.id} of {key.name} {state}: make a new one with `kd keys new {key.name}`,"
+                f" then `kd keys revoke {key.id}`."
+            )
 
 
 @keys_app.command("revoke")
@@ -96,12 +122,17 @@ def keys_revoke(
         out.print("\n".join(f"revoked {key['id']} of {key['name']}" for key in revoked))
 
 
-def _describe_key(key: ApiKey) -> dict[str, str | list[str]]:
+def _format_end(key: ApiKey) -> str:
+    return "never" if key.expires_at is None else format_time(key.expires_at.isoformat())
+
+
+def _describe_key(key: ApiKey) -> dict[str, str | list[str] | None]:
     return {
         "id": key.id,
         "name": key.name,
         "scopes": list(key.scopes),
         "created_at": key.created_at,
+        "expires_at": None if key.expires_at is None else key.expires_at.isoformat(),
     }
 
 

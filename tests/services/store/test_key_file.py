@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,9 +20,19 @@ from typer.testing import CliRunner
 
 from bench.support.harness import Parts
 from bench.support.paths import ROOT
+from services.api.guards import rate_limits
 from services.api.guards.authentication import UnsafeBind, is_loopback, require_safe_bind
 from services.settings import Settings
-from services.store.key_file import SCOPES, KeyFile, KeysError, create_key, read_keys, revoke_keys
+from services.store.key_file import (
+    SCOPES,
+    KeyFile,
+    KeysError,
+    create_key,
+    parse_lifetime,
+    read_keys,
+    revoke_keys,
+)
+from services.terminal.client import Client
 from services.terminal.commands import keys as commands
 from tests.support.door import bearer, make_door, problem, serving
 
@@ -199,6 +211,39 @@ def test_every_key_is_compared_whatever_matches(
         assert len(compared) == 5
 
 
+@pytest.mark.parametrize(
+    ("text", "lifetime"),
+    [("90d", timedelta(days=90)), ("12h", timedelta(hours=12)), ("26w", timedelta(weeks=26))],
+)
+def test_a_key_expires_after_its_time(file: Path, text: str, lifetime: timedelta) -> None:
+    shown, key = create_key(file, "alice", ["read"], parse_lifetime(text))
+    forever, _ = create_key(file, "alice", ["read"])
+    assert key.expires_at is not None
+    assert abs(key.expires_at - datetime.now(UTC) - lifetime) < timedelta(minutes=5)
+    assert KeyFile(file).find(shown) == key
+    assert not key.expired
+    assert key.expires_soon == (text == "12h")
+    other = KeyFile(file).find(forever)
+    assert other is not None and other.expires_at is None and not other.expires_soon
+    assert '"expires_at"' not in file.read_text().splitlines()[1], "its line is as it always was"
+
+
+@pytest.mark.parametrize("text", ["", "90", "d", "0d", "-1d", "1.5d", "90 days", "1y", "999999d"])
+def test_what_is_no_time_is_refused_and_no_key_is_made(file: Path, text: str) -> None:
+    code, out, _ = run("new", "alice", f"--expires={text}", file=file, refused=True)
+    assert (code, out) == (1, "")
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("end", ["soon", "2027-01-01T00:00:00", 5])
+def test_a_line_whose_end_cannot_be_read_lets_nobody_in(file: Path, end: Any) -> None:
+    text, _ = create_key(file, "alice", ["read"])
+    entry = json.loads(file.read_text()) | {"expires_at": end}
+    file.write_text(json.dumps(entry) + "\n")
+    with pytest.raises(KeysError, match="line 1"):
+        KeyFile(file).find(text)
+
+
 # At the door
 
 
@@ -281,6 +326,68 @@ def test_a_key_that_is_revoked_is_out_with_the_next_request(
     assert client.get("/whoami", headers=bearer(text)).json()["name"] == "late"
 
 
+def test_a_key_is_warned_of_and_then_refused(
+    keyed: tuple[httpx.Client, dict[str, str]], file: Path
+) -> None:
+    client, texts = keyed
+    soon, key = create_key(file, "soon", ["write"], timedelta(days=3))
+    late, _ = create_key(file, "late", ["read"], timedelta(days=300))
+    past, _ = create_key(file, "past", ["read"], timedelta(seconds=-1))
+    assert key.expires_at is not None
+    for answer in (
+        client.get("/whoami", headers=bearer(soon)),
+        client.post("/things", json={}, headers=bearer(soon)),
+        client.get("/workers", headers=bearer(soon)),
+    ):
+        assert answer.headers["potstill-key-expires"] == key.expires_at.isoformat()
+        assert "ratelimit" in answer.headers
+    for text in (texts["a"], late):
+        answer = client.get("/whoami", headers=bearer(text))
+        assert answer.status_code == 200
+        assert "potstill-key-expires" not in answer.headers
+    answer = client.get("/whoami", headers=bearer(past))
+    document = problem(answer, 401)
+    assert document["type"] == "urn:potstill:problem:key-expired"
+    assert document["title"] == "The API key has expired"
+    assert "kd keys new past" in document["remedy"]
+    assert answer.headers["www-authenticate"]
+
+
+def test_the_client_warns_once_of_the_end_of_its_key(
+    keyed: tuple[httpx.Client, dict[str, str]], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    http, texts = keyed
+    soon, key = create_key(file, "soon", ["read"], timedelta(days=3))
+    assert key.expires_at is not None
+    for text in (soon, texts["b"]):
+        with Client(str(http.base_url), text) as client:
+            for _ in range(2):
+                client.get("/whoami")
+    shown = capsys.readouterr()
+    assert shown.err.count(key.expires_at.isoformat()) == 1
+    assert shown.out == ""
+
+
+def test_a_stream_ends_when_its_key_has_expired(
+    parts: Parts, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rate_limits, "STREAM_LEASE_SECONDS", 0.9)
+    text, key = create_key(file, "alice", ["read"], timedelta(days=1))
+    assert key.expires_at is not None
+    past = key.expires_at - timedelta(days=2)
+    settings = parts.settings.model_copy(update={"api_keys_file": file})
+    with (
+        serving(make_door(settings)) as client,
+        client.stream("GET", "/stream", headers=bearer(text)) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert "tick" in next(lines)
+        file.write_text(file.read_text().replace(key.expires_at.isoformat(), past.isoformat()))
+        for _ in lines:  # until the server ends the stream
+            pass
+        problem(client.get("/whoami", headers=bearer(text)), 401)
+
+
 @pytest.mark.parametrize("harm", ["gone", "open", "torn"])
 def test_a_file_that_cannot_be_trusted_any_more_lets_nobody_in(
     keyed: tuple[httpx.Client, dict[str, str]], file: Path, harm: str
@@ -295,6 +402,7 @@ def test_a_file_that_cannot_be_trusted_any_more_lets_nobody_in(
     answer = client.get("/whoami", headers=bearer(texts["a"]))
     document = problem(answer, 503)
     assert document["type"] == "urn:potstill:problem:keys-unreadable"
+    assert document["title"] == "The API keys cannot be read"
     assert answer.headers["retry-after"] and str(file) not in answer.text
     file.unlink(missing_ok=True)
     create_key(file, "x", ["read"])
@@ -350,8 +458,11 @@ def test_any_other_address_needs_keys(host: str, file: Path) -> None:
 # The commands
 
 
-def run(*arguments: str, file: Path) -> tuple[int, str, str]:
+def run(*arguments: str, file: Path, refused: bool = False) -> tuple[int, str, str]:
     result = CliRunner().invoke(commands.app, ["keys", *arguments, "--file", str(file)])
+    # The command line itself turns an error of this kind into a message and exit code 1.
+    if refused and isinstance(result.exception, KeysError):
+        return 1, result.stdout, str(result.exception)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -370,6 +481,27 @@ def test_the_commands_make_list_and_revoke(file: Path) -> None:
     ended = json.loads(run("revoke", made[0]["id"], "--json", file=file)[1])
     assert ended == listed[:1]
     assert json.loads(run("ls", "--json", file=file)[1]) == listed[1:]
+
+
+def test_the_list_shows_the_end_of_each_key_and_warns_of_it(file: Path) -> None:
+    run("new", "forever", file=file)
+    _, _, told = run("new", "later", "--expires", "90d", file=file)
+    _, soon = create_key(file, "soon", ["read"], timedelta(days=3))
+    _, past = create_key(file, "past", ["read"], timedelta(days=-3))
+    assert "expires 20" in told
+    code, listed, warned = run("ls", file=file)
+    assert code == 0
+    rows = {line.split()[1]: line for line in listed.splitlines()}
+    assert "EXPIRES" in rows["NAME"]
+    assert "never" in rows["forever"]
+    assert soon.expires_at is not None and str(soon.expires_at.date()) in rows["soon"]
+    assert "(expired)" in rows["past"] and "(expired)" not in rows["soon"]
+    assert f"revoke {soon.id}" in warned and f"{past.id} of past has expired" in warned
+    assert "later" not in warned and "forever" not in warned
+    found = {each["name"]: each for each in json.loads(run("ls", "--json", file=file)[1])}
+    assert found["forever"]["expires_at"] is None
+    assert datetime.fromisoformat(found["soon"]["expires_at"]) == soon.expires_at
+    assert run("revoke", "past", file=file)[0] == 0
 
 
 def test_a_key_is_printed_alone_and_once(file: Path) -> None:
