@@ -12,6 +12,7 @@ from typing import Any, Literal
 from kd.addresses import HUB_ID
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
+from kd.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,23 @@ def _list_student_names(config: JobConfig) -> Iterator[NamedResource]:
             # A trial's student keeps the job's revision; a tokenizer has none.
             of_model = revision if field == "student.model" else None
             yield NamedResource(f"/search/space/{field}", str(choice), "model", of_model)
+
+
+def find_url_problems(config: JobConfig) -> Iterator[Problem]:
+    """Find URLs where a path or a hub id is expected."""
+    for each in list_named_resources(config):
+        scheme, mark, rest = each.name.partition("://")
+        if not mark:
+            continue
+        what = "the model" if each.kind == "model" else "it"
+        remedy = (
+            f"Write the path alone: {rest}."
+            if scheme == "file"
+            else f"Copy {what} to this machine and give its path, or give its id on the hub."
+        )
+        yield Problem(
+            each.pointer, f"{each.name!r} is a URL, and a path or a hub id is expected.", remedy
+        )
 
 
 def list_relative_paths(config: JobConfig, root: Path) -> list[NamedResource]:

@@ -27,6 +27,7 @@ from kd.errors import ConfigError, Problem
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.limits import Confinement
+from kd.preflight.named_paths import find_url_problems
 from kd.preflight.validate import (
     find_cache_problems,
     find_disk_problems,
@@ -88,20 +89,24 @@ def require_no_problems(
 
 
 def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
+    # These come first and alone for their fields: other checks would speak of files.
+    urls = list(find_url_problems(config))
+    named = {problem.pointer for problem in urls}
     if folders.limits is not None:
         # Where a job names what it may not read, nothing is looked up: the answer would show what
         # is there.
         refused = find_confinement_problems(config, folders.root, folders.limits)
         if refused:
-            return refused
+            return [*urls, *(each for each in refused if each.pointer not in named)]
     if folders.home is None:
-        return []
-    found = [
+        return urls
+    looked_up = [
         *find_model_problems(config, folders.root),
         *find_text_problems(config, folders.root),
         *find_cache_problems(config, folders.home),
         *find_disk_problems(folders.home),
     ]
+    found = [*urls, *(each for each in looked_up if each.pointer not in named)]
     if folders.opened and not found:
         found += find_first_problems(config, folders.root, folders.home)
     return found

@@ -11,7 +11,6 @@ No path is ever built from a client's input: the server lists its files and look
 
 from __future__ import annotations
 
-import mimetypes
 import os
 import re
 import stat
@@ -44,18 +43,31 @@ from services.store.schemas import Job
 
 STATE = "state.json"
 BINARY = "application/octet-stream"
-#: Media types that ``mimetypes`` does not know, or that differ between machines.
-_KNOWN_TYPES = {
-    ".md": "text/markdown; charset=utf-8",
-    ".jsonl": "application/x-ndjson",
+#: Media types by suffix; any other file is ``BINARY``. The list is fixed, because ``mimetypes``
+#: differs between machines, and the OpenAPI document names every type.
+_MEDIA_TYPES = {
+    ".csv": "text/csv; charset=utf-8",
     ".jinja": "text/plain; charset=utf-8",
-    ".safetensors": BINARY,
+    ".json": "application/json",
+    ".jsonl": "application/x-ndjson",
+    ".md": "text/markdown; charset=utf-8",
+    ".png": "image/png",
+    ".py": "text/plain; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".yaml": "application/yaml",
+    ".yml": "application/yaml",
 }
 
 router = APIRouter(tags=["files"], route_class=StrictRoute)
 
 _BYTES: dict[str, Any] = {
-    "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}},
+    "content": {
+        media_type: {"schema": {"type": "string", "format": "binary"}}
+        for media_type in dict.fromkeys(
+            (BINARY, *(text.partition(";")[0] for text in _MEDIA_TYPES.values()))
+        )
+    },
     "headers": {"ETag": {"description": "The file's sha256.", "schema": {"type": "string"}}},
 }
 _FILE: Answers = {
@@ -293,7 +305,7 @@ def _sanitise_name(name: str) -> str:
 
 
 def _guess_media_type(path: Path) -> str:
-    return _KNOWN_TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or BINARY
+    return _MEDIA_TYPES.get(path.suffix, BINARY)
 
 
 def _read_modified_at(path: Path) -> datetime:

@@ -262,6 +262,13 @@ def _encode(cursor: int) -> str:
 def _decode(cursor: str | None) -> int | None:
     if cursor is None:
         return None
+    if not cursor:
+        raise ApiProblem(
+            422,
+            "cursor is empty.",
+            "Leave it out for the first page; next_cursor is null after the last page.",
+            "bad-cursor",
+        )
     try:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode("ascii")
         # Base64 has several spellings of one text; only our own is accepted.

@@ -191,6 +191,10 @@ def test_artifacts_are_listed_and_fetched(api: Parts) -> None:
     }
     assert listed["report.md"]["media_type"] == "text/markdown; charset=utf-8"
     assert listed["report.md"]["sha256"] is None, "nobody has asked for it yet"
+    document = api.http.get("/openapi.json").json()
+    path = document["paths"]["/jobs/{job_id}/artifacts/{name}"]
+    described = path["get"]["responses"]["200"]["content"]
+    assert {one["media_type"].partition(";")[0] for one in listed.values()} <= set(described)
     for name, one in listed.items():
         answer = api.http.get(one["url"])
         content = (api.settings.run_dir(claim.id) / name).read_bytes()

@@ -12,6 +12,7 @@ import pytest
 from bench.support.harness import make_body
 from kd.config.job import JobConfig
 from kd.config.jobfile import set_value
+from tests.support.api import problem, valid
 
 #: Texts that no file name and no record can hold, as JSON writes them.
 UNUSABLE = ["\ud800", "a\udfffb", "a\0b"]
@@ -107,3 +108,47 @@ def test_a_key_that_an_object_has_twice_is_refused(http: httpx.Client, content: 
     answer = http.post("/jobs", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert "twice" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_a_condition_that_no_route_checks_is_refused_and_nothing_is_changed(
+    http: httpx.Client, text: str, method: str
+) -> None:
+    made = http.post("/jobs", json=valid("quick", text))
+    assert made.status_code == 202, made.text
+    path = made.headers["location"]
+    tag = http.get(path).headers["etag"]
+    for value in (tag, '"1"', "*"):
+        target = f"{path}/cancel" if method == "POST" else path
+        answer = http.request(method, target, headers={"If-Match": value})
+        problem(answer, 400, "precondition-unsupported")
+        refused = http.post("/jobs", json=valid("quick", text), headers={"If-Match": value})
+        problem(refused, 400, "precondition-unsupported")
+    assert http.get(path).headers["etag"] == tag
+    assert len(http.get("/jobs").json()["data"]) == 1
+
+
+def test_an_empty_cursor_is_told_as_such(http: httpx.Client) -> None:
+    document = problem(http.get("/jobs?cursor="), 422, "bad-cursor")
+    assert document.detail == "cursor is empty."
+    assert "first page" in document.remedy
+
+
+def test_a_url_in_place_of_a_path_is_told_as_such(http: httpx.Client, text: str) -> None:
+    for source, remedy in (
+        (f"file://{text}/text.txt", f"Write the path alone: {text}/text.txt."),
+        ("s3://bucket/text.jsonl", "Copy it to this machine"),
+    ):
+        job = valid("quick", text, "distill")
+        for field in ("data/train/0", "teacher/model"):
+            body = json.loads(json.dumps(job))
+            section, name, *_ = field.split("/")
+            body[section][name] = source
+            for path in ("/jobs", "/jobs/validate"):
+                document = problem(http.post(path, json=body), 422)
+                (found,) = document.errors
+                assert found.pointer == f"/{field}"
+                assert f"{source!r} is a URL" in found.detail
+                assert found.remedy.startswith(remedy.removesuffix("it to this machine"))
+    missing = valid("quick", text) | {"data": {"train": f"{text}/none.txt"}}
+    assert "no file" in problem(http.post("/jobs", json=missing), 422).detail
