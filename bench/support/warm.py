@@ -1,8 +1,7 @@
 """A process that has imported the libraries already, and forks for each command that is run.
 
 A command is a process of its own, with its own arguments, environment, files and exit code. It only
-saves the seconds in which it would import torch and the like. The code of this project is imported
-anew each time.
+saves the seconds in which it would import torch, FastAPI and the like.
 """
 
 from __future__ import annotations
@@ -18,28 +17,74 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from bench.support.paths import ROOT
+from services.process.lifeline import die_with_parent
 
 #: How the names of variables begin that may be others for each command. Torch sets the last one.
 FREE = ("KD_", "NO_COLOR", "COLUMNS", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+#: The processes that can be warm: one for the API and the worker, and one for ``kd`` with models.
+SERVICE = "service"
+MODELS = "models"
 #: Bytes of an answer of the server: a number and blanks.
 WIDTH = 32
 
 
-class WarmPython:
-    """Runs modules in forks of one process."""
+class ForkedProcess:
+    """A module that runs in a fork: the part of ``subprocess.Popen`` that tests and benches use."""
 
-    def __init__(self) -> None:
+    def __init__(self, replies: IO[bytes]) -> None:
+        self._replies = replies
+        self.pid = int(replies.read(WIDTH))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, which is negative after a signal; None while it runs."""
+        if self.returncode is None and select.select([self._replies], [], [], 0)[0]:
+            # Nothing comes if the supervisor was killed; its child is then killed, too.
+            self.returncode = int(self._replies.read(WIDTH) or -signal.SIGKILL)
+            self._replies.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code; raise ``TimeoutExpired`` after ``timeout``."""
+        if self.returncode is None:
+            select.select([self._replies], [], [], timeout)
+        code = self.poll()
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmPython:
+    """Runs modules in forks of one process. ``libraries`` is a key of ``LIBRARIES``."""
+
+    def __init__(self, libraries: str) -> None:
         self._environment = dict(os.environ)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, libraries, str(theirs.fileno())],
                 cwd=ROOT,
                 env=self._environment | {"PYTHONPATH": find_packages()},
                 stdin=subprocess.DEVNULL,
@@ -69,7 +114,6 @@ class WarmPython:
 
         The text of ``answer`` is its standard input.
         """
-        order = {"module": module, "arguments": arguments, "folder": str(folder), "env": env}
         with (
             tempfile.TemporaryFile("w+") as stdin,
             tempfile.TemporaryFile("w+") as stdout,
@@ -77,25 +121,42 @@ class WarmPython:
         ):
             stdin.write(answer)
             stdin.seek(0)
-            code = self._wait(json.dumps(order), [stdin, stdout, stderr], seconds)
+            files = [file.fileno() for file in (stdin, stdout, stderr)]
+            process = self.start(module, arguments, files, folder, env)
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
             stdout.seek(0)
             stderr.seek(0)
             return subprocess.CompletedProcess(
                 [module, *arguments], code, stdout.read(), stderr.read()
             )
 
-    def _wait(self, order: str, files: list[IO[str]], seconds: float) -> int:
-        """Send the order; return the exit code, which is negative after a signal."""
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        files: Sequence[int],
+        folder: Path,
+        env: dict[str, str],
+        *,
+        new_session: bool = False,
+    ) -> ForkedProcess:
+        """Start ``module`` in ``folder``. The three files are its input, output and errors."""
+        order = {
+            "module": module,
+            "arguments": arguments,
+            "folder": str(folder),
+            "env": env,
+            "new_session": new_session,
+        }
         reading, writing = os.pipe()
-        with os.fdopen(reading, "rb", buffering=0) as replies:
-            with os.fdopen(writing, "wb") as reply:
-                handles = [file.fileno() for file in (*files, reply)]
-                socket.send_fds(self._channel, [order.encode()], handles)
-            pid = int(replies.read(WIDTH))
-            if not select.select([replies], [], [], seconds)[0]:
-                os.kill(pid, signal.SIGKILL)
-                raise subprocess.TimeoutExpired(order, seconds)
-            return int(replies.read(WIDTH))
+        with os.fdopen(writing, "wb") as reply:
+            handles = [*files, reply.fileno()]
+            socket.send_fds(self._channel, [json.dumps(order).encode()], handles)
+        return ForkedProcess(os.fdopen(reading, "rb", buffering=0))
 
     def close(self) -> None:
         """End the server. It ends with this process, too."""
@@ -109,9 +170,9 @@ def find_packages() -> str:
 
 
 @cache
-def get_warm_python() -> WarmPython:
-    """The one of this process, started at the first call."""
-    warm = WarmPython()
+def get_warm_python(libraries: str) -> WarmPython:
+    """The one of this process with these libraries, started at the first call."""
+    warm = WarmPython(libraries)
     atexit.register(warm.close)
     return warm
 
@@ -128,6 +189,7 @@ def serve(channel: socket.socket) -> dict[str, Any] | None:
             return None
         if os.fork() == 0:
             channel.close()
+            die_with_parent(signal.SIGKILL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _supervise_a_fork(*handles)
             return dict(json.loads(letter))
@@ -148,37 +210,83 @@ def _supervise_a_fork(stdin: int, stdout: int, stderr: int, reply: int) -> None:
     os.close(reply)
 
 
-def import_libraries() -> None:
-    """Import what takes long, and reads no variable of ``FREE`` meanwhile."""
-    import celery  # noqa: F401
+def import_service() -> None:
+    """Import what the API and the worker import."""
+    import celery.app.trace  # noqa: F401
+    import kombu.transport.redis  # noqa: F401
+    import uvicorn  # noqa: F401
+    from celery.worker import worker  # noqa: F401
+
+    import services.api.app
+    import services.worker.consumer  # noqa: F401
+
+
+def import_models() -> None:
+    """Import what ``kd`` imports for models, none of which reads a variable of ``FREE``."""
     import datasets  # noqa: F401
     import httpx  # noqa: F401
-    import peft  # noqa: F401
     import pyarrow.parquet  # noqa: F401
-    import pydantic_settings  # noqa: F401
-    import redis  # noqa: F401
     import rich.console
     import rich.table  # noqa: F401
     import torch._dynamo  # noqa: F401
-    import transformers.modeling_utils
-    import transformers.models.auto
     import transformers.models.llama.modeling_llama  # noqa: F401
     import typer  # noqa: F401
-    import zarr  # noqa: F401
+
+    import kd.examine
+    import kd.forecast
+    import kd.pipeline
+    import kd.preflight.validate  # noqa: F401
+    import services.store.jobs.store  # noqa: F401
+
+
+LIBRARIES = {SERVICE: import_service, MODELS: import_models}
 
 
 def main() -> None:
-    """Import the libraries, then serve; in a fork, run its module."""
-    import_libraries()
+    """Import the libraries, then serve; in a fork, run its module and end."""
+    LIBRARIES[sys.argv[1]]()
     gc.freeze()  # a collection in a fork would copy the pages of all that is imported
-    order = serve(socket.socket(fileno=int(sys.argv[1])))
+    order = serve(socket.socket(fileno=int(sys.argv[2])))
     if order is not None:
+        if order["new_session"]:
+            os.setsid()
         os.environ.clear()
         os.environ.update(order["env"])
         os.chdir(order["folder"])
         sys.path[0] = order["folder"]
         sys.argv[1:] = order["arguments"]
-        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+        leave(order["module"])
+
+
+def leave(module: str) -> NoReturn:
+    """Run ``module`` as ``python -m`` does, and end the process with its exit code.
+
+    Python would last take the imported modules apart, which costs half a second of one core.
+    """
+    code = run_to_its_code(module)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def run_to_its_code(module: str) -> int:
+    """Run ``module`` and return its exit code; a negative one is the signal that must end it."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException as error:
+        traceback.print_exc()
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import typer
 from typer._click.exceptions import MissingParameter
 
 from bench.support.paths import ROOT
-from bench.support.warm import find_packages, get_warm_python
+from bench.support.warm import MODELS, find_packages, get_warm_python
 from services.terminal.cli import app
 
 __all__ = ["KD", "MissingParameter", "find_command", "kd", "load_commands", "parse_kd"]
@@ -34,7 +34,7 @@ def kd(
     """
     words = [str(each) for each in arguments]
     env = os.environ | _ANYWHERE | {"NO_COLOR": "1"} | environment
-    warm = get_warm_python()
+    warm = get_warm_python(MODELS)
     if warm.suits(env):
         return warm.run(MODULE, words, answer or "", folder, env, PATIENCE_SECONDS)
     return subprocess.run(

@@ -43,7 +43,8 @@ def network() -> Iterator[Network]:
 def parts(network: Network, tmp_path: Path, _server_binary: Path) -> Iterator[Parts]:
     """Server and API on the near side, where the test runs too."""
     with network.inside("near"):
-        made = Parts(tmp_path / "home", "bench.support.light_child", rate_get=10**6)
+        # A fork would be in the network of the process that it comes from.
+        made = Parts(tmp_path / "home", "bench.support.light_child", forked=False, rate_get=10**6)
         made.jobs.redis.config_set("bind", f"127.0.0.1 {network.ADDRESS['near']}")
         made.start_api()
         yield made
