@@ -20,8 +20,6 @@ from cache.store import open_cache, open_writer, verify_cache
 from cache.testing import fill_cache, make_cache
 from services.store.schemas import TERMINAL_STATUSES
 
-pytestmark = pytest.mark.alone
-
 MakeParts = Callable[..., Parts]
 
 

@@ -31,8 +31,6 @@ from bench.support.judge import (
 from services.store.schemas import TERMINAL_STATUSES
 from services.worker.heartbeat import BEATS_PER_LEASE
 
-pytestmark = pytest.mark.alone
-
 MakeParts = Callable[..., Parts]
 
 #: Pauses, resumes and cancels that the clients ask for in one test.
@@ -111,6 +109,7 @@ def find_holder(cluster: Cluster, job_id: str) -> tuple[str, int]:
     return wait_until(found)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_the_run_of_a_killed_child_continues_within_five_seconds(
     cluster: Callable[..., Cluster], spare: Path
@@ -138,6 +137,7 @@ def test_the_run_of_a_killed_child_continues_within_five_seconds(
     )
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_the_job_of_a_killed_supervisor_continues_after_a_lease_without_an_orphan(
     cluster: Callable[..., Cluster], spare: Path
@@ -177,6 +177,7 @@ def test_the_job_of_a_killed_supervisor_continues_after_a_lease_without_an_orpha
     assert some.find_live_runs() == {}
 
 
+@pytest.mark.alone
 def test_a_terminated_supervisor_saves_and_loses_nothing(
     cluster: Callable[..., Cluster], spare: Path
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_host_that_sleeps_past_its_lease_writes_nothing_more(
     assert fenced.get("kd_fenced_writes_total", 0) >= 1
 
 
+@pytest.mark.alone
 def test_a_child_that_stays_stopped_is_killed_and_replaced(
     cluster: Callable[..., Cluster], spare: Path
 ) -> None:
@@ -274,6 +276,7 @@ def test_a_job_that_always_dies_has_its_attempts_and_other_jobs_run(new_parts: M
     ]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_pauses_and_cancels_take_effect_at_once_at_any_moment(
     cluster: Callable[..., Cluster], spare: Path

@@ -37,8 +37,6 @@ from services.store.embedded import StoreUnavailable, find_binary
 from services.store.queue import TASK_NAME
 from services.store.schemas import TERMINAL_STATUSES
 
-pytestmark = pytest.mark.alone
-
 MakeParts = Callable[..., Parts]
 
 #: How long Redis is away.
@@ -121,6 +119,7 @@ def require_undisturbed(
     assert max(answer.seconds for answer in answers) < SLOWEST_ANSWER
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_killing_redis_ten_times_stops_no_training(parts: Parts, tmp_path: Path) -> None:
     parts.start_api()
@@ -138,6 +137,7 @@ def test_killing_redis_ten_times_stops_no_training(parts: Parts, tmp_path: Path)
     require_undisturbed(parts, job_id, name, tmp_path / "spare", answers)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("manner", ["ended", "frozen"])
@@ -226,6 +226,7 @@ def require_full_store_harmless(
     assert parts.wait_for(other, *TERMINAL_STATUSES).status == "succeeded"
 
 
+@pytest.mark.alone
 def test_a_redis_without_memory_refuses_jobs_and_loses_none(parts: Parts, inputs: Path) -> None:
     redis = parts.jobs.redis
     require_full_store_harmless(
@@ -236,6 +237,7 @@ def test_a_redis_without_memory_refuses_jobs_and_loses_none(parts: Parts, inputs
     )
 
 
+@pytest.mark.alone
 def test_a_redis_without_disk_refuses_jobs_and_loses_none(
     new_parts: MakeParts, inputs: Path, tmpfs: Callable[[Path, str], Path], tmp_path: Path
 ) -> None:
@@ -396,6 +398,7 @@ def libfaketime() -> Path:
     return Path(package.__file__).parent / "vendor" / "libfaketime" / "src" / "libfaketime.so.1"
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs LD_PRELOAD")
 def test_clocks_that_jump_an_hour_do_not_change_leases(
     new_parts: MakeParts, tmp_path: Path
