@@ -649,7 +649,7 @@ def test_a_real_search_through_the_service(
         "evaluation": {"plots": False},
         "search": {
             "space": {"train.learning_rate": {"choices": [1e-6, 1e-2]}},
-            "trials": 3,
+            "trials": 2,
             "sampler": "random",
         },
     }
