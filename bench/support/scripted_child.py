@@ -20,7 +20,7 @@ from services.worker.child import main
 
 STEPS = 60
 STEP_SECONDS = 0.05
-CAPTURE_SECONDS = 3.0
+HOLD = "hold"
 
 
 def run_stage(
@@ -86,7 +86,10 @@ def stays_alone(run_dir: Path, monitor: Monitor) -> None:
 
 
 def captures(run_dir: Path, monitor: Monitor) -> None:
-    """Act as a capture: one process at a time; a later one finds the work done."""
+    """Act as a capture: one process at a time; a later one finds the work done.
+
+    It lasts for as long as the caches hold a file of the name ``HOLD``.
+    """
     root = run_dir.parent.parent / "caches"
     root.mkdir(exist_ok=True)
     lock = root / f"{'f' * 32}.lock"
@@ -95,7 +98,7 @@ def captures(run_dir: Path, monitor: Monitor) -> None:
         if sealed.exists():
             return
         (run_dir / "captured").touch()
-        for _ in range(int(CAPTURE_SECONDS / STEP_SECONDS)):
+        while (root / HOLD).exists():
             monitor.check("between two shards")
             time.sleep(STEP_SECONDS)
         sealed.touch()

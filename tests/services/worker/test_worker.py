@@ -16,7 +16,7 @@ import pytest
 
 from bench.support.harness import Parts, is_alive, make_config, wait_until
 from bench.support.paths import ROOT
-from bench.support.scripted_child import STEPS
+from bench.support.scripted_child import HOLD, STEPS
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker.child_process import Outbox, build_child_environment
@@ -344,6 +344,9 @@ def test_jobs_that_need_one_cache_share_its_capture(new_parts: MakeParts) -> Non
     parts = new_parts()
     parts.start_worker()
     parts.start_worker()
+    hold = parts.settings.caches / HOLD
+    hold.parent.mkdir()
+    hold.touch()
     first = parts.submit("captures", "distill")
     parts.child_pid(first)
     second = parts.submit("captures", "distill")
@@ -354,6 +357,7 @@ def test_jobs_that_need_one_cache_share_its_capture(new_parts: MakeParts) -> Non
         "its device is free meanwhile"
     )
     assert parts.job(first).stage == "precompute"
+    hold.unlink()
     for job_id in (first, second):
         job = parts.wait_for(job_id, "succeeded", "failed")
         assert (job.status, job.attempt) == ("succeeded", 1)
