@@ -271,7 +271,7 @@ def leave(module: str) -> NoReturn:
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF)
+    os._exit(code)
 
 
 def run_to_its_code(module: str) -> int:
@@ -282,7 +282,7 @@ def run_to_its_code(module: str) -> int:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
             return 1
-        return end.code or 0
+        return (end.code or 0) & 0xFF  # as the system cuts it
     except BaseException as error:
         traceback.print_exc()
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
