@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import math
 import os
 import runpy
 import select
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from functools import cache
@@ -34,6 +36,7 @@ SERVICE = "service"
 MODELS = "models"
 #: Bytes of an answer of the server: a number and blanks.
 WIDTH = 32
+POLL_SECONDS = 0.01
 
 
 class ForkedProcess:
@@ -43,23 +46,24 @@ class ForkedProcess:
         self._replies = replies
         self.pid = int(replies.read(WIDTH))
         self.returncode: int | None = None
+        self._lock = threading.Lock()  # the thread that tends a cluster polls, too
 
     def poll(self) -> int | None:
         """Return the exit code, which is negative after a signal; None while it runs."""
-        if self.returncode is None and select.select([self._replies], [], [], 0)[0]:
-            # Nothing comes if the supervisor was killed; its child is then killed, too.
-            self.returncode = int(self._replies.read(WIDTH) or -signal.SIGKILL)
-            self._replies.close()
-        return self.returncode
+        with self._lock:
+            if self.returncode is None and select.select([self._replies], [], [], 0)[0]:
+                # Nothing comes if the supervisor was killed; its child is then killed, too.
+                self.returncode = int(self._replies.read(WIDTH) or -signal.SIGKILL)
+                self._replies.close()
+            return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Wait for the end and return the exit code; raise ``TimeoutExpired`` after ``timeout``."""
-        if self.returncode is None:
-            select.select([self._replies], [], [], timeout)
-        code = self.poll()
-        if code is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_SECONDS)
         return code
 
     def send_signal(self, number: int) -> None:
