@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts
-from bench.support.paths import ROOT
+from bench.support.harness import PATIENCE_SECONDS, Parts
+from bench.support.warm import MODELS, get_warm_python
 from cache.errors import CacheError
 from cache.store import open_cache, verify_cache
 from kd.capture.plan import plan_capture
@@ -52,20 +51,27 @@ def job(tiny_teacher: Path, tiny_text: Path) -> JobConfig:
 def captured_elsewhere(job: JobConfig, home: Path) -> Iterator[Callable[[], None]]:
     """Start a capture in another process; calling the yielded function lets it finish."""
     (home / "first").mkdir(parents=True)
-    command = [sys.executable, "-c", SLOW, job.model_dump_json(), str(home), str(home / "first")]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"\n", "it has begun"
+    (home / "slow.py").write_text(SLOW)
+    arguments = [job.model_dump_json(), str(home), str(home / "first")]
+    its_input, our_output = os.pipe()
+    our_input, its_output = os.pipe()
+    process = get_warm_python(MODELS).start(
+        "slow", arguments, [its_input, its_output, 2], home, dict(os.environ)
+    )
+    os.close(its_input)
+    os.close(its_output)
+    with os.fdopen(our_output, "wb", buffering=0) as told, os.fdopen(our_input, "rb") as said:
+        assert said.readline() == b"\n", "it has begun"
 
-    def finish() -> None:
-        process.communicate(b"." * 10000)
-        assert process.returncode == 0
+        def finish() -> None:
+            told.write(b"." * 10000)
+            assert process.wait(PATIENCE_SECONDS) == 0
 
-    try:
-        yield finish
-    finally:
-        process.kill()
-        process.communicate()
+        try:
+            yield finish
+        finally:
+            process.kill()
+            process.wait(PATIENCE_SECONDS)
 
 
 def folder_of(job: JobConfig, home: Path) -> Path:
