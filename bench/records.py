@@ -66,7 +66,7 @@ from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import hide_progress_bars, load_model
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
 from kd.text.packing import Document, pack_documents
-from kd.text.tokens import encode_text
+from kd.text.pieces import TextEncoder
 
 #: Positions whose (N, V) targets are compared together.
 CHUNK = 128
@@ -165,7 +165,8 @@ def time_fastest_run(run: Callable[[], Any], rounds: int = 3) -> tuple[float, An
 def read_teacher(arguments: argparse.Namespace) -> tuple[Truth, Any]:
     """Read the first sequences of the text with the teacher; returns truth and tokenizer."""
     tokenizer = load_tokenizer(arguments.teacher, arguments.gguf_file)
-    ids = np.asarray(encode_text(arguments.text.read_text(encoding="utf-8"), tokenizer), np.uint32)
+    text = arguments.text.read_text(encoding="utf-8")
+    ids = np.concatenate(list(TextEncoder(tokenizer).encode([text])))
     config = DataConfig(train=("-",), sequence_length=arguments.length)
     sequences = pack_documents([Document(ids)], config).select(np.arange(arguments.sequences))
     model = load_model(arguments.teacher, torch.float32, arguments.gguf_file).eval()

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+#: Sequences that are checked at once, so that a check needs little memory beside them.
+_ROWS_AT_ONCE = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
@@ -42,10 +45,15 @@ class Sequences:
                 "target_mask must be False at the last position: "
                 "its target lies outside the sequence."
             )
-        if (self.target_mask[:, :-1] & self.document_start[:, 1:]).any():
+        if any(map(self._has_target_outside, range(0, len(self), _ROWS_AT_ONCE))):
             raise ValueError(
                 "target_mask must be False where the next token begins a new document."
             )
+
+    def _has_target_outside(self, first: int) -> bool:
+        """Whether a target of ``_ROWS_AT_ONCE`` sequences from ``first`` on begins a document."""
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        return bool((self.target_mask[rows, :-1] & self.document_start[rows, 1:]).any())
 
     def __len__(self) -> int:
         return len(self.tokens)

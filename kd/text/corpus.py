@@ -2,6 +2,7 @@
 
     sources.py    files, globs, datasets   -> one text (or chat) per document
     tokens.py     texts, chats             -> Documents: token ids, and which are targets
+    pieces.py     a long text              -> its ids, piece by piece, the same as of the whole
     packing.py    Documents                -> Sequences: (S, L) tokens, boundaries, target mask
     mixtures.py   Sequences of each source -> Sequences of all, in the shares of their weights
 
@@ -25,9 +26,10 @@ import numpy as np
 from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
 from kd.errors import DataError
-from kd.progress import SILENT, Monitor
+from kd.progress import SILENT, Monitor, ProgressMeter
+from kd.text.files import find_files
 from kd.text.mixtures import get_weight, has_dataset, is_mixture, mix_texts, name_source
-from kd.text.packing import Document, pack_in_blocks
+from kd.text.packing import Document, join_blocks, pack_in_blocks
 from kd.text.sources import read_documents
 from kd.text.tokens import choose_pad_id, encode_documents
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Seconds between two reports of how far the reading has come.
-REPORT_SECONDS = 5.0
+REPORT_SECONDS = 1.0
+#: Bytes of the unit in which the reading is reported.
+KILOBYTE = 1000
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,11 @@ class Corpus:
         digest = hashlib.sha256()
         for part in (self.train, self.validation):
             digest.update(np.asarray(part.tokens.shape, np.int64).tobytes())
-            for array in (part.tokens.astype("<u4"), part.document_start, part.target_mask):
+            for array in (
+                part.tokens.astype("<u4", copy=False),
+                part.document_start,
+                part.target_mask,
+            ):
                 digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
@@ -115,13 +123,14 @@ def _load_sequences(
     """Load the first ``wanted`` sequences: from one source after the other, or from a mixture."""
 
     def pack_sources(sources: TextSources, field: str) -> Iterator[Sequences]:
-        found = read_documents(sources, field, config)
-        documents = encode_documents(found, tokenizer, config, size)
+        report = _ReadingReport(field, monitor, _count_bytes(sources))
+        found = read_documents(sources, field, config, report.note)
+        documents = encode_documents(found, tokenizer, config, size, monitor)
         pad_id = choose_pad_id(tokenizer, size)
-        return pack_in_blocks(_report_reading(documents, field, monitor), config, field, pad_id)
+        return pack_in_blocks(report.follow(documents), config, field, pad_id)
 
     if not is_mixture(sources, config):
-        return Sequences.concatenate(_take_until(pack_sources(sources, field), wanted))
+        return join_blocks(_take_until(pack_sources(sources, field), wanted))
     texts = [pack_sources((source,), f"{field}.{number}") for number, source in enumerate(sources)]
     sequences, ended = mix_texts(texts, list(map(get_weight, sources)), wanted)
     if ended is not None:
@@ -134,19 +143,52 @@ def _load_sequences(
     return sequences
 
 
-def _report_reading(
-    documents: Iterator[Document], field: str, monitor: Monitor
-) -> Iterator[Document]:
-    """Pass the documents on and report progress, so that the process does not seem to hang."""
-    tokens = 0
-    reported_at = time.monotonic()
-    for document in documents:
-        yield document
-        tokens += len(document)
-        if time.monotonic() - reported_at > REPORT_SECONDS:
-            monitor.emit("stage", phase=f"reading data.{field}: {tokens:,} tokens")
-            monitor.check("while reading the text")
-            reported_at = time.monotonic()
+def _count_bytes(sources: TextSources) -> int:
+    """Count the bytes of the files that ``sources`` name; 0 if one is a dataset."""
+    if has_dataset(sources):
+        return 0
+    return sum(
+        file.stat().st_size for source in sources for file in find_files(name_source(source))
+    )
+
+
+class _ReadingReport:
+    """Reports how far the reading of a field has come, so that the process does not seem to hang.
+
+    ``total`` is the number of bytes of its files, 0 if it is not known.
+    """
+
+    def __init__(self, field: str, monitor: Monitor, total: int) -> None:
+        self._field = field
+        self._monitor = monitor
+        self._meter = ProgressMeter(total=total // KILOBYTE, unit="kB")
+        self._bytes = 0
+
+    def note(self, count: int) -> None:
+        """Count ``count`` more bytes of the files as read."""
+        self._bytes += count
+
+    def follow(self, documents: Iterator[Document]) -> Iterator[Document]:
+        """Pass the documents on; report at most every ``REPORT_SECONDS``."""
+        tokens = 0
+        new = 0
+        reported_at = time.monotonic()
+        for document in documents:
+            yield document
+            new += len(document)
+            if time.monotonic() - reported_at > REPORT_SECONDS:
+                tokens += new
+                self._report(tokens, new)
+                new = 0
+                reported_at = time.monotonic()
+
+    def _report(self, tokens: int, new: int) -> None:
+        meter = self._meter
+        self._monitor.emit("stage", phase=f"reading data.{self._field}: {tokens:,} tokens")
+        if meter.total:
+            read = min(self._bytes // KILOBYTE, meter.total)
+            self._monitor.emit("progress", **meter.advance(read - meter.done, new))
+        self._monitor.check("while reading the text")
 
 
 def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
@@ -162,7 +204,8 @@ def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
             "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
         )
     cut = len(train) - held_out
-    return train.select(np.arange(cut)), train.select(np.arange(cut, len(train)))
+    # Slices share the memory of the whole.
+    return train.select(slice(cut)), train.select(slice(cut, None))
 
 
 def count_held_out(count: int, fraction: float) -> int:
@@ -171,7 +214,10 @@ def count_held_out(count: int, fraction: float) -> int:
 
 
 def _take_first(sequences: Sequences, count: int | None) -> Sequences:
-    return sequences if count is None else sequences.select(np.arange(min(count, len(sequences))))
+    if count is None or count >= len(sequences):
+        return sequences
+    # A copy frees the memory of the rest, which may be much larger.
+    return sequences.select(np.arange(count))
 
 
 def _take_until(text: Iterable[Sequences], wanted: int | None) -> Iterator[Sequences]:

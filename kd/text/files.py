@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import gzip
+import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
@@ -25,6 +27,37 @@ SUFFIXES = {
 _UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)
 #: Rows that are read at once from a Parquet file.
 _PARQUET_BATCH = 1000
+#: Characters that are read at once from a text file.
+_CHUNK = 2**18
+
+
+def _ignore(count: int) -> None:
+    """Drop the count: nobody shows the progress."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text file. It is one document, and read in parts, because it may be large.
+
+    ``note`` is called with the number of bytes of the file that were read since the last call.
+    """
+
+    path: Path
+    note: Callable[[int], None] = _ignore
+
+    def read_chunks(self) -> Iterator[str]:
+        """Yield the text in order. Raises ``DataError`` where it is not UTF-8."""
+        try:
+            with self.path.open("rb") as raw, _decode(self.path, raw) as file:
+                noted = 0
+                while chunk := file.read(_CHUNK):
+                    yield chunk
+                    self.note(raw.tell() - noted)
+                    noted = raw.tell()
+        except _UNREADABLE as error:
+            raise DataError(
+                f"{self.path} is not UTF-8 text: {error}.", "Convert it, or set data.format."
+            ) from None
 
 
 def find_files(source: str, root: Path = Path()) -> list[Path]:
@@ -59,31 +92,15 @@ def choose_format(path: Path, config: DataConfig) -> str:
         ) from None
 
 
-def open_file(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
-    """Open the rows of a file; a text file is one row."""
-    kind = choose_format(path, config)
-    if kind == "text":  # the whole file is one document
-        return [{config.text_column: _read_text(path)}]
-    return (
-        _read_parquet_rows(path)
-        if "parquet" in (kind, find_suffix(path)[1:])
-        else _read_json_rows(path)
-    )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with _open_text(path) as file:
-            return file.read()
-    except _UNREADABLE as error:
-        raise DataError(
-            f"{path} is not UTF-8 text: {error}.", "Convert it, or set data.format."
-        ) from None
+def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
+    """Open the rows of a file that is not plain text."""
+    kinds = (choose_format(path, config), find_suffix(path)[1:])
+    return _read_parquet_rows(path) if "parquet" in kinds else _read_json_rows(path)
 
 
 def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file that has one JSON object per line, or a JSON array of them."""
-    with _open_text(path) as file:
+    with path.open("rb") as raw, _decode(path, raw) as file:
         is_array = file.read(1) == "["
         file.seek(0)
         yield from (
@@ -113,8 +130,10 @@ def _read_parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     yield from rows
 
 
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")
+def _decode(path: Path, raw: BinaryIO) -> TextIO:
+    """Return the text of ``raw``, the open file ``path``, which may be compressed."""
+    packed = path.suffix == ".gz"
     # utf-8-sig removes a byte order mark, which is not text.
-    return path.open(encoding="utf-8-sig")
+    return io.TextIOWrapper(
+        gzip.GzipFile(fileobj=raw) if packed else cast(Any, raw), encoding="utf-8-sig"
+    )

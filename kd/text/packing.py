@@ -25,11 +25,13 @@ class Document:
     """The tokens of one text or chat.
 
     ``ids`` (N,) uint32. ``trained`` (N,) bool: which tokens are targets; the others are context.
-    None = all are targets.
+    None = all are targets. ``begins``: whether its first token begins a text; if not, it continues
+    the document before it, which has a whole number of sequences.
     """
 
     ids: np.ndarray
     trained: np.ndarray | None = None
+    begins: bool = True
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,7 +40,8 @@ class Document:
         """Return the document up to token ``place``, and the rest of it."""
         parts = (slice(place), slice(place, None))
         first, rest = (
-            Document(self.ids[i], None if self.trained is None else self.trained[i]) for i in parts
+            Document(self.ids[i], None if self.trained is None else self.trained[i], self.begins)
+            for i in parts
         )
         return first, rest
 
@@ -81,6 +84,31 @@ def pack_in_blocks(
         )
 
 
+def join_blocks(blocks: Iterable[Sequences]) -> Sequences:
+    """Join ``blocks`` (at least one) as they come: 6 bytes a token, and one block beside them."""
+    joined = list[np.ndarray]()
+    count = 0
+    for block in blocks:
+        fields = (block.tokens, block.document_start, block.target_mask)
+        joined = joined or [np.empty((0, block.length), each.dtype) for each in fields]
+        end = count + len(block)
+        if end > len(joined[0]):
+            # A little room to spare, because to make room may copy all.
+            _resize(joined, end + end // 16)
+        for array, part in zip(joined, fields, strict=True):
+            array[count:end] = part
+        count = end
+    _resize(joined, count)
+    return Sequences(*joined)
+
+
+def _resize(arrays: list[np.ndarray], rows: int) -> None:
+    """Change the number of rows of ``arrays`` in place."""
+    for array in arrays:
+        # No other array shares this memory, which numpy cannot know.
+        array.resize((rows, array.shape[1]), refcheck=False)
+
+
 def _split_into_blocks(
     documents: Iterable[Document], config: DataConfig
 ) -> Iterator[list[Document]]:
@@ -109,7 +137,7 @@ def _split_into_blocks(
 
 def _pack_block(documents: list[Document], config: DataConfig, pad_id: int) -> Sequences:
     tokens = _lay_out([each.ids for each in documents], config, _PAD)
-    start = _lay_out([_mark_first(len(each)) for each in documents], config)
+    start = _lay_out([_mark_first(each) for each in documents], config)
     real = tokens != _PAD
     target = np.zeros_like(start)
     start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
@@ -137,9 +165,9 @@ def _lay_out(
     )
 
 
-def _mark_first(size: int) -> np.ndarray:
-    start = np.zeros(size, bool)
-    start[0] = True
+def _mark_first(document: Document) -> np.ndarray:
+    start = np.zeros(len(document), bool)
+    start[0] = document.begins
     return start
 
 

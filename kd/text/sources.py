@@ -9,14 +9,24 @@ from typing import Any
 
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
-from kd.text.files import find_files, open_file
+from kd.text.files import TextFile, choose_format, find_files, open_rows
 from kd.text.rows import read_cell
 
 
+def _ignore(count: int) -> None:
+    """Drop the count: nobody shows the progress."""
+
+
 def read_documents(
-    sources: Iterable[str | DatasetSpec], field: str, config: DataConfig
+    sources: Iterable[str | DatasetSpec],
+    field: str,
+    config: DataConfig,
+    note: Callable[[int], None] = _ignore,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the document: a string, or a ``Chat`` with ``format: messages``."""
+    """Yield the place and the document: a string, a ``TextFile`` or a ``Chat``.
+
+    ``note`` is called with the number of bytes of files that were read since the last call.
+    """
     for source in sources:
         if isinstance(source, DatasetSpec):
             yield from _read_cells(_open_dataset(source, config.streaming), source.path, config)
@@ -27,7 +37,11 @@ def read_documents(
                 f"data.{field}: no file matches {source!r}.", "Give a file, a folder or a glob."
             )
         for file in files:
-            yield from _read_cells(open_file(file, config), str(file), config)
+            if choose_format(file, config) == "text":
+                yield f"{file}: row 1", TextFile(file, note)
+                continue
+            yield from _read_cells(open_rows(file, config), str(file), config)
+            note(file.stat().st_size)
 
 
 def _open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kd.config.data import DataConfig
-from kd.errors import DataError
-from kd.text.chats import TOKENIZER_OPTIONS, encode_chat
-from kd.text.packing import Document
+from kd.errors import DataError, PotstillError
+from kd.progress import SILENT, Monitor
+from kd.text.chats import Chat, encode_chat
+from kd.text.files import TextFile
+from kd.text.packing import BLOCK_SEQUENCES, Document
+from kd.text.pieces import TextEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,16 +28,19 @@ def encode_documents(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     size: int | None = None,
+    monitor: Monitor = SILENT,
 ) -> Iterator[Document]:
     """Tokenize each document; a plain text gets the tokenizer's end-of-sequence token at its end.
 
-    Documents of a single token are dropped, because they have no target. Raises ``DataError`` for
-    one that cannot be tokenized, or that holds an id which is not below ``size``, V.
+    A long text becomes several documents, each of which continues the one before. Documents of a
+    single token are dropped, because they have no target. Raises ``DataError`` for one that cannot
+    be tokenized, or that holds an id which is not below ``size``, V.
     """
+    encoder = TextEncoder(tokenizer, monitor)
     for place, content in documents:
         try:
-            document = _encode_document(content, place, tokenizer, config)
-        except DataError:
+            yield from _encode_document(content, place, encoder, config, size)
+        except PotstillError:
             raise
         # A chat template may raise anything; half a surrogate pair raises TypeError.
         except Exception as error:
@@ -41,39 +48,74 @@ def encode_documents(
                 f"{place} cannot be tokenized: {type(error).__name__}: {error}",
                 "Correct or remove it; messages need a tokenizer with a chat template.",
             ) from error
-        if len(document) > 1:
-            if size is not None:
-                _require_known_ids(document.ids, place, size, tokenizer)
-            yield document
 
 
 def _encode_document(
-    content: Any, place: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> Document:
-    if config.format == "messages":
-        return Document(*encode_chat(content, place, tokenizer, config.assistant_only_loss))
-    ids = encode_text(content, tokenizer)
-    if tokenizer.eos_token_id is not None and ids and ids[-1] != tokenizer.eos_token_id:
-        ids.append(tokenizer.eos_token_id)
-    return Document(np.asarray(ids, np.uint32))
+    content: Any, place: str, encoder: TextEncoder, config: DataConfig, size: int | None
+) -> Iterator[Document]:
+    tokenizer = encoder.tokenizer
+    if isinstance(content, Chat):
+        found = [Document(*encode_chat(content, place, tokenizer, config.assistant_only_loss))]
+        parts = iter(found)
+    else:
+        chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
+        parts = _cut_into_parts(_add_end(encoder.encode(chunks, place), tokenizer), config)
+    begin = 0
+    for part in parts:
+        if size is not None:
+            _require_known_ids(part.ids, begin, place, size, tokenizer)
+        begin += len(part)
+        if len(part) > 1 or not part.begins:
+            yield part
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of ``text``."""
-    return list(tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"]) if text.strip() else []
+def _add_end(
+    parts: Iterable[NDArray[np.uint32]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[NDArray[np.uint32]]:
+    """Pass the ids of a text on, and its end-of-sequence token if it has not got it."""
+    end = tokenizer.eos_token_id
+    last = None
+    for ids in parts:
+        yield ids
+        last = ids[-1] if len(ids) else last
+    if end is not None and last is not None and last != end:
+        yield np.asarray([end], np.uint32)
+
+
+def _cut_into_parts(ids: Iterable[NDArray[np.uint32]], config: DataConfig) -> Iterator[Document]:
+    """Join the ids of a text to documents of a whole number of sequences; the last has the rest."""
+    enough = BLOCK_SEQUENCES * config.sequence_length
+    held = list[NDArray[np.uint32]]()
+    tokens = 0
+    begins = True
+    for some in ids:
+        held.append(some)
+        tokens += len(some)
+        if tokens > enough:
+            joined = np.concatenate(held)
+            whole = (tokens - 1) // config.sequence_length * config.sequence_length
+            yield Document(joined[:whole], begins=begins)
+            held = [joined[whole:].copy()]
+            tokens -= whole
+            begins = False
+    if tokens:
+        yield Document(np.concatenate(held), begins=begins)
 
 
 def _require_known_ids(
-    ids: np.ndarray, place: str, size: int, tokenizer: PreTrainedTokenizerBase
+    ids: np.ndarray, begin: int, place: str, size: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise ``DataError`` that names the first of ``ids`` (N,) which is not below ``size``."""
+    """Raise ``DataError`` that names the first of ``ids`` (N,) which is not below ``size``.
+
+    ``begin`` tokens of the same document come before them.
+    """
     unknown = np.flatnonzero(ids >= size)
     for first in unknown[:1].tolist():
         near = tokenizer.decode(ids[max(first - _SHOWN, 0) : first + _SHOWN].tolist())
+        token = tokenizer.convert_ids_to_tokens(int(ids[first]))
         raise DataError(
-            f"{place}, token {first + 1}: {tokenizer.convert_ids_to_tokens(int(ids[first]))!r} has "
-            f"the id {ids[first]}, but the model knows the ids below {size} only. It stands in "
-            f"{near!r}.",
+            f"{place}, token {begin + first + 1}: {token!r} has the id {ids[first]}, but the model "
+            f"knows the ids below {size} only. It stands in {near!r}.",
             "Remove it: no model of this job can read it.",
         )
 

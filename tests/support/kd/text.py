@@ -10,6 +10,7 @@ import pytest
 
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
+from kd.text.files import TextFile
 from kd.text.sources import read_documents
 
 TEXTS = [
@@ -28,7 +29,10 @@ def config(**changes) -> DataConfig:
 def documents(source: str | Path | DatasetSpec, **changes) -> list:
     """Read ``source``; return the contents of its documents."""
     source = str(source) if isinstance(source, Path) else source
-    return [content for _, content in read_documents((source,), "train", config(**changes))]
+    return [
+        "".join(content.read_chunks()) if isinstance(content, TextFile) else content
+        for _, content in read_documents((source,), "train", config(**changes))
+    ]
 
 
 def write(folder: Path, name: str, rows=ROWS) -> Path:
