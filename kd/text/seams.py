@@ -133,7 +133,7 @@ class Seams:
         right = self._normalize(after)
         if not left or not right or self._normalize(before + after) != left + right:
             return False
-        if end in self.barred_ends or left[-1] in self.barred_ends:
+        if {end, left[-1]} & (self.barred_ends | {MARK}):
             return False
         if self.alone:
             return right[0].isspace()
@@ -166,7 +166,7 @@ def find_seams(tokenizer: PreTrainedTokenizerBase) -> Seams:
     steps = _list_steps(backend.pre_tokenizer, "pretokenizers")
     prepends = _check_normalizers(normalizers)
     added = list(backend.get_added_tokens_decoder().values())
-    _check_added_tokens(added)
+    _check_added_tokens(added, backend)
     ends = _bar_ends(added, all_tokens=prepends)
     begins = _bar_begins(added, all_tokens=prepends)
     if backend.model.__class__.__name__ == "BPE" and backend.model.dropout:
@@ -202,12 +202,17 @@ def _flatten(state: dict[str, Any], parts: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- added tokens, normalizer
 
 
-def _check_added_tokens(added: list[AddedToken]) -> None:
+def _check_added_tokens(added: list[AddedToken], backend: Tokenizer) -> None:
     """Raise ``NoSeamError`` if an added token could span a cut."""
+    normalizer = backend.normalizer
     for token in added:
         content = token.content
-        if not content.isspace() and any(map(str.isspace, content)):
-            raise NoSeamError(f"its added token {content!r} holds white space")
+        # One that is compared with normalized text is normalized itself.
+        normalized = content if normalizer is None else str(normalizer.normalize_str(content))
+        for written in (content, normalized.removeprefix(MARK)):
+            spaces = [each.isspace() or each == MARK for each in written]
+            if any(spaces) and not all(spaces):
+                raise NoSeamError(f"its added token {content!r} holds white space")
         if content.isspace() and (token.lstrip or token.rstrip):
             raise NoSeamError(f"its added token {content!r} takes the white space around it")
 

@@ -242,6 +242,7 @@ WORDS = {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)}
     "steps, reason",
     [
         ({"added": ["New York"], **WORDS}, "'New York' holds white space"),
+        ({"added": [AddedToken("New\u2581York")], "normalizer": MARKS}, "holds white space"),
         ({"added": [AddedToken("\n", rstrip=True)], **WORDS}, "takes the white space around it"),
         ({"pre_tokenizer": isolated(r"\s?\p{L}+|\s+")}, "may connect words"),
         ({"pre_tokenizer": isolated(r"\p{L}+ \p{L}+|\s+")}, "may connect words"),
