@@ -17,7 +17,7 @@ from kd.errors import DataError, Interrupted
 from kd.progress import Event, Monitor
 from kd.text import corpus, pieces
 from kd.text.corpus import load_corpus
-from kd.text.packing import Document, join_blocks, pack_documents
+from kd.text.packing import BLOCK_SEQUENCES, Document, join_blocks, pack_documents
 from tests.support.kd.text import config
 
 NOVEL = (AUSTEN / "text" / "persuasion.txt").read_text(encoding="utf-8")[:60_000]
@@ -69,7 +69,7 @@ def test_a_long_text_is_packed_as_one_document(tmp_path, own, name, packing):
         train=[str(path), str(tmp_path / "b.txt")], packing=packing, validation_fraction=0
     )
     whole = [[*own(text)["input_ids"], own.eos_token_id] for text in (NOVEL, "The end.")]
-    assert len(whole[0]) > 20 * pieces.PIECE_CHARACTERS / 8
+    assert len(whole[0]) > 20 * BLOCK_SEQUENCES * 8
     expected = pack_documents([Document(np.asarray(ids, np.uint32)) for ids in whole], options)
     assert same(load_corpus(options, own).train, expected)
     few = load_corpus(options.model_copy(update={"max_train_samples": 70}), own).train
@@ -124,6 +124,7 @@ def test_a_tokenizer_that_cannot_be_cut_reads_a_long_text_at_once_and_says_why(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(PATIENCE)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_file_of_50_megabytes_takes_little_memory(tmp_path):
     text = "".join(path.read_text("utf-8") for path in sorted((AUSTEN / "text").glob("*.txt")))
