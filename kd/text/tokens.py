@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.errors import PotstillError
 from kd.config.data import DataConfig
-from kd.errors import DataError, PotstillError
+from kd.errors import DataError
 from kd.progress import SILENT, Monitor
 from kd.text.chats import Chat, encode_chat
 from kd.text.files import TextFile
