@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
 from bench.support.paths import ROOT
 from services.store.schemas import Job
 from tests.support.api import (
@@ -656,16 +656,17 @@ def test_a_stream_outlives_a_restart_of_redis(new_parts: MakeParts) -> None:
     def listen() -> None:
         url = f"{parts.settings.server}/jobs/{job_id}/events/stream"
         with httpx.stream("GET", url, timeout=30) as response:
-            received.extend(sse(response))
+            for event in sse(response):
+                received.append(event)  # noqa: PERF402 -- the test looks meanwhile
 
     listener = threading.Thread(target=listen)
     listener.start()
-    time.sleep(0.5)
+    wait_until(lambda: statuses(received))
     os.kill(parts.server.pid, signal.SIGKILL)
     time.sleep(1.0)
     parts.server.ensure()
     parts.jobs.change("cancel", job_id)
-    listener.join(20)
+    listener.join(PATIENCE_SECONDS)
     assert statuses(received) == ["queued", "cancelled"]
 
 
