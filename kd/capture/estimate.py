@@ -16,12 +16,11 @@ byte that grows with the number of positions.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,8 +38,11 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.files import format_bytes
 from kd.models.folder import ModelFolder
+from kd.text.chats import Chat
 from kd.text.corpus import count_held_out
-from kd.text.files import choose_format, find_files
+from kd.text.files import choose_format, find_files, is_saved_dataset, unpack
+from kd.text.mixtures import name_source
+from kd.text.rows import COLUMNS, Completion, read_cell
 
 #: Bytes of English text per token; used where the tokenizer is not on this machine.
 BYTES_PER_TOKEN = 4.0
@@ -475,8 +477,9 @@ class _TextSampler:
         """Estimate the size of ``data.train`` or ``data.validation``."""
         sources = getattr(self.config.data, field)
         for number, source in enumerate(sources):
-            if not isinstance(source, str):
-                detail = f"the size of dataset {source.path!r} is not known without reading it."
+            name = name_source(source)
+            if not isinstance(source, str) or is_saved_dataset(self.root / name):
+                detail = f"the size of dataset {name!r} is not known without reading it."
                 raise ConfigError(
                     [Problem(f"/data/{field}/{number}", detail, "Estimate without --fast.")]
                 )
@@ -517,21 +520,35 @@ class _TextSampler:
         if kind == "text":
             tokens = self.tokenizer.count(data.decode("utf-8", "ignore")) / share
             return self._measure_documents(tokens, tokens, 1.0)
-        rows = sum((self._measure_row(row) for row in _parse_rows(data)), _TextSize())
+        rows = sum(
+            (
+                self._measure_row(row, f"{path}: row {number}")
+                for number, row in enumerate(_parse_rows(data), 1)
+            ),
+            _TextSize(),
+        )
         return rows.scale(1 / share)
 
-    def _measure_row(self, row: dict[str, Any]) -> _TextSize:
+    def _measure_row(self, row: dict[str, Any], place: str) -> _TextSize:
         data = self.config.data
-        if data.format != "messages":
+        content = read_cell(row, place, data) if data.format in COLUMNS else None
+        if isinstance(content, Completion):
+            prompt, answer = map(self.tokenizer.count, (content.prompt, content.completion))
+            learned = answer + 1 if data.assistant_only_loss else prompt + answer + 1
+            return self._measure_documents(prompt + answer + 1, learned, 1.0)
+        if not isinstance(content, Chat):
             tokens = self.tokenizer.count(str(row.get(data.text_column) or "")) + 1
             return self._measure_documents(tokens, tokens, 1.0)
         # A chat template adds about 4 tokens to each message.
         messages = [
             (each.get("role"), self.tokenizer.count(str(each.get("content") or "")) + 4)
-            for each in row["messages"]
+            for each in content.messages
         ]
         learned = sum(
-            count for role, count in messages if role == "assistant" or not data.assistant_only_loss
+            count
+            for place, (role, count) in enumerate(messages)
+            if (role == "assistant" and place >= content.learned_from)
+            or not data.assistant_only_loss
         )
         return self._measure_documents(sum(count for _, count in messages), learned, 1.0)
 
@@ -548,16 +565,25 @@ def _sum_file_sizes(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
+def _pack_zstd(data: bytes) -> bytes:
+    import pyarrow
+
+    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+
+
+#: Compresses bytes as a file of the suffix has them.
+_PACK: dict[str, Callable[[bytes], bytes]] = {".gz": zlib.compress, ".zst": _pack_zstd}
+
+
 def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
     """Return the first ``limit`` bytes, decompressed, and their share of the file."""
-    packed = path.suffix == ".gz"
-    with gzip.open(path) if packed else path.open("rb") as file:
+    with path.open("rb") as raw, unpack(path, raw) as file:
         data = file.read(limit)
         whole = not file.read(1)
     if whole:
         return data, 1.0
-    # How many bytes of a .gz file were read is not known: compress them again to find out.
-    read = len(zlib.compress(data)) if packed else limit
+    # How many bytes of a packed file were read is not known: compress them again to find out.
+    read = len(_PACK[path.suffix](data)) if path.suffix in _PACK else limit
     return data, read / path.stat().st_size
 
 

@@ -11,7 +11,7 @@ from kd.config.section import Section
 
 
 class DatasetSpec(Section):
-    """A dataset that ``datasets.load_dataset`` reads."""
+    """A dataset that ``datasets.load_dataset`` or ``datasets.load_from_disk`` reads."""
 
     path: str = Field(min_length=1, description="Hub id or local folder of the dataset.")
     name: str | None = Field(None, description="Configuration name of the dataset.")
@@ -56,7 +56,8 @@ class DataConfig(Section):
     train: TextSources = Field(
         (),
         description=(
-            "Files, folders or globs (txt, jsonl, parquet; .gz too), or datasets as {path: ...}."
+            "Files, folders or globs (txt, jsonl, parquet; .gz and .zst too), folders that "
+            "save_to_disk of datasets wrote, or datasets as {path: ...}."
         ),
     )
     validation: TextSources = Field(
@@ -75,13 +76,26 @@ class DataConfig(Section):
             "0 holds out nothing."
         ),
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "messages"] = Field(
+    format: Literal[
+        "auto",
+        "text",
+        "jsonl",
+        "parquet",
+        "messages",
+        "sharegpt",
+        "prompt_completion",
+        "alpaca",
+    ] = Field(
         "auto",
         description=(
             "auto = by the file's suffix; messages = each row has a chat under the key messages, "
-            "and may have the JSON schemas of its tools under the key tools; the tokenizer's chat "
-            "template renders them. A template that writes today's date gets 26 July 2024, so that "
-            "the same chats give the same tokens on any day."
+            "and may have the JSON schemas of its tools under the key tools; sharegpt = a chat "
+            "under conversations, whose turns have from and value; alpaca = a question under "
+            "instruction (and input), its answer under output. The tokenizer's chat template "
+            "renders them; a content given in parts is joined. prompt_completion = two texts, "
+            "joined as they are, or two lists of messages, under prompt and completion. A template "
+            "that writes today's date gets 26 July 2024, so that the same chats give the same "
+            "tokens on any day."
         ),
     )
     text_column: str = Field(
@@ -90,8 +104,8 @@ class DataConfig(Section):
     assistant_only_loss: bool = Field(
         True,
         description=(
-            "In chats (format messages) only the assistant's tokens are learned and get records; "
-            "false = every token is."
+            "In chats only the assistant's tokens are learned and get records, and with format "
+            "prompt_completion only those of the completion; false = every token is."
         ),
     )
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per sequence.")
@@ -143,6 +157,11 @@ class DataConfig(Section):
                 "a stream need not end"
             )
         return self
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the rows are chats, which a chat template renders."""
+        return self.format in ("messages", "sharegpt", "alpaca")
 
     @property
     def held_out_fraction(self) -> float:

@@ -146,7 +146,7 @@ def _name_base(folder: Path) -> str:
 
 def _encode_example(config: JobConfig, report: Report) -> list[str]:
     """The lines that encode a prompt, or a question where the student learned chats."""
-    if config.data.format == "messages":
+    if config.data.has_chats:
         return [
             'messages = [{"role": "user", "content": "Hello! Who are you?"}]',
             "inputs = tokenizer.apply_chat_template(",

@@ -28,7 +28,7 @@ from kd.errors import ConfigError, Problem
 from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
 from kd.preflight.limits import Confinement
 from kd.preflight.named_paths import NamedResource, find_plain_prefix, list_named_resources
-from kd.text.files import find_files
+from kd.text.files import find_files, is_saved_dataset
 from kd.text.sources import datasets_opened_by
 
 #: Names for which ``datasets`` uses a builder of its own, which searches for files itself; one of
@@ -127,6 +127,8 @@ def _check_dataset(each: NamedResource, root: Path, limits: Confinement) -> Reas
 
 
 def _check_text(each: NamedResource, root: Path, limits: Confinement) -> Reason:
+    if is_saved_dataset(root / each.name):
+        return _check_dataset(each, root, limits)
     # Each ** visits every folder below it, so that two of them could take hours.
     parts = Path(each.name).parts
     if glob.has_magic(each.name) and (".." in parts or parts.count("**") > 1):

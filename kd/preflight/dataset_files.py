@@ -14,6 +14,7 @@ Imports no torch, and ``datasets`` only to read.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ import yaml
 
 from kd.config.data import DatasetSpec
 from kd.errors import DataError
+from kd.text.files import is_saved_dataset
+from kd.text.sources import open_saved_dataset
 
 if TYPE_CHECKING:
     from kd.preflight.limits import Confinement
@@ -51,6 +54,8 @@ def open_confined(
     """
     from datasets import load_dataset_builder
 
+    if is_saved_dataset(Path(spec.path)):
+        return _open_saved(spec, limits)
     _require(spec, _check_own_cards(spec, limits))
     copies = _find_copies_folder(spec)
     builder = load_dataset_builder(
@@ -64,6 +69,30 @@ def open_confined(
         rows = builder.as_dataset(split=spec.split)
     _require(spec, _check_columns(rows.features))
     return rows
+
+
+def _open_saved(spec: DatasetSpec, limits: Confinement) -> Iterable[dict[str, Any]]:
+    folder = Path(spec.path)
+    outside = limits.find_first_outside([folder, *folder.rglob("*")])
+    _require(spec, None if outside is None else _refuse_file(outside.name))
+    _require(spec, check_saved_names(folder))
+    rows = open_saved_dataset(spec)
+    _require(spec, _check_columns(rows.features))
+    saved: Iterable[dict[str, Any]] = rows
+    return saved
+
+
+def check_saved_names(folder: Path) -> Reason:
+    """Find the first file or split that a saved dataset names outside its own folder."""
+    for file in sorted(folder.rglob("*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        named = [str(each) for each in content.get("splits") or () if isinstance(each, str)]
+        for field in ("_data_files", "_indices_data_files"):
+            named += [str(each.get("filename")) for each in content.get(field) or ()]
+        for name in named:
+            if leads_out(name, lambda _: False):
+                return f"names {name!r} in its {file.name}, which jobs may not read.", _RELATIVE
+    return None
 
 
 def _require(spec: DatasetSpec, reason: Reason) -> None:

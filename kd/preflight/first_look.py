@@ -141,12 +141,13 @@ def _check_rows(config: JobConfig, root: Path) -> Iterator[Problem]:
 def _check_first_rows(
     pointer: str, source: str, root: Path, config: JobConfig
 ) -> Iterator[Problem]:
-    from kd.text.files import choose_format, find_files
+    from kd.text.files import choose_format, find_files, is_saved_dataset
     from kd.text.sources import read_documents
 
-    for file in find_files(source, root):
+    saved = [root / source] if is_saved_dataset(root / source) else []
+    for file in saved or find_files(source, root):
         try:
-            if choose_format(file, config.data) == "text":
+            if not saved and choose_format(file, config.data) == "text":
                 continue
             for _ in islice(read_documents((str(file),), pointer, config.data), 1):
                 pass

@@ -13,7 +13,7 @@ from kd.config.job import JobConfig
 from kd.errors import ModelError, Problem
 from kd.models.folder import TOKENIZER_REMEDY, ModelFolder, is_remote_code_allowed
 from kd.preflight.confinement import describe_missing_cache
-from kd.text.files import SUFFIXES, find_files, find_suffix
+from kd.text.files import SUFFIXES, find_files, find_suffix, is_saved_dataset
 
 #: Bytes that the disk of the data folder must have left.
 FREE_BYTES = 64 * 2**20
@@ -238,6 +238,8 @@ def find_text_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
 
 
 def _check_source(pointer: str, source: str, root: Path, format: str) -> Iterator[Problem]:
+    if is_saved_dataset(root / source):
+        return
     files = find_files(source, root)
     if not files:
         yield Problem(pointer, f"no file matches {source!r}.", _explain_root(root))

@@ -55,14 +55,18 @@ _NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% end
 
 @dataclass(frozen=True)
 class Chat:
-    """The messages of a chat ({role, content, ...}), and the JSON schemas of its tools, if any."""
+    """The messages of a chat ({role, content, ...}), and the JSON schemas of its tools, if any.
+
+    ``learned_from``: the number of messages before the first that may be learned.
+    """
 
     messages: list[Any]
     tools: list[Any] | None = None
+    learned_from: int = 0
 
-    @classmethod
-    def of(cls, row: dict[str, Any], place: str) -> Chat:
-        """Read the chat in a row; the optional column tools is a list or the JSON text of one."""
+    @staticmethod
+    def read_tools(row: dict[str, Any], place: str) -> list[Any] | None:
+        """Read the optional column tools of a row: a list, or the JSON text of one."""
         tools = row.get("tools")
         with contextlib.suppress(json.JSONDecodeError):
             tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
@@ -73,7 +77,7 @@ class Chat:
                 f"{place}: 'tools' must be a list of JSON schemas, but is {str(tools)[:40]!r}.",
                 "Convert it, or remove the column.",
             )
-        return cls(row["messages"], tools or None)
+        return tools or None
 
     def take_first(self, count: int) -> Chat:
         """Return the chat's first ``count`` messages."""
@@ -95,12 +99,15 @@ def encode_chat(
         ), None
     if _GENERATION.search(_get_template(chat, tokenizer)):
         text, spans = _render(chat, tokenizer, marked=True)
+        if chat.learned_from:
+            _, known = _render(chat.take_first(chat.learned_from), tokenizer, marked=True)
+            spans = spans[len(known) :]
     else:
         text, _ = _render(chat, tokenizer)
         spans = [
             _find_answer(chat, number, text, place, tokenizer)
             for number, message in enumerate(chat.messages)
-            if message["role"] == "assistant"
+            if message["role"] == "assistant" and number >= chat.learned_from
         ]
     ids, trained = _tokenize(text, spans, tokenizer)
     if not trained[1:].any():
@@ -110,6 +117,29 @@ def encode_chat(
             f"Remove it, or {_WHOLE_CHAT}.",
         )
     return ids, trained
+
+
+def encode_completion(
+    prompt: str, completion: str, place: str, tokenizer: PreTrainedTokenizerBase, whole: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the token ids (N,) uint32 of two texts that follow each other, and an end.
+
+    Also returns which of them are targets, (N,) bool: those with a character of ``completion``,
+    and the end; None = all, if ``whole``. Raises ``DataError`` if there is none.
+    """
+    text = prompt + completion
+    ids, trained = _tokenize(text, [(len(prompt), len(text))], tokenizer, special=True)
+    end = tokenizer.eos_token_id
+    if end is not None and (len(ids) == 0 or ids[-1] != end):
+        ids = np.append(ids, np.uint32(end))
+        trained = np.append(trained, True)
+    elif end is not None:
+        trained[-1] = True
+    if not completion.strip():
+        raise DataError(
+            f"{place}: 'completion' is empty: there is nothing to learn.", "Remove the row."
+        )
+    return ids, None if whole else trained
 
 
 def _render(
@@ -140,9 +170,11 @@ def _get_template(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenize(
-    text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase
+    text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, special: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of ``text``, and which of them hold a character of ``spans``; both (N,).
+
+    ``special``: whether the tokenizer adds its special tokens; a chat template writes its own.
 
     ``return_assistant_tokens_mask`` of transformers is not used. It looks up the tokens at the two
     ends of a span. But a space there belongs to no token if the tokenizer trims its offsets, the
@@ -150,7 +182,7 @@ def _tokenize(
     message.
     """
     encoded = tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, **TOKENIZER_OPTIONS
+        text, add_special_tokens=special, return_offsets_mapping=True, **TOKENIZER_OPTIONS
     )
     begin, end = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
     # A token that consists only of trimmed spaces has no width: it begins where the one before

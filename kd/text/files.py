@@ -5,12 +5,13 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
@@ -23,6 +24,8 @@ SUFFIXES = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
+#: The suffixes of compressed files; each stands after that of the format.
+PACKED = (".gz", ".zst")
 #: What a file raises that is not UTF-8, not gzip, cut short, or not readable.
 _UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)
 #: Rows that are read at once from a Parquet file.
@@ -61,8 +64,13 @@ class TextFile:
 
 
 def find_files(source: str, root: Path = Path()) -> list[Path]:
-    """List the files that a path, a folder or a glob names, sorted; empty if there are none."""
+    """List the files that a path, a folder or a glob names, sorted; empty if there are none.
+
+    A saved dataset has none: its files cannot be read one by one.
+    """
     path = root / source
+    if is_saved_dataset(path):
+        return []
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -74,9 +82,15 @@ def find_files(source: str, root: Path = Path()) -> list[Path]:
     return sorted(Path(name) for name in names if Path(name).is_file())
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote ``folder``: one split, or several."""
+    one = [folder / name for name in ("state.json", "dataset_info.json")]
+    return (folder / "dataset_dict.json").is_file() or all(map(Path.is_file, one))
+
+
 def find_suffix(path: Path) -> str:
-    """Return the suffix that shows a file's format, without a .gz after it."""
-    return Path(path.name.removesuffix(".gz")).suffix
+    """Return the suffix that shows a file's format, without that of its compression after it."""
+    return Path(path.stem if path.suffix in PACKED else path.name).suffix
 
 
 def choose_format(path: Path, config: DataConfig) -> str:
@@ -101,11 +115,13 @@ def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
 def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file that has one JSON object per line, or a JSON array of them."""
     with path.open("rb") as raw, _decode(path, raw) as file:
-        is_array = file.read(1) == "["
-        file.seek(0)
-        yield from (
-            json.load(file) if is_array else (json.loads(line) for line in file if line.strip())
-        )
+        # A compressed file cannot be read from its beginning again.
+        first = file.read(1)
+        if first == "[":
+            yield from json.loads(first + file.read())
+            return
+        lines = itertools.chain([first + file.readline()], file)
+        yield from (json.loads(line) for line in lines if line.strip())
 
 
 def _read_parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -132,8 +148,25 @@ def _read_parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _decode(path: Path, raw: BinaryIO) -> TextIO:
     """Return the text of ``raw``, the open file ``path``, which may be compressed."""
-    packed = path.suffix == ".gz"
     # utf-8-sig removes a byte order mark, which is not text.
-    return io.TextIOWrapper(
-        gzip.GzipFile(fileobj=raw) if packed else cast(Any, raw), encoding="utf-8-sig"
-    )
+    return io.TextIOWrapper(unpack(path, raw), encoding="utf-8-sig")
+
+
+def unpack(path: Path, raw: BinaryIO) -> Any:
+    """Return the bytes of ``raw``, the open file ``path``, as a file that decompresses them."""
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if path.suffix == ".zst":
+        return _open_zstd(path, raw)
+    return raw
+
+
+def _open_zstd(path: Path, raw: BinaryIO) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(
+            f"{path} is compressed with zstd, which needs pyarrow.",
+            "Install it: pip install 'potstill[worker]'.",
+        ) from None
+    return pyarrow.CompressedInputStream(raw, "zstd")

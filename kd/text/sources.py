@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from kd.addresses import HUB_ID
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
-from kd.text.files import TextFile, choose_format, find_files, open_rows
+from kd.text.files import TextFile, choose_format, find_files, is_saved_dataset, open_rows
 from kd.text.rows import read_cell
 
 
@@ -28,6 +31,8 @@ def read_documents(
     ``note`` is called with the number of bytes of files that were read since the last call.
     """
     for source in sources:
+        if isinstance(source, str) and is_saved_dataset(Path(source)):
+            source = DatasetSpec(path=source)
         if isinstance(source, DatasetSpec):
             yield from _read_cells(_open_dataset(source, config.streaming), source.path, config)
             continue
@@ -50,6 +55,7 @@ def _open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]
             f"dataset {spec.path!r}: a stream cannot be sliced, but its split is {spec.split!r}."
         )
         raise DataError(detail, "Name the whole split, or set data.streaming to false.")
+    _require_folder(spec)
     try:
         return _open_rows(spec, streaming)
     except DataError:
@@ -59,17 +65,70 @@ def _open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]
         raise DataError(
             f"dataset {spec.path!r} (split {spec.split!r}) cannot be loaded: "
             f"{type(error).__name__}: {error}",
-            "Check the id, name and split; for a gated dataset run: hf auth login.",
+            "Check its name and split."
+            if Path(spec.path).exists()
+            else "Check the id, name and split; for a gated dataset run: hf auth login.",
         ) from error
+
+
+def _require_folder(spec: DatasetSpec) -> None:
+    """Raise ``DataError`` if the path can only be that of a folder here, and there is none."""
+    folder = Path(spec.path)
+    is_local = not HUB_ID.match(spec.path) or (len(folder.parts) > 1 and folder.parent.is_dir())
+    # A plain name may be that of a builder or of a dataset of the hub.
+    if is_local and "://" not in spec.path and not folder.exists():
+        raise DataError(
+            f"dataset {spec.path!r}: there is no folder {str(folder.absolute())!r}.",
+            "Check the path, and the folder from which it starts.",
+        )
 
 
 #: Opens the rows of a dataset; the second argument is whether to stream them.
 Opener = Callable[[DatasetSpec, bool], Iterable[dict[str, Any]]]
 
 
+def open_saved_dataset(spec: DatasetSpec) -> Any:
+    """Open the rows of a split, or of a slice of one, that ``save_to_disk`` wrote."""
+    from datasets import ReadInstruction, concatenate_datasets
+
+    splits = _load_splits(Path(spec.path))
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    parts = [
+        splits[each.splitname].select(range(each.from_, each.to))
+        for each in ReadInstruction.from_spec(spec.split).to_absolute(sizes)
+    ]
+    return concatenate_datasets(parts)
+
+
+def _load_splits(folder: Path) -> dict[str, Any]:
+    """Load every split of a saved dataset; a split without others is ``train`` too."""
+    several = folder / "dataset_dict.json"
+    if several.is_file():
+        names = json.loads(several.read_text(encoding="utf-8"))["splits"]
+        return {name: _load_split(folder / name) for name in names}
+    rows = _load_split(folder)
+    return {str(rows.split or "train"): rows, "train": rows}
+
+
+def _load_split(folder: Path) -> Any:
+    from datasets import Dataset, concatenate_datasets, load_from_disk
+
+    rows = load_from_disk(folder)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    # Earlier versions of the library wrote the order of the rows apart; later ones do not read it.
+    ordered = [folder / each["filename"] for each in state.get("_indices_data_files") or ()]
+    if not ordered:
+        return rows
+    order = concatenate_datasets([Dataset.from_file(str(file)) for file in ordered])
+    return rows.select(order["indices"])
+
+
 def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
     from datasets import load_dataset
 
+    if is_saved_dataset(Path(spec.path)):
+        saved: Iterable[dict[str, Any]] = open_saved_dataset(spec)
+        return saved
     rows: Iterable[dict[str, Any]] = load_dataset(
         spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
     )

@@ -12,10 +12,11 @@ from cache.errors import PotstillError
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
-from kd.text.chats import Chat, encode_chat
+from kd.text.chats import Chat, encode_chat, encode_completion
 from kd.text.files import TextFile
 from kd.text.packing import BLOCK_SEQUENCES, Document
 from kd.text.pieces import TextEncoder
+from kd.text.rows import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,9 +56,12 @@ def _encode_document(
     content: Any, place: str, encoder: TextEncoder, config: DataConfig, size: int | None
 ) -> Iterator[Document]:
     tokenizer = encoder.tokenizer
+    answers_only = config.assistant_only_loss
     if isinstance(content, Chat):
-        found = [Document(*encode_chat(content, place, tokenizer, config.assistant_only_loss))]
-        parts = iter(found)
+        parts = iter([Document(*encode_chat(content, place, tokenizer, answers_only))])
+    elif isinstance(content, Completion):
+        texts = (content.prompt, content.completion)
+        parts = iter([Document(*encode_completion(*texts, place, tokenizer, not answers_only))])
     else:
         chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
         parts = _cut_into_parts(_add_end(encoder.encode(chunks, place), tokenizer), config)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 
 from bench.support.paths import ROOT
@@ -139,6 +140,13 @@ def write_gzip(folder: Path) -> Path:
     return path
 
 
+def write_zstd(folder: Path) -> Path:
+    path = folder / "rows.jsonl.zst"
+    rows = write_jsonl(folder).read_bytes()
+    path.write_bytes(pyarrow.compress(rows, codec="zstd", asbytes=True))
+    return path
+
+
 def write_array(folder: Path) -> Path:
     path = folder / "rows.json"
     path.write_text(json.dumps([{"text": line} for line in sentences(500)]))
@@ -153,7 +161,7 @@ def write_files(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("write", [write_jsonl, write_gzip, write_array, write_files])
+@pytest.mark.parametrize("write", [write_jsonl, write_gzip, write_zstd, write_array, write_files])
 def test_tokens_are_counted_in_a_sample(
     tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, packing: bool
 ) -> None:
@@ -211,6 +219,45 @@ def test_of_chats_only_answers_have_records(tiny_teacher: Path, tmp_path: Path) 
     assert of_answers.positions == pytest.approx(of_all.positions / 4, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("format", "row"),
+    [
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        ),
+        ("alpaca", {"instruction": "Q", "output": "A"}),
+        ("prompt_completion", {"prompt": "Q", "completion": "A"}),
+    ],
+)
+def test_of_other_formats_only_answers_have_records(
+    tiny_teacher: Path, tmp_path: Path, format: str, row: Any
+) -> None:
+    text = json.dumps(row).replace('"Q"', '"' + "a b c " * 30 + '"')
+    (tmp_path / "a.jsonl").write_text((text.replace('"A"', '"' + "d e f " * 10 + '"') + "\n") * 200)
+    of_answers, of_all = (
+        estimate_by_table(
+            job(
+                tiny_teacher,
+                tmp_path / "a.jsonl",
+                {"format": format, "assistant_only_loss": only},
+            ),
+            Path(),
+            tmp_path,
+        )
+        for only in (True, False)
+    )
+    assert of_answers.tokens == of_all.tokens
+    assert of_answers.positions == pytest.approx(of_all.positions / 4, rel=0.1)
+
+
+def test_the_size_of_a_saved_dataset_is_not_guessed(tiny_teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": []}')
+    with pytest.raises(ConfigError, match="not known without reading it"):
+        estimate_by_table(job(tiny_teacher, tmp_path / "set"), Path(), tmp_path)
+
+
 def test_a_message_may_have_no_content(tiny_teacher: Path, tmp_path: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     for number, message in enumerate((call, call | {"content": None})):
@@ -230,8 +277,11 @@ def test_a_message_may_have_no_content(tiny_teacher: Path, tmp_path: Path) -> No
 def test_files_that_cannot_be_counted_are_named(tiny_teacher: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "torn.jsonl.gz").write_bytes(b"no gzip")
-    for name, options in (("other.jsonl", {"format": "messages"}), ("torn.jsonl.gz", {})):
-        with pytest.raises(DataError, match=f"{name} cannot be read as data.format"):
+    for name, options, words in (
+        ("other.jsonl", {"format": "messages"}, ": row 1 has no 'messages'"),
+        ("torn.jsonl.gz", {}, " cannot be read as data.format"),
+    ):
+        with pytest.raises(DataError, match=name + words):
             estimate_by_table(job(tiny_teacher, tmp_path / name, options), Path(), tmp_path)
 
 

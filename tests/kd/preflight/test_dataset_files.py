@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -217,6 +218,33 @@ def test_a_dataset_that_holds_its_files_is_read(
         write_card(root / "set", named)
         assert refused_at_post(root / "set", limits) == []
         assert read(root / "set", limits, streaming) == [expected]
+
+
+@STREAMED_OR_NOT
+def test_a_saved_dataset_is_read_from_its_own_files_alone(
+    root: Path, limits: Confinement, streaming: bool
+) -> None:
+    saved = datasets.Dataset.from_dict({"text": [OWN]})
+    saved.save_to_disk(root / "saved")
+    assert refused_at_post(root / "saved", limits) == []
+    assert read(root / "saved", limits, streaming) == [OWN]
+    datasets.Dataset.from_dict({"text": [SECRET]}).save_to_disk(root.parent / "outside/saved")
+    (foreign,) = (root.parent / "outside/saved").glob("*.arrow")
+    state = json.loads((root / "saved/state.json").read_text())
+    for name in (str(foreign), f"../../outside/saved/{foreign.name}"):
+        for field in ("_data_files", "_indices_data_files"):
+            changed = state | {field: [{"filename": name}]}
+            (root / "saved/state.json").write_text(json.dumps(changed))
+            assert "state.json, which jobs may not read" in refusal(root / "saved", limits)
+    (root / "saved/state.json").write_text(json.dumps(state))
+    (own,) = (root / "saved").glob("*.arrow")
+    own.unlink()
+    own.symlink_to(foreign)
+    assert "which jobs may not read" in refusal(root / "saved", limits)
+    assert refused_at_post(root / "saved", limits) != []
+    (root / "saved/dataset_dict.json").write_text('{"splits": ["../../outside/saved"]}')
+    own.unlink()
+    assert "dataset_dict.json, which jobs may not read" in refusal(root / "saved", limits)
 
 
 def test_splits_and_configurations_are_told_apart_as_ever(root: Path, limits: Confinement) -> None:

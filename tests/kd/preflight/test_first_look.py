@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import datasets
 import huggingface_hub.constants
 import pytest
 
@@ -58,6 +59,14 @@ def look(root: Path, opened: bool = True, **changes: Any) -> list[Problem]:
 def test_a_job_whose_files_fit_has_no_problem(root: Path) -> None:
     assert look(root) == []
     assert look(root, data={"train": ["text.jsonl", "text.txt"]}) == []
+
+
+def test_a_saved_dataset_is_looked_at_like_a_file(root: Path) -> None:
+    for name, column in (("saved", "text"), ("wrong", "body")):
+        datasets.Dataset.from_dict({column: ["It was a dark night."]}).save_to_disk(root / name)
+    assert look(root, data={"train": "saved"}) == []
+    (problem,) = look(root, data={"train": ["saved", "wrong"]})
+    assert problem.pointer == "/data/train/1" and "row 1 has no 'text'" in problem.detail
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,10 @@ def test_the_tools_of_a_row_are_told(bytes_tokenizer, tmp_path, template, tools)
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])
 def test_no_tools_are_none(tools):
-    assert Chat.of({"messages": [], "tools": tools}, "row").tools is None
+    assert Chat.read_tools({"tools": tools}, "row") is None
 
 
 @pytest.mark.parametrize("tools", ["get_weather", [1], {"name": "get_weather"}, "{}x", 3])
 def test_tools_that_are_no_schemas_are_refused(tools):
     with pytest.raises(DataError, match="row 1: 'tools' must be a list of JSON schemas"):
-        Chat.of({"messages": [], "tools": tools}, "row 1")
+        Chat.read_tools({"tools": tools}, "row 1")

@@ -43,6 +43,8 @@ def write(folder: Path, name: str, rows=ROWS) -> Path:
         parquet.write_table(pa.Table.from_pylist(rows), path)
     elif name.endswith(".gz"):
         path.write_bytes(gzip.compress(lines.encode()))
+    elif name.endswith(".zst"):
+        path.write_bytes(pa.compress(lines.encode(), codec="zstd", asbytes=True))
     else:
         path.write_text(json.dumps(rows) if name.endswith(".json") else lines, encoding="utf-8")
     return path
