@@ -95,6 +95,9 @@ def run_precompute(
     require_possible_student(config, planned)
     # Before the capture, so that a listener knows the cache while it is still being written.
     monitor.emit("plan", fingerprint=planned.identity.fingerprint)
+    trained = f"{len(planned.corpus.train)} sequences to train on"
+    held_out = planned.describe_held_out()
+    monitor.emit("stage", stage="precompute", phase=f"text: {trained}; held out: {held_out}")
     summary = capture_cache(planned, home / "caches", monitor)
     write_json(run_dir / "cache.json", {**summary, "inputs": select_cache_inputs(config)})
     monitor.emit("cache", **summary)

@@ -39,7 +39,7 @@ from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.files import format_bytes
 from kd.models.folder import ModelFolder
 from kd.text.chats import Chat
-from kd.text.corpus import count_held_out
+from kd.text.corpus import count_held_out, count_kept_held_out, describe_held_out
 from kd.text.files import choose_format, find_files, is_saved_dataset, unpack
 from kd.text.mixtures import name_source
 from kd.text.rows import COLUMNS, Completion, read_cell
@@ -103,7 +103,8 @@ _TABLE_BYTES = 0.15
 class CaptureSize:
     """The sequences and positions of a capture.
 
-    ``counted`` is true if all text was counted, and false if a sample was.
+    ``counted`` is true if all text was counted, and false if a sample was. ``held_out`` says which
+    sequences are held out, and why.
     """
 
     train_sequences: int
@@ -111,6 +112,7 @@ class CaptureSize:
     sequence_length: int
     positions: int
     counted: bool
+    held_out: str = ""
 
     @property
     def sequences(self) -> int:
@@ -154,6 +156,7 @@ class Estimate:
     seconds: float | None = None
     hours: float | None = None
     device: str | None = None
+    held_out: str = ""
 
     @classmethod
     def of(
@@ -186,6 +189,7 @@ class Estimate:
             seconds=None if seconds is None else round(seconds, 1),
             hours=None if seconds is None else round(seconds / 3600, 3),
             device=None if pace is None else pace[1],
+            held_out=work.held_out,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -448,12 +452,19 @@ def _estimate_capture_size(config: JobConfig, root: Path, tokenizer: _TokenCount
     count = sequences(train)
     held = sequences(held_out) if data.validation else count_held_out(count, data.held_out_fraction)
     kept = min(count if data.validation else count - held, data.max_train_samples or count)
-    kept_held = min(held, data.max_eval_samples or held)
+    kept_held = count_kept_held_out(held, kept, data)
     positions = (
         _count_positions(train, count) * kept
         + _count_positions(held_out, sequences(held_out)) * kept_held
     )
-    return CaptureSize(kept, kept_held, data.sequence_length, math.ceil(positions), counted=False)
+    return CaptureSize(
+        kept,
+        kept_held,
+        data.sequence_length,
+        math.ceil(positions),
+        counted=False,
+        held_out=describe_held_out(kept_held, kept, data),
+    )
 
 
 def _count_positions(text: _TextSize, sequences: int) -> float:

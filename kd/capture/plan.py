@@ -33,7 +33,7 @@ from kd.models.tokenizers import (
 )
 from kd.models.vocabulary import choose_teacher_vocabulary
 from kd.progress import SILENT, Monitor
-from kd.text.corpus import Corpus, load_corpus
+from kd.text.corpus import Corpus, describe_held_out, load_corpus
 
 
 def plan_capture(config: JobConfig, monitor: Monitor = SILENT) -> CapturePlan:
@@ -76,6 +76,11 @@ class CapturePlan:
         """The job's teacher; a job with a capture always has one."""
         assert self.config.teacher is not None
         return self.config.teacher
+
+    def describe_held_out(self) -> str:
+        """Say which sequences of the text are held out, and why so many."""
+        counts = (len(self.corpus.validation), len(self.corpus.train))
+        return describe_held_out(*counts, self.config.data)
 
 
 def make_capture_plan(

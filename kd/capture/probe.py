@@ -104,6 +104,7 @@ def _run_trial(
         planned.identity.data.sequence_length,
         planned.corpus.train.positions + planned.corpus.validation.positions,
         counted=True,
+        held_out=planned.describe_held_out(),
     )
     pace = (trial.seconds / len(trial.sequences), _name_device())
     free = measure_free_bytes(folder.parent)

@@ -123,7 +123,12 @@ class DataConfig(Section):
         ),
     )
     max_train_samples: int | None = Field(
-        None, ge=1, description="Keep only this many training sequences, the first ones."
+        None,
+        ge=1,
+        description=(
+            "Keep only this many training sequences, the first ones. Of a share that is held out, "
+            "no more are kept then, or 2,048 tokens, unless max_eval_samples is set."
+        ),
     )
     max_eval_samples: int | None = Field(
         None, ge=1, description="Keep only this many held-out sequences, the first ones."

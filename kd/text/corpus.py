@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two reports of how far the reading has come.
 REPORT_SECONDS = 1.0
+#: Tokens that may be held out in any case: fewer make a perplexity too uncertain.
+FEW_TOKENS = 2048
 #: Bytes of the unit in which the reading is reported.
 KILOBYTE = 1000
 
@@ -88,10 +91,9 @@ def load_corpus(
         )
     else:
         train, validation = _hold_out(train, config.held_out_fraction)
-    return Corpus(
-        _take_first(train, config.max_train_samples),
-        _take_first(validation, config.max_eval_samples),
-    )
+    train = _take_first(train, config.max_train_samples)
+    kept = count_kept_held_out(len(validation), len(train), config)
+    return Corpus(train, _take_first(validation, kept))
 
 
 def _count_wanted(config: DataConfig) -> int | None:
@@ -211,6 +213,35 @@ def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
 def count_held_out(count: int, fraction: float) -> int:
     """Count the sequences that are held out of ``count``."""
     return max(1, round(count * fraction)) if fraction > 0 else 0
+
+
+def count_kept_held_out(held_out: int, trained: int, config: DataConfig) -> int:
+    """Count the sequences that are kept of ``held_out``, where ``trained`` are trained on.
+
+    A share of a long text may be much more than the few sequences of it that are trained on.
+    """
+    if config.max_eval_samples is not None:
+        return min(held_out, config.max_eval_samples)
+    if config.validation or config.max_train_samples is None:
+        return held_out
+    return min(held_out, max(trained, math.ceil(FEW_TOKENS / config.sequence_length)))
+
+
+def describe_held_out(kept: int, trained: int, config: DataConfig) -> str:
+    """Say which ``kept`` sequences are held out, where ``trained`` are trained on, and why."""
+    share = f"the last {config.held_out_fraction:.3g} of data.train"
+    source = "data.validation" if config.validation else share
+    if kept == 0:
+        return "no sequence is held out: data.validation_fraction is 0"
+    if config.max_eval_samples == kept:
+        return f"the first {kept} sequences of {source}: data.max_eval_samples"
+    least = math.ceil(FEW_TOKENS / config.sequence_length)
+    if config.validation or config.max_train_samples is None or kept < max(trained, least):
+        return f"{kept} sequences: {source}"
+    return (
+        f"the first {kept} sequences of {share}: without data.max_eval_samples no more than are "
+        f"trained on, or {FEW_TOKENS:,} tokens"
+    )
 
 
 def _take_first(sequences: Sequences, count: int | None) -> Sequences:

@@ -259,6 +259,7 @@ class JobEstimate(View):
     )
     hours: float | None = None
     device: str | None = Field(None, description="Device of the trial.")
+    held_out: str = Field("", description="Which sequences are held out, and why so many.")
 
 
 class CacheEntry(View):

@@ -61,7 +61,7 @@ class Listener:
         return [event.data for event in self.events if event.type == type]
 
     def phases(self) -> list[str]:
-        return [f"{data['stage']}: {data['phase']}" for data in self.of("stage")]
+        return [f"{data.get('stage')}: {data['phase']}" for data in self.of("stage")]
 
 
 def run(
@@ -241,6 +241,8 @@ def test_events_tell_the_run_in_order(done):
         "train: loading data", "train: training", "train: saving",
     ):  # fmt: skip
         assert expected in phases  # consumes what comes before it: in this order
+    (told,) = [phase for phase in done.listener.phases() if "held out" in phase]
+    assert told.startswith("precompute: text: ") and " sequences to train on; " in told
     progress = done.listener.of("progress")
     assert [each["done"] for each in progress if each["unit"] == "sequences"] == [
         4,

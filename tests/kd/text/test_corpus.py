@@ -13,7 +13,7 @@ import pytest
 from kd.config.data import DatasetSpec
 from kd.errors import DataError
 from kd.text.chats import Chat
-from kd.text.corpus import Corpus, load_corpus
+from kd.text.corpus import Corpus, describe_held_out, load_corpus
 from kd.text.files import find_files
 from kd.text.packing import Document, pack_documents
 from kd.text.sources import read_documents
@@ -461,6 +461,30 @@ def test_held_out_sequences_are_the_last_and_none_is_in_both(tiny_text, tokenize
         assert split.compute_sha256() != whole.compute_sha256()
     first = load_with(max_train_samples=5, max_eval_samples=1)
     assert np.array_equal(first.train.tokens, whole.train.tokens[:5]) and len(first.validation) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, kept, words",
+    [
+        ({}, 3, "3 sequences: the last 0.02 of data.train"),
+        ({"validation_fraction": 0.5}, 82, "82 sequences: the last 0.5 of data.train"),
+        ({"validation_fraction": 0.5, "max_train_samples": 1}, 64, "2,048 tokens"),
+        ({"validation_fraction": 0.5, "max_train_samples": 70}, 70, "no more than are trained on"),
+        ({"validation_fraction": 0.5, "max_train_samples": 1, "max_eval_samples": 72}, 72,
+         "the first 72 sequences of the last 0.5 of data.train: data.max_eval_samples"),
+        ({"max_train_samples": 1}, 3, "3 sequences: the last 0.02"),
+        ({"validation_fraction": 0}, 0, "no sequence is held out"),
+    ],
+)  # fmt: skip
+def test_no_more_is_held_out_than_a_few_training_sequences_need(
+    tiny_text, tokenizer, changes, kept, words
+):
+    options = config(train=str(tiny_text), sequence_length=32, **changes)
+    found = load_corpus(options, tokenizer)
+    assert len(found.validation) == kept
+    assert words in describe_held_out(kept, len(found.train), options)
+    limited = load_corpus(options.model_copy(update={"max_eval_samples": kept or None}), tokenizer)
+    assert limited.compute_sha256() == found.compute_sha256()
 
 
 def test_validation_files_are_packed_like_training_files(tmp_path, tiny_text, tokenizer):
