@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kd.checks.backward_pass import locate_in_backward
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 from kd.text.batches import Batch
@@ -17,13 +19,18 @@ from kd.text.batches import Batch
 
 @torch.no_grad()
 def locate_nonfinite(
-    student: PreTrainedModel, batches: Iterable[Batch], precision: Precision | None = None
+    student: PreTrainedModel,
+    batches: Sequence[Batch],
+    precision: Precision | None = None,
+    compute_loss: Callable[[Batch], Tensor] | None = None,
 ) -> str:
     """Name the first module whose output is not finite on one of ``batches``, in a sentence.
 
-    Where all outputs are finite, it names the first weight that is not, else the first gradient
-    that is not. The student runs in evaluation mode; its mode, weights and gradients and the random
-    state are kept. Batches are on its device.
+    Where all outputs are finite, it names the first weight that is not. Where these are finite too,
+    it runs ``compute_loss`` of each batch backward, and names the operation that makes the first
+    gradient that is not finite, or says that it is not known. The forward passes are in evaluation
+    mode, the backward passes in the student's own mode; its mode, weights and gradients and the
+    random state are kept. Batches are on its device.
     """
     training = student.training
     student.eval()  # dropout would draw from the random state
@@ -36,8 +43,10 @@ def locate_nonfinite(
         student.train(training)
     return (
         module
-        or _find_nonfinite_tensor(student)
-        or "All modules, weights and gradients are finite: the loss itself is not."
+        or _find_nonfinite_weight(student)
+        or _find_nonfinite_operation(student, batches, compute_loss)
+        or "All modules and weights are finite. Which operation made the number that is not finite "
+        "is not known."
     )
 
 
@@ -98,16 +107,26 @@ def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:
     return f"The first output that is not finite is that of {where}; {cause}."
 
 
-def _find_nonfinite_tensor(student: nn.Module) -> str | None:
+def _find_nonfinite_weight(student: nn.Module) -> str | None:
     for name, parameter in student.named_parameters():
         if not _is_finite(parameter):
             return f"The weight {name} is not finite."
-    for name, parameter in student.named_parameters():
-        if parameter.grad is not None and not _is_finite(parameter.grad):
-            return (
-                "All modules and weights are finite; "
-                f"the first gradient that is not is that of {name}."
-            )
+    return None
+
+
+def _find_nonfinite_operation(
+    student: PreTrainedModel,
+    batches: Iterable[Batch],
+    compute_loss: Callable[[Batch], Tensor] | None,
+) -> str | None:
+    if compute_loss is None:
+        return None
+    device = student.device
+    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for batch in batches:
+            found = locate_in_backward(student, partial(compute_loss, batch))
+            if found is not None:
+                return found
     return None
 
 

@@ -44,6 +44,16 @@ class ChecksConfig(Section):
             "After this many returns the next spike fails the run."
         ),
     )
+    max_skipped: int = Field(
+        10,
+        ge=0,
+        le=10_000,
+        description=(
+            "Batches of a run that may be left out. A batch whose loss or gradient is NaN or "
+            "infinite is computed a second time, and then left out. One more of them, or a weight "
+            "that is not finite, fails the run."
+        ),
+    )
     clipping_share: float = Field(
         0.5, gt=0, le=1, description="Warn if more than this share of the steps is clipped."
     )

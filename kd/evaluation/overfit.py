@@ -248,8 +248,9 @@ def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
         update={
             "loss": config.loss.model_copy(update=loss),
             "train": config.train.model_copy(update={**_LOOP_OPTIONS, "batch_size": sequences}),
-            # A spike would roll back to a checkpoint; an attempt just goes on.
-            "checks": config.checks.model_copy(update={"spike_factor": 0.0}),
+            # A spike would roll back to a checkpoint; an attempt just goes on. Its only batch is
+            # never left out.
+            "checks": config.checks.model_copy(update={"spike_factor": 0.0, "max_skipped": 0}),
         }
     )
 

@@ -148,6 +148,7 @@ def _describe_progress(
         "steps": progress.step,
         "kept_step": find_best_step(progress, config.require_train()) or progress.step,
         "tokens": progress.tokens,
+        "skipped_batches": progress.skipped,
         "parameters": saved.num_parameters(),
         "train_seconds": round(progress.seconds, 1),
         "train_tokens_per_second": pace,
@@ -296,6 +297,11 @@ def _describe_training(report: Report) -> str:
         work += (
             f" (the weights of step {report['kept_step']:,}, the best on the held-out text, "
             "were kept)"
+        )
+    if skipped := report.get("skipped_batches"):
+        work += (
+            f", without the {len(skipped):,} batch(es) whose loss or gradient was not finite: "
+            "see the checks"
         )
     if report["teacher"] is None:
         return f"Trained on plain text: {work}."

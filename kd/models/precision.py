@@ -139,6 +139,16 @@ ALARM_STEPS = 20
 LEAST_SCALE = 1e-4
 
 
+def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
+    """Let ``scaler`` unscale gradients anew after a step that was broken off.
+
+    Without this it would refuse: it does so once for each step that it takes.
+    """
+    # One that is not enabled has no such state.
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
+
+
 @dataclass
 class ScalerWatch:
     """The history of the loss scale; its fields are JSON values, for a checkpoint.

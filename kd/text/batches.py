@@ -335,16 +335,33 @@ def count_loader_threads(options: TrainConfig) -> int:
 
 def _load_step(source: Source, options: TrainConfig, arrange: EpochOrder, step: int) -> list[Batch]:
     """Load the micro-batches of ``step``."""
-    count = source.train_count
-    batch = options.batch_size * options.gradient_accumulation_steps
-    slots = (
-        list_step_indices(count, batch, options.seed, step, arrange),
-        list_step_epochs(count, batch, step),
-    )
+    slots = _list_step_slots(source, options, arrange, step)
     micro_slots = zip(
         *(np.split(each, options.gradient_accumulation_steps) for each in slots), strict=True
     )
     return [_load_micro_batch(source, options, indices, epochs) for indices, epochs in micro_slots]
+
+
+def _list_step_slots(
+    source: Source, options: TrainConfig, arrange: EpochOrder, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """List the sequences of optimiser step ``step``, and the epoch of each."""
+    count = source.train_count
+    batch = options.batch_size * options.gradient_accumulation_steps
+    return (
+        list_step_indices(count, batch, options.seed, step, arrange),
+        list_step_epochs(count, batch, step),
+    )
+
+
+def read_step_sequences(
+    source: Source, options: TrainConfig, step: int
+) -> Iterator[tuple[int, Batch]]:
+    """Yield the number of each sequence of optimiser step ``step``, and a batch of it alone."""
+    arrange = choose_epoch_order(source, options, range(step, step + 1))
+    slots = _list_step_slots(source, options, arrange, step)
+    for index, epoch in zip(*slots, strict=True):
+        yield int(index), make_batch(*source.read(np.array([index]), np.array([epoch])))
 
 
 def _load_micro_batch(

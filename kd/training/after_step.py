@@ -51,7 +51,9 @@ def report_step(run: Run, step: Step) -> None:
     """Report progress and alarms of every step, and the metrics of some steps."""
     progress = run.progress
     temperature = run.loss.temperature
-    run.monitor.emit("progress", **run.meter.advance(1, step.tokens))
+    run.monitor.emit("progress", **run.meter.advance(1, 0 if step.left_out else step.tokens))
+    if step.left_out:
+        return
     seconds = StepSeconds(step.waited, time.monotonic() - step.began)
     alarms = run.watch.observe_step(step.loss, step.ce_loss, step.grad_norm, seconds)
     run.log.write_verdicts(progress.step, alarms)

@@ -29,6 +29,7 @@ from cache.errors import CacheCorrupt
 from cache.manifest import sign_json, verify_json
 from kd.errors import TrainingError
 from kd.files import whole_folder
+from kd.models.precision import forget_unscaling
 from kd.optim.schedules import scale_rates
 from kd.progress import replace_nonfinite
 
@@ -46,7 +47,8 @@ class TrainingProgress:
     """The state of training that is not a tensor.
 
     ``seconds`` are those of the steps; ``batch_size`` is the micro-batch that ``train.auto_batch``
-    found.
+    found. ``skipped`` lists the batches that were left out, each with its ``step`` (counted from 1)
+    and the numbers of its ``sequences`` whose loss or gradient is not finite.
     """
 
     step: int = 0
@@ -59,6 +61,7 @@ class TrainingProgress:
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     rollbacks: int = 0
     learning_rate_factor: float = 1.0
+    skipped: list[dict[str, Any]] = field(default_factory=list)
     batch_size: int | None = None
     watch: dict[str, Any] = field(default_factory=dict)
     scale_watch: dict[str, Any] = field(default_factory=dict)
@@ -379,8 +382,7 @@ def _restore_scheduler(saved: dict[str, Any], scheduler: Any) -> None:
 def _restore_scaler(saved: dict[str, Any], scaler: Any) -> None:
     if not scaler.is_enabled():
         return
-    # After a step that was broken off, the scaler would refuse to unscale the next one.
-    scaler._per_optimizer_states.clear()
+    forget_unscaling(scaler)
     # A run on a device without loss scaling saved nothing.
     if saved:
         scaler.load_state_dict(saved)

@@ -3,8 +3,10 @@
     prepare             prepare.py      student, loss, optimiser, and the newest checkpoint
     check_start         loop.py         first evaluation; the fused loss against a dense one
     begin_step          steps.py        alpha and temperature of this step
+    compute_gradients   steps.py        the next two; a second time where a number is not finite
     forward_backward    steps.py        loss of each micro-batch (step_loss.py), and its gradients
-    measure_gradients   steps.py        norms and clipping; a NaN or an infinity ends the run
+    measure_gradients   steps.py        norms and clipping
+    leave_out           skipping.py     a batch with a NaN or an infinity: the run goes on without
     roll_back           steps.py        after a spike of the loss: back to the newest checkpoint
     take_step           steps.py        optimiser, schedule, temperature, average of the weights
     after_step          after_step.py   metrics, alarms, evaluation, checkpoint
@@ -16,11 +18,13 @@ the newest one that is whole.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.errors import OutOfMemory
 from kd.files import write_json
@@ -38,10 +42,11 @@ from kd.training.checkpoint import TrainingProgress
 from kd.training.early_stopping import find_best_step
 from kd.training.prepare import prepare
 from kd.training.run import Run
+from kd.training.skipping import leave_out
 from kd.training.steps import (
     begin_step,
-    forward_backward,
-    measure_gradients,
+    compute_gradients,
+    is_finite,
     roll_back,
     shrink_micro_batch,
     take_step,
@@ -89,11 +94,24 @@ def check_start(run: Run) -> None:
     tokens = run.config.checks.parity_tokens
     if not tokens:
         return
-    verdict = run.loss.check_parity(run.read_next_batch(), run.progress.step, tokens)
+    verdict = compare_losses(run, tokens)
     # A resumed run checks again, but writes no second line into its history.
     if run.progress.step == 0:
         run.log.write_verdicts(0, [verdict])
     verdict.require()
+
+
+def compare_losses(run: Run, tokens: int) -> Verdict:
+    """Compare the fused loss of ``tokens`` tokens of the next batch with a dense one.
+
+    A batch whose dense loss is not finite compares nothing, and will be left out: then the batch
+    after it is taken, as often as the job may leave one out.
+    """
+    for batch in run.read_next_batches(1 + run.config.checks.max_skipped):
+        verdict = run.loss.check_parity(batch, run.progress.step, tokens)
+        if math.isfinite(verdict.facts["loss"]):
+            break
+    return verdict
 
 
 def run_loop(run: Run) -> None:
@@ -106,14 +124,16 @@ def run_loop(run: Run) -> None:
         for micro_batches in batches:
             step = begin_step(run, micro_batches, batches.last)
             try:
-                forward_backward(run, step)
+                compute_gradients(run, step)
             except OutOfMemory as error:
                 shrink_micro_batch(run, error)
                 break
-            measure_gradients(run, step)
-            if run.watch.is_spike(step.loss, step.ce_loss) and roll_back(run, step):
+            if not is_finite(run, step):
+                leave_out(run, step)
+            elif run.watch.is_spike(step.loss, step.ce_loss) and roll_back(run, step):
                 break
-            take_step(run, step)
+            else:
+                take_step(run, step)
             if after_step(run, step):
                 break
 

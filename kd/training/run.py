@@ -103,7 +103,11 @@ class Run:
         steps = range(self.progress.step, self.steps)
         return read_training_batches(self.source, self.options, steps)
 
-    def read_next_batch(self) -> Batch:
-        """The first micro-batch of the next step, which exists for a finished run too."""
-        step = self.progress.step
-        return next(read_training_batches(self.source, self.options, range(step, step + 1)))[0]
+    def read_next_batches(self, count: int) -> Iterator[Batch]:
+        """The first micro-batch of each of the next ``count`` steps.
+
+        They exist for a finished run too.
+        """
+        steps = range(self.progress.step, self.progress.step + count)
+        for micro_batches in read_training_batches(self.source, self.options, steps):
+            yield micro_batches[0]

@@ -1,10 +1,10 @@
 """The parts of one optimiser step, in the order in which the loop calls them.
 
-    begin_step -> forward_backward -> measure_gradients -> take_step
+    begin_step -> compute_gradients (forward_backward -> measure_gradients) -> take_step
 
-Two parts are called only where a step cannot be taken: ``shrink_micro_batch`` when memory runs out,
-and ``roll_back`` after a spike of the loss. ``kd.training.after_step`` reports, evaluates and
-saves.
+Three parts are called only where a step cannot be taken: ``shrink_micro_batch`` when memory runs
+out, ``roll_back`` after a spike of the loss, and ``kd.training.skipping.leave_out`` where the loss
+or the gradient is not finite. ``kd.training.after_step`` reports, evaluates and saves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from kd.checks.gradients import check_gradients, compute_layer_gradient_norms
 from kd.checks.initial_loss import check_initial_loss
-from kd.checks.nonfinite import locate_nonfinite
 from kd.checks.verdict import Verdict
-from kd.errors import NotFinite, OutOfMemory
+from kd.errors import OutOfMemory
 from kd.loss.temperature import StepStatistics
 from kd.memory.auto_batch import memory_errors, reduce_micro_batch
+from kd.models.precision import forget_unscaling
 from kd.text.batches import Batch
 from kd.training import checkpoint
 from kd.training.run import Run
@@ -53,6 +53,8 @@ class Step:
     loss_scale: float = 1.0
     learning_rate: float = 0.0
     grad_norm: float = 0.0
+    #: Whether the batch is left out: then neither weights nor tokens count it.
+    left_out: bool = False
     layer_norms: dict[str, float] = field(default_factory=dict)
 
 
@@ -72,6 +74,37 @@ def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
         temperature=run.loss.temperature.track(number),
         tokens=max(sum(len(batch) for batch in micro_batches), 1),
     )
+
+
+def compute_gradients(run: Run, step: Step) -> None:
+    """Compute loss and gradients of the step; a second time where they are not finite.
+
+    Where a fault of the hardware or a rare draw of the dropout made them so, the second time is
+    good. Raises ``OutOfMemory``.
+    """
+    forward_backward(run, step)
+    measure_gradients(run, step)
+    if is_finite(run, step):
+        return
+    drop_gradients(run)
+    step.temperature = run.loss.temperature.track(step.number)
+    forward_backward(run, step)
+    measure_gradients(run, step)
+
+
+def is_finite(run: Run, step: Step) -> bool:
+    """Whether the loss and the gradient of the step are finite."""
+    # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no
+    # error.
+    return math.isfinite(
+        step.loss if run.loss.precision.scales_loss else step.loss + step.grad_norm
+    )
+
+
+def drop_gradients(run: Run) -> None:
+    """Forget the gradients of a step that is not taken."""
+    run.state.optimizer.zero_grad(set_to_none=True)
+    forget_unscaling(run.state.scaler)
 
 
 def forward_backward(run: Run, step: Step) -> None:
@@ -94,19 +127,19 @@ def forward_backward(run: Run, step: Step) -> None:
 def measure_gradients(run: Run, step: Step) -> None:
     """Unscale the gradients, measure their norms and clip them.
 
-    The first step also checks the initial loss and every parameter's gradient. Raises ``NotFinite``
-    where the loss or the gradient is NaN or infinite.
+    The first step also checks the initial loss and every parameter's gradient.
     """
     step.loss_scale = float(run.state.scaler.get_scale())
     run.state.scaler.unscale_(run.state.optimizer)
     if is_reported(run, step):
         step.layer_norms = compute_layer_gradient_norms(run.student)
     # Before clipping, which turns all gradients into 0 where the norm is infinite.
-    verdicts = check_first_step(run, step) if step.number == 0 else []
+    first = step.number == len(run.progress.skipped)
+    verdicts = check_first_step(run, step) if first else []
     limit = run.options.max_grad_norm or math.inf
     step.grad_norm = float(nn.utils.clip_grad_norm_(run.trained, limit))
-    require_finite(run, step)
-    run.log.write_verdicts(step.number, verdicts)
+    if is_finite(run, step):
+        run.log.write_verdicts(step.number, verdicts)
 
 
 def is_reported(run: Run, step: Step) -> bool:
@@ -125,27 +158,6 @@ def check_first_step(run: Run, step: Step) -> list[Verdict]:
     if config.checks.gradients:
         verdicts.append(check_gradients(run.student, run.loss.precision.scales_loss))
     return verdicts
-
-
-def require_finite(run: Run, step: Step) -> None:
-    """Raise ``NotFinite`` where the loss or the gradient is NaN or infinite.
-
-    The message names the first tensor with such a number.
-    """
-    # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no
-    # error.
-    checked = step.loss if run.loss.precision.scales_loss else step.loss + step.grad_norm
-    if math.isfinite(checked):
-        return
-    batches = [batch.to(run.device) for batch in step.micro_batches]
-    where = locate_nonfinite(run.student, batches, run.loss.precision)
-    newest = checkpoint.find_newest_checkpoint(run.checkpoints)
-    last_good = f"The last good checkpoint is {newest}. " if newest is not None else ""
-    raise NotFinite(
-        f"At step {step.number + 1} the loss is {step.loss} and the gradient's norm "
-        f"{step.grad_norm}. {where}",
-        f"{last_good}Lower train.learning_rate, add warmup_steps, or use precision fp32.",
-    )
 
 
 # ---------------------------------------------------------------------- steps that fail

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -91,20 +94,79 @@ def test_an_overflow_of_half_precision_is_found_where_it_happens(batch: Batch) -
         student.model.layers[1].mlp.down_proj.weight.mul_(1e9)
     half = Precision("cpu", torch.float16)
     assert "model.layers.1.mlp.down_proj" in locate_nonfinite(student, [batch], half)
-    assert "loss itself" in locate_nonfinite(student, [batch]), "float32 has room for it"
+    assert "is not known" in locate_nonfinite(student, [batch]), "float32 has room for it"
+
+
+def compute_loss(student: PreTrainedModel) -> Callable[[Batch], torch.Tensor]:
+    def compute(batch: Batch) -> torch.Tensor:
+        hidden_BLD = compute_hidden_states(student, batch.tokens_BL, batch.positions_BL)
+        return student.get_output_embeddings()(hidden_BLD).logsumexp(-1).sum()
+
+    return compute
+
+
+def hook_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the output of ``module``."""
+    module.register_forward_hook(lambda module, inputs, output: change(output))
+
+
+class Squared(torch.autograd.Function):
+    """x^2 with a wrong backward pass, as a kernel of one's own may have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 0.0
+
+
+#: Functions whose value is finite and whose gradient is not, with the operation that makes it.
+FAULTS: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+    (lambda x: x + torch.sqrt(x * 0.0), "Sqrt"),
+    (lambda x: x + torch.linalg.vector_norm(x * 0.0, dim=-1, keepdim=True) ** 0.5, "Pow"),
+    (lambda x: x + torch.where(x.abs() < 9.0, 0.0, (x * 0.0).log()), "Log"),
+    (lambda x: x + torch.atan2(x * 0.0, x * 0.0), "Atan2"),
+    (lambda x: x + Squared.apply(x * 0.0), "Squared"),
+]
+
+
+@pytest.mark.parametrize(("fault", "operation"), FAULTS, ids=[name for _, name in FAULTS])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_operation_whose_backward_pass_makes_a_nan_is_named_with_its_module(
+    fault: Callable[[torch.Tensor], torch.Tensor], operation: str, layer: int, batch: Batch
+) -> None:
+    student = make_student()
+    hook_output(student.model.layers[layer].mlp, fault)
+    found = locate_nonfinite(student, [batch], None, compute_loss(student))
+    assert f"by {operation} in model.layers.{layer}.mlp (LlamaMLP)" in found
+    assert "embed" not in found
+
+
+def test_a_loss_that_is_not_finite_is_told_from_its_gradient(batch: Batch) -> None:
+    student = make_student()
+    compute = compute_loss(student)
+    found = locate_nonfinite(student, [batch], None, lambda each: compute(each) * torch.nan)
+    assert found.endswith("the loss itself is not.")
+    found = locate_nonfinite(student, [batch], None, lambda each: compute(each) ** 2 * 1e30)
+    assert "by Mul, from gradients that are finite" in found, "it belongs to no module"
+
+
+def test_a_sound_pass_is_not_blamed(batch: Batch) -> None:
+    """A fault that does not come again has no known place: no weight is named for its gradient."""
+    student = make_student()
+    compute_loss(student)(batch).backward()
+    gradient = student.model.embed_tokens.weight.grad
+    assert gradient is not None
+    gradient[0, 0] = torch.nan
+    for compute in (None, compute_loss(student)):
+        found = locate_nonfinite(student, [batch], None, compute)
+        assert found.endswith("is not known.") and "embed" not in found
 
 
 def test_what_a_forward_pass_does_not_touch_is_looked_at_after_it(batch: Batch) -> None:
     student = make_student()
-    compute_hidden_states(student, batch.tokens_BL, batch.positions_BL).sum().backward()
-    assert "loss itself" in locate_nonfinite(student, [batch])
-    gradient = student.model.layers[2].mlp.gate_proj.weight.grad
-    assert gradient is not None
-    gradient[0, 0] = torch.inf
-    assert (
-        "gradient that is not is that of model.layers.2.mlp.gate_proj.weight"
-        in locate_nonfinite(student, [batch])
-    )
     poison(student.lm_head.weight)
     assert "lm_head.weight is not finite" in locate_nonfinite(student, [batch])
 
@@ -113,7 +175,10 @@ def test_looking_changes_nothing(batch: Batch) -> None:
     student = make_student()
     poison(student.model.layers[1].mlp.up_proj.weight)
     random = torch.get_rng_state()
-    locate_nonfinite(student, [batch])
+    locate_nonfinite(student, [batch], None, compute_loss(student))
+    with torch.no_grad():
+        student.model.layers[1].mlp.up_proj.weight.nan_to_num_()
+    locate_nonfinite(student, [batch], None, compute_loss(student))
     assert torch.equal(torch.get_rng_state(), random)
     assert student.training and all(module.training for module in student.modules())
     assert all(not module._forward_hooks for module in student.modules())

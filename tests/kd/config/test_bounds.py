@@ -159,6 +159,7 @@ BOUNDS = [
     ("checks.parity_tokens", [-1, 4097], [0, 4096]),
     ("checks.spike_factor", [-1, 1001], [0, 1000]),
     ("checks.max_rollbacks", [-1, 101], [0, 100]),
+    ("checks.max_skipped", [-1, 10_001], [0, 10_000]),
     ("checks.clipping_share", [0, 1.1], [0.01, 1]),
     ("checks.starvation_share", [0, 1.1], [0.01, 1]),
     ("checks.agreement_drop", [0, 1.1], [0.01, 1]),

@@ -1,0 +1,128 @@
+"""A batch whose loss or gradient is not finite: the run goes on without it, or ends by an error.
+
+The cause is the batch where the weights are finite. If the weights are far too large, every batch
+meets the same fault, and ``checks.max_skipped`` ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kd.checks.nonfinite import locate_nonfinite
+from kd.checks.verdict import Verdict
+from kd.errors import NotFinite
+from kd.text.batches import Batch, read_step_sequences
+from kd.training import checkpoint
+from kd.training.run import Run
+from kd.training.steps import Step, drop_gradients
+
+#: Most sequences that a message names.
+NAMES_SHOWN = 8
+
+
+def leave_out(run: Run, step: Step) -> None:
+    """Go on without the batch of ``step``: it counts as a step, and nothing else moves.
+
+    Reports the batch and the place of the fault. Raises ``NotFinite`` where a weight is not finite,
+    and after more batches than the job may leave out.
+    """
+    run.monitor.report_alive(stepping=False)
+    drop_gradients(run)
+    faulty = find_faulty_sequences(run, step)
+    batches = [batch for _, batch in faulty] or [
+        batch.to(run.device) for batch in step.micro_batches
+    ]
+    where = locate_nonfinite(
+        run.student,
+        batches,
+        run.loss.precision,
+        lambda batch: compute_mean_loss(run, step, batch),
+    )
+    numbers = sorted({number for number, _ in faulty})
+    require_skippable(run, step, f"{where} {describe_sequences(numbers)}")
+    step.left_out = True
+    run.progress.step += 1
+    run.progress.skipped.append({"step": run.progress.step, "sequences": numbers})
+    verdict = make_skip_verdict(run, step, where)
+    run.log.write_verdicts(run.progress.step, [verdict])
+    run.monitor.emit("warning", message=verdict.message)
+
+
+def find_faulty_sequences(run: Run, step: Step) -> list[tuple[int, Batch]]:
+    """The sequences of ``step`` whose loss or gradient alone is not finite, with their numbers."""
+    return [
+        (number, batch.to(run.device))
+        for number, batch in read_step_sequences(run.source, run.options, step.number)
+        if not is_sound(run, step, batch.to(run.device))
+    ]
+
+
+def is_sound(run: Run, step: Step, batch: Batch) -> bool:
+    """Whether loss and gradients of ``batch`` alone are finite. The random state is kept."""
+    device = run.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        loss = compute_mean_loss(run, step, batch)
+    if not math.isfinite(loss.detach()):
+        return False
+    # In float16 a gradient may overflow: the loss scaler skips such a step.
+    if run.loss.precision.scales_loss or not loss.requires_grad:
+        return True
+    gradients = torch.autograd.grad(loss, run.trained, allow_unused=True)
+    return all(bool(torch.isfinite(each).all()) for each in gradients if each is not None)
+
+
+def compute_mean_loss(run: Run, step: Step, batch: Batch) -> Tensor:
+    """The loss of ``batch`` per token, with the weight and the temperature of ``step``."""
+    temperature = run.loss.temperature.evaluate(step.number)
+    return run.loss.compute(batch, step.alpha, temperature).total / max(len(batch), 1)
+
+
+def describe_sequences(numbers: list[int]) -> str:
+    """Say which training sequences have the fault."""
+    if not numbers:
+        return "No sequence of the batch has this fault alone."
+    more = f" and {len(numbers) - NAMES_SHOWN} more" if len(numbers) > NAMES_SHOWN else ""
+    names = ", ".join(map(str, numbers[:NAMES_SHOWN]))
+    return f"Training sequences with this fault, counted from 0: {names}{more}."
+
+
+def require_skippable(run: Run, step: Step, where: str) -> None:
+    """Raise ``NotFinite`` where the batch is not the cause, or where too many were left out."""
+    most = run.config.checks.max_skipped
+    skipped = run.progress.skipped
+    sound = all(bool(torch.isfinite(each).all()) for each in run.trained)
+    if sound and len(skipped) < most:
+        return
+    newest = checkpoint.find_newest_checkpoint(run.checkpoints)
+    last_good = f"The last good checkpoint is {newest}. " if newest is not None else ""
+    before = f"{len(skipped)} of at most {most} batches were left out before. " if skipped else ""
+    raise NotFinite(
+        f"At step {step.number + 1} the loss is {step.loss} and the gradient's norm "
+        f"{step.grad_norm}. {where}",
+        f"{last_good}{before}Lower train.learning_rate, add warmup_steps, or use precision fp32. "
+        "If only some texts have this fault, take them out of data.train, or raise "
+        "checks.max_skipped.",
+    )
+
+
+def make_skip_verdict(run: Run, step: Step, where: str) -> Verdict:
+    """The verdict on a batch that is left out, with its number among those of the run."""
+    skipped = run.progress.skipped
+    most = run.config.checks.max_skipped
+    facts: dict[str, Any] = {
+        **skipped[-1],
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "skipped": len(skipped),
+    }
+    message = (
+        f"At step {step.number + 1} the loss is {step.loss:.4g} and the gradient's norm "
+        f"{step.grad_norm:.4g}, twice: its batch is left out ({len(skipped)} of at most {most}). "
+        f"{where} {describe_sequences(skipped[-1]['sequences'])}"
+    )
+    remedy = "Look at these texts in data.train."
+    return Verdict("finite", False, message, remedy, facts)
