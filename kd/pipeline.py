@@ -38,6 +38,7 @@ from kd.evaluation.model_card import write_provenance
 from kd.evaluation.report import make_report, write_report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, whole_folder, write_json
+from kd.memory.auto_batch import release_memory, saving_errors
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.lm_head import require_rows
 from kd.models.loading import hide_progress_bars, require_trainable_student
@@ -159,8 +160,12 @@ def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) ->
     save_dtype = choose_save_dtype(options, Precision.choose(options.precision, pick_device()))
     # The folder gets its name last: a student at that place is whole, with its model card.
     with whole_folder(run_dir / "student") as folder:
-        save_student(student, tokenizer, folder, config.student, save_dtype)
-        # The report is of the weights as they were saved, which may have another dtype.
+        with saving_errors("the student"):
+            save_student(student, tokenizer, folder, config.student, save_dtype)
+        # The report is of the weights as they were saved, which may have another dtype. Two
+        # students at the same time need not fit in memory.
+        del student
+        release_memory()
         saved = load_saved_student(folder)
         context = EvaluationContext(run_dir, tokenizer, monitor, student_folder=folder)
         report = make_report(config, source, saved, progress, vocabulary, context)

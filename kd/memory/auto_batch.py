@@ -43,12 +43,16 @@ def make_out_of_memory(
     Settings that do not change the result come first. ``estimate`` is a sentence about the expected
     need.
     """
-    reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
     return OutOfMemory(
-        f"Memory ran out with {options.batch_size} sequences a forward pass: {reason}."
+        f"Memory ran out with {options.batch_size} sequences a forward pass: {_reason(error)}."
         + f" {estimate}" * bool(estimate),
         "Any of these needs less: " + "; ".join(_list_remedies(options)) + ".",
     )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
 def _list_remedies(options: TrainConfig) -> Iterator[str]:
@@ -84,6 +88,26 @@ def memory_errors(options: TrainConfig, estimate: str = "") -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise make_out_of_memory(error, options, estimate) from error
+
+
+@contextmanager
+def saving_errors(what: str) -> Iterator[None]:
+    """Raise ``OutOfMemory`` where memory runs out in the block, which saves ``what``.
+
+    Other errors pass unchanged.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"Memory ran out while {what} was saved: {_reason(error)}. Nothing half-written is "
+            "left.",
+            "Saving needs some 100 MiB of this machine's memory, beside what the run holds. Free "
+            "memory or ask for more with resources.memory, then run the same job again: it goes on "
+            "from its newest checkpoint.",
+        ) from error
 
 
 # ---------------------------------------------------------------------- what fits

@@ -9,6 +9,7 @@ from typing import Any
 
 from kd.checks.verdict import Verdict
 from kd.checks.watch import StepSeconds
+from kd.memory.auto_batch import saving_errors
 from kd.optim.averaging import serving
 from kd.training import checkpoint
 from kd.training.compiling import CompileReport
@@ -149,7 +150,8 @@ def save_checkpoint(run: Run) -> None:
         progress.watch = run.watch.state()
         progress.scale_watch = asdict(run.scale_watch)
         run.monitor.report_alive(stepping=False)
-        path = checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
+        with saving_errors(f"the checkpoint of step {progress.step}"):
+            path = checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
         best_step = find_best_step(progress, run.options)
         checkpoint.prune_checkpoints(run.checkpoints, run.options.save_total_limit, best_step)
     run.monitor.emit("checkpoint", step=progress.step, path=str(path))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cache.disk import ASIDE_PREFIX, hash_file, recover_folder, remove_path, write_file
@@ -32,6 +32,7 @@ from kd.files import whole_folder
 from kd.models.precision import forget_unscaling
 from kd.optim.schedules import scale_rates
 from kd.progress import replace_nonfinite
+from kd.training.tensor_file import write_tensors
 
 #: The files with tensors, in the order of the list above.
 _FILES = ("model.safetensors", "optimizer.safetensors", "extras.safetensors", "random.safetensors")
@@ -90,10 +91,10 @@ def save_checkpoint(folder: Path, state: TrainState, identity: str) -> Path:
     final = locate_checkpoint(folder, state.progress.step)
     tensors, numbers = _collect_optimizer_state(state)
     with whole_folder(final) as partial:
-        save_file(_collect_model_tensors(state.model), partial / _FILES[0])
-        save_file(tensors, partial / _FILES[1])
-        save_file(_collect_extra_tensors(state.extras), partial / _FILES[2])
-        save_file(_collect_random_tensors(), partial / _FILES[3])
+        write_tensors(partial / _FILES[0], _collect_model_tensors(state.model))
+        write_tensors(partial / _FILES[1], tensors)
+        write_tensors(partial / _FILES[2], _collect_extra_tensors(state.extras))
+        write_tensors(partial / _FILES[3], _collect_random_tensors())
         content = {
             "format": _FORMAT,
             "identity": identity,
@@ -239,7 +240,7 @@ def _collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors.update(
         {name: buffer for name, buffer in model.named_buffers() if name not in transient}
     )
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return tensors
 
 
 def _copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -273,7 +274,7 @@ def _collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                tensors[f"{names[parameter]}.{key}"] = value.detach().contiguous()
+                tensors[f"{names[parameter]}.{key}"] = value.detach()
             else:
                 numbers[f"{names[parameter]}.{key}"] = value
     return tensors, numbers
@@ -285,7 +286,7 @@ def _select_group_numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 def _collect_extra_tensors(extras: dict[str, nn.Module]) -> dict[str, Tensor]:
     return {
-        f"{extra}/{key}": value.detach().contiguous()
+        f"{extra}/{key}": value.detach()
         for extra, module in extras.items()
         for key, value in module.state_dict().items()
     }

@@ -1,11 +1,12 @@
 """A batch whose loss or gradient is not finite: the run goes on without it, or ends by an error.
 
-The cause is the batch where the weights are finite. If the weights are far too large, every batch
-meets the same fault, and ``checks.max_skipped`` ends the run.
+The batch is the cause where the weights are finite and some other sequence is sound. Weights that
+are far too large, or a layer that computes NaN for any text, end the run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -22,13 +23,15 @@ from kd.training.steps import Step, drop_gradients
 
 #: Most sequences that a message names.
 NAMES_SHOWN = 8
+#: Sequences after the batch that are tried where every sequence of the batch has the fault.
+OTHERS_TRIED = 8
 
 
 def leave_out(run: Run, step: Step) -> None:
     """Go on without the batch of ``step``: it counts as a step, and nothing else moves.
 
-    Reports the batch and the place of the fault. Raises ``NotFinite`` where a weight is not finite,
-    and after more batches than the job may leave out.
+    Reports the batch and the place of the fault. Raises ``NotFinite`` where the batch is not the
+    cause, and after more batches than the job may leave out.
     """
     run.monitor.report_alive(stepping=False)
     drop_gradients(run)
@@ -43,7 +46,10 @@ def leave_out(run: Run, step: Step) -> None:
         lambda batch: compute_mean_loss(run, step, batch),
     )
     numbers = sorted({number for number, _ in faulty})
-    require_skippable(run, step, f"{where} {describe_sequences(numbers)}")
+    if not is_batch_at_fault(run, step, len(faulty)):
+        raise make_error(run, step, f"{where} No other text is free of this fault.")
+    if len(run.progress.skipped) >= run.config.checks.max_skipped:
+        raise make_error(run, step, f"{where} {describe_sequences(numbers)}")
     step.left_out = True
     run.progress.step += 1
     run.progress.skipped.append({"step": run.progress.step, "sequences": numbers})
@@ -59,6 +65,23 @@ def find_faulty_sequences(run: Run, step: Step) -> list[tuple[int, Batch]]:
         for number, batch in read_step_sequences(run.source, run.options, step.number)
         if not is_sound(run, step, batch.to(run.device))
     ]
+
+
+def is_batch_at_fault(run: Run, step: Step, faulty: int) -> bool:
+    """Whether the batch is the cause, and not the weights; ``faulty`` of its sequences have it."""
+    if not all(bool(torch.isfinite(each).all()) for each in run.trained):
+        return False
+    options = run.options
+    count = options.batch_size * options.gradient_accumulation_steps
+    if faulty < count:
+        return True
+    steps = range(step.number + 1, step.number + 1 + math.ceil(OTHERS_TRIED / count))
+    others = (
+        batch.to(run.device)
+        for number in steps
+        for _, batch in read_step_sequences(run.source, options, number)
+    )
+    return any(is_sound(run, step, batch) for batch in itertools.islice(others, OTHERS_TRIED))
 
 
 def is_sound(run: Run, step: Step, batch: Batch) -> bool:
@@ -90,17 +113,14 @@ def describe_sequences(numbers: list[int]) -> str:
     return f"Training sequences with this fault, counted from 0: {names}{more}."
 
 
-def require_skippable(run: Run, step: Step, where: str) -> None:
-    """Raise ``NotFinite`` where the batch is not the cause, or where too many were left out."""
+def make_error(run: Run, step: Step, where: str) -> NotFinite:
+    """The error of a run that cannot go on without this batch."""
     most = run.config.checks.max_skipped
     skipped = run.progress.skipped
-    sound = all(bool(torch.isfinite(each).all()) for each in run.trained)
-    if sound and len(skipped) < most:
-        return
     newest = checkpoint.find_newest_checkpoint(run.checkpoints)
     last_good = f"The last good checkpoint is {newest}. " if newest is not None else ""
     before = f"{len(skipped)} of at most {most} batches were left out before. " if skipped else ""
-    raise NotFinite(
+    return NotFinite(
         f"At step {step.number + 1} the loss is {step.loss} and the gradient's norm "
         f"{step.grad_norm}. {where}",
         f"{last_good}{before}Lower train.learning_rate, add warmup_steps, or use precision fp32. "

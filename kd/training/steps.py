@@ -21,7 +21,7 @@ from kd.checks.initial_loss import check_initial_loss
 from kd.checks.verdict import Verdict
 from kd.errors import OutOfMemory
 from kd.loss.temperature import StepStatistics
-from kd.memory.auto_batch import memory_errors, reduce_micro_batch
+from kd.memory.auto_batch import memory_errors, reduce_micro_batch, saving_errors
 from kd.models.precision import forget_unscaling
 from kd.text.batches import Batch
 from kd.training import checkpoint
@@ -200,7 +200,8 @@ def roll_back(run: Run, step: Step) -> bool:
         checkpoint.roll_back(run.checkpoints, run.state, run.identity)
         run.watch.restore(run.progress.watch)
         # Saved at once: a run that is stopped now resumes with the lower rate.
-        checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
+        with saving_errors(f"the checkpoint of step {run.progress.step}"):
+            checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
         run.log.drop_after(run.progress.step)
         run.meter.done = run.progress.step
     run.log.write_verdicts(run.progress.step, [verdict])

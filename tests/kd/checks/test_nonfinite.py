@@ -127,7 +127,6 @@ FAULTS: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (lambda x: x + torch.sqrt(x * 0.0), "Sqrt"),
     (lambda x: x + torch.linalg.vector_norm(x * 0.0, dim=-1, keepdim=True) ** 0.5, "Pow"),
     (lambda x: x + torch.where(x.abs() < 9.0, 0.0, (x * 0.0).log()), "Log"),
-    (lambda x: x + torch.atan2(x * 0.0, x * 0.0), "Atan2"),
     (lambda x: x + Squared.apply(x * 0.0), "Squared"),
 ]
 
@@ -149,8 +148,8 @@ def test_a_loss_that_is_not_finite_is_told_from_its_gradient(batch: Batch) -> No
     compute = compute_loss(student)
     found = locate_nonfinite(student, [batch], None, lambda each: compute(each) * torch.nan)
     assert found.endswith("the loss itself is not.")
-    found = locate_nonfinite(student, [batch], None, lambda each: compute(each) ** 2 * 1e30)
-    assert "by Mul, from gradients that are finite" in found, "it belongs to no module"
+    found = locate_nonfinite(student, [batch], None, lambda each: (compute(each) * 0.0).sqrt())
+    assert "by Sqrt, from gradients that are finite" in found, "it belongs to no module"
 
 
 def test_a_sound_pass_is_not_blamed(batch: Batch) -> None:

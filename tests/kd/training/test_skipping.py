@@ -228,9 +228,9 @@ def test_weights_that_are_far_too_large_end_the_run_as_well(tmp_path: Path) -> N
                 with torch.no_grad():
                     student.model.norm.weight.fill_(3e38)
 
-    with pytest.raises(NotFinite, match="At step 6 the loss is"):
-        run(tmp_path, student, make_job({"max_skipped": 2}), Monitor(enlarge))
-    assert steps == [1, 2, 3, 4, 5]
+    with pytest.raises(NotFinite, match=r"At step 4 the loss is.*No other text is free"):
+        run(tmp_path, student, make_job(), Monitor(enlarge))
+    assert steps == [1, 2, 3]
 
 
 def test_a_bad_first_batch_ends_neither_the_start_nor_a_new_attempt(tmp_path: Path) -> None:
@@ -244,6 +244,13 @@ def test_a_bad_first_batch_ends_neither_the_start_nor_a_new_attempt(tmp_path: Pa
     assert [each["ok"] for each in found if each["check"] == "parity"] == [True]
     assert len([each for each in found if each["check"] == "gradients"]) == 1
     assert list_checkpoints(tmp_path / "checkpoints")
+
+
+def test_two_bad_batches_of_one_sequence_in_a_row_are_both_left_out(tmp_path: Path) -> None:
+    order = [int(list_step_indices(COUNT, 1, 42, step)[0]) for step in range(6)]
+    job = make_job(batch_size=1, gradient_accumulation_steps=1, max_steps=6)
+    progress = run(tmp_path, make_student(), job, source=make_source((order[2], order[3])))
+    assert [each["step"] for each in progress.skipped] == [3, 4]
 
 
 def test_the_report_counts_what_was_left_out(tmp_path: Path) -> None:
