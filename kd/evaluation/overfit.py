@@ -56,6 +56,9 @@ LEARNT_SHARE = 0.9
 HALF_SHARE = 0.5
 #: Share of the way below which the loss counts as unchanged.
 UNMOVED_SHARE = 0.01
+#: Times as far that ten times the rate must go, for the rate to be what holds the student back.
+#: Far below the right rate it is ten times, near it about once.
+GROWTH = 3.0
 #: Nats above the floor that count as near it.
 NEAR_NATS = 0.3
 #: Nats above the floor that count as nothing.
@@ -248,13 +251,14 @@ def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
         update={
             "loss": config.loss.model_copy(update=loss),
             "train": config.train.model_copy(update={**_LOOP_OPTIONS, "batch_size": sequences}),
-            # A spike would roll back to a checkpoint; an attempt just goes on. Its only batch is
-            # never left out.
-            "checks": config.checks.model_copy(update={"spike_factor": 0.0, "max_skipped": 0}),
+            "checks": config.checks.model_copy(update=_CHECK_OPTIONS),
         }
     )
 
 
+#: Checks of an attempt. It does not roll back after a spike, and its only batch is never left out.
+#: The verdict needs to know whether every weight has a gradient.
+_CHECK_OPTIONS = {"spike_factor": 0.0, "max_skipped": 0, "gradients": True}
 #: Train options of an attempt: all steps at one rate, and nothing that hinders memory.
 _LOOP_OPTIONS: dict[str, Any] = {
     "max_steps": STEPS,
@@ -375,6 +379,22 @@ def _advise_on_rate(attempts: list[_Attempt]) -> str:
     )
 
 
+def _is_rate_too_low(span: LossRange, attempts: list[_Attempt]) -> bool:
+    """Whether the loss fell, and far more at the higher rate than at the job's own."""
+    own, higher = (span.compute_progress(attempt.after) for attempt in attempts[:2])
+    return higher > max(GROWTH * own, 0.0) and own >= 0.0
+
+
+def _advise_higher_rate(span: LossRange, attempts: list[_Attempt]) -> str:
+    own, higher = attempts[:2]
+    return (
+        f"Likely: train.learning_rate {own.rate:g} is far too small. The loss falls, but it went "
+        f"only {span.compute_progress(own.after):.2g} of the way to the floor in {STEPS} steps, "
+        f"and {span.compute_progress(higher.after):.2g} of it at {higher.rate:g}. Try a rate 100 "
+        "times as high."
+    )
+
+
 def _diagnose(span: LossRange, attempts: list[_Attempt]) -> str:
     """The likely fault, by the most telling sign."""
     faults = [fault for attempt in attempts for fault in attempt.faults]
@@ -384,10 +404,14 @@ def _diagnose(span: LossRange, attempts: list[_Attempt]) -> str:
         return f"Likely: {faults[0]}"
     if not progress:
         return f"Likely: {errors[0]}"
+    if _is_rate_too_low(span, attempts):
+        return _advise_higher_rate(span, attempts)
     if max(map(abs, progress)) < UNMOVED_SHARE:
+        # The loop found a gradient in every trained weight: so they do affect the loss.
         return (
-            "Likely: the trained weights do not affect the loss. "
-            "Check that weights are not frozen, and train.optim_args."
+            "Likely: the steps are too small to move the loss, though every trained weight has a "
+            f"gradient. Raise train.learning_rate (now {attempts[0].rate:g}), and check "
+            "train.optim_args."
         )
     if max(progress) < UNMOVED_SHARE:
         return (

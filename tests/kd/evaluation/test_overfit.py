@@ -99,7 +99,25 @@ def test_a_student_with_no_say_in_the_loss_does_not_move(
     alter_loss(monkeypatch, 0.0)
     verdict = check(tmp_path, make_student())
     assert not verdict.ok, verdict
-    assert "the gradient is 0 in" in verdict.remedy or "do not affect the loss" in verdict.remedy
+    assert "the gradient is 0 in" in verdict.remedy
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-9, 1e-7, 1e-6, 1e-5])
+def test_a_rate_that_is_far_too_low_is_named(tmp_path: Path, rate: float) -> None:
+    verdict = check(tmp_path, make_student(), learning_rate=rate)
+    assert not verdict.ok and "train.learning_rate" in verdict.remedy, verdict
+    assert f"{rate:g}" in verdict.remedy and "lora.rank" not in verdict.remedy, verdict
+    assert "uphill" not in verdict.remedy and "affect the loss" not in verdict.remedy
+
+
+def test_a_nan_of_the_backward_pass_is_a_finding_with_its_operation(tmp_path: Path) -> None:
+    student = make_student()
+    student.model.layers[1].mlp.register_forward_hook(
+        lambda layer, inputs, output: output + torch.sqrt(output * 0.0)
+    )
+    verdict = check(tmp_path, student)
+    assert not verdict.ok and "by Sqrt in model.layers.1.mlp" in verdict.remedy, verdict
+    assert "embed" not in verdict.remedy
 
 
 def test_a_student_that_is_mostly_frozen_is_too_small(tmp_path: Path) -> None:
@@ -107,7 +125,7 @@ def test_a_student_that_is_mostly_frozen_is_too_small(tmp_path: Path) -> None:
     for name, parameter in student.named_parameters():
         parameter.requires_grad_("norm" in name)
     verdict = check(tmp_path, student)
-    assert not verdict.ok and "too small" in verdict.remedy, verdict
+    assert not verdict.ok and "lora.rank, is too small" in verdict.remedy, verdict
 
 
 def test_a_student_that_computes_nan_is_a_finding(tmp_path: Path) -> None:

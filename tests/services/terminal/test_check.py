@@ -88,7 +88,8 @@ def test_every_kind_of_job_is_checked(
 def test_a_far_too_low_learning_rate_is_reported(job: dict[str, Any], home: Path) -> None:
     done = check(job, home, "--set", "train.learning_rate=1e-9")
     assert done.exit_code == 1
-    assert "Likely" in done.stderr and "do not affect the loss" in done.stderr
+    assert "Likely: " in done.stderr and "train.learning_rate" in done.stderr
+    assert "do not affect the loss" not in done.stderr
     above = re.findall(r"^(?:before|after) +(\d+\.\d+) above the floor$", done.stdout, re.MULTILINE)
     assert (
         len(above) == 2
