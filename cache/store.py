@@ -420,10 +420,11 @@ def replace_fidelity(folder: Path, fidelity: tuple[FidelityRow, ...]) -> Manifes
     return manifest
 
 
-def verify_cache(folder: Path) -> list[str]:
+def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> list[str]:
     """Read every byte of a cache; return one line for each file that is missing, extra or damaged.
 
-    A sound cache gives no line. Raises ``CacheNotFound`` where there is no folder.
+    A sound cache gives no line. ``waiting`` is called before each shard, and may raise to give up.
+    Raises ``CacheNotFound`` where there is no folder.
     """
     try:
         manifest = read_manifest(folder)
@@ -432,6 +433,8 @@ def verify_cache(folder: Path) -> list[str]:
     with storage_errors(folder):
         lines = _check_group(folder)
         for name, digest in _list_sealed_folders(manifest):
+            if waiting is not None:
+                waiting()
             lines += _check_folder(folder, name, digest)
         return lines + _find_unknown_files(folder, manifest)
 

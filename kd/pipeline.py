@@ -40,6 +40,7 @@ from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, whole_folder, write_json
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.models.folder import require_allowed_remote_code, resolve_model
+from kd.models.layers import stopping_forward
 from kd.models.lm_head import require_rows
 from kd.models.loading import hide_progress_bars, require_trainable_student
 from kd.models.precision import Precision, pick_device
@@ -65,6 +66,7 @@ def run_stages(
     """Run all stages of the job, one after the other; returns their results."""
     result: dict[str, Any] = {}
     for stage in config.stages:
+        monitor.check(f"before stage {stage}")
         result |= run_stage(stage, config, home, run_dir, monitor)
     return result
 
@@ -93,6 +95,7 @@ def run_precompute(
 ) -> dict[str, Any]:
     """Make sure that a sealed cache for this job exists: capture it if it does not."""
     planned = plan_capture(config, monitor)
+    monitor.check("after the text was read; no shard was begun")
     require_possible_student(config, planned)
     # Before the capture, so that a listener knows the cache while it is still being written.
     monitor.emit("plan", fingerprint=planned.identity.fingerprint)
@@ -127,7 +130,7 @@ def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
     monitor.emit("stage", stage="precompute", phase="verifying")
     # Before the check, so that a listener knows the cache even if the check fails.
     monitor.emit("plan", fingerprint=folder.name)
-    damage = verify_cache(folder)
+    damage = verify_cache(folder, lambda: monitor.check("while the cache was read"))
     result = {"fingerprint": config.cache.fingerprint, "problems": damage}
     write_json(run_dir / "verify.json", result)
     monitor.emit("artifact", name="verify.json", path=str(run_dir / "verify.json"))
@@ -150,11 +153,13 @@ def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) ->
     """Train the student from the sealed cache (or on plain text), save it and report."""
     tokenizer, source = open_source(config, home, run_dir, monitor)
     config = adopt_cache_layout(source, config)
+    monitor.check("before the student was loaded")
     student = build_starting_student(config, tokenizer)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
     progress = train(config, source, student, vocabulary, run_dir, monitor)
 
+    monitor.check("after the last step; the training is saved")
     monitor.emit("stage", stage="train", phase="saving")
     options = config.require_train()
     save_dtype = choose_save_dtype(options, Precision.choose(options.precision, pick_device()))
@@ -168,7 +173,8 @@ def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) ->
         release_memory()
         saved = load_saved_student(folder)
         context = EvaluationContext(run_dir, tokenizer, monitor, student_folder=folder)
-        report = make_report(config, source, saved, progress, vocabulary, context)
+        with stopping_forward(monitor, "while the student was measured; its training is saved"):
+            report = make_report(config, source, saved, progress, vocabulary, context)
         write_provenance(folder, config, report)
     write_report(run_dir, report)
     warn_of_verdict(report, monitor)

@@ -25,7 +25,7 @@ R redraws, F sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -177,12 +177,17 @@ def choose_temperatures(codec: Codec) -> tuple[float, ...]:
 
 @torch.no_grad()
 def measure_fidelity(
-    store: Cache, live: LiveTeacher, positions: int = POSITIONS, redraws: int = REDRAWS
+    store: Cache,
+    live: LiveTeacher,
+    positions: int = POSITIONS,
+    redraws: int = REDRAWS,
+    waiting: Callable[[], None] = lambda: None,
 ) -> tuple[FidelityRow, ...]:
     """Compare about ``positions`` positions with the teacher; return one row per temperature.
 
     Positions come from sequences at equal distances over the cache. The same cache and teacher
-    always give the same rows. Empty if the chosen sequences have no target.
+    always give the same rows. Empty if the chosen sequences have no target. ``waiting`` is called
+    between the parts of the work, and may raise to give up.
     """
     codec = replace(store.codec, draws=1)  # one of the stored draws of each position is read
     device = live.model.device
@@ -195,11 +200,12 @@ def measure_fidelity(
     found: list[list[_Measurements]] = [[] for _ in decoders]
     for number, part in enumerate(_read_samples(store, live, positions)):
         fresh = (
-            part.redraw(codec, live.lm_head, number, redraws)
+            part.redraw(codec, live.lm_head, number, redraws, waiting)
             if PROFILES[codec.profile].sampled
             else None
         )
         for decoder, list_ in zip(decoders, found, strict=True):
+            waiting()
             list_.append(_compare(part, fresh, decoder))
     noise = NOISE[store.identity.teacher.dtype]
     return tuple(
@@ -221,7 +227,14 @@ class _PositionSample:
     stored: Records
     logp_NV: Tensor
 
-    def redraw(self, codec: Codec, lm_head: LMHead, number: int, redraws: int) -> Records:
+    def redraw(
+        self,
+        codec: Codec,
+        lm_head: LMHead,
+        number: int,
+        redraws: int,
+        waiting: Callable[[], None],
+    ) -> Records:
         """Record these positions with R other seeds.
 
         The (R * N) records of one seed stand together.
@@ -231,9 +244,10 @@ class _PositionSample:
         # Seeds that differ from the codec's own: the stored sample is compared apart.
         seeds = [(codec.seed + 1 + redraw) % 2**64 for redraw in range(redraws)]
         recorders = (Recorder(lm_head, replace(codec, seed=seed), knots) for seed in seeds)
-        written = (
-            recorder.record(self.hidden_ND, self.gold_N, number, places) for recorder in recorders
-        )
+        written = []
+        for recorder in recorders:
+            waiting()
+            written.append(recorder.record(self.hidden_ND, self.gold_N, number, places))
         joined = Records.concatenate(written).columns
         return Records(
             {

@@ -5,6 +5,7 @@ cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ def plan_capture(config: JobConfig, monitor: Monitor = SILENT) -> CapturePlan:
     )
     size = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
     corpus = load_corpus(config.data, tokenizer, monitor, size)
-    return make_capture_plan(config, tokenizer, corpus, folder)
+    return make_capture_plan(config, tokenizer, corpus, folder, monitor)
 
 
 def resolve_teacher_folder(teacher: TeacherConfig, weights: str | None) -> Path:
@@ -84,7 +85,11 @@ class CapturePlan:
 
 
 def make_capture_plan(
-    config: JobConfig, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, folder: Path
+    config: JobConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus,
+    folder: Path,
+    monitor: Monitor = SILENT,
 ) -> CapturePlan:
     """Return the plan for a corpus that is already read.
 
@@ -93,7 +98,7 @@ def make_capture_plan(
     assert config.teacher is not None
     vocabulary = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
     identity = CacheIdentity(
-        _identify_teacher(config, folder),
+        _identify_teacher(config, folder, monitor),
         TokenizerIdentity(vocabulary, hash_tokenizer(tokenizer)),
         DataIdentity(
             sha256=corpus.compute_sha256(),
@@ -109,7 +114,7 @@ def make_capture_plan(
     return CapturePlan(config, folder, tokenizer, corpus, identity)
 
 
-def _identify_teacher(config: JobConfig, folder: Path) -> TeacherIdentity:
+def _identify_teacher(config: JobConfig, folder: Path, monitor: Monitor) -> TeacherIdentity:
     """Identify the teacher by its weights and their precision.
 
     The weights of a remote teacher cannot be seen: it is identified by its address and name.
@@ -119,9 +124,9 @@ def _identify_teacher(config: JobConfig, folder: Path) -> TeacherIdentity:
         return TeacherIdentity(hash_remote_teacher(config.teacher), "remote")
     # Another precision gives other logits, so it belongs to the identity of the teacher.
     dtype = choose_teacher_dtype(config.teacher, folder, pick_device())
-    return TeacherIdentity(
-        compute_fingerprint(folder, config.teacher.gguf_file), str(dtype).removeprefix("torch.")
-    )
+    waiting = partial(monitor.check, "while the teacher's files were read")
+    digest = compute_fingerprint(folder, config.teacher.gguf_file, waiting)
+    return TeacherIdentity(digest, str(dtype).removeprefix("torch."))
 
 
 def _require_vocabulary(identity: CacheIdentity) -> None:

@@ -10,7 +10,7 @@ target, D hidden width.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,12 @@ from kd.capture.recording import Recorder
 from kd.capture.remote import RemoteTeacher
 from kd.capture.usefulness import HeldOutWatch
 from kd.models.folder import ModelFolder
-from kd.models.layers import compute_hidden_states, require_context, require_document_isolation
+from kd.models.layers import (
+    compute_hidden_states,
+    require_context,
+    require_document_isolation,
+    stopping_forward,
+)
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import float32_products, pick_device
@@ -45,6 +50,8 @@ from kd.text.batches import make_batch
 
 #: What a capture waits for while another one holds its lock; events show it.
 OTHER_CAPTURE = "another job's capture of the same cache"
+#: What is stopped in the fidelity check.
+FIDELITY_STOP = "in the fidelity check; every shard is sealed"
 
 
 def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, Any]:
@@ -54,14 +61,15 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
     and the second reuses the cache.
     """
     folder = root / plan.identity.fingerprint
-    if (found := find_sealed_cache(folder, plan.identity)) is not None:
+    reading = partial(monitor.check, "while the cache was read")
+    if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
         return summarise_cache(found, reused=True)
 
     lock = locate_lock(folder)
     waiting = partial(monitor.wait_for, OTHER_CAPTURE, lock, "precompute")
     with float32_products(), open_for_capture(root, plan.identity, waiting) as writer:
         # Another capture may have sealed the cache while this one waited for the lock.
-        if (found := find_sealed_cache(folder, plan.identity)) is not None:
+        if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
             return summarise_cache(found, reused=True)
         positions = plan.corpus.train.positions + plan.corpus.validation.positions
         require_space(folder, plan.identity, positions, ModelFolder(plan.folder).hidden_width or 0)
@@ -74,16 +82,19 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
     return summarise_cache(open_cache(folder, plan.identity), reused=False)
 
 
-def find_sealed_cache(folder: Path, identity: CacheIdentity) -> Cache | None:
+def find_sealed_cache(
+    folder: Path, identity: CacheIdentity, waiting: Callable[[], None] | None = None
+) -> Cache | None:
     """Return the cache in ``folder`` if it is sealed and undamaged.
 
     None means that it must be captured, or that its damaged shards must be captured again.
+    ``waiting`` is called before each shard is read, and may raise to give up.
     """
     try:
         found = open_cache(folder, identity)
     except CacheError:
         return None
-    return None if verify_cache(folder) else found
+    return None if verify_cache(folder, waiting) else found
 
 
 def check_fidelity(
@@ -103,7 +114,8 @@ def check_fidelity(
     else:
         live = LiveTeacher.load(plan.identity, plan.teacher, plan.folder)
     began = time.monotonic()
-    rows = measure_fidelity(store, live)
+    with stopping_forward(monitor, FIDELITY_STOP):
+        rows = measure_fidelity(store, live, waiting=lambda: monitor.check(FIDELITY_STOP))
     require_fidelity(store, rows)
     monitor.emit(
         "stage", stage="precompute", phase=f"fidelity checked in {time.monotonic() - began:.1f} s"
@@ -143,7 +155,10 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
                 monitor.report_alive()
                 # After the last sequence the shard is written first: stopping here would lose it.
                 if left:
-                    monitor.check(f"in shard {index + 1} of {len(sizes)}")
+                    monitor.check(
+                        f"in shard {index + 1} of {len(sizes)}; the {len(sequences) - left} of its "
+                        f"{len(sequences)} sequences that were read are read again"
+                    )
             monitor.report_alive(stepping=False)
             began = time.monotonic()
             shard = Records.concatenate(parts)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
 
@@ -103,7 +104,7 @@ def _measure_spans(student: nn.Module, spans: _Spans) -> Iterator[None]:
 
 def _read_sequence_number() -> int:
     """The number that autograd gives the next operation of this thread."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(_get_sequence_nr())
 
 
 def _iterate_nodes(loss: Tensor) -> Iterator[Node]:

@@ -56,6 +56,8 @@ LEARNT_SHARE = 0.9
 HALF_SHARE = 0.5
 #: Share of the way below which the loss counts as unchanged.
 UNMOVED_SHARE = 0.01
+#: Share of the way below which the loss hardly fell.
+SMALL_SHARE = 0.02
 #: Times as far that ten times the rate must go, for the rate to be what holds the student back.
 #: Far below the right rate it is ten times, near it about once.
 GROWTH = 3.0
@@ -380,9 +382,9 @@ def _advise_on_rate(attempts: list[_Attempt]) -> str:
 
 
 def _is_rate_too_low(span: LossRange, attempts: list[_Attempt]) -> bool:
-    """Whether the loss fell, and far more at the higher rate than at the job's own."""
+    """Whether the loss hardly fell at the job's own rate, and far more at the higher one."""
     own, higher = (span.compute_progress(attempt.after) for attempt in attempts[:2])
-    return higher > max(GROWTH * own, 0.0) and own >= 0.0
+    return 0.0 <= own < SMALL_SHARE and higher > max(GROWTH * own, 0.0)
 
 
 def _advise_higher_rate(span: LossRange, attempts: list[_Attempt]) -> str:

@@ -8,8 +8,9 @@ Shapes: B sequences, L positions of a sequence, N positions with a record, K ent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,7 +78,8 @@ def export_records(
     meter = ProgressMeter(len(store), "sequences")
     with whole_folder(folder) as temporary:
         for name, numbers in files.items():
-            _write_file(temporary / name, layout, store, numbers, k)
+            waiting = partial(monitor.check, f"in {name}; no file is kept")
+            _write_file(temporary / name, layout, store, numbers, k, waiting)
             monitor.emit("progress", **meter.advance(len(numbers), 0))
             monitor.check(f"after {name}; no file is kept")
         summary = layout.finish(temporary)
@@ -116,13 +118,19 @@ def _name_files(store: Cache) -> Iterator[tuple[str, range]]:
 
 
 def _write_file(
-    path: Path, layout: ExportLayout, store: Cache, numbers: range, k: int | None
+    path: Path,
+    layout: ExportLayout,
+    store: Cache,
+    numbers: range,
+    k: int | None,
+    waiting: Callable[[], None],
 ) -> None:
     import pyarrow.parquet
 
     description = FileDescription(store, numbers.start)
     with pyarrow.parquet.ParquetWriter(path, layout.schema) as file:
         for sequences, records, entries in read_entries(store, numbers, k):
+            waiting()
             description.add(sequences, records)
             file.write_table(layout.make_table(sequences, records, entries))
         file.add_key_value_metadata(description.to_metadata())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,8 @@ _EMBEDDING = "embed_tokens.weight"
 #: The longest header of a safetensors file that is read, in bytes; a larger length means a damaged
 #: file.
 _LONGEST_HEADER = 1 << 25
+#: Bytes of a file that are hashed at once.
+_HASHED_BYTES = 1 << 24
 
 
 # ---------------------------------------------------------------------- the contents of a folder
@@ -273,10 +276,13 @@ def resolve_model(
         ) from error
 
 
-def compute_fingerprint(folder: Path, gguf_file: str | None = None) -> str:
+def compute_fingerprint(
+    folder: Path, gguf_file: str | None = None, waiting: Callable[[], None] | None = None
+) -> str:
     """Return the sha256 of the files that determine the model's outputs.
 
     These are the configuration, the model's own code and the weights, or ``gguf_file`` alone.
+    ``waiting`` is called between blocks of a file, and may raise to give up.
     """
     names = [gguf_file] if gguf_file else _list_identity_files(folder)
     digest = hashlib.sha256()
@@ -284,9 +290,18 @@ def compute_fingerprint(folder: Path, gguf_file: str | None = None) -> str:
         path = folder / name
         if not path.is_file():
             raise ModelError(f"{path} does not exist.", "Check teacher.gguf_file.")
-        with path.open("rb") as file:
-            digest.update(name.encode() + hashlib.file_digest(file, "sha256").digest())
+        digest.update(name.encode() + _hash_blocks(path, waiting))
     return digest.hexdigest()
+
+
+def _hash_blocks(path: Path, waiting: Callable[[], None] | None) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASHED_BYTES):
+            digest.update(block)
+            if waiting is not None:
+                waiting()
+    return digest.digest()
 
 
 def _list_identity_files(folder: Path) -> list[str]:

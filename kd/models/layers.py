@@ -5,14 +5,18 @@ Shapes: B sequences, L positions of a sequence, D hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError
+from kd.progress import Monitor
 
 
 def compute_hidden_states(
@@ -138,3 +142,23 @@ def list_layer_parameters(student: PreTrainedModel) -> list[tuple[str, list[Para
         (name, [each for each in parameters if each.requires_grad], depth)
         for name, parameters, depth in groups
     ]
+
+
+@contextmanager
+def stopping_forward(monitor: Monitor, what: str) -> Iterator[None]:
+    """Let every module that runs in the block without gradients first ask whether to stop.
+
+    So a request is heard inside long measurements and texts that are written token by token, in
+    this library's code and in others'. Raises ``Interrupted``, which says ``what`` was stopped;
+    training steps, which have gradients, are left to their own loop.
+    """
+
+    def ask(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            monitor.check(what)
+
+    handle = register_module_forward_pre_hook(ask)
+    try:
+        yield
+    finally:
+        handle.remove()

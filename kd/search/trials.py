@@ -102,7 +102,7 @@ class _TrialRunner:
         search = get_search(self.config)
         self.monitor.check(f"before trial {trial.number} of {search.trials}")
         overrides = suggest_values(self.study, trial, search)
-        watched = _TrialMonitor(self.study, trial, self.monitor)
+        watched = TrialMonitor(self.study, trial, self.monitor)
         self.monitor.emit("stage", stage="search", phase=f"trial {trial.number} of {search.trials}")
         self.monitor.emit("trial", number=trial.number, values=overrides, state="running")
         try:
@@ -123,7 +123,7 @@ class _TrialRunner:
             "trial", **{name: row[name] for name in ("number", "values", "state", "loss", "why")}
         )
 
-    def _train(self, number: int, overrides: Overrides, watched: _TrialMonitor) -> None:
+    def _train(self, number: int, overrides: Overrides, watched: TrialMonitor) -> None:
         folder = get_trial_folder(self.run_dir, number)
         job = make_trial_job(
             self.config, overrides, read_json(self.run_dir / "cache.json")["fingerprint"], number
@@ -135,24 +135,28 @@ class _TrialRunner:
 
 
 @dataclass
-class _TrialMonitor:
+class TrialMonitor:
     """Passes on a trial's events, records its held-out losses, and stops it if they are bad."""
 
     study: Study
     trial: Trial
     monitor: Monitor
     pruned: bool = False
+    #: Whether the student is trained: its report is made even if the last evaluation was bad.
+    trained: bool = False
 
     def listen(self, event: Event) -> None:
         """Record a held-out loss, and pass on the events that a search shows."""
         if event.type == "evaluation":
             self._report(event.data)
+        if event.type == "stage" and event.data.get("phase") == "saving":
+            self.trained = True
         if event.type in SHOWN_EVENTS:
             self.monitor.emit(event.type, **event.data)
 
     def should_stop(self) -> bool:
         """Whether the trial should stop at the next point where everything is saved."""
-        return self.pruned or self.monitor.should_stop()
+        return (self.pruned and not self.trained) or self.monitor.should_stop()
 
     def catch_up(self, metrics: Path) -> None:
         """Record the losses that a killed process measured but did not record."""

@@ -178,6 +178,7 @@ class _ReadingReport:
         for document in documents:
             yield document
             new += len(document)
+            self._monitor.check("while reading the text")
             if time.monotonic() - reported_at > REPORT_SECONDS:
                 tokens += new
                 self._report(tokens, new)
@@ -190,7 +191,6 @@ class _ReadingReport:
         if meter.total:
             read = min(self._bytes // KILOBYTE, meter.total)
             self._monitor.emit("progress", **meter.advance(read - meter.done, new))
-        self._monitor.check("while reading the text")
 
 
 def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:

@@ -66,6 +66,7 @@ class TextEncoder:
             return
         begun = False
         for batch in _group(cut_text(found, self._seams)):
+            self._monitor.check("while reading the text")
             for piece in batch:
                 self._warn_if_long(piece, place, "it has no white space at which to cut it")
             if not begun:

@@ -9,7 +9,9 @@ from typing import Any
 
 from kd.checks.verdict import Verdict
 from kd.checks.watch import StepSeconds
+from kd.errors import Interrupted
 from kd.memory.auto_batch import saving_errors
+from kd.models.layers import stopping_forward
 from kd.optim.averaging import serving
 from kd.training import checkpoint
 from kd.training.compiling import CompileReport
@@ -30,7 +32,7 @@ def after_step(run: Run, step: Step) -> bool:
     report_step(run, step)
     improved = False
     if run.progress.step % run.options.eval_steps == 0 or run.progress.step == run.steps:
-        improved = record_evaluation(run.progress, evaluate_now(run))
+        improved = evaluate_step(run)
     exhausted = is_out_of_patience(run.progress, run.options)
     stopping = run.monitor.should_stop()
     if is_save_due(run, improved) or exhausted or stopping:
@@ -109,12 +111,40 @@ def check_compilation(report: CompileReport) -> Verdict:
 # ---------------------------------------------------------------------- evaluation
 
 
+def evaluate_step(run: Run) -> bool:
+    """Make the evaluation after a step; returns whether it is the best so far.
+
+    Raises ``Interrupted`` when a stop is asked for, after a checkpoint that knows what is due.
+    """
+    run.progress.evaluation_due = True
+    try:
+        found = evaluate_now(run)
+    except Interrupted:
+        save_checkpoint(run)
+        raise
+    run.progress.evaluation_due = False
+    return record_evaluation(run.progress, found)
+
+
+def finish_evaluation(run: Run) -> None:
+    """Make the evaluation in which an earlier process was stopped, and save where that is due."""
+    if run.progress.evaluation_due:
+        improved = evaluate_step(run)
+        if is_save_due(run, improved) or is_out_of_patience(run.progress, run.options):
+            save_checkpoint(run)
+
+
 def evaluate_now(run: Run) -> dict[str, Any]:
     """Evaluate the student on the held-out sequences, and log the results."""
     # An evaluation may take longer than a supervisor waits for a step.
     run.monitor.report_alive(stepping=False)
     loss = run.loss
-    with run.clock.phase("evaluation"), serving(run.student, run.state.optimizer, run.average):
+    stopped = f"in the evaluation after step {run.progress.step} of {run.steps}"
+    with (
+        run.clock.phase("evaluation"),
+        serving(run.student, run.state.optimizer, run.average),
+        stopping_forward(run.monitor, stopped),
+    ):
         found = evaluate_student(
             run.student,
             loss.lm_head,

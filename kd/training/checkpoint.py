@@ -48,8 +48,10 @@ class TrainingProgress:
     """The state of training that is not a tensor.
 
     ``seconds`` are those of the steps; ``batch_size`` is the micro-batch that ``train.auto_batch``
-    found. ``skipped`` lists the batches that were left out, each with its ``step`` (counted from 1)
-    and the numbers of its ``sequences`` whose loss or gradient is not finite.
+    found. ``evaluation_due`` is set where the run was stopped in the evaluation after ``step``,
+    which is then made anew. ``skipped`` lists the batches that were left out, each with its
+    ``step`` (counted from 1) and the numbers of its ``sequences`` whose loss or gradient is not
+    finite.
     """
 
     step: int = 0
@@ -58,6 +60,7 @@ class TrainingProgress:
     best_loss: float | None = None
     best_step: int = 0
     evaluations_since_best: int = 0
+    evaluation_due: bool = False
     first_evaluation: dict[str, Any] | None = None
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     rollbacks: int = 0

@@ -2,6 +2,7 @@
 
     prepare             prepare.py      student, loss, optimiser, and the newest checkpoint
     check_start         loop.py         first evaluation; the fused loss against a dense one
+    finish_evaluation   after_step.py   the evaluation in which an earlier process was stopped
     begin_step          steps.py        alpha and temperature of this step
     compute_gradients   steps.py        the next two; a second time where a number is not finite
     forward_backward    steps.py        loss of each micro-batch (step_loss.py), and its gradients
@@ -37,7 +38,7 @@ from kd.tracking.stopwatch import compute_utilisation, count_flops_per_token
 from kd.tracking.trace import Trace
 from kd.tracking.trackers import Trackers, add_trackers
 from kd.training import checkpoint
-from kd.training.after_step import after_step, evaluate_now
+from kd.training.after_step import after_step, evaluate_now, finish_evaluation
 from kd.training.checkpoint import TrainingProgress
 from kd.training.early_stopping import find_best_step
 from kd.training.prepare import prepare
@@ -79,6 +80,7 @@ def train(
 
         run = prepare(config, source, student, vocabulary, run_dir, monitor, trace)
         check_start(run)
+        finish_evaluation(run)
         run_loop(run)
         finish(run)
         return run.progress

@@ -49,7 +49,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(header)
         for name in names:
             for block in _iterate_blocks(tensors[name].detach()):
-                file.write(block.cpu().view(torch.uint8).numpy())
+                file.write(block.cpu().view(torch.uint8).numpy().data)
 
 
 def _iterate_blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -59,7 +59,7 @@ def _iterate_blocks(tensor: Tensor) -> Iterator[Tensor]:
         return
     row_bytes = tensor[0].numel() * tensor.element_size()
     for rows in tensor.split(max(_BLOCK_BYTES // max(row_bytes, 1), 1)):
-        yield rows.reshape(-1)
+        yield rows.reshape(-1).contiguous()  # one row may be reshaped without a copy
 
 
 def _make_header(tensors: Mapping[str, Tensor]) -> bytes:
