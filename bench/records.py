@@ -60,6 +60,7 @@ from kd.capture.recording import LOGIT_ELEMENTS, Recorder
 from kd.config.data import DataConfig
 from kd.exchange import distillkit
 from kd.loss.decoder import TargetDecoder
+from kd.loss.targets import subtract_target_
 from kd.loss.whole_targets import decode_lm_head
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import LMHead, find_lm_head
@@ -275,8 +276,7 @@ def _subtract_ours(store: Cache, truth: Truth) -> Subtract:
         columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
         targets = TargetDecoder(codec, head).decode(truth.gold[number], columns, temperature)
         assert targets.teacher is not None
-        targets.teacher.take_chunk(rows).subtract_(q_NV, 1.0)
-        return q_NV
+        return subtract_target_(q_NV, targets.teacher.take_chunk(rows))
 
     return subtract
 

@@ -13,8 +13,9 @@ random too, in proportion to their values.
     tempered                                      below 1/255; tail_count has the same type
                 head_ids        id                most probable tokens, without those that are known
                 head_logprobs   uint8 / uint16    steps of log(1 / threshold) / 127, or of 2^-6 nats
-                tail_ids        id                sampled from all others; at T = 1 each has the
-                                                  weight (1 - rest) / m
+                tail_ids        id                sampled from all others. threshold: each has the
+                                                  weight (1 - rest) / m. tempered: p_T R / (m g),
+                                                  see ``kd.loss.sparse_targets``
     tempered    tail_logprobs   uint8             steps of 2^-3 nats
                 partition       int16             log sum exp(b l) over the tail at knots b = 1 / T,
                                                   and its derivative in b: steps of 2^-10

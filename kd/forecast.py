@@ -7,9 +7,10 @@ independent samples of the same teacher. The student takes a few real steps on t
     memory    what ``kd.memory.step_memory`` estimates before a training starts
     noise     what the sampled tails add to the gradient's variance, beside its own size
 
-The gradient of a position with respect to its logits is q - p, and q - w with a sample w of p.
-With two samples w and v of the same position, |w - v|^2 / 2 is an unbiased estimate of the noise
-E|w - p|^2, and (w - q)(v - q) one of |p - q|^2. Both are summed over a few sequences.
+The gradient of a position with respect to its logits is q - p, and g = W q - w with a sample w of p
+whose sum is W. With the gradients g and h of two samples of the same position, |g - h|^2 / 2 is an
+unbiased estimate of the noise E|g - (q - p)|^2, and g h one of |q - p|^2. Both are summed over a
+few sequences.
 
 Shapes: N positions, V vocabulary.
 """
@@ -33,6 +34,7 @@ from kd.capture.probe import open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
 from kd.loss.decoder import TargetDecoder
+from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.step_memory import StepMemoryEstimate
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
@@ -268,7 +270,7 @@ def _sum_noise(
     batches: tuple[Batch, Batch],
     temperature: float,
 ) -> tuple[float, float]:
-    """The sums of |w - v|^2 / 2 and (w - q)(v - q) over the positions."""
+    """The sums of |g - h|^2 / 2 and g h over the positions."""
     targets = [decoder.decode(each.gold_N, each.teacher, temperature) for each in batches]
     noise = 0.0
     signal = 0.0
@@ -276,17 +278,16 @@ def _sum_noise(
     for start in range(0, len(hidden_ND), size):
         rows = slice(start, min(start + size, len(hidden_ND)))
         q_NV = torch.softmax(lm_head.compute_logits(hidden_ND[rows]).float() / temperature, 1)
-        w_NV, v_NV = (_densify(each.teacher, rows, q_NV) for each in targets)
-        noise += float((w_NV - v_NV).square().sum()) / 2
-        signal += float(((w_NV - q_NV) * (v_NV - q_NV)).sum())
+        g_NV, h_NV = (_compute_gradient(each.teacher, rows, q_NV) for each in targets)
+        noise += float((g_NV - h_NV).square().sum()) / 2
+        signal += float((g_NV * h_NV).sum())
     return noise, signal
 
 
-def _densify(teacher: Any, rows: slice, like_NV: Tensor) -> Tensor:
-    """The target's weights as a dense (N, V)."""
-    p_NV = torch.zeros_like(like_NV)
-    teacher.take_chunk(rows, torch.float32).subtract_(p_NV, -1.0)  # 0 - (-1) p
-    return p_NV
+def _compute_gradient(teacher: TeacherTarget | None, rows: slice, q_NV: Tensor) -> Tensor:
+    """The gradient of forward KL with respect to the student's logits, (N, V)."""
+    assert teacher is not None, "a sample has a teacher"
+    return subtract_target_(q_NV.clone(), teacher.take_chunk(rows, torch.float32))
 
 
 def advise(config: JobConfig, noise: GradientNoise, tokens: int) -> list[str]:

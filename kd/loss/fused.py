@@ -7,10 +7,11 @@
 with s the student's logits, q = softmax(s / T) in D and softmax(s) in the hard label's term, p the
 teacher at T (``kd.loss.targets``), and c_n = (1 + H_n)^w over its mean, H the teacher's entropy.
 
-D = KL(p || q) = -E_p[log q] - H(p) is linear in p. Where p is a sample, value and gradient are
-therefore unbiased: their mean over draws is full distillation. The gradient with respect to s is (1
-- alpha) c T [q - p] + alpha [softmax(s) - label] + 2 z LSE(s) softmax(s). At T = 1 all its terms
-share one softmax, and the hard label is one more entry. ``kd.loss.divergences`` has the other D.
+D = KL(p || q) = -E_p[log q] - H(p) is linear in p. Where p is an unbiased sample, so are value and
+gradient: their mean over draws is full distillation. Such a sample need not sum to 1: with W its
+sum, the gradient with respect to s is (1 - alpha) c T [W q - p] + alpha [softmax(s) - label]
++ 2 z LSE(s) softmax(s). At T = 1 all its terms share one softmax, and the hard label is one more
+entry. ``kd.loss.divergences`` has the other D.
 
 The gradient for the temperature is (1 - alpha) sum_n c_n [2 T D + T^2 dD/dT]. dD/dT has two parts:
 through the student's logits over T it is -1/T (dD/d(s/T) . s/T); through the teacher's logits it
@@ -35,7 +36,7 @@ from kd.loss.divergences import compute_divergence, compute_logit_gradient, comp
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.student_rows import StudentRows
-from kd.loss.targets import TargetChunk, Targets
+from kd.loss.targets import TargetChunk, Targets, subtract_target_
 from kd.loss.whole_targets import Distribution, TopTarget
 from kd.models.lm_head import LMHead
 
@@ -165,6 +166,17 @@ class LossChunk:
         Where all positions weigh 1, it is ``value`` itself.
         """
         return value if self.weight_N is None else (self.weight_N * value).to(like.dtype)[:, None]
+
+    def multiply_by_total(self, values_N: Tensor) -> Tensor:
+        """``values_N`` times W, the sum of the teacher's weights, (N,)."""
+        total_N = None if self.teacher is None else self.teacher.total_N
+        return values_N if total_N is None else total_N * values_N
+
+    def weigh_softmax(self, value: float, like: Tensor) -> float | Tensor:
+        """``value`` times the token weights and W: a number, or (N, 1) in the dtype of ``like``."""
+        total_N = None if self.teacher is None else self.teacher.total_N
+        weight = self.weigh(value, like)
+        return weight if total_N is None else weight * total_N[:, None].to(like.dtype)
 
     def sum(self, values_N: Tensor) -> Tensor:
         """The sum of ``values_N`` times the token weights, float64."""
@@ -396,7 +408,8 @@ class _LossPass:
             if chunk.entries is not None and s_E is not None
             else None
         )
-        self._add_forward_kl(chunk, teacher, expected_s_N - lse_N, negentropy_N, logq_E)
+        expected_N = expected_s_N - chunk.multiply_by_total(lse_N)
+        self._add_forward_kl(chunk, teacher, expected_N, negentropy_N, logq_E)
         return q_NV, lse_N
 
     def _add_apart(self, chunk: LossChunk, teacher: TargetChunk, s_NV: Tensor) -> Tensor | None:
@@ -412,8 +425,9 @@ class _LossPass:
         q_NV, _ = self._add_kl_and_softmax(chunk, teacher, s_NV, out_NV=s_NV)
         if not self.wants_logits:
             return None
-        teacher.subtract_(q_NV, 1.0)
-        return q_NV.mul_(chunk.weigh((1.0 - self.work.objective.alpha) * temperature, q_NV))
+        return subtract_target_(q_NV, teacher).mul_(
+            chunk.weigh((1.0 - self.work.objective.alpha) * temperature, q_NV)
+        )
 
     def _add_forward_kl(
         self,
@@ -432,7 +446,8 @@ class _LossPass:
         self.entropy += teacher.entropy_N.sum(dtype=torch.float64)
         self.kd += work.scale * chunk.sum(kl_N)
         if self.d_temperature is not None and negentropy_N is not None:
-            slope = chunk.sum(2.0 * kl_N - (negentropy_N - expected_N)) * work.student_temperature
+            along_N = chunk.multiply_by_total(negentropy_N) - expected_N
+            slope = chunk.sum(2.0 * kl_N - along_N) * work.student_temperature
             self.d_temperature += (1.0 - work.objective.alpha) * slope.to(self.d_temperature.device)
         if self.d_weights_E is not None and self.d_entropy_N is not None and logq_E is not None:
             assert isinstance(teacher, SparseTarget) and isinstance(
@@ -486,9 +501,10 @@ class _LossPass:
         if soft_NV is not None and isinstance(hard, float) and hard == 0.0:
             return soft_NV
         share = 0.0 if chunk.teacher is None or soft_NV is not None or alpha == 1.0 else 1.0 - alpha
-        if soft_NV is not None or chunk.weight_N is not None or isinstance(hard, Tensor):
+        factor = chunk.weigh_softmax(share, g_NV)
+        if soft_NV is not None or isinstance(factor, Tensor) or isinstance(hard, Tensor):
             hard = hard.to(g_NV.dtype) if isinstance(hard, Tensor) else hard
-            g_NV.mul_(hard + chunk.weigh(share, g_NV))  # otherwise the factor is 1 - alpha + alpha
+            g_NV.mul_(hard + factor)  # otherwise the factor is 1 - alpha + alpha
         if share > 0.0 and chunk.teacher is not None:
             chunk.teacher.subtract_(g_NV, chunk.weigh(share, g_NV))
         if soft_NV is not None:

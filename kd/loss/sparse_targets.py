@@ -1,10 +1,16 @@
 """Targets of weighted entries, from the profiles threshold and tempered.
 
 A record has the exact values of the known ids and of the head (all tokens above the threshold), and
-a sample of the tail. KL = LSE(s) - sum_i w_i s_i - H(p_T), with s the student's logits over T. The
-entries are decoded in float64: a position has only a few dozen, and sums of probabilities then need
-no care. Where T is a tensor that requires a gradient, weights and entropies are functions of T that
-autograd differentiates.
+a sample of the tail. KL = -sum_i w_i log q_i - H(p_T), with q the student at T. The entries are
+decoded in float64: a position has only a few dozen, and sums of probabilities then need no care.
+Where T is a tensor that requires a gradient, weights and entropies are functions of T that autograd
+differentiates.
+
+A token of the tail weighs p_T over its chance to be drawn (Horvitz and Thompson, 1952), so that the
+mean of its weight over draws is p_T. The sum W of a position's weights is then 1 in the mean, and
+not in each draw. Dividing the weights by W would make every draw a distribution, but a biased one:
+W is large where improbable tokens were drawn too seldom. So the loss multiplies LSE(s) by W. At
+T = 1 of profile threshold all tail weights are equal, and W is 1 in each draw.
 
 Shapes: N positions that have a target, V vocabulary, A known ids (the gold token, then
 always_keep), H head, M tail and E all entries of N positions, J knots of the tail's partition
@@ -14,7 +20,7 @@ function. Log-probabilities l are at T = 1; b = 1/T; p_T = exp(b l - A(b)).
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -28,9 +34,10 @@ from kd.loss.targets import Columns, decode_entropies, detach_number
 class SparseTarget:
     """Weighted entries; those of position n are ``offsets_N1[n]`` to ``offsets_N1[n + 1]``.
 
-    The weights of a position sum to 1. Its first ``candidate_count_N[n]`` entries are at least as
-    probable as all tokens that are not among them, so the teacher's best token is one of them; 0
-    where there are no such entries. A target of entries is its own chunk.
+    The first ``candidate_count_N[n]`` entries are at least as probable as all tokens that are not
+    among them, so the teacher's best token is one of them; 0 where there are no such entries.
+    ``normalized`` tells that the weights of every position sum to 1. A target of entries is its own
+    chunk.
     """
 
     offsets_N1: Tensor
@@ -38,11 +45,17 @@ class SparseTarget:
     weights_E: Tensor
     entropy_N: Tensor
     candidate_count_N: Tensor
+    normalized: bool = False
 
     @property
     def whole(self) -> bool:
         """False: some entries are not all of p."""
         return False
+
+    @cached_property
+    def total_N(self) -> Tensor | None:
+        """The sum W of each position's weights, float64, without a gradient; None if all are 1."""
+        return None if self.normalized else self.sum_N(self.weights_E.detach())
 
     def find_entries(self, rows: slice) -> slice:
         """The range of the entries of positions ``rows``."""
@@ -57,6 +70,7 @@ class SparseTarget:
             self.weights_E[entries],
             self.entropy_N[rows],
             self.candidate_count_N[rows],
+            self.normalized,
         )
 
     def gather_logits(self, s_NV: Tensor) -> Tensor:
@@ -134,9 +148,10 @@ def decode_threshold(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTa
     known_NA[:, 0] += rest_N.masked_fill(entries.has_tail_N, 0.0)
     tail_M = entries.spread_over_tail(rest_N / entries.tail_count_N.clamp(min=1))
     entropy_N = decode_entropies(columns["entropy"], unknown=0.0)
-    return entries.make_target(
+    target = entries.make_target(
         (known_NA, head_H, tail_M), entropy_N, known_NA.amax(1) > codec.threshold
     )
+    return replace(target, normalized=True)
 
 
 def decode_tempered(
@@ -144,9 +159,8 @@ def decode_tempered(
 ) -> SparseTarget:
     """The target at ``temperature`` of profile tempered; its numbers are differentiable in it.
 
-    Known ids and head weigh exp(b l_i - A(b)). The tail weighs exp(B(b) - A(b)) in total, shared in
-    proportion to exp(b l_i) / g_i, where g = mean_j p_{T_j} is the distribution it was sampled
-    from.
+    Known ids and head weigh p_i = exp(b l_i - A(b)), and so does the tail, over the chance that an
+    entry was drawn.
     """
     entries = _SampledEntries.of(codec, columns, gold_N)
     beta = 1.0 / temperature
@@ -155,31 +169,16 @@ def decode_tempered(
     log_all_N = partition.compute_total(beta)
     known_NA = (beta * entries.known_NA - log_all_N[:, None]).exp() * entries.counted_NA
     head_H = (beta * entries.head_H - entries.spread_over_head(log_all_N)).exp()
-    mass_N = (log_tail_N - log_all_N).exp()
-
-    # The capture drew the tail in proportion to g, the mean of p_T over these temperatures.
-    proposals = [(each, partition.compute_total(each)) for each in codec.proposal_betas]
-    tail_l_M = columns["tail_logprobs"].double() * -codec.tail_step
-    proposal_M = torch.stack(
-        [(each * tail_l_M - entries.spread_over_tail(log_N)).exp() for each, log_N in proposals]
-    ).mean(0)
-    ratio_M = (beta * tail_l_M).exp() / proposal_M
-    # The clamp keeps a position without a tail from dividing 0 by 0.
-    tail_M = ratio_M * entries.spread_over_tail(
-        mass_N / entries.sum_tail(ratio_M).clamp(min=1e-300)
-    )
+    proposal = _Proposal.of(partition)
+    tail_M = proposal.weigh_tail(columns["tail_logprobs"], beta, log_all_N)
 
     mean_l_N = (known_NA * entries.known_NA).sum(1) + entries.sum_head(head_H * entries.head_H)
-    # H = A(b) - b E[l], and B'(b) is the tail's mean of l.
+    # H = A(b) - b E[l]; B'(b) is the tail's mean of l, and exp(B - A) its mass.
+    mass_N = (log_tail_N - log_all_N).exp()
     entropy_N = log_all_N - beta * (mean_l_N + mass_N * log_tail_slope_N)
     # A token is in the head if its g is above the threshold, so known ids are compared in g, too.
-    best_known_N = entries.known_NA.amax(1)
-    best_proposal_N = torch.stack(
-        [(each * best_known_N - log_N).exp() for each, log_N in proposals]
-    ).mean(0)
-    return entries.make_target(
-        (known_NA, head_H, tail_M), entropy_N, best_proposal_N > codec.threshold
-    )
+    best_N = proposal.evaluate(entries.known_NA.amax(1), proposal.log_all_JN)
+    return entries.make_target((known_NA, head_H, tail_M), entropy_N, best_N > codec.threshold)
 
 
 @dataclass(frozen=True)
@@ -238,9 +237,6 @@ class _SampledEntries:
     def sum_head(self, values_H: Tensor) -> Tensor:
         return torch.segment_reduce(values_H, "sum", lengths=self.head_count_N, unsafe=True)
 
-    def sum_tail(self, values_M: Tensor) -> Tensor:
-        return torch.segment_reduce(values_M, "sum", lengths=self.tail_count_N, unsafe=True)
-
     def make_target(
         self, weights: tuple[Tensor, Tensor, Tensor], entropy_N: Tensor, known_leads_N: Tensor
     ) -> SparseTarget:
@@ -298,6 +294,61 @@ class _Partition:
         # What a record stores as the partition of an absent tail is arbitrary.
         empty_N = ~self.entries.has_tail_N
         return value_N.masked_fill(empty_N, -torch.inf), slope_N.masked_fill(empty_N, 0.0)
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """The distribution g = mean_j p_{T_j} in proportion to which the capture drew the tail.
+
+    Here J counts its temperatures T_j, which are the codec's ``proposal_betas``.
+    """
+
+    partition: _Partition
+    log_all_JN: Tensor
+    log_tail_JN: Tensor
+
+    @classmethod
+    def of(cls, partition: _Partition) -> _Proposal:
+        betas = partition.codec.proposal_betas
+        return cls(
+            partition,
+            torch.stack([partition.compute_total(each) for each in betas]),
+            torch.stack([partition.compute_tail(each)[0] for each in betas]),
+        )
+
+    def evaluate(self, l_E: Tensor, log_all_JE: Tensor) -> Tensor:
+        """g of tokens with log-probabilities ``l_E``; ``log_all_JE`` is A of their positions."""
+        return self._evaluate_each(l_E, log_all_JE).mean(0)
+
+    def weigh_tail(self, codes_M: Tensor, beta: float | Tensor, log_all_N: Tensor) -> Tensor:
+        """The weights p_i R / (m g_i) of the tail's entries, with R the tail's sum of g.
+
+        A position drew m entries, each with the probability m g_i / R. A stored l_i is rounded so
+        that the mean of exp(l_i) is right. p_i / g_i is about exp(c l_i), whose mean is then too
+        large by the factor 1 + c (c - 1) v / 2, with v = step^2 / 6 the mean variance of the
+        rounding. The weights are divided by it: what is left in their sum over tokens of similar
+        probability is below 0.05 % for temperatures from 0.5 to 4.
+        """
+        entries = self.partition.entries
+        step = self.partition.codec.tail_step
+        betas = self.partition.codec.proposal_betas
+        l_M = codes_M.double() * -step
+        log_all_JM = torch.stack([entries.spread_over_tail(each_N) for each_N in self.log_all_JN])
+        each_JM = self._evaluate_each(l_M, log_all_JM)
+        g_M = each_JM.mean(0)
+        slope_M = each_JM.new_tensor(betas) @ each_JM / each_JM.sum(0)  # d log g / dl
+        c_M = beta - slope_M
+        rounding_M = 1.0 + c_M * (c_M - 1.0) * (step**2 / 12.0)
+        rest_N = (self.log_tail_JN - self.log_all_JN).exp().mean(0)
+        apart_N = rest_N / entries.tail_count_N.clamp(min=1)
+        p_M = (beta * l_M - entries.spread_over_tail(log_all_N)).exp()
+        return p_M * entries.spread_over_tail(apart_N) / (g_M * rounding_M)
+
+    def _evaluate_each(self, l_E: Tensor, log_all_JE: Tensor) -> Tensor:
+        """p_{T_j} of the tokens, (J, E)."""
+        betas = self.partition.codec.proposal_betas
+        beta_J1 = l_E.new_tensor(betas)[:, None]
+        return (beta_J1 * l_E - log_all_JE).exp()
 
 
 def interpolate_hermite(

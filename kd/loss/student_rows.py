@@ -120,13 +120,19 @@ class StudentRows:
     ) -> Tensor:
         """The gradient of the loss for x Wᵀ, written over the logits.
 
-        It is hard * softmax(s) + soft * (softmax(s / T) - p) - gold * e_gold - flat / V, times
-        ds/dz. ``hard`` and ``soft`` are numbers or (N, 1).
+        It is hard * softmax(s) + soft * (W softmax(s / T) - p) - gold * e_gold - flat / V, times
+        ds/dz, with W the sum of p. ``hard`` and ``soft`` are numbers or (N, 1).
         """
         from kd.kernels.triton_rows import write_gradient_
 
+        soft_N = self._make_column(soft)
+        total_N = None if self.target is None else self.target.total_N
         factors = _Factors(
-            self._make_column(hard), self._make_column(soft), gold, flat / self.lm_head.vocabulary
+            self._make_column(hard),
+            soft_N,
+            soft_N if total_N is None else soft_N * total_N.float(),
+            gold,
+            flat / self.lm_head.vocabulary,
         )
         write_gradient_(
             self.z_NV,
@@ -134,7 +140,7 @@ class StudentRows:
             self.temperature,
             self.rows,
             factors.hard_N,
-            factors.soft_N,
+            factors.softmax_N,
             factors.flat,
         )
         everywhere_N = torch.arange(len(self.gold_N), device=self.gold_N.device)
@@ -173,7 +179,8 @@ class StudentRows:
         """The number that the kernel writes for some tokens, before the LM head's transform."""
         hard_E = factors.hard_N[rows_E] * (s_E - self.rows.lse_N[rows_E]).exp()
         soft_E = (
-            factors.soft_N[rows_E] * (s_E / self.temperature - self.rows.soft_lse_N[rows_E]).exp()
+            factors.softmax_N[rows_E]
+            * (s_E / self.temperature - self.rows.soft_lse_N[rows_E]).exp()
         )
         return hard_E + soft_E - factors.flat
 
@@ -185,10 +192,13 @@ class StudentRows:
 
 @dataclass(frozen=True)
 class _Factors:
-    """Factors of the gradient: of both softmaxes, (N,), of the gold token, and of every token."""
+    """Factors of the gradient: of softmax(s), p and softmax(s / T), (N,), of the gold token, and of
+    every token.
+    """
 
     hard_N: Tensor
     soft_N: Tensor
+    softmax_N: Tensor
     gold: float
     flat: float
 

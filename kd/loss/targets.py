@@ -1,12 +1,13 @@
 """Targets: what the student should predict at a temperature, in the terms of the loss.
 
-    threshold, tempered  weighted entries        LSE(s) - sum_i w_i s_i - H(p_T)
+    threshold, tempered  weighted entries        W LSE(s) - sum_i w_i s_i - H(p_T)
     topk                 entries and one bucket  sum_i p_i log(p_i / q_i)
                                                  + r log(r / (1 - sum_i q_i))
     dense, hidden        all of p_T              sum_v p_v log(p_v / q_v)
 
 The last column is KL(p || q), with s the student's logits over T and q = softmax(s). In each row it
-is LSE(s) - E_p[s] - H, with gradient q - p for s. So a chunk of a target provides E_p[s], H and the
+is W LSE(s) - E_p[s] - H, with gradient W q - p for s. W is the sum of p. It is 1, except that an
+unbiased sample may have another sum. So a chunk of a target provides W, E_p[s], H and the
 subtraction of p. ``kd.loss.decoder`` makes targets from the cache's columns:
 ``kd.loss.sparse_targets`` has the first row of the table, ``kd.loss.whole_targets`` the others.
 
@@ -36,6 +37,11 @@ class TargetChunk(Protocol):
     @property
     def entropy_N(self) -> Tensor:
         """H(p) in nats; 0 where the record lacks it, so that KL is a cross-entropy there."""
+        ...
+
+    @property
+    def total_N(self) -> Tensor | None:
+        """The sum W of p of each position, float64; None where it is 1 at all positions."""
         ...
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
@@ -88,6 +94,17 @@ class Targets:
     def temperature_value(self) -> float:
         """The temperature as a number."""
         return detach_number(self.temperature)
+
+
+def subtract_target_(q_NV: Tensor, target: TargetChunk) -> Tensor:
+    """W q - p in place: the gradient of forward KL with respect to the logits s, (N, V).
+
+    ``q_NV`` holds the student's probabilities.
+    """
+    if target.total_N is not None:
+        q_NV.mul_(target.total_N[:, None].to(q_NV.dtype))
+    target.subtract_(q_NV, 1.0)
+    return q_NV
 
 
 def detach_number(temperature: float | Tensor) -> float:

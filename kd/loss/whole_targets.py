@@ -49,6 +49,11 @@ class TopTarget:
         """H of the K probabilities and the bucket."""
         return torch.special.entr(self.p_NK).sum(1) + torch.special.entr(self.rest_N)
 
+    @property
+    def total_N(self) -> None:
+        """None: the probabilities of each position sum to 1."""
+        return None
+
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """sum_i p_i s_i + r LSE(s outside) of each position, float64."""
         inside_N = (self.p_NK * s_NV.gather(1, self.ids_NK)).sum(1)
@@ -109,6 +114,11 @@ class Distribution:
     def entropy_N(self) -> Tensor:
         """H(p)."""
         return -torch.linalg.vecdot(self.p_NV, self.logp_NV).double()
+
+    @property
+    def total_N(self) -> None:
+        """None: the probabilities of each position sum to 1."""
+        return None
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """p . s of each position, float64."""

@@ -28,8 +28,8 @@ from tests.support.kd.samples import (
     cases,
     make_codec,
     make_logits,
+    require_sound_weights,
     require_the_last_token,
-    require_weights_that_sum_to_one,
     require_what_the_scheme_says,
     sample,
 )
@@ -69,7 +69,7 @@ def test_the_kernels_are_what_is_tested(monkeypatch: pytest.MonkeyPatch) -> None
 def test_samples_are_what_the_scheme_says(case: Case) -> None:
     with kernels():
         require_what_the_scheme_says(case)
-        require_weights_that_sum_to_one(case)
+        require_sound_weights(case)
 
 
 @settings(deadline=None, max_examples=3)

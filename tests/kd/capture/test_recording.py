@@ -119,7 +119,10 @@ def require_equal(left: Records, right: Records, draw: int = 0) -> None:
 
 
 def require_one(target: Any, positions: int) -> None:
-    """Require that the weights of every position sum to 1."""
+    """Require that the weights of every position sum to 1, where each draw must do so."""
+    if isinstance(target, SparseTarget) and not target.normalized:
+        assert torch.isfinite(target.weights_E).all() and (target.weights_E >= 0.0).all()
+        return
     if isinstance(target, SparseTarget):
         rows = torch.repeat_interleave(torch.arange(positions), target.offsets_N1.diff())
         total = torch.zeros(positions, dtype=torch.float64).index_add_(0, rows, target.weights_E)

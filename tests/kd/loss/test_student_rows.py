@@ -128,6 +128,7 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
     z_NV = student.z_NV.double()
     found_NV = student.turn_into_gradient_(0.2, 0.8, 0.2, 0.0)
     expected_NV = torch.softmax(z_NV, 1)
+    expected_NV *= 0.2 + 0.8 * targets.teacher.total_N[:, None]
     targets.teacher.subtract_(expected_NV, 0.8)
     expected_NV[torch.arange(N), targets.gold_N] -= 0.2
     rounding = torch.finfo(dtype).eps / (

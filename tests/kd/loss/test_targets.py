@@ -35,6 +35,7 @@ from kd.loss.dense import compute_dense_terms
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_threshold
+from kd.loss.targets import subtract_target_
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget, decode_lm_head, decode_top
 from kd.models.lm_head import LMHead
 from kd.text.batches import CachedRecords, make_batch, read_training_batches
@@ -103,7 +104,7 @@ def make_columns(codec: Codec, logits_NV: Tensor, gold_N: Tensor) -> dict[str, T
 def make_sample(codec: Codec, logp_NV: np.ndarray, gold_N: np.ndarray) -> Sample:
     """A sampled record; known ids, head and partition as the format defines them.
 
-    The tail is drawn in proportion, one position at a time.
+    The tail is drawn by systematic sampling, one position at a time.
     """
     rng = np.random.default_rng(1)
     known_NA = np.stack([gold_N, *(np.full_like(gold_N, i) for i in codec.always_keep)], 1)
@@ -117,10 +118,7 @@ def make_sample(codec: Codec, logp_NV: np.ndarray, gold_N: np.ndarray) -> Sample
     tail_NV = np.where(free_NV & ~head_NV, size_NV, 0.0)
     rest_N = tail_NV.sum(1)
     count_N = np.where(rest_N > 0, np.maximum(rest_N // codec.threshold, 1), 0).astype(int)
-    drawn = [
-        rng.choice(logp_NV.shape[1], m, False, row / row.sum()) if m else []
-        for m, row in zip(count_N, tail_NV, strict=True)
-    ]
+    drawn = [draw_in_proportion(rng, row, m) for m, row in zip(count_N, tail_NV, strict=True)]
     tail_ids_M1 = np.concatenate([np.sort(ids) for ids in drawn]).astype(int)[:, None]
     rows_M1 = np.repeat(np.arange(len(gold_N)), count_N)[:, None]
     tempered = {}
@@ -140,6 +138,14 @@ def make_sample(codec: Codec, logp_NV: np.ndarray, gold_N: np.ndarray) -> Sample
         tail_ids=tail_ids_M1,
         **tempered,
     )
+
+
+def draw_in_proportion(rng: np.random.Generator, size_V: np.ndarray, count: int) -> np.ndarray:
+    """Different tokens; each comes with the chance ``count`` size / sum(size)."""
+    order = rng.permutation(len(size_V))
+    running = size_V[order].cumsum()
+    points = (rng.random() + np.arange(count)) * running[-1] / max(count, 1)
+    return order[np.searchsorted(running, points, side="right")]
 
 
 # ---------------------------------------------------------------------- the reference
@@ -213,13 +219,19 @@ class Plain:
         log_all = self.log_all(beta)
         found = {token: math.exp(beta * logp - log_all) for token, logp in self.explicit}
         betas = self.codec.proposal_betas
-        size = {
-            t: sum(math.exp(b * logp - self.log_all(b)) for b in betas) / len(betas)
-            for t, logp in self.tail
-        }
-        ratio = {token: math.exp(beta * logp) / size[token] for token, logp in self.tail}
-        mass = math.exp(self.tail_partition(beta)[0] - log_all)
-        return found | {token: mass * each / sum(ratio.values()) for token, each in ratio.items()}
+        logs = [self.log_all(b) for b in betas]
+        of_tail = [
+            math.exp(self.tail_partition(b)[0] - a) for b, a in zip(betas, logs, strict=True)
+        ]
+        rest = sum(of_tail) / len(betas) if self.tail else 0.0
+        for token, logp in self.tail:
+            sizes = [math.exp(b * logp - a) for b, a in zip(betas, logs, strict=True)]
+            chance = len(self.tail) * sum(sizes) / len(betas) / rest
+            # The second-order term of the mean of exp(c l) over a stochastic rounding of exp(l).
+            c = beta - sum(b * size for b, size in zip(betas, sizes, strict=True)) / sum(sizes)
+            rounding = 1 + c * (c - 1) / 2 * self.codec.tail_step**2 / 6
+            found[token] = math.exp(beta * logp - log_all) / chance / rounding
+        return found
 
     def entropy(self, temperature: float) -> float:
         beta = 1 / temperature
@@ -265,7 +277,12 @@ def test_entries_are_those_of_a_plain_decode(profile: str, temperature: float) -
             else record.entropy(temperature)
         )
         assert float(target.entropy_N[n]) == pytest.approx(entropy, rel=1e-9)
-    torch.testing.assert_close(found.sum(1), torch.ones(N, dtype=torch.float64), rtol=0, atol=1e-9)
+    if profile == "threshold":
+        assert target.total_N is None
+        total_N = torch.ones(N, dtype=torch.float64)
+    else:
+        total_N = target.total_N
+    torch.testing.assert_close(found.sum(1), total_N, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("profile", "temperature"), SAMPLED)
@@ -350,7 +367,7 @@ def test_a_kept_id_that_is_the_gold_token_counts_once() -> None:
     profile=st.sampled_from(["threshold", "tempered"]),
     temperature=st.sampled_from(TEMPERATURES),
 )
-def test_weights_sum_to_one(
+def test_weights_at_temperature_1_of_threshold_sum_to_one_and_others_are_sound(
     seed: int, spread: float, vocabulary: int, profile: str, temperature: float
 ) -> None:
     codec = make_codec(profile, vocabulary_size=vocabulary, always_keep=(4,))
@@ -358,12 +375,15 @@ def test_weights_sum_to_one(
     gold_N = torch.randint(0, vocabulary, (6,), generator=torch.Generator().manual_seed(seed + 1))
     columns = make_columns(codec, logits_NV, gold_N)
     target = decode(codec, columns, gold_N, temperature if profile == "tempered" else 1.0)
-    torch.testing.assert_close(
-        spread_entries(target, vocabulary).sum(1),
-        torch.ones(6, dtype=torch.float64),
-        rtol=0,
-        atol=1e-9,
-    )
+    if profile == "threshold":
+        torch.testing.assert_close(
+            spread_entries(target, vocabulary).sum(1),
+            torch.ones(6, dtype=torch.float64),
+            rtol=0,
+            atol=1e-9,
+        )
+    else:
+        assert (target.weights_E >= 0.0).all()
     assert torch.isfinite(target.weights_E).all() and torch.isfinite(target.entropy_N).all()
 
 
@@ -687,7 +707,7 @@ def test_a_cache_becomes_targets(profile: str, tmp_path: Path) -> None:
     target = decoder.decode(batch.gold_N, batch.teacher).teacher
     assert target is not None
     q_NV = torch.full((len(batch), source.codec.vocabulary_size), 1 / source.codec.vocabulary_size)
-    target.take_chunk(slice(0, len(batch))).subtract_(q_NV, 1.0)
+    subtract_target_(q_NV, target.take_chunk(slice(0, len(batch))))
     torch.testing.assert_close(q_NV.sum(1), torch.zeros(len(batch)), rtol=0, atol=1e-5)
     if sampled:
         ids = [

@@ -26,22 +26,22 @@ PROFILES = ["sparse", "top", "dense", "hidden"]
 def random_entries(
     generator: torch.Generator, positions: int = N, vocabulary: int = V
 ) -> SparseTarget:
-    """Return entries whose weights sum to 1 in each row.
+    """Return entries; in rows of more than two one weight is slightly negative, as after rounding.
 
-    In rows of more than two entries one weight is slightly negative, as after rounding.
+    The weights of the rows sum to 1, 0.6 and 1.5 in turn, as those of a sample may.
     """
     counts = torch.randint(1, 9, (positions,), generator=generator)
     ids = torch.cat(
         [torch.randperm(vocabulary, generator=generator)[:count] for count in counts.tolist()]
     )
     parts = []
-    for count in counts.tolist():
+    for row, count in enumerate(counts.tolist()):
         weight = torch.rand(count, generator=generator, dtype=torch.float64) + 0.1
         weight = weight / weight.sum()
         if count > 2:
             weight[0] = -0.003
             weight[1:] *= 1.003 / weight[1:].sum()
-        parts.append(weight)
+        parts.append(weight * (1.0, 0.6, 1.5)[row % 3])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     entropy = torch.rand(positions, generator=generator, dtype=torch.float64) * 3
     return SparseTarget(offsets, ids, torch.cat(parts), entropy, torch.where(counts > 4, 2, 0))
