@@ -9,6 +9,7 @@
 # BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
 # TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
+# EXAMPLE_SECONDS  how long `make examples` begins new runs
 # SLOW=1       `make test` also runs the tests marked slow
 
 PYTHON      ?= python3
@@ -19,6 +20,7 @@ BENCH_FLAGS ?=
 TEMPERATURE_FLAGS ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 2
+EXAMPLE_SECONDS ?= 3600
 SLOW        ?=
 
 BIN   := .venv/bin
@@ -33,8 +35,8 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-cache bench-train bench-temperature bench-service chaos \
-        fuzz sbom audit up clean
+.PHONY: help install demo test lint format docs bench bench-cache bench-bias bench-train bench-temperature bench-service \
+        chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -91,6 +93,9 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the formats of other tools
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)
 
+bench-bias: $(STAMP) ## Measure the bias of sampled records on real text, by decade of probability
+	$(BIN)/python bench/bias.py $(BENCH_FLAGS)
+
 bench-train: $(STAMP) ## Measure the training loop (10 minutes on two cores), then do bench-temperature
 	$(BIN)/python bench/train.py $(BENCH_FLAGS)
 	$(BIN)/python bench/temperature.py $(TEMPERATURE_FLAGS)
@@ -106,6 +111,13 @@ chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs ru
 
 fuzz: $(STAMP) ## Send the API valid and invalid requests made from its OpenAPI document (schemathesis)
 	KD_FUZZ_EXAMPLES=200 $(BIN)/pytest -n 0 tests/services/api/test_schemathesis.py
+
+# A failing example stays in .hypothesis, where the next run of this target tries it first.
+examples: $(STAMP) ## Draw new examples of the property tests for an hour; those that fail are kept and printed
+	@end=$$(($$(date +%s) + $(EXAMPLE_SECONDS))); failed=0; \
+	while test $$(date +%s) -lt $$end; do \
+	    $(call PYTEST,-n $(TEST_WORKERS) --hypothesis-profile=new,hypothesis) || failed=1; \
+	done; exit $$failed
 
 sbom: $(STAMP) ## Write sbom.json, the CycloneDX bill of materials
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o sbom.json $(BIN)/python

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from bench.support.paths import AUSTEN
 
@@ -22,6 +23,18 @@ if not Path("/dev/nvidiactl").exists():
 
 from bench.support.harness import Parts
 from services.store.embedded import StoreUnavailable, find_binary
+
+# A run draws the examples of the runs before it, so that its verdict says something about the code.
+# `make examples` draws new ones. No example fails because the machine is slow.
+for _profile, _repeats in (("same", True), ("new", False)):
+    settings.register_profile(
+        _profile,
+        derandomize=_repeats,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+    )
+settings.load_profile("same")
 
 # A failed assertion of a helper then shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.support")

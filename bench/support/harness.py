@@ -30,7 +30,7 @@ Started = subprocess.Popen[bytes] | ForkedProcess
 
 
 #: Longer than anything here takes on a busy machine: it bounds a failure and measures nothing.
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 
 
 def wait_until(condition: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:

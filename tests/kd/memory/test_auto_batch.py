@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
@@ -344,7 +345,7 @@ def run_child(script: str, *arguments: str) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -1,0 +1,53 @@
+"""The property tests draw the same examples in every run, and judge no speed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+from bench.support.harness import PATIENCE_SECONDS
+from bench.support.paths import ROOT
+
+PROPERTY = """
+from pathlib import Path
+from hypothesis import given, strategies as st
+
+@given(st.integers())
+def test_something(value: int) -> None:
+    with Path("drawn").open("a") as file:
+        file.write(f"{value}\\n")
+"""
+
+
+def draw_examples(folder: Path, *flags: str) -> str:
+    """The examples that a run of pytest with the conftest of this folder draws."""
+    (folder / "test_property.py").write_text(PROPERTY)
+    (folder / "drawn").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "tests.conftest", *flags]
+    done = subprocess.run(
+        [*command, "--rootdir", os.fspath(folder), "-c", "/dev/null", "test_property.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.fspath(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return (folder / "drawn").read_text()
+
+
+def test_examples_are_the_same_in_every_run_unless_new_ones_are_asked_for(tmp_path: Path) -> None:
+    assert draw_examples(tmp_path) == draw_examples(tmp_path)
+    new = "--hypothesis-profile=new"
+    assert draw_examples(tmp_path, new) != draw_examples(tmp_path, new)
+
+
+def test_no_example_fails_because_the_machine_is_slow() -> None:
+    for name in ("same", "new"):
+        profile = settings.get_profile(name)
+        assert profile.deadline is None
+        assert HealthCheck.too_slow in profile.suppress_health_check
