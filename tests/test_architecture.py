@@ -19,6 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 
 PACKAGES = ("cache", "kd", "services")
@@ -355,7 +356,9 @@ print(json.dumps([[answer.status_code for answer in answers], heavy]))
 def test_the_api_process_never_imports_torch(tmp_path: Path) -> None:
     """A POST is parsed and admitted, which reads files; without Redis the status is 503."""
     command = [sys.executable, "-c", API, str(ROOT), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     statuses, heavy = json.loads(done.stdout.splitlines()[-1])
     assert statuses == [503, 200, 200]
@@ -368,7 +371,11 @@ def test_the_command_line_starts_without_torch() -> None:
         "print(sorted({'torch', 'transformers', 'datasets', 'zarr'} & {*sys.modules}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.stdout.strip() == "[]", done.stderr
 

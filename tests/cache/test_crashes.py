@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
+from bench.support.harness import PATIENCE_SECONDS
 from cache.disk import list_file_sizes, storage_errors
 from cache.errors import CacheIncomplete, StorageError
 from cache.store import open_writer, read_manifest
@@ -110,7 +111,7 @@ def test_kill_9_at_any_moment_then_resume_gives_the_same_bytes(tmp_path, profile
         for name, data in content(make_cache(tmp_path / "whole", identity)).items()
     }
     process = child(KILLED, tmp_path, json.dumps(identity.to_json()), 13)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     reports = [json.loads(line) for line in output.splitlines()]
     assert [report["died"] for report in reports] == [True] * (len(reports) - 1) + [False]
@@ -123,7 +124,7 @@ def test_two_processes_that_want_the_same_cache_run_one_after_the_other(plain, t
     processes = [child(CHILD, tmp_path) for _ in range(2)]
     reports = []
     for process in processes:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, errors
         reports.append(json.loads(output))
     first, second = sorted(reports, key=lambda report: report["began"])

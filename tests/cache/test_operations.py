@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from cache import operations
 from cache.disk import list_file_sizes
@@ -460,7 +461,7 @@ def test_a_removal_that_is_killed_leaves_a_whole_cache_or_none(store, deadly):
     root = store.parent
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", CHILD, str(store), str(deadly)]
-    assert subprocess.run(command, env=environment, timeout=60).returncode == -9
+    assert subprocess.run(command, env=environment, timeout=PATIENCE_SECONDS).returncode == -9
     if deadly == 1:
         assert verify_cache(store) == []
         return

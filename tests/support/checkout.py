@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.support.harness import wait_until
+from bench.support.harness import PATIENCE_SECONDS, wait_until
 from bench.support.paths import AUSTEN, ROOT
 from services.store.embedded import find_free_port
 
@@ -56,7 +56,7 @@ class Checkout:
             env=os.environ | self.environment,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=PATIENCE_SECONDS,
         )
 
     def require(self, command: str) -> str:
@@ -83,7 +83,7 @@ class Checkout:
             yield process
         finally:
             process.terminate()
-            process.communicate(timeout=100)
+            process.communicate(timeout=PATIENCE_SECONDS)
 
     def _answers(self) -> bool:
         try:

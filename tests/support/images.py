@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -79,4 +80,6 @@ def requirements(target: str, **arguments: str) -> list[str]:
 def run_python(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     full = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )

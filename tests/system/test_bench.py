@@ -17,6 +17,7 @@ import torch
 
 from bench import speed as bench_speed
 from bench import train as bench_train
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from kd.loss.dense import compute_dense_terms
 from kd.loss.fused import compute_distillation_loss
@@ -75,7 +76,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         str(out),
     ]
     found = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert found.returncode == 0, found.stderr
     return found.stdout, out
@@ -175,7 +176,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         str(out),
     ]
     found = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert found.returncode == 0, found.stderr
     assert out.read_text(encoding="utf-8") == found.stdout

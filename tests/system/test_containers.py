@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from redis.exceptions import AuthenticationError
 
 import services
-from bench.support.harness import make_body, wait_until
+from bench.support.harness import PATIENCE_SECONDS, make_body, wait_until
 from bench.support.paths import ROOT
 from services.settings import STAGES
 from services.store.connection import connect_redis
@@ -104,7 +104,7 @@ def python_of(api_venv: Path, program: str) -> subprocess.CompletedProcess[str]:
         "PATH": os.environ["PATH"],
     }
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
 
 
@@ -209,7 +209,12 @@ class Host:
         command = self.command(service, words)
         environment = self.environment(service)
         return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
         )
 
     def start(self, service: str) -> subprocess.Popen[bytes]:
@@ -410,7 +415,7 @@ def test_the_api_does_not_serve_the_world_without_keys(host: Host) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 2
     assert "KD_API_KEYS_FILE" in done.stderr

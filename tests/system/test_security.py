@@ -20,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 
 PACKAGES = ("cache", "kd", "services")
@@ -237,7 +238,9 @@ SKIPPED_RULES = {
 
 def test_bandit_finds_nothing() -> None:
     command = [BIN / "bandit", "-q", "-r", *PACKAGES, "-s", ",".join(SKIPPED_RULES), "-f", "json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     report = json.loads(done.stdout)
     assert report["errors"] == [] and report["metrics"]["_totals"]["loc"] > 10_000
     assert [
@@ -256,7 +259,7 @@ def test_bandit_would_find_something(tmp_path: Path) -> None:
         "json",
         tmp_path / "bad.py",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert {each["test_id"] for each in json.loads(done.stdout)["results"]} >= {"B301", "B403"}
 
 
@@ -277,7 +280,9 @@ def test_the_bill_of_materials_names_what_is_installed(tmp_path: Path) -> None:
         target,
     ]
     command = [BIN / "cyclonedx-py", "environment", *options, sys.executable]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     bill = json.loads(target.read_text(encoding="utf-8"))
     assert bill["bomFormat"] == "CycloneDX" and bill["metadata"]["component"]["name"] == "potstill"
@@ -309,5 +314,7 @@ def test_no_pinned_version_has_a_known_hole() -> None:
         pytest.skip("the database of vulnerabilities (api.osv.dev) cannot be reached")
     options = ["--no-deps", "--disable-pip", "-s", "osv", "--progress-spinner", "off"]
     command = [BIN / "pip-audit", *options, "-r", "constraints.txt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
-from bench.support.harness import wait_until
+from bench.support.harness import PATIENCE_SECONDS, wait_until
 from bench.support.paths import ROOT
 from kd.config.jobfile import load_config
 from kd.preflight.named_paths import list_relative_paths
@@ -119,7 +119,7 @@ def up(bare: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     )
     yield process
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.slow
@@ -132,7 +132,11 @@ def test_up_without_a_worker_s_packages_says_so_once(up: subprocess.Popen[str]) 
     assert httpx.get(workers, trust_env=False).json() == {"data": []}
     wait_until(lambda: httpx.get(f"{found.group()}/readyz", trust_env=False).is_success)
     up.terminate()
-    said = [line for line in up.communicate(timeout=60)[1].splitlines() if "worker" in line]
+    said = [
+        line
+        for line in up.communicate(timeout=PATIENCE_SECONDS)[1].splitlines()
+        if "worker" in line
+    ]
     assert len(said) == 1
     assert said[0].startswith("No worker runs here: datasets, ")
     assert " torch, " in said[0]

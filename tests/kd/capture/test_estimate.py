@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pytest
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from cache.codec import Codec
 from cache.errors import StorageError
@@ -368,7 +369,11 @@ def test_the_table_needs_no_torch(tiny_teacher: Path, tiny_text: Path, tmp_path:
         "print(found.positions > 0, {'torch', 'transformers', 'datasets'} & {*sys.modules})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.stdout.strip() == "True set()", done.stderr
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kd.loss.fused
+from bench.support.harness import PATIENCE_SECONDS
 from kd.kernels.available import can_run_kernels
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
@@ -218,7 +219,7 @@ def test_the_kernels_compile_for(capability: int, tmp_path: os.PathLike[str]) ->
         env=environment | {"TRITON_CACHE_DIR": os.fspath(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 12

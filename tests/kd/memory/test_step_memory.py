@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from kd.config.train import TrainConfig
 from kd.files import format_bytes
@@ -266,7 +267,7 @@ def test_the_estimate_is_what_a_step_takes() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.support.harness import PATIENCE_SECONDS
 from kd.errors import ModelError
 from kd.models.folder import compute_fingerprint, resolve_model
 from tests.support.caches import flip
@@ -115,7 +116,7 @@ def resolve_errors(*names: str, **environment: str) -> dict[str, list[str]]:
         capture_output=True,
         text=True,
         env=clean | environment,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

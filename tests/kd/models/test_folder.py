@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.support.harness import PATIENCE_SECONDS
 from kd.errors import ModelError
 from kd.models.folder import ModelFolder
 
@@ -24,7 +25,7 @@ def test_importing_the_module_imports_no_torch() -> None:
         "import sys, kd.models.folder; print(sorted({'torch', 'transformers'} & {*sys.modules}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.stdout.strip() == "[]", done.stderr
 

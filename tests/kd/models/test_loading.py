@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from bench.support.harness import PATIENCE_SECONDS
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
@@ -162,7 +163,7 @@ def test_a_saved_student_loads_offline_in_a_fresh_process_and_computes_the_same(
             *(str(tmp_path / "student"), str(tmp_path / "found.npz")),
         ],
         capture_output=True, text=True, cwd=tmp_path, env=clean | {"HF_HUB_OFFLINE": "1"},
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "found.npz")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
@@ -218,6 +219,10 @@ def test_the_space_is_checked_without_torch_and_optuna() -> None:
         "print(sorted({'torch', 'optuna'} & {*sys.modules}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.stdout.strip() == "[]", done.stderr

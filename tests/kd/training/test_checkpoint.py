@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.support.harness import PATIENCE_SECONDS
 from cache.errors import CacheCorrupt
 from cache.manifest import sign_json, verify_json
 from kd.config.train import TrainConfig
@@ -398,7 +399,10 @@ while died:
 def test_kill_9_while_a_checkpoint_is_saved_over_itself_leaves_one(tmp_path: Path) -> None:
     """At any moment the old checkpoint is there, or the new one; the next save removes the rest."""
     process = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", KILLED, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert process.returncode == 0, process.stderr
     reports = [json.loads(line) for line in process.stdout.splitlines()]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from kd.errors import TrainingError
 from kd.memory.activation_checkpointing import checkpoint_activations
@@ -118,7 +119,11 @@ def test_compiled_code_computes_the_same_and_checkpoints_too() -> None:
     torch's code generation forks workers, and warns of torch's own deprecations.
     """
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", CHILD],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "torch.compile made 1 graph without a break"

@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
 from bench.support.paths import ROOT
 from kd.config.jobfile import load_config
 from kd.search.space import get_search
@@ -620,7 +620,11 @@ memory_study_runs()
 print(sorted({"torch", "transformers", "scipy"} & {*sys.modules}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.stdout.strip() == "[]", done.stderr
 

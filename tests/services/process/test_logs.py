@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from services.process.logs import (
     bound,
@@ -252,7 +253,12 @@ def run(program: str, **environment: str) -> tuple[int, list[str]]:
     head += "from services.settings import Settings\nconfigure(Settings(), part='test')\n"
     command = [sys.executable, "-c", head + program]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={**environment}
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env={**environment},
     )
     assert done.stdout == ""
     return done.returncode, done.stderr.splitlines()

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from kd.errors import Interrupted
 from kd.progress import Event, Monitor
@@ -174,7 +175,11 @@ telemetry.shutdown()
 print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
     assert build_trace_environment(None) == {}
@@ -191,7 +196,11 @@ except telemetry.TelemetryError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert "KD_OTLP_ENDPOINT is set, but opentelemetry.exporter" in done.stdout
     assert "pip install 'potstill[otel]'" in done.stdout

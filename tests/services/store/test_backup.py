@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
 from bench.support.paths import ROOT
 from cache.disk import hash_file, publish_folder
 from cache.errors import StorageError
@@ -425,7 +425,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(parts: Parts, home: Path, fo
         env=os.environ | parts.settings.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 1
     assert done.stderr.startswith("StorageError: "), done.stderr

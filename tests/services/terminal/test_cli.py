@@ -24,7 +24,7 @@ import pytest
 import yaml
 from redis.exceptions import RedisError
 
-from bench.support.harness import Parts, is_alive, make_body, wait_until
+from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, make_body, wait_until
 from bench.support.paths import AUSTEN, ROOT
 from cache.disk import locked
 from cache.testing import make_cache
@@ -195,7 +195,7 @@ def test_a_watch_outlives_a_restart_of_the_api(new_parts: MakeParts) -> None:
     api.wait()
     parts.start_worker()
     parts.start_api()
-    output, errors = watch.communicate(timeout=30)
+    output, errors = watch.communicate(timeout=PATIENCE_SECONDS)
     assert watch.returncode == 0, errors
     assert json.loads(output)["status"] == "succeeded"
     assert errors.count("3/3 steps") == 1, "nothing is shown twice"
@@ -433,7 +433,7 @@ def up(_server_binary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[
     yield process, found.group()
     if process.poll() is None:
         process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_SECONDS)
 
 
 def descendants(pid: int) -> list[int]:
@@ -509,7 +509,7 @@ def test_a_killed_up_leaves_no_worker_and_the_next_one_goes_on(
         )
     finally:
         again.terminate()
-        again.communicate(timeout=30)
+        again.communicate(timeout=PATIENCE_SECONDS)
     assert not any(map(is_alive, below))
 
 
@@ -599,7 +599,7 @@ def test_an_interrupted_run_ends_in_the_student_of_an_undisturbed_job(
     assert "step 0:" not in again.stderr, "it goes on"
     assert "# tiny" in again.stdout
 
-    output, errors = submitted.communicate(timeout=60)
+    output, errors = submitted.communicate(timeout=PATIENCE_SECONDS)
     assert submitted.returncode == 0, errors
     record = json.loads(output)
     assert record["metrics"]["step"] == 300

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.support.harness import Parts
+from bench.support.harness import PATIENCE_SECONDS, Parts
 from bench.support.paths import ROOT
 from services.store.schemas import JobEstimate
 from tests.support.commands import kd
@@ -153,6 +153,8 @@ def test_a_dry_run_needs_neither_torch_nor_redis(
         str(tiny_teacher),
         str(tiny_text.parent),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [[200, 200], []]

@@ -12,7 +12,7 @@ import time
 import pytest
 from redis.exceptions import RedisError
 
-from bench.support.harness import Parts, is_alive, wait_until
+from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, wait_until
 from bench.support.paths import ROOT
 from bench.support.scripted_child import STEPS
 from services.store.queue import QUEUE_PREFIX
@@ -224,7 +224,7 @@ def test_a_deaf_worker_ends_to_be_started_again(new_parts: MakeParts) -> None:
         [sys.executable, "-c", code],
         cwd=ROOT,
         env=os.environ | parts.settings.environment(),
-        timeout=30,
+        timeout=PATIENCE_SECONDS,
         capture_output=True,
         text=True,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import Parts, is_alive, make_config, wait_until
+from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, make_config, wait_until
 from bench.support.paths import ROOT
 from bench.support.scripted_child import HOLD, STEPS
 from services.store.callers import Caller
@@ -480,7 +480,7 @@ def test_a_run_that_the_kernel_killed_for_its_memory_says_so(parts: Parts) -> No
             env=os.environ | parts.settings.environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
     assert out.stdout.strip() == "failed", out.stderr
     job = parts.job(claim.id)
