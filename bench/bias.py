@@ -50,6 +50,7 @@ CODECS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
 COLUMNS = ["what", "T", *DECADES, "rms z", "largest |z|", "ratio"]
 
 
+@torch.no_grad()
 def make_rows(
     name: str,
     options: dict[str, Any],
