@@ -68,6 +68,11 @@ TOKEN_MAP = "token_map"  # noqa: S105 (no password)
 TOKEN_ARRAYS = ("ids", "lengths", "text")
 #: The metadata of the Zarr group that holds the shards.
 _GROUP_METADATA = encode_canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
+#: What to do about a cache that is not there.
+MISSING_REMEDY = (
+    "If the job captures its own cache (kind distill or search), retry it: it captures the cache "
+    "again. Else capture the cache with a job of kind precompute, or restore a backup."
+)
 #: The name of a cache's folder.
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 #: Decoded shards that a cache keeps in memory, in bytes, unless the caller sets a limit.
@@ -288,7 +293,9 @@ class Cache:
     @property
     def bytes_per_token(self) -> float:
         """All bytes on disk divided by the positions with a record."""
-        return measure_cache_bytes(self.folder, self.manifest) / max(self.manifest.positions, 1)
+        with reading(self.folder):
+            size = measure_cache_bytes(self.folder, self.manifest)
+        return size / max(self.manifest.positions, 1)
 
     def read(
         self, indices: Iterable[int], draws: int | NDArray[Any] = 0
@@ -297,11 +304,11 @@ class Cache:
 
         ``draws`` selects the tail sample, for each sequence or for all, modulo the number of
         samples. Raises ``IndexError`` for a number outside the cache, ``CacheCorrupt`` where bytes
-        differ from what was sealed.
+        differ from what was sealed, ``CacheNotFound`` if the cache was removed meanwhile.
         """
         numbers = np.fromiter(indices, np.int64)
         chosen = np.broadcast_to(np.asarray(draws) % self.codec.draws, numbers.shape)
-        with self._lock, storage_errors(self.folder):
+        with self._lock, reading(self.folder):
             found = [
                 self._read_stored(*pair)
                 for pair in zip(numbers.tolist(), chosen.tolist(), strict=True)
@@ -329,7 +336,7 @@ class Cache:
         return self._read_folder(TOKEN_MAP, entry, TOKEN_ARRAYS) if entry.digest else None
 
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
-        with self._lock, storage_errors(self.folder):
+        with self._lock, reading(self.folder):
             seal = _read_seal(self.folder, name, entry.digest)
             folder = ArrayFolder(self.folder / name, seal)
             return {array: folder.read_array(array) for array in arrays}
@@ -357,6 +364,29 @@ class Cache:
         return self._shards[index]
 
 
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Raise errors of the disk as ``storage_errors`` does, and name a cache that vanished.
+
+    The block reads the cache in ``folder``. Any error of it becomes ``CacheNotFound`` if the folder
+    is gone, and a missing file of a folder that is there becomes ``CacheIncomplete``.
+    """
+    try:
+        with storage_errors(folder):
+            yield
+    except (CacheError, FileNotFoundError) as error:
+        if not folder.is_dir():
+            raise CacheNotFound(
+                f"The cache {folder} was removed while it was in use: {error}",
+                MISSING_REMEDY,
+            ) from error
+        if isinstance(error, CacheError):
+            raise
+        raise CacheIncomplete(
+            f"{error.filename} is missing, but it is part of a complete cache.", RECAPTURE_REMEDY
+        ) from error
+
+
 def open_cache(
     folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = _MEMORY_BYTES
 ) -> Cache:
@@ -374,7 +404,7 @@ def open_cache(
             f"{folder} was captured for other inputs: {differences}.",
             "Capture a cache for this job, or give the job the inputs of this cache.",
         )
-    with storage_errors(folder):
+    with reading(folder):
         for problem in _check_group(folder):
             raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
         for name, digest in _list_sealed_folders(manifest):
@@ -386,7 +416,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the cache in ``folder``; raises as ``open_cache`` does."""
     if not folder.is_dir():
         raise CacheNotFound(
-            f"No cache at {folder}.", "Check the path, or capture the cache with a precompute job."
+            f"No cache at {folder}.", f"Check the path. {MISSING_REMEDY}"
         )
     try:
         with storage_errors(folder):

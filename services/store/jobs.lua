@@ -82,6 +82,9 @@ local ALREADY = {
   pause = {pausing = true, paused = true},
   resume = {waiting = true, queued = true, running = true},
 }
+-- Errors of a cache that a new capture mends, and the kinds of job that capture their own cache before they read it.
+local MENDED_BY_CAPTURE = {cache_missing = true, cache_incomplete = true, cache_corrupt = true}
+local CAPTURING = {distill = true, search = true}
 local REPLY = {running = 'go', cancelling = 'cancel', pausing = 'pause'}
 local SECONDS = {1, 5, 15, 60, 300, 900, 3600, 14400, 86400, 604800, '+Inf'}
 
@@ -382,7 +385,16 @@ local function settle(id, other)
   if status == 'waiting' and redis.call('SCARD', key(id, 'waits')) == 0 then return enter(id) end
 end
 
+-- A retry goes on at the stage that failed. If that stage missed its cache, it would miss it again.
+local function rewind(id)
+  local failure = decode(id, 'error')
+  if type(failure) == 'table' and MENDED_BY_CAPTURE[failure.type] and CAPTURING[get(id, 'kind')] then
+    redis.call('HSET', key(id), 'stage', 'precompute')
+  end
+end
+
 function changes.retry(id)
+  rewind(id)
   redis.call('HDEL', key(id), 'started_at', 'finished_at', 'verdict')
   redis.call('HSET', key(id), 'attempts_before', get(id, 'attempt'), 'fresh', '1', 'error', 'null')
   redis.call('ZADD', 'kd:open', get(id, 'created_us'), id)

@@ -417,3 +417,34 @@ def test_an_identity_that_is_not_the_folders_is_refused_even_when_it_is_signed(t
     with pytest.raises(CacheMismatch, match="the identity was edited"):
         open_cache(folder)
     assert any("the identity was edited" in line for line in verify_cache(folder))
+
+
+# ---- a cache that vanishes
+
+
+@pytest.fixture
+def opened(plain_copy):
+    """An open cache that keeps no shard in memory."""
+    return open_cache(plain_copy, memory_bytes=0)
+
+
+READERS = {
+    "records": lambda cache: cache.read(range(len(cache))),
+    "the token map": lambda cache: cache.token_map(),
+    "the size": lambda cache: cache.bytes_per_token,
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_a_cache_that_vanishes_while_it_is_open_is_named(opened, what):
+    opened.read([0])
+    shutil.rmtree(opened.folder)
+    with pytest.raises(CacheNotFound, match="removed while it was in use") as caught:
+        READERS[what](opened)
+    assert str(opened.folder) in caught.value.detail and "retry" in caught.value.remedy
+
+
+def test_a_file_that_vanishes_is_named_and_can_be_captured_again(opened):
+    (opened.folder / "manifest.json").unlink()
+    with pytest.raises(CacheIncomplete, match=r"manifest\.json is missing"):
+        _ = opened.bytes_per_token

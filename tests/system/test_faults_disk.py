@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from bench.support.faults import small_disk
-from bench.support.harness import Parts
+from bench.support.harness import Parts, wait_until
 from bench.support.judge import find_job_violations, hash_files, list_written, make_reference
 from bench.support.light_child import LightWork
 from cache.disk import list_file_sizes
 from cache.errors import CacheError
 from cache.store import open_cache, open_writer, verify_cache
 from cache.testing import fill_cache, make_cache
+from services.store.queue import publish_hint
 from services.store.schemas import TERMINAL_STATUSES
 
 MakeParts = Callable[..., Parts]
@@ -174,6 +175,30 @@ def test_a_job_that_meets_damage_fails_and_another_repairs_it(
     parts.wait_for(again, *TERMINAL_STATUSES)
     assert job_violations_but_one_shard(parts, again, name, tmp_path) == []
     assert list_written(parts.settings.run_dir(again), folder.name) == [1], "only the damaged shard"
+
+
+def test_a_job_whose_cache_vanished_before_its_training_captures_it_again_on_retry(
+    new_parts: MakeParts,
+) -> None:
+    parts = new_parts(child_module="bench.support.light_child")
+    capturing = parts.start_worker("precompute")
+    name = "light-42-3-20"
+    folder = parts.settings.caches / LightWork.of(name).identity.fingerprint
+    job_id = parts.submit(name, "distill")
+    wait_until(lambda: (job := parts.job(job_id)).stage == "train" and job.status == "queued")
+    capturing.terminate()
+    capturing.wait()
+    shutil.rmtree(folder)
+    parts.start_worker()
+    job = parts.wait_for(job_id, *TERMINAL_STATUSES)
+    assert job.status == "failed" and job.error is not None and job.error.type == "cache_missing"
+    assert str(folder) in job.error.detail and "retry" in job.error.remedy
+    assert parts.jobs.change("retry", job_id).outcome == "done"
+    publish_hint(parts.queue, job_id, "precompute")
+    assert parts.wait_for(job_id, *TERMINAL_STATUSES).status == "succeeded"
+    assert verify_cache(folder) == []
+    twice = list_written(parts.settings.run_dir(job_id), folder.name)
+    assert sorted(twice) == [0, 0, 1, 1, 2, 2], "every shard was captured once more"
 
 
 def job_violations_but_one_shard(parts: Parts, job_id: str, name: str, tmp_path: Path) -> list[str]:

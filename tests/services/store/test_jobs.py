@@ -306,6 +306,23 @@ def test_a_retry_goes_on_at_the_stage_that_failed(jobs: JobStore) -> None:
     assert jobs.claim(claim.id, "train", "w", 5) is not None
 
 
+@pytest.mark.parametrize("error", ["cache_missing", "cache_incomplete", "cache_corrupt"])
+@pytest.mark.parametrize(
+    "kind, stage", [("distill", "precompute"), ("train", "train")], ids=["captures", "reads"]
+)
+def test_a_retry_captures_again_the_cache_that_was_the_failure(
+    jobs: JobStore, kind: str, stage: str, error: str
+) -> None:
+    claim = running(jobs, kind)
+    if kind == "distill":
+        jobs.advance(claim, "train")
+        claim = jobs.claim(claim.id, "train", "w", 5)
+    jobs.finish(claim, "failed", {"type": error, "detail": "", "remedy": ""})
+    jobs.change("retry", claim.id)
+    assert jobs.get(claim.id).stage == stage
+    assert jobs.claim(claim.id, stage, "w", 5) is not None
+
+
 def test_nothing_is_left_of_a_deleted_job(jobs: JobStore) -> None:
     jobs.redis.set("kd:format", "2")
     first = queued(jobs, caller=ANN)
