@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from kd.config.jobfile import parse_config
 from services.loops.searches import Searches
 from services.loops.webhooks import Webhooks
+from services.process.lasting_loops import flush_restarts, keep_running_async
 from services.settings import SEARCH, STAGES, Settings
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
@@ -61,8 +62,8 @@ class Reconciler:
         """Work until cancelled."""
         # Two tasks, so that a slow receiver of webhooks does not hold up the rounds.
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._rounds())
-            group.create_task(self._webhooks.run())
+            group.create_task(keep_running_async("reconciler", self._rounds))
+            group.create_task(keep_running_async("webhooks", self._webhooks.run))
 
     async def _rounds(self) -> None:
         while True:
@@ -83,6 +84,7 @@ class Reconciler:
             self._searches.step,
         ):
             _do(duty)
+        flush_restarts(self._store)
         self._store.redis.set("kd:reconciler", self._store.read_clock_ms() / 1000)
 
     def _announce(self) -> None:

@@ -21,7 +21,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -162,15 +162,51 @@ HANDLED_FIELDS = ("exception", "color_message")
 
 
 class Handler(logging.StreamHandler[Any]):
-    """Writes to stderr. If a line cannot be formatted, its arguments are left out."""
+    """Writes lines, and never raises: a log that cannot be written must not end what it is about.
+
+    Lines that the disk does not take are counted. The first line that it takes again comes after
+    one that says how many are missing. A line that cannot be formatted is replaced by its place.
+    """
+
+    def __init__(self, stream: Any = None) -> None:
+        super().__init__(stream)
+        self._missing = 0
+        self._reason = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line. ``logging`` calls this."""
+        try:
+            text = self.format(record) + self.terminator
+            self.stream.write(self._describe_missing() + text)
+            self.flush()
+        except OSError as error:
+            self._missing += 1
+            self._reason = error.strerror or type(error).__name__
+        except Exception:
+            self.handleError(record)
+        else:
+            self._missing = 0
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report a failed write. ``logging`` calls this."""
+        """Write the place of a line that cannot be formatted."""
         error = sys.exc_info()[0]
         name = error.__name__ if error else "error"
-        sys.stderr.write(
-            f"a line of {record.name} at {record.pathname}:{record.lineno} was not logged: {name}\n"
-        )
+        # ValueError: the stream is closed.
+        with suppress(OSError, ValueError):
+            sys.stderr.write(
+                f"a line of {record.name} at {record.pathname}:{record.lineno} was not logged:"
+                f" {name}\n"
+            )
+
+    def _describe_missing(self) -> str:
+        """The line about missing lines, or nothing. The line before it may be cut: it is ended."""
+        if not self._missing:
+            return ""
+        message = "%d lines are missing here: the log could not be written (%s)"
+        counted = (self._missing, self._reason)
+        name = "potstill.log"
+        record = logging.LogRecord(name, logging.WARNING, __file__, 0, message, counted, None)
+        return f"{self.terminator}{self.format(record)}{self.terminator}"
 
 
 def _build_processors(fields: Mapping[str, Any]) -> list[Processor]:

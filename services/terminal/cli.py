@@ -9,7 +9,7 @@ Heavy modules are imported inside the command that needs them, so that ``kd --he
 from __future__ import annotations
 
 import sys
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,8 +121,7 @@ def up(
     from services.terminal.commands.up import running
 
     _interrupt_on_signals()
-    say = partial(err.print, markup=False)
-    with running(make_settings(host=host, port=port, home=home), workers, say) as settings:
+    with running(make_settings(host=host, port=port, home=home), workers, _say) as settings:
         out.print(
             f"Potstill is up at {settings.server}"
             f"  (data and logs in {settings.home}; Ctrl-C stops it)"
@@ -222,6 +221,12 @@ def doctor(home: Home = None, server: Server = None, as_json: AsJson = False) ->
             [["ok" if finding.ok else "no", finding.what, finding.detail] for finding in findings],
         )
     raise typer.Exit(0 if all(finding.ok for finding in findings if finding.needed) else FAILED)
+
+
+def _say(text: str) -> None:
+    """Print a line to stderr. It is lost if stderr is a file on a full disk."""
+    with suppress(OSError):
+        err.print(text, markup=False)
 
 
 def _require_store(settings: Settings) -> Settings:

@@ -32,6 +32,7 @@ from kd.preflight.limits import Confinement
 from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import Event, Monitor, WorkHeldElsewhere, replace_nonfinite
 from services.process.lifeline import die_with_parent, die_with_stdin
+from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error
 
@@ -60,6 +61,9 @@ def main(run_stage: StageRunner = run_stage_of_pipeline) -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     events = EventPipe()
+    # The log is a file. Where its disk is full, a line is lost, but not the run or its error.
+    sys.stdout = UnfailingStream(1)
+    sys.stderr = UnfailingStream(2)
     order = json.loads(_read_line())
     die_with_stdin(order["patience"])
     return attempt_stage(run_stage, order, events, stop)

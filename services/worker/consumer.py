@@ -18,6 +18,7 @@ from celery import Celery, signals
 from redis.exceptions import RedisError
 
 from services.process import telemetry
+from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
 from services.settings import STAGES, Settings
 from services.store.connection import connect_redis
@@ -149,6 +150,7 @@ class StageWorker:
             try:
                 self.store.show_worker(self.describe(), SIGN_OF_LIFE_TTL)
                 self._check_hearing()
+                flush_restarts(self.store)
             except RedisError:
                 self._last_work = time.monotonic()
             self.ended.wait(SIGN_OF_LIFE_SECONDS)
@@ -217,7 +219,12 @@ def run(settings: Settings, stages: list[str]) -> None:
         worker.stopping.set()
 
     signals.worker_shutting_down.connect(stop, weak=False)
-    life = threading.Thread(target=worker.show_life, name="sign-of-life", daemon=True)
+    life = threading.Thread(
+        target=keep_running,
+        args=("sign-of-life", worker.show_life, worker.ended),
+        name="sign-of-life",
+        daemon=True,
+    )
     life.start()
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     try:

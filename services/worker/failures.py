@@ -10,12 +10,13 @@ internal        any unexpected error
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from cache.errors import PotstillError, StorageError
+from cache.errors import PotstillError
 
 #: Bytes of the log that an error quotes.
 LOG_TAIL_BYTES = 2000
@@ -28,6 +29,9 @@ MEMORY_REMEDY = (
 )
 #: Phrases of libraries that have no class for this error.
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+DISK_REMEDY = "Free space on the disk (kd cache gc, kd gc), or raise its quota, then retry the job."
+#: Phrases of libraries that have no number for this error: the texts of ENOSPC and EDQUOT.
+NO_SPACE_PHRASES = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 #: Numbers of OSError for a full disk, a quota and a limit on the size of a file.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -38,9 +42,10 @@ def describe_error(error: BaseException) -> Failure:
     """The error as the job's record shows it. An unexpected error names its class and place."""
     if any(map(_is_out_of_memory, _list_causes(error))):
         return _describe_memory_error(error)
+    if any(map(_is_out_of_space, _list_causes(error))):
+        return _describe_disk_error(error)
     if isinstance(error, PotstillError):
-        full = isinstance(error, StorageError) and any(map(_is_out_of_space, _list_causes(error)))
-        return error.to_json() | ({"type": DISK_FULL} if full else {})
+        return error.to_json()
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     detail = f"{type(error).__name__}: {error}{place}"
@@ -56,6 +61,13 @@ def _describe_memory_error(error: BaseException) -> Failure:
     return make_failure(
         OUT_OF_MEMORY, f"{type(error).__name__}: {first}".rstrip(": "), MEMORY_REMEDY
     )
+
+
+def _describe_disk_error(error: BaseException) -> Failure:
+    """Describe a full disk. Only a PotstillError has a remedy of its own."""
+    if isinstance(error, PotstillError):
+        return error.to_json() | {"type": DISK_FULL}
+    return make_failure(DISK_FULL, f"{type(error).__name__}: {error}", DISK_REMEDY)
 
 
 def describe_kill(number: int, where: str, short_of_memory: str, log_file: Path) -> Failure:
@@ -92,6 +104,8 @@ def describe_crash(code: int, where: str, log_file: Path) -> Failure:
     detail = f"The process of {where} ended with exit code {code}: {shown}"
     if _says_no_memory(shown):
         return make_failure(OUT_OF_MEMORY, detail, MEMORY_REMEDY)
+    if any(phrase in shown for phrase in NO_SPACE_PHRASES):
+        return make_failure(DISK_FULL, detail, DISK_REMEDY)
     return make_failure("internal", detail, f"See {log_file}.")
 
 
@@ -122,4 +136,7 @@ def _says_no_memory(text: str) -> bool:
 
 
 def _is_out_of_space(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in NO_SPACE
+    """Whether a disk was full. Libraries written in Rust or C++ tell it in words alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in NO_SPACE
+    return any(phrase in str(error) for phrase in NO_SPACE_PHRASES)

@@ -12,6 +12,7 @@ import time
 
 from redis.exceptions import RedisError
 
+from services.process.lasting_loops import keep_running
 from services.store.jobs.leases import BeatReply, Claim
 from services.store.jobs.store import JobStore
 from services.worker.child_process import Outbox
@@ -45,7 +46,12 @@ class Heartbeat:
         self._contact = time.monotonic()
         self._lost = False
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        self._thread = threading.Thread(
+            target=keep_running,
+            args=("heartbeat", self._run, self._closing),
+            name="beat",
+            daemon=True,
+        )
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()

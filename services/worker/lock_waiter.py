@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
 from cache.disk import try_lock
+from services.process.lasting_loops import keep_running
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.store import JobStore
 from services.worker.supervisor import retry_until_answered
@@ -43,7 +45,11 @@ class LockWaiter:
 
     def hold_claim(self, claim: Claim, lock: Path) -> None:
         """Keep the claim until ``lock`` is free or the job must stop."""
-        thread = threading.Thread(target=self._keep, args=(claim, lock), name=f"waiting {claim.id}")
+        thread = threading.Thread(
+            target=keep_running,
+            args=("lock-waiter", partial(self._keep, claim, lock), self._stopping),
+            name=f"waiting {claim.id}",
+        )
         self._threads = [other for other in self._threads if other.is_alive()] + [thread]
         thread.start()
 

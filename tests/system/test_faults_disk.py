@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from bench.support.faults import small_disk
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import PATIENCE_SECONDS, Parts, wait_until
 from bench.support.judge import find_job_violations, hash_files, list_written, make_reference
 from bench.support.light_child import LightWork
+from bench.support.paths import ROOT
 from cache.disk import list_file_sizes
 from cache.errors import CacheError
 from cache.store import open_cache, open_writer, verify_cache
 from cache.testing import fill_cache, make_cache
+from services.store.embedded import find_free_port
 from services.store.queue import publish_hint
 from services.store.schemas import TERMINAL_STATUSES
+from tests.support.api import inputs, valid
 
 MakeParts = Callable[..., Parts]
 
@@ -66,6 +75,118 @@ def test_a_full_disk_fails_the_job_and_a_retry_continues(
     )
     assert sealed == list(range(len(sealed))) and len(sealed) < work.shards
     assert hash_files(folder) == undisturbed
+
+
+class FullDiskService:
+    """`kd up` with its data, logs and job store on one small disk, which can be filled up."""
+
+    def __init__(self, disk: Path, data: str) -> None:
+        self.disk = disk
+        self.data = data
+        port = find_free_port()
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS)
+        environment = {
+            "KD_HOME": str(disk / "home"),
+            "KD_DISK_FLOOR_BYTES": "0",
+            "KD_LEASE_SECONDS": "2",
+            "KD_RATE_POST": "100000",
+            "KD_CHILD_MODULE": "bench.support.scripted_child",
+        }
+        with (disk / "up.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.terminal.cli", "up", "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+
+    def is_ready(self) -> bool:
+        """Whether the service accepts jobs."""
+        with contextlib.suppress(httpx.TransportError):
+            return self.http.get("/readyz").is_success
+        return False
+
+    def submit(self, name: str) -> str:
+        """Post a job and return its id."""
+        answer = self.http.post("/jobs", json=valid(name, self.data))
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """Read a job."""
+        answer = self.http.get(f"/jobs/{job_id}")
+        assert answer.status_code == 200, answer.text
+        view: dict[str, Any] = answer.json()
+        return view
+
+    def fill(self) -> None:
+        """Write until no byte more can be written, and until every log has met the end."""
+        with (self.disk / "ballast").open("wb", buffering=0) as ballast:
+            for size in (1 << 20, 1 << 12, 1):
+                with contextlib.suppress(OSError):
+                    while ballast.write(b"\0" * size):
+                        pass
+        api_log = self.disk / "home" / "logs" / "api.log"
+        sizes = [-1, api_log.stat().st_size]
+        while sizes[-1] != sizes[-2]:  # the last page of a file has room until it is full
+            for _ in range(20):
+                assert self.http.post("/jobs", json={}).status_code == 422
+            sizes.append(api_log.stat().st_size)
+
+    def free(self) -> None:
+        """Make room again."""
+        (self.disk / "ballast").unlink()
+
+    def close(self) -> None:
+        """End the service."""
+        self.process.terminate()
+        self.process.wait()
+        self.http.close()
+
+
+@pytest.fixture
+def full_disk_service(
+    tmpfs: Callable[[Path, str], Path], tmp_path: Path
+) -> Iterator[FullDiskService]:
+    """A service that is up on a disk of 100 MB."""
+    service = FullDiskService(tmpfs(tmp_path / "disk", "100m"), inputs(tmp_path / "inputs"))
+    try:
+        wait_until(service.is_ready)
+        yield service
+    finally:
+        service.close()
+
+
+def test_on_a_full_disk_reading_works_and_all_recovers_once_there_is_space(
+    full_disk_service: FullDiskService,
+) -> None:
+    service = full_disk_service
+    job_id = service.submit("endless")
+    wait_until(lambda: service.job(job_id)["progress"]["done"])
+    worker = service.http.get("/workers").json()["data"][0]["pid"]
+    api_log = service.disk / "home" / "logs" / "api.log"
+
+    service.fill()
+    os.kill(worker, signal.SIGKILL)
+    for path in ("/healthz", "/jobs", f"/jobs/{job_id}", f"/jobs/{job_id}/events", "/metrics"):
+        assert service.http.get(path).status_code == 200, path
+    assert service.http.get("/readyz").status_code == 503
+    refused = service.http.post("/jobs", json=valid("quick", service.data))
+    assert refused.status_code in (503, 507), refused.text
+    assert service.job(job_id)["status"] == "running", "nothing could be written about its end"
+
+    service.free()
+    wait_until(service.is_ready)
+    wait_until(lambda: service.job(job_id)["attempt"] == 2)
+    wait_until(lambda: service.job(job_id)["status"] == "running")
+    assert service.http.post(f"/jobs/{job_id}/cancel").is_success
+    wait_until(lambda: service.job(job_id)["status"] == "cancelled")
+    done = service.submit("quick")
+    wait_until(lambda: service.job(done)["status"] == "succeeded")
+    assert "lines are missing here: the log could not be written" in api_log.read_text()
+    assert api_log.read_text().count("Uvicorn running") == 1, "the API was never started again"
 
 
 # ---------------------------------------------------------------------- damage

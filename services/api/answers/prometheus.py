@@ -80,6 +80,9 @@ METRICS = {
     "kd_reconciler_last_run_timestamp_seconds": Description(
         "gauge", "Time of the last round of a reconciler; 0 = never."
     ),
+    "kd_loop_restarts_total": Description(
+        "counter", "Loops of the service that died of an error and were started again.", ("loop",)
+    ),
     "kd_queue_depth": Description("gauge", "Stages that wait for a worker.", ("queue",)),
     "kd_webhooks_waiting": Description("gauge", "Webhooks that are not yet delivered."),
     "kd_workers": Description("gauge", "Workers with a heartbeat in the last 30 s.", ("state",)),

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,7 @@ from redis.exceptions import RedisError
 from cache.errors import PotstillError
 from services.api.guards.authentication import require_safe_bind
 from services.process.extras import WORKER, find_missing_packages
+from services.process.lasting_loops import keep_running
 from services.settings import Settings, make_address
 from services.store.connection import connect_redis
 from services.store.embedded import StoreUnavailable, find_free_port, is_port_free, provide_redis
@@ -116,8 +118,9 @@ def running(settings: Settings, workers: int, say: Say) -> Iterator[Settings]:
         settings = settings.model_copy(update={"redis_url": url})
         processes = _list_processes(settings, workers)
         stopping = threading.Event()
+        restart = partial(_restart_ended, processes, ensure_store, stopping, say)
         restarter = threading.Thread(
-            target=_restart_ended, args=(processes, ensure_store, stopping, say), name="restarter"
+            target=keep_running, args=("restarter", restart, stopping), name="restarter"
         )
         try:
             for process in processes:

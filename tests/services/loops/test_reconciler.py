@@ -179,6 +179,30 @@ async def _running(mending: Reconciler, meanwhile: Callable[[], None]) -> None:
             await task
 
 
+class FallingReconciler(Reconciler):
+    """A reconciler whose first round raises an error that no round should raise."""
+
+    fallen = False
+
+    def step(self) -> None:
+        """Fall once, then work."""
+        if not self.fallen:
+            self.fallen = True
+            raise OSError(28, "No space left on device")
+        super().step()
+
+
+def test_it_goes_on_after_an_error_that_ends_its_loop(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reconciler, "INTERVAL_SECONDS", 0.05)
+    mending = FallingReconciler(parts.jobs, parts.queue, parts.settings)
+    redis = parts.jobs.redis
+    asyncio.run(_running(mending, lambda: wait_until(lambda: redis.exists("kd:reconciler"))))
+    assert "the loop reconciler died and is started again" in caplog.text
+    assert ("kd_loop_restarts_total", {"loop": "reconciler"}, 1.0) in parts.jobs.read_counters()
+
+
 def test_it_outlives_a_redis_that_goes_and_comes_back(
     new_parts: Callable[..., Parts],
     monkeypatch: pytest.MonkeyPatch,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import subprocess
 import sys
+import traceback
+from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -18,6 +22,7 @@ from hypothesis import strategies as st
 from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from services.process.logs import (
+    Handler,
     bound,
     choose_request_id,
     find_secrets,
@@ -26,6 +31,7 @@ from services.process.logs import (
     request_id,
     shorten_path,
 )
+from services.process.streams import UnfailingStream
 from services.settings import Settings
 
 KEY = "kd_" + "Ab3-_" * 8 + "xyz"
@@ -319,6 +325,42 @@ def test_a_line_that_cannot_be_formatted_is_told_of_without_its_arguments() -> N
     assert "a line of potstill.part" in lines[0]
     assert "TypeError" in lines[0]
     assert "mine" not in lines[0]
+
+
+def test_a_log_on_a_full_disk_raises_nothing_and_says_later_what_is_missing() -> None:
+    with Path("/dev/full").open("w") as full:
+        handler = Handler(full)
+        handler.setFormatter(make_formatter("console", (), {}))
+        for number in range(3):
+            handler.handle(make_record("line %d", number))
+        handler.stream = io.StringIO()
+        handler.handle(make_record("line %d", 3))
+        handler.handle(make_record("line %d", 4))
+        end_of_cut_line, report, *lines = handler.stream.getvalue().splitlines()
+        with suppress(OSError):
+            full.close()
+    assert end_of_cut_line == ""
+    assert "3 lines are missing here" in report and "No space left" in report
+    assert [line.rpartition(": ")[2] for line in lines] == ["line 3", "line 4"]
+
+
+def test_a_closed_log_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    Handler(closed).handle(make_record("line"))
+
+
+def make_record(message: str, *arguments: object) -> logging.LogRecord:
+    return logging.LogRecord("potstill", logging.INFO, "file.py", 1, message, arguments, None)
+
+
+def test_prints_to_a_full_disk_raise_nothing() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        stream = UnfailingStream(full.fileno())
+        print("a line", file=stream)
+        stream.flush()
+        traceback.print_stack(file=stream)
 
 
 def test_a_console_line_reads_well_and_a_traceback_follows_it() -> None:

@@ -1,0 +1,71 @@
+"""Loops that last as long as their process: an error ends one turn of a loop, not the loop.
+
+A loop that dies is logged, counted, and started again after a second. The counts are kept here
+until Redis takes them (``flush_restarts``), because Redis may be what the loop died of. GET
+/metrics shows them as ``kd_loop_restarts_total``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from services.store.jobs.store import JobStore
+
+#: Time before a loop that died is started again.
+RESTART_SECONDS = 1.0
+
+log = logging.getLogger("potstill.loops")
+
+_lock = threading.Lock()
+_restarts: Counter[str] = Counter()
+
+
+def keep_running(name: str, loop: Callable[[], None], stopping: threading.Event) -> None:
+    """Call ``loop`` in this thread until it returns, and again whenever it dies of an error.
+
+    Returns early if ``stopping`` is set after a death.
+    """
+    while True:
+        try:
+            loop()
+            return
+        except Exception:
+            _note_death(name)
+        if stopping.wait(RESTART_SECONDS):
+            return
+
+
+async def keep_running_async(name: str, loop: Callable[[], Awaitable[None]]) -> None:
+    """Await ``loop()`` until it returns or is cancelled, and again whenever it dies of an error."""
+    while True:
+        try:
+            await loop()
+            return
+        except Exception:
+            _note_death(name)
+        await asyncio.sleep(RESTART_SECONDS)
+
+
+def flush_restarts(store: JobStore) -> None:
+    """Add the restarts of this process to the counters in Redis. Raises ``RedisError``.
+
+    What could not be added is added by the next call.
+    """
+    with _lock:
+        waiting = dict(_restarts)
+    for name, number in waiting.items():
+        store.count("kd_loop_restarts_total", number, loop=name)
+        with _lock:
+            _restarts[name] -= number
+            if not _restarts[name]:
+                del _restarts[name]
+
+
+def _note_death(name: str) -> None:
+    log.exception("the loop %s died and is started again", name)
+    with _lock:
+        _restarts[name] += 1
