@@ -34,7 +34,8 @@ class Resources(Section):
         None,
         description=(
             "Memory of each GPU, or of the host if it has none: a number of bytes, or text such as "
-            '"16GiB".'
+            '"16GiB". Without a GPU it is also the limit of the run, which fails with '
+            "out_of_memory beyond it; else the limit is the host's memory less a margin."
         ),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from kd.capture.estimate import measure_free_bytes
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
+from kd.memory.model_memory import estimate_least_memory
 from kd.preflight.problems import Folders, find_problems
 from services.api.answers.problems import ApiProblem
 from services.api.answers.views import JobPlan
@@ -87,6 +88,7 @@ class Admission:
                 settings.quota_open_jobs,
                 settings.quota_record_bytes,
                 origin,
+                estimate_least_memory(config, settings.root),
             )
         _require_created(created, config, settings)
         job = self.service.store.get(created.id, self.caller)

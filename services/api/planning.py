@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
@@ -20,16 +21,11 @@ from kd.capture.estimate import (
     measure_free_bytes,
 )
 from kd.config.job import JobConfig
-from kd.config.student import StudentInit
-from kd.models.folder import ModelFolder
-from kd.optim.state_size import ParameterShape, count_optimizer_bytes
+from kd.memory.model_memory import estimate_model_memory
 from services.api.answers.views import JobPlan, MemoryEstimate
 from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
 from services.store.schemas import JobEstimate, WorkerState
-
-#: Bytes of a number in float32.
-FLOAT32 = 4
 
 
 def plan_job(
@@ -119,72 +115,15 @@ def _count_tokens(config: JobConfig, steps: int | None) -> int | None:
 
 
 def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> MemoryEstimate:
-    teacher = config.teacher if "precompute" in config.stages else None
-    # A remote teacher takes no memory of the worker.
-    is_local = teacher is not None and teacher.backend == "local"
-    weights = ModelFolder(root / teacher.model).weight_files if teacher and is_local else []
-    parameters = _list_student_parameters(config, root, kept)
-    return MemoryEstimate(
-        teacher_bytes=sum(file.stat().st_size for file in weights) or None,
-        student_parameters=sum(each.size for each in parameters) or None,
-        student_bytes=_count_student_bytes(config, parameters) or None,
-    )
+    teacher = None if config.teacher is None else config.teacher.model_dump(mode="json")
 
-
-def _count_student_bytes(config: JobConfig, parameters: list[ParameterShape]) -> int:
-    """Count the bytes of weights, gradients, optimiser state and moving average, in float32."""
-    weights = FLOAT32 * sum(each.size for each in parameters)
-    if config.train is None or (config.student is not None and config.student.lora is not None):
-        return weights  # LoRA trains only the adapters, which are small beside the weights
-    average = weights if config.train.ema_decay is not None else 0
-    return 2 * weights + count_optimizer_bytes(config.train.optim, parameters) + average
-
-
-def _list_student_parameters(
-    config: JobConfig, root: Path, kept: KeptAnswers
-) -> list[ParameterShape]:
-    """List the shapes of the student's parameters; empty if only a loaded model could tell them."""
-    student = config.student
-    if student is None or config.train is None:
-        return []
-    if student.init is not None and config.teacher is not None:
-        vocabulary = kept.recall(
-            ["vocabulary", config.teacher.model_dump(mode="json")],
-            list_teacher_files(config, root),
-            lambda: estimate_vocabulary_size(config, root),
+    def find_vocabulary() -> int:
+        files = list_teacher_files(config, root)
+        return kept.recall(
+            ["vocabulary", teacher], files, lambda: estimate_vocabulary_size(config, root)
         )
-        return list(_list_llama_parameters(student.init, vocabulary))
-    if student.model is not None:
-        shapes = ModelFolder(root / student.model).read_text_shapes()
-        return [
-            ParameterShape(shape, _is_layer_matrix(name, shape)) for name, shape in shapes.items()
-        ]
-    return []
 
-
-def _list_llama_parameters(shape: StudentInit, vocabulary: int) -> Iterator[ParameterShape]:
-    """Yield a Llama's parameters: attention, MLP and norms of each layer, embeddings, LM head."""
-    width = shape.hidden_size
-    keys = (shape.num_key_value_heads or shape.attention_heads) * (width // shape.attention_heads)
-    attention = [(width, width), (keys, width), (keys, width), (width, width)]
-    mlp = [(shape.mlp_width, width), (shape.mlp_width, width), (width, shape.mlp_width)]
-    norm = ParameterShape((width,), is_layer_matrix=False)
-    for _ in range(shape.layers):
-        yield from (ParameterShape(each, is_layer_matrix=True) for each in (*attention, *mlp))
-        yield from (norm, norm)
-    yield norm
-    # Tied embeddings are the LM head's weight too, and are counted once.
-    for _ in range(1 if shape.tie_word_embeddings else 2):
-        yield ParameterShape((vocabulary, width), is_layer_matrix=False)
-
-
-def _is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of a layer.
-
-    The name of such a tensor holds the layer's number: ``model.layers.0.mlp.up_proj.weight``.
-    """
-    numbered = any(part.isdecimal() for part in name.split("."))
-    return numbered and len(shape) == 2 and not name.endswith("bias")
+    return MemoryEstimate(**asdict(estimate_model_memory(config, root, find_vocabulary)))
 
 
 # ---------------------------------------------------------------------- warnings

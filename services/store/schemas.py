@@ -138,7 +138,8 @@ class Job(View):
         None,
         description=(
             "Why the job waits or ended, in a word: dependencies, deadline_exceeded. A sentence if "
-            "the job is queued and no worker, idle or busy, has the resources that it needs."
+            "the job is queued and no worker, idle or busy, has the resources or the memory that "
+            "it needs."
         ),
     )
     stage: str = Field(description="The present or next stage: precompute, train or search.")
@@ -154,6 +155,13 @@ class Job(View):
     )
     resources: JobResources = Field(
         default_factory=JobResources, description="Resources that a worker must have."
+    )
+    least_memory: int | None = Field(
+        None,
+        description=(
+            "Bytes that the job's models need at least: weights, gradients and optimiser. Null if "
+            "that is unknown."
+        ),
     )
     queue_position: int | None = Field(
         None, description="Jobs before this job in the queue; null unless queued."
@@ -208,6 +216,11 @@ class Device(View):
     index: str = Field("", description="Numbers of the GPUs, for example 0 or 0,1; empty for cpu.")
     count: int = Field(0, description="Number of GPUs.")
     memory_bytes: int = Field(0, description="Memory of each GPU, or of the host.")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all GPUs, or of the host; 0 if they are unknown."""
+        return self.memory_bytes * max(self.count, 1)
 
     def covers(self, gpus: int | None, memory: int | None) -> bool:
         """Whether it has the resources of a job; None = any. Unknown memory counts as enough."""

@@ -31,7 +31,7 @@ from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement
 from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import Event, Monitor, WorkHeldElsewhere, replace_nonfinite
-from services.process.lifeline import die_with_parent, die_with_stdin
+from services.process.lifeline import die_with_parent, die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error
@@ -66,6 +66,8 @@ def main(run_stage: StageRunner = run_stage_of_pipeline) -> int:
     sys.stderr = UnfailingStream(2)
     order = json.loads(_read_line())
     die_with_stdin(order["patience"])
+    # After the guard was started: the guard must outlive this process.
+    offer_to_oom_killer()
     return attempt_stage(run_stage, order, events, stop)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cache.errors import PotstillError
+from kd.files import format_bytes
 
 #: Bytes of the log that an error quotes.
 LOG_TAIL_BYTES = 2000
@@ -29,7 +30,9 @@ MEMORY_REMEDY = (
 )
 #: Phrases of libraries that have no class for this error.
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-DISK_REMEDY = "Free space on the disk (kd cache gc, kd gc), or raise its quota, then retry the job."
+DISK_REMEDY = (
+    "Free space on the disk (kd cache gc, kd cache rm), or raise its quota, then retry the job."
+)
 #: Phrases of libraries that have no number for this error: the texts of ENOSPC and EDQUOT.
 NO_SPACE_PHRASES = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 #: Numbers of OSError for a full disk, a quota and a limit on the size of a file.
@@ -70,15 +73,39 @@ def _describe_disk_error(error: BaseException) -> Failure:
     return make_failure(DISK_FULL, f"{type(error).__name__}: {error}", DISK_REMEDY)
 
 
-def describe_kill(number: int, where: str, short_of_memory: str, log_file: Path) -> Failure:
+def describe_memory_limit(where: str, limit_bytes: int, least_bytes: int | None) -> Failure:
+    """Describe a process that was killed because it needed more memory than its limit.
+
+    ``least_bytes`` is the estimate of what the job's models need; None if that is unknown.
+    """
+    detail = (
+        f"The process of {where} was killed: it needed more than {format_bytes(limit_bytes)} of "
+        f"memory, its limit.{_describe_least_memory(least_bytes)}"
+    )
+    return make_failure(OUT_OF_MEMORY, detail, MEMORY_REMEDY)
+
+
+def _describe_least_memory(least_bytes: int | None) -> str:
+    if least_bytes is None:
+        return ""
+    return (
+        f" Its models need at least about {format_bytes(least_bytes)} for weights, gradients and "
+        "optimiser, and more for activations."
+    )
+
+
+def describe_kill(
+    number: int, where: str, short_of_memory: str, log_file: Path, least_bytes: int | None = None
+) -> Failure:
     """Describe a process that a signal killed.
 
     ``short_of_memory`` is "container" or "host" if the kernel killed there to free memory, else "".
+    ``least_bytes`` is the estimate of what the job's models need.
     """
     if number == signal.SIGKILL and short_of_memory:
         detail = (
             f"The process of {where} was killed by the kernel: "
-            f"the {short_of_memory} ran out of memory."
+            f"the {short_of_memory} ran out of memory.{_describe_least_memory(least_bytes)}"
         )
         return make_failure(OUT_OF_MEMORY, detail, MEMORY_REMEDY)
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"

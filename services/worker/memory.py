@@ -31,10 +31,10 @@ class OomKills:
     @classmethod
     def count(cls) -> OomKills:
         """The counts now; 0 if they are not known."""
-        counts = [_read_number(file, "oom_kill") for file in _find_files(COUNTERS, around=False)]
+        counts = [read_number(file, "oom_kill") for file in _find_files(COUNTERS, around=False)]
         return cls(
             sum(count for count in counts if count),
-            _read_number(Path("/proc/vmstat"), "oom_kill") or 0,
+            read_number(Path("/proc/vmstat"), "oom_kill") or 0,
         )
 
     def since(self, earlier: OomKills) -> str:
@@ -47,8 +47,21 @@ class OomKills:
 def read_memory_bytes() -> int:
     """Bytes of memory that this process can have: the host's, or the limit of a control group."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_read_number(file, "") for file in _find_files(LIMITS, around=True)]
+    limits = [read_number(file, "") for file in _find_files(LIMITS, around=True)]
     return min([host, *(limit for limit in limits if limit)])
+
+
+def find_own_groups() -> list[Path]:
+    """The control groups of this process that can limit memory, one for each hierarchy."""
+    found = [mount / inner for mount, inner in _find_groups()]
+    return [group for group in found if _limits_memory(group)]
+
+
+def _limits_memory(group: Path) -> bool:
+    if (group / LIMITS[1]).is_file():
+        return True
+    controllers = group / "cgroup.controllers"
+    return controllers.is_file() and "memory" in controllers.read_text(encoding="utf-8").split()
 
 
 def _find_files(names: tuple[str, ...], around: bool) -> Iterator[Path]:
@@ -90,7 +103,7 @@ def _make_relative(path: str, root: str) -> str:
     return "." if path.startswith("/..") or inside.startswith("..") else inside
 
 
-def _read_number(file: Path, name: str) -> int | None:
+def read_number(file: Path, name: str) -> int | None:
     """The number after ``name`` at the start of a line, or None."""
     try:
         found = re.search(rf"^{name} ?(\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)

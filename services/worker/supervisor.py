@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from cache.disk import storage_errors
 from cache.errors import PotstillError
 from kd.config.jobfile import parse_config
+from kd.memory.model_memory import estimate_least_memory
 from services.process.telemetry import build_trace_environment
 from services.settings import SEARCH, Settings
 from services.store.jobs.leases import Claim
@@ -30,9 +31,16 @@ from services.store.tenancy import build_confinement
 from services.worker.child import EXIT_ELSEWHERE, EXIT_STOPPED
 from services.worker.child_process import Child, Order, find_teacher_key, make_order, start_child
 from services.worker.devices import WorkerDevice
-from services.worker.failures import describe_crash, describe_error, describe_hang, describe_kill
+from services.worker.failures import (
+    describe_crash,
+    describe_error,
+    describe_hang,
+    describe_kill,
+    describe_memory_limit,
+)
 from services.worker.heartbeat import BEAT_SECONDS, BEATS_PER_LEASE, Heartbeat
 from services.worker.memory import OomKills
+from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
@@ -80,8 +88,10 @@ class Attempt:
             child = self._start()
         except (PotstillError, OSError, RedisError) as error:
             return self._record_failed_start(error)
+        limit = choose_limit_bytes(parse_config(self._claim.config).resources, self._device)
         with (
             child,
+            MemoryLimit(child.process.pid, limit) as memory,
             Heartbeat(
                 self._store, self._claim, self._settings.lease_seconds, child.outbox, child.counters
             ) as heartbeat,
@@ -89,6 +99,8 @@ class Attempt:
             while child.process.poll() is None and heartbeat.reply != "fenced":
                 child.show_life()
                 self._govern(child, heartbeat)
+                if memory.is_exceeded():
+                    child.kill("memory")
                 self._wait(child)
             if heartbeat.reply == "fenced":
                 child.kill("fenced")
@@ -99,7 +111,7 @@ class Attempt:
         if child.process.returncode == EXIT_ELSEWHERE and child.elsewhere is not None:
             return AttemptResult("running", child.elsewhere)
         return AttemptResult(
-            retry_until_answered(lambda: self._conclude(child, kills), self._stopping)
+            retry_until_answered(lambda: self._conclude(child, kills, memory), self._stopping)
         )
 
     def _start(self) -> Child:
@@ -151,7 +163,7 @@ class Attempt:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(min(TURN_SECONDS, self._settings.lease_seconds / BEATS_PER_LEASE))
 
-    def _conclude(self, child: Child, kills: OomKills) -> str:
+    def _conclude(self, child: Child, kills: OomKills, memory: MemoryLimit) -> str:
         store = self._store
         claim = self._claim
         code = child.process.returncode
@@ -163,16 +175,23 @@ class Attempt:
         if code == EXIT_STOPPED or (child.kill_at is not None and child.error is None):
             return store.release(claim)
         log_file = self._run_dir / "log.txt"
+        if memory.is_exceeded():
+            failure = describe_memory_limit(self._where, memory.limit_bytes, self._least_memory())
+            return store.fail_attempt(claim, failure)
         if code < 0 and child.kill_reason == "silence":
             seconds = child.silence_timer.patience(self._settings.silence_seconds)
             return store.fail_attempt(claim, describe_hang(self._where, seconds, log_file))
         if code < 0:
-            return store.fail_attempt(
-                claim, describe_kill(-code, self._where, OomKills.count().since(kills), log_file)
-            )
+            short = OomKills.count().since(kills)
+            failure = describe_kill(-code, self._where, short, log_file, self._least_memory())
+            return store.fail_attempt(claim, failure)
         return store.finish(
             claim, "failed", child.error or describe_crash(code, self._where, log_file)
         )
+
+    def _least_memory(self) -> int | None:
+        """The bytes that the job's models need at least; None if that is unknown."""
+        return estimate_least_memory(parse_config(self._claim.config), self._settings.root)
 
 
 def retry_until_answered(conclude: Callable[[], str], give_up: threading.Event) -> str:

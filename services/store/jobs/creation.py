@@ -41,15 +41,19 @@ class JobCreation(ScriptedStore):
         max_open: int | None = None,
         max_bytes: int | None = None,
         origin: RequestOrigin = NO_ORIGIN,
+        least_memory: int | None = None,
     ) -> CreateResult:
         """Create a job and queue its first stage.
 
-        For a day, the same ``key`` of the same caller returns the same job.
+        For a day, the same ``key`` of the same caller returns the same job. ``least_memory`` is the
+        estimate of the bytes that its models need.
         """
         fields = build_fields(config, self._max_attempts) | {
             "request_id": origin.request_id,
             "traceparent": origin.traceparent,
         }
+        if least_memory is not None:
+            fields["least_memory"] = str(least_memory)
         limits = ("" if limit is None else limit for limit in (max_open, max_bytes))
         outcome, *rest = self._transition(
             "create",

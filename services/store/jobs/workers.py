@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
+from kd.files import format_bytes
 from services.settings import SEARCH
 from services.store.jobs.script import ScriptedStore
 from services.store.schemas import Job, JobResources, WorkerState
@@ -48,21 +49,37 @@ def parse_worker(state: str) -> WorkerState:
 def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | None:
     """Say why no worker, idle or busy, could run a queued job; None if one could.
 
-    Also None for a job that needs no resources, because any worker that starts will do, and for a
-    search, because an API drives it.
+    Also None for a search, because an API drives it, and for a job that asks for no resources if no
+    worker's memory is smaller than its models, because any worker that starts will do.
     """
     needs = job.resources
-    if job.stage == SEARCH or not (needs.gpus or needs.memory):
+    if job.stage == SEARCH:
         return None
     serving = [worker for worker in workers if job.stage in worker.stages]
-    if any(worker.device.covers(needs.gpus, needs.memory) for worker in serving):
-        return None
+    if not (needs.gpus or needs.memory) or any(
+        worker.device.covers(needs.gpus, needs.memory) for worker in serving
+    ):
+        return _explain_small_memory(job, serving)
     wanted = describe_needs(needs)
     if not serving:
         return (
             f"No worker serves stage {job.stage}; the job waits until one starts that has {wanted}."
         )
     return f"No worker of stage {job.stage} has {wanted}; the job waits until one starts that has."
+
+
+def _explain_small_memory(job: Job, serving: list[WorkerState]) -> str | None:
+    """Say that the models of a job are larger than the memory of every worker of its stage."""
+    largest = max((worker.device.total_bytes for worker in serving), default=0)
+    # Memory 0 is unknown memory.
+    known = all(worker.device.total_bytes for worker in serving)
+    if job.least_memory is None or not largest or not known or job.least_memory <= largest:
+        return None
+    return (
+        f"The job's models need at least {format_bytes(job.least_memory)} of memory, and no worker "
+        f"of stage {job.stage} has more than {format_bytes(largest)}: the job will run out of "
+        "memory. Choose smaller models."
+    )
 
 
 def describe_needs(needs: JobResources) -> str:

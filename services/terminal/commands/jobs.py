@@ -72,7 +72,9 @@ def submit(
             _print_reason(job)
             return
         err.print(f"{job['id']}: {job['name']}")
-        _follow(client, job["id"], as_json)
+        # A worker may claim the job before its events are read, so the reason is printed now.
+        _print_reason(job)
+        _follow(client, job["id"], as_json, explained=job["reason"] is not None)
 
 
 @app.command()
@@ -335,12 +337,12 @@ def _write(text: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _follow(client: Client, job_id: str, as_json: bool) -> None:
+def _follow(client: Client, job_id: str, as_json: bool, explained: bool = False) -> None:
     from services.terminal.display import Display
 
     try:
         with Display(err) as display:
-            for kind, data in _follow_events(client, job_id):
+            for kind, data in _follow_events(client, job_id, explained):
                 display.show(kind, data)
     except KeyboardInterrupt:
         err.print(
@@ -358,12 +360,13 @@ def _follow(client: Client, job_id: str, as_json: bool) -> None:
     raise typer.Exit(EXIT_OF_STATUS[job["status"]])
 
 
-def _follow_events(client: Client, job_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the job's events, and at most once the reason why no worker can run it.
+def _follow_events(
+    client: Client, job_id: str, explained: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the job's events, and once the reason why no worker can run it unless ``explained``.
 
     That reason is only in the record, because nothing happens to the job.
     """
-    explained = False
     for kind, data in client.follow_events(job_id):
         yield kind, data
         if not explained and kind == "status" and data["status"] == "queued":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -486,7 +487,7 @@ def test_a_run_that_the_kernel_killed_for_its_memory_says_so(parts: Parts) -> No
     job = parts.job(claim.id)
     assert job.error is not None
     assert job.error.type == "out_of_memory"
-    assert "the container ran out of memory" in job.error.detail
+    assert re.search(r"needed more than \d+ MiB of memory, its limit", job.error.detail)
     assert "batch_size" in job.error.remedy
 
 

@@ -1,0 +1,120 @@
+"""The least memory that the models of a job take, from their files and shapes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cache.errors import PotstillError
+from kd.config.job import JobConfig
+from kd.config.student import StudentInit
+from kd.models.folder import ModelFolder
+from kd.optim.state_size import ParameterShape, count_optimizer_bytes
+
+#: Bytes of a number in float32.
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """The bytes of the teacher's weights, and of the student with its gradients and optimiser.
+
+    Activations and the framework need more. None means that a model is not used, or that its size
+    is unknown.
+    """
+
+    teacher_bytes: int | None
+    student_parameters: int | None
+    student_bytes: int | None
+
+    @property
+    def least_bytes(self) -> int | None:
+        """The bytes that a process of the job needs at least: it holds one model at a time."""
+        known = [size for size in (self.teacher_bytes, self.student_bytes) if size]
+        return max(known, default=None)
+
+
+def estimate_model_memory(
+    config: JobConfig, root: Path, find_vocabulary: Callable[[], int]
+) -> ModelMemory:
+    """Estimate the memory of the job's models; relative paths start at ``root``.
+
+    ``find_vocabulary`` returns the vocabulary of the teacher. It is called where a new student gets
+    that vocabulary.
+    """
+    teacher = config.teacher if "precompute" in config.stages else None
+    # A remote teacher takes no memory of the worker.
+    is_local = teacher is not None and teacher.backend == "local"
+    weights = ModelFolder(root / teacher.model).weight_files if teacher and is_local else []
+    parameters = _list_student_parameters(config, root, find_vocabulary)
+    return ModelMemory(
+        teacher_bytes=sum(file.stat().st_size for file in weights) or None,
+        student_parameters=sum(each.size for each in parameters) or None,
+        student_bytes=_count_student_bytes(config, parameters) or None,
+    )
+
+
+def estimate_least_memory(config: JobConfig, root: Path) -> int | None:
+    """The bytes that the job needs at least; None if they are unknown or a model cannot be read."""
+    try:
+        # Reading a tokenizer takes long, so a new student counts without its embeddings.
+        found = estimate_model_memory(config, root, lambda: 0)
+    except (PotstillError, OSError, ValueError):
+        return None
+    if found.student_bytes is None and config.student is not None and config.student.init:
+        # Without a teacher the vocabulary is not known, but the layers are.
+        layers = list(_list_llama_parameters(config.student.init, vocabulary=0))
+        found = replace(found, student_bytes=_count_student_bytes(config, layers))
+    return found.least_bytes
+
+
+def _count_student_bytes(config: JobConfig, parameters: list[ParameterShape]) -> int:
+    """Count the bytes of weights, gradients, optimiser state and moving average, in float32."""
+    weights = FLOAT32 * sum(each.size for each in parameters)
+    if config.train is None or (config.student is not None and config.student.lora is not None):
+        return weights  # LoRA trains only the adapters, which are small beside the weights
+    average = weights if config.train.ema_decay is not None else 0
+    return 2 * weights + count_optimizer_bytes(config.train.optim, parameters) + average
+
+
+def _list_student_parameters(
+    config: JobConfig, root: Path, find_vocabulary: Callable[[], int]
+) -> list[ParameterShape]:
+    """List the shapes of the student's parameters; empty if only a loaded model could tell them."""
+    student = config.student
+    if student is None or config.train is None:
+        return []
+    if student.init is not None and config.teacher is not None:
+        return list(_list_llama_parameters(student.init, find_vocabulary()))
+    if student.model is not None:
+        shapes = ModelFolder(root / student.model).read_text_shapes()
+        return [
+            ParameterShape(shape, _is_layer_matrix(name, shape)) for name, shape in shapes.items()
+        ]
+    return []
+
+
+def _list_llama_parameters(shape: StudentInit, vocabulary: int) -> Iterator[ParameterShape]:
+    """Yield a Llama's parameters: attention, MLP and norms of each layer, embeddings, LM head."""
+    width = shape.hidden_size
+    keys = (shape.num_key_value_heads or shape.attention_heads) * (width // shape.attention_heads)
+    attention = [(width, width), (keys, width), (keys, width), (width, width)]
+    mlp = [(shape.mlp_width, width), (shape.mlp_width, width), (width, shape.mlp_width)]
+    norm = ParameterShape((width,), is_layer_matrix=False)
+    for _ in range(shape.layers):
+        yield from (ParameterShape(each, is_layer_matrix=True) for each in (*attention, *mlp))
+        yield from (norm, norm)
+    yield norm
+    # Tied embeddings are the LM head's weight too, and are counted once.
+    for _ in range(1 if shape.tie_word_embeddings else 2):
+        yield ParameterShape((vocabulary, width), is_layer_matrix=False)
+
+
+def _is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a matrix of a layer.
+
+    The name of such a tensor holds the layer's number: ``model.layers.0.mlp.up_proj.weight``.
+    """
+    numbered = any(part.isdecimal() for part in name.split("."))
+    return numbered and len(shape) == 2 and not name.endswith("bias")
