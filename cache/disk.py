@@ -166,19 +166,35 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
     """Hold the lock file at ``path``; while another process holds it, wait.
 
     ``waiting`` is called five times a second meanwhile, and may raise to give up. The operating
-    system frees the lock when the process ends, in any way. The lock file stays: if it were
-    deleted, two processes could hold locks on two files of the same name.
+    system frees the lock when the process ends, in any way. The lock file stays, unless the block
+    deletes it together with what it locks: a process that waited for it then locks a new file.
     """
-    with storage_errors(path.parent):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = _open_lock(path)
     try:
-        while not try_lock(handle):
+        while not (locked_now := try_lock(handle)) or not _is_file_at(handle, path):
+            if locked_now:  # the file was deleted; another process may lock its successor
+                os.close(handle)
+                handle = _open_lock(path)
+                continue
             if waiting is not None:
                 waiting()
             time.sleep(_POLL_SECONDS)
         yield
     finally:
         os.close(handle)
+
+
+def _open_lock(path: Path) -> int:
+    with storage_errors(path.parent):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def _is_file_at(handle: int, path: Path) -> bool:
+    """Whether the open file is the one that has this path now."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def try_lock(file: int | IO[Any], shared: bool = False) -> bool:
@@ -192,6 +208,16 @@ def try_lock(file: int | IO[Any], shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_lock_free(lock: Path) -> bool:
+    """Whether no process holds the lock."""
+    try:
+        with lock.open("rb") as file:
+            # Shared, so that two workers that test it at once do not see each other's lock.
+            return try_lock(file, shared=True)
+    except FileNotFoundError:
+        return True
 
 
 def wait_for_lock(file: int | IO[Any], shared: bool = False) -> None:

@@ -273,6 +273,7 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
         {
             *_list_folders(root),
             *(folder for folder in half_removed if FINGERPRINT.fullmatch(folder.name)),
+            *(lock.with_suffix("") for lock in root.glob("*.lock") if _is_lock_of_cache(lock)),
         }
     )
     return [
@@ -301,17 +302,20 @@ def remove_garbage(garbage: Iterable[Garbage], older_than: float) -> list[Garbag
         with suppress(CacheError), exclude_captures(one.folder), storage_errors(one.folder):
             if one.path in {still.path for still in _find_garbage_of(one.folder, older_than)}:
                 _discard(one.path)
+                if not one.folder.exists():
+                    remove_path(locate_lock(one.folder))
                 removed.append(one)
     return removed
 
 
 def remove_cache(folder: Path) -> None:
-    """Remove a cache, whole or not at all; raise ``CacheError`` while it is being captured.
+    """Remove a cache and its lock file; raise ``CacheError`` while it is being captured.
 
-    The lock file stays, for the reason in ``cache.disk.locked``.
+    The cache is removed whole or not at all.
     """
     with exclude_captures(folder), storage_errors(folder):
         _discard(folder)
+        remove_path(locate_lock(folder))
 
 
 @contextmanager
@@ -325,6 +329,10 @@ def exclude_captures(folder: Path) -> Iterator[None]:
 
     with locked(locate_lock(folder), refuse):
         yield
+
+
+def _is_lock_of_cache(lock: Path) -> bool:
+    return FINGERPRINT.fullmatch(lock.stem) is not None
 
 
 def _is_busy(folder: Path) -> bool:
@@ -352,6 +360,8 @@ def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
     if aside.exists():
         yield _make_garbage(folder, aside, "a removal was interrupted")
     if not folder.is_dir():
+        if locate_lock(folder).exists() and not aside.exists():
+            yield _make_garbage(folder, locate_lock(folder), "the lock of a cache that is gone")
         return
     if why := _explain_unusable(folder, older_than):
         yield _make_garbage(folder, folder, why)
@@ -373,7 +383,7 @@ def _explain_unusable(folder: Path, older_than: float) -> str | None:
     except CacheMismatch as error:
         return error.detail if _is_older(folder) else None
     except (CacheIncomplete, CacheCorrupt) as error:
-        idle = time.time() - _find_last_write(folder)
+        idle = time.time() - find_last_write(folder)
         return (
             f"{error.detail} Nothing was written to it for {idle / 86400:.1f} days."
             if idle >= older_than
@@ -391,6 +401,6 @@ def _is_older(folder: Path) -> bool:
     return bool(codec["version"] < choose_codec_version(codec["profile"], codec["bits"]))
 
 
-def _find_last_write(folder: Path) -> float:
+def find_last_write(folder: Path) -> float:
     """Return the time of the last write to anything in ``folder``, in seconds since 1970."""
     return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))

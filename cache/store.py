@@ -415,9 +415,7 @@ def open_cache(
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the cache in ``folder``; raises as ``open_cache`` does."""
     if not folder.is_dir():
-        raise CacheNotFound(
-            f"No cache at {folder}.", f"Check the path. {MISSING_REMEDY}"
-        )
+        raise CacheNotFound(f"No cache at {folder}.", f"Check the path. {MISSING_REMEDY}")
     try:
         with storage_errors(folder):
             data = (folder / MANIFEST).read_bytes()

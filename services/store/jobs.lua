@@ -25,6 +25,7 @@
 --   delete    succeeded failed cancelled  (none)                       a client
 --   due       waiting queued              failed                       its deadline, which a pause removes
 --             running pausing             cancelling                   (it ends as failed)
+--   adopt     (none)                      succeeded, failed            the operator, for a run without a record
 --   settle    waiting                     waiting, queued, cancelled   the end of a job that it depends on
 --             paused                      paused, cancelled
 --
@@ -60,6 +61,7 @@
 local FORMAT = '2'
 local DAY = 24 * 60 * 60
 local EVENTS, POINTS = 10000, 8192
+local HINTS = 32  -- kept in a queue of Celery: each wakes one idle worker
 local TERMINAL = {succeeded = true, failed = true, cancelled = true}
 local ACTIVE = {running = true, cancelling = true, pausing = true}
 local OPEN = {'waiting', 'queued', 'running', 'cancelling', 'pausing', 'paused'}
@@ -309,6 +311,13 @@ local function begin(id, owner, ...)
   arm(id)
 end
 
+-- The bytes of {field, value, ...}.
+local function measure(fields)
+  local bytes = 0
+  for _, text in ipairs(fields) do bytes = bytes + #text end
+  return bytes
+end
+
 -- Records never expire, so each owner has a quota of bytes. A record without a count weighs nothing.
 local function weigh(owner, bytes)
   local total = redis.call('HINCRBY', 'kd:records', owner, bytes)
@@ -330,9 +339,8 @@ function transitions.create(id, owner, sees_all, sha, body, max_open, max_bytes,
   end
   local fields = {...}
   local needed = {}
-  local bytes = 0
+  local bytes = measure(fields)
   for i = 1, #fields, 2 do
-    bytes = bytes + #fields[i] + #fields[i + 1]
     if fields[i] == 'depends_on' then needed = cjson.decode(fields[i + 1]) end
   end
   local refused = hopeless(owner, sees_all, needed)
@@ -482,6 +490,17 @@ function transitions.change(action, id)
   end
   if ALREADY[action] and ALREADY[action][status] then return {'already', status} end
   return {'illegal', status, unpack(actions)}
+end
+
+-- adopt(id, owner, succeeded | failed, error, field, value, ...) -> adopted | exists
+-- The record of a run whose record was lost: an operator restores it from the run's folder.
+function transitions.adopt(id, owner, status, failure, ...)
+  if redis.call('EXISTS', key(id)) == 1 then return 'exists' end
+  local bytes = measure({...})
+  begin(id, owner, 'record_bytes', bytes, ...)
+  weigh(owner, bytes)
+  move(id, status, 'error', failure)
+  return 'adopted'
 end
 
 -- ---------------------------------------------------------------- from a worker
@@ -646,9 +665,11 @@ function transitions.mend(start, count, lease)
 end
 
 -- hints(stage, age_ms) -> ids of queued jobs without a hint in the last age_ms. The caller sends them now.
--- While Celery's list still contains hints, the workers have enough to do, and more would only pile up.
+-- While Celery's list still contains hints, the workers have enough to do, and more would only pile up. A worker that takes
+-- a hint runs every job that waits and leaves their hints behind, so all but a few are dropped.
 function transitions.hints(stage, age)
   local ids = {}
+  redis.call('LTRIM', 'kd:celery:' .. stage, 0, HINTS - 1)
   if redis.call('LLEN', 'kd:celery:' .. stage) > 0 then return ids end
   for _, id in ipairs(redis.call('ZRANGE', 'kd:queue:' .. stage, 0, 99)) do
     if now - get(id, 'dispatched_at') >= tonumber(age) then

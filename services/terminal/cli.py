@@ -25,6 +25,7 @@ from services.terminal.commands import (
     exchange,
     jobs,
     keys,
+    recovery,
     validate,
 )
 from services.terminal.console import (
@@ -78,6 +79,8 @@ caches.cache_app.add_typer(exchange.app)
 app.add_typer(caches.app)
 app.add_typer(keys.app)
 app.add_typer(backup.app)
+app.add_typer(recovery.app)
+jobs.jobs_app.add_typer(recovery.adopt_app)
 
 
 def _show_version(wanted: bool) -> None:

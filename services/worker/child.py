@@ -34,6 +34,7 @@ from kd.progress import Event, Monitor, WorkHeldElsewhere, replace_nonfinite
 from services.process.lifeline import die_with_parent, die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
+from services.store.run_folder import LOCK
 from services.worker.failures import describe_error
 
 EXIT_DONE = 0
@@ -42,8 +43,6 @@ EXIT_STOPPED = 75
 EXIT_ELSEWHERE = 76
 #: Time that an earlier process has to release the run folder.
 LOCK_SECONDS = 30.0
-#: File in a run folder that the writing process locks.
-LOCK = ".lock"
 
 StageRunner = Callable[[str, JobConfig, Path, Path, Monitor], dict[str, Any]]
 

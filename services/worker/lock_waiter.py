@@ -15,7 +15,7 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from cache.disk import try_lock
+from cache.disk import is_lock_free
 from services.process.lasting_loops import keep_running
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.store import JobStore
@@ -78,13 +78,3 @@ class LockWaiter:
             return self._store.beat(claim, self._lease, EventBatch(0, ()))
         except RedisError:
             return "go"  # the last order stays valid
-
-
-def is_lock_free(lock: Path) -> bool:
-    """Whether no process holds the lock."""
-    try:
-        with lock.open("rb") as file:
-            # Shared, so that two workers that test it at once do not see each other's lock.
-            return try_lock(file, shared=True)
-    except FileNotFoundError:
-        return True

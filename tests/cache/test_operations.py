@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from cache import operations
-from cache.disk import list_file_sizes
+from cache.disk import list_file_sizes, locked
 from cache.errors import CacheCorrupt, CacheError, CacheMismatch, CacheNotFound
 from cache.inspection import find_same_records
 from cache.manifest import CacheIdentity, sign_json
@@ -32,7 +33,14 @@ from cache.operations import (
 )
 from cache.records import Records
 from cache.shard import Shard
-from cache.store import Cache, list_caches, open_cache, open_writer, verify_cache
+from cache.store import (
+    Cache,
+    list_caches,
+    locate_lock,
+    open_cache,
+    open_writer,
+    verify_cache,
+)
 from cache.testing import (
     PROVENANCE,
     fill_cache,
@@ -447,11 +455,11 @@ remove_cache(folder)
 """
 
 
-def test_a_removed_cache_is_gone_and_its_lock_stays(store):
+def test_a_removed_cache_is_gone_with_its_lock(store):
     root = store.parent
     identity = open_cache(store).identity
     remove_cache(store)
-    assert [path.name for path in root.iterdir()] == [f"{store.name}.lock"]
+    assert list(root.iterdir()) == []
     assert make_cache(root, identity) == store
     assert verify_cache(store) == []
 
@@ -469,4 +477,34 @@ def test_a_removal_that_is_killed_leaves_a_whole_cache_or_none(store, deadly):
     (found,) = find_garbage(root, DAY)
     assert (found.folder, found.why) == (store, "a removal was interrupted")
     assert remove_garbage([found], DAY) == [found]
-    assert [path.name for path in root.iterdir()] == [f"{store.name}.lock"]
+    assert list(root.iterdir()) == []
+
+
+def test_the_lock_of_a_cache_that_is_gone_is_garbage_unless_it_is_held(store):
+    root = store.parent
+    shutil.rmtree(store)
+    lock = locate_lock(store)
+    with locked(lock):
+        assert find_garbage(root, DAY) == []
+    (found,) = find_garbage(root, DAY)
+    assert (found.path, found.why) == (lock, "the lock of a cache that is gone")
+    assert remove_garbage([found], DAY) == [found]
+    assert list(root.iterdir()) == []
+
+
+def test_a_lock_that_was_deleted_with_its_cache_keeps_others_out_all_the_same(tmp_path):
+    lock = tmp_path / "lock"
+    holders = []
+
+    def hold():
+        with locked(lock):
+            holders.append(lock.stat().st_ino)
+            assert len(holders) == 1, "two threads hold the lock"
+            time.sleep(0.05)
+            lock.unlink()
+            holders.pop()
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(hold) for _ in range(8)]:
+            done.result()
+    assert not lock.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.store.jobs.actions import JobActions
+from services.store.jobs.adoption import Adoption
 from services.store.jobs.caches import CacheLists
 from services.store.jobs.counters import Counters
 from services.store.jobs.creation import JobCreation
@@ -25,5 +26,6 @@ class JobStore(
     Trials,
     Reconciling,
     Deliveries,
+    Adoption,
 ):
     """Jobs in Redis. One call of ``jobs.lua`` makes each change. Methods raise ``RedisError``."""

@@ -19,8 +19,8 @@ from kd.errors import Interrupted
 from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.progress import Event, Monitor
 from services.settings import Settings
+from services.store.run_folder import LOCK
 from services.terminal.display import Display
-from services.worker.child import LOCK
 
 
 def run_here(

@@ -113,7 +113,7 @@ def cache_gc(
     """
     from cache.operations import find_garbage, remove_garbage
 
-    seconds = _parse_age(older_than)
+    seconds = parse_age(older_than)
     settings = make_settings(home=home)
     garbage = _select_unused(settings, find_garbage(settings.caches, seconds))
     if not as_json:
@@ -197,7 +197,7 @@ def _find_users(settings: Settings, fingerprints: Collection[str]) -> dict[str, 
     from services.store.connection import connect_redis
     from services.store.jobs.store import JobStore
 
-    url = settings.redis_url or _find_embedded_url(settings.home / "redis")
+    url = settings.redis_url or find_embedded_url(settings.home / "redis")
     if url is None or not fingerprints:
         return {}
     try:
@@ -208,7 +208,7 @@ def _find_users(settings: Settings, fingerprints: Collection[str]) -> dict[str, 
         return {}
 
 
-def _find_embedded_url(folder: Path) -> str | None:
+def find_embedded_url(folder: Path) -> str | None:
     """Return the address of the bundled server of this data folder, if there is one.
 
     ``services.store.embedded`` would start a server, which this command must not do.
@@ -300,7 +300,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 64 else f"{text[:61]}..."
 
 
-def _parse_age(text: str) -> float:
+def parse_age(text: str) -> float:
+    """Return the seconds of an age such as 90m, 12h, 7d or 2w."""
     found = re.fullmatch(r"(\d+)([smhdw])", text)
     if found is None:
         raise typer.BadParameter(

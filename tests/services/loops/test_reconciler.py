@@ -25,7 +25,7 @@ from services.settings import Settings
 from services.store.connection import connect_redis
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.store import JobStore
-from services.store.queue import QUEUE_PREFIX, make_celery_app
+from services.store.queue import QUEUE_PREFIX, make_celery_app, publish_hint
 
 LEASE = 5.0
 FINGERPRINT = "f" * 32
@@ -476,3 +476,13 @@ def test_every_open_job_has_its_turn(parts: Parts, settings: Settings) -> None:
     mending = Reconciler(parts.jobs, parts.queue, settings)
     sizes = [mending.step() or parts.jobs.redis.zcard("kd:queue:train") for _ in range(3)]
     assert sizes == [100, 200, 250] == [100, 200, len(jobs)]
+
+
+def test_hints_do_not_pile_up_beside_workers_that_are_busy(
+    parts: Parts, settings: Settings
+) -> None:
+    for _ in range(200):
+        publish_hint(parts.queue, parts.jobs.create(make_config("quick")).id, "train")
+    assert hinted(parts) == 200
+    Reconciler(parts.jobs, parts.queue, settings).step()
+    assert hinted(parts) == 32

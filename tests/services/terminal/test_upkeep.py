@@ -17,7 +17,7 @@ from cache.manifest import CacheIdentity, TokenizerProbe
 from cache.store import open_cache, open_writer, read_manifest, verify_cache
 from cache.testing import fill_cache, make_cache, make_codec, make_identity
 from services.store.jobs.leases import EventBatch
-from services.terminal.commands.upkeep import _find_embedded_url
+from services.terminal.commands.upkeep import find_embedded_url
 from tests.support.commands import kd
 
 
@@ -186,7 +186,7 @@ def test_rm_spares_what_an_unfinished_job_of_the_embedded_store_uses(
         home / "redis",
         ignore=shutil.ignore_patterns("append*", "*.lock"),
     )
-    assert _find_embedded_url(home / "redis") == parts.settings.redis_url
+    assert find_embedded_url(home / "redis") == parts.settings.redis_url
     job_id = parts.jobs.create(make_config("waits", cache={"fingerprint": ONE})).id
     refused = kd_cache(home, "rm", TWO, ONE, "--yes")
     assert refused.returncode == 1

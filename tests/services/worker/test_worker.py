@@ -18,11 +18,11 @@ import pytest
 from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, make_config, wait_until
 from bench.support.paths import ROOT
 from bench.support.scripted_child import HOLD, STEPS
+from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker.child_process import Outbox, build_child_environment
 from services.worker.failures import describe_error
-from services.worker.lock_waiter import is_lock_free
 from tests.support.runs import MakeParts, attempted, started, steps_done
 
 

@@ -1,0 +1,102 @@
+"""What the folder of a run says about its job: enough to restore a record that was lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.disk import is_lock_free
+from cache.errors import PotstillError
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.config.placement import JOB_ID_PATTERN
+from kd.files import read_json
+
+#: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
+JOB_ID = re.compile(JOB_ID_PATTERN)
+#: File in a run folder that the writing process locks.
+LOCK = ".lock"
+#: The file that a stage writes last, by kind of job, and the artifacts beside it.
+LAST_FILES = {"precompute": "cache.json", "verify": "verify.json"}
+LAST_FILE = "report.json"
+ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json", "verify.json")
+
+
+class RunFolderError(PotstillError):
+    """A folder holds no run of a job, or a process writes to it."""
+
+    type = "run_folder"
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run as its folder describes it. ``error`` is None if the run has ended well."""
+
+    id: str
+    config: JobConfig
+    stage: str
+    fingerprint: str | None
+    artifacts: dict[str, Path]
+    error: dict[str, str] | None
+
+
+def read_run(folder: Path) -> FoundRun:
+    """Read the folder of a run. Raises ``RunFolderError``, or ``ConfigError`` for its job."""
+    if not JOB_ID.fullmatch(folder.name):
+        raise RunFolderError(
+            f"{folder} is not the folder of a job: its name is no job id.",
+            "Name a folder below KD_HOME/runs whose name begins with job_.",
+        )
+    if is_held(folder):
+        raise RunFolderError(
+            f"{folder} is in use: a process writes to it.", "Wait until its run has ended."
+        )
+    written = read_json(folder / "config.json")
+    if written is None:
+        raise RunFolderError(
+            f"{folder} has no config.json: its run had not begun, and nothing can be restored.",
+            "Remove it with `kd gc`, and submit the job again.",
+        )
+    config = parse_config(written)
+    summary = read_json(folder / "cache.json") or {}
+    ended = has_ended(folder, config)
+    captured = bool(summary) and len(config.stages) > 1
+    return FoundRun(
+        id=folder.name,
+        config=config,
+        stage=config.stages[-1] if ended or captured else config.stages[0],
+        fingerprint=summary.get("fingerprint") or config.cache.fingerprint,
+        artifacts=dict(_list_artifacts(folder)),
+        error=None if ended else _make_error(folder.name),
+    )
+
+
+def has_ended(folder: Path, config: JobConfig) -> bool:
+    """Whether the run wrote the file that comes last."""
+    last: dict[str, Any] | None = read_json(folder / LAST_FILES.get(config.kind, LAST_FILE))
+    if config.kind == "verify":
+        return last is not None and not last["problems"]
+    return last is not None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process has locked the run folder."""
+    return not is_lock_free(folder / LOCK)
+
+
+def _list_artifacts(folder: Path) -> Iterator[tuple[str, Path]]:
+    plots = sorted(path.name for path in folder.glob("*.png"))
+    for name in (*ARTIFACTS, *plots):
+        if (folder / name).exists():
+            yield name, folder / name
+
+
+def _make_error(job_id: str) -> dict[str, str]:
+    return {
+        "type": "record_lost",
+        "detail": "The record of this job was lost before its run had ended, and was restored.",
+        "remedy": f"`kd jobs retry {job_id}` continues the run from what its folder holds.",
+    }
