@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.config.job import JobConfig
+from services.process.lasting_loops import keep_running
 from services.settings import Settings
 from services.store.jobs.leases import EventBatch
 from services.worker.counters import RunCounters
@@ -140,7 +141,14 @@ class Child:
     kill_reason: str = ""
 
     def __post_init__(self) -> None:
-        self._reader = threading.Thread(target=self._read, name="child-events", daemon=True)
+        # Never set: the loop ends with the pipe.
+        stopping = threading.Event()
+        self._reader = threading.Thread(
+            target=keep_running,
+            args=("child-events", self._read, stopping),
+            name="child-events",
+            daemon=True,
+        )
         self._reader.start()
 
     def __enter__(self) -> Child:
@@ -152,6 +160,8 @@ class Child:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            if not line.endswith(b"\n"):
+                return  # the process was killed while it wrote the line
             event = json.loads(line)
             self.silence_timer.note(event)
             self.counters.note(event)

@@ -26,6 +26,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -34,6 +35,7 @@ from redis.commands.core import Script
 from redis.exceptions import RedisError
 
 from services.api.answers.problems import ApiProblem
+from services.process.lasting_loops import keep_running_async
 from services.settings import Settings
 from services.store.connection import connect_redis
 
@@ -158,7 +160,8 @@ class Limiter:
                 headers={"Retry-After": str(math.ceil(STREAM_LEASE_SECONDS))},
             )
         lease = StreamLease()
-        keeper = asyncio.create_task(self._keep(key, stream, lease, may_go_on))
+        keep = partial(self._keep, key, stream, lease, may_go_on)
+        keeper = asyncio.create_task(keep_running_async("stream-leases", keep))
         try:
             yield lease
         finally:
