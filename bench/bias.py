@@ -12,7 +12,7 @@ decoded again and again, and the mean weights are compared with p_T (``bench.sup
 rms z         the root mean square of the error over its standard error, for each position and
               decade; 1 where there is no bias, and a little more because 40 rounds estimate the
               standard error
-largest |z|   the largest of them, and of the decades
+largest z     the largest |z| of them, and of the decades
 ratio         the bound of the only part of a weight that cannot be unbiased, a ratio of rounded
               numbers, for a single token. It has both signs, and almost none is left in a sum.
 """
@@ -47,7 +47,7 @@ CODECS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
         (1.0, 1.5, 2.0, 4.0),
     ),
 ]
-COLUMNS = ["what", "T", *DECADES, "rms z", "largest |z|", "ratio"]
+COLUMNS = ["what", "T", *DECADES, "rms z", "largest z", "ratio"]
 
 
 @torch.no_grad()
