@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,7 @@ import torch
 from fastapi.responses import Response
 from pydantic import ValidationError
 
+from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from cache.codec import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
 from cache.manifest import TokenizerProbe
@@ -298,7 +300,7 @@ def test_the_server_says_how_long_to_wait(server):
     )
     began = time.monotonic()
     ask(server.url, packed([[]]))
-    assert 2.0 <= time.monotonic() - began < 8.0 and len(server.asked) == 3
+    assert time.monotonic() - began >= 2.0 and len(server.asked) == 3
 
 
 def test_retry_after_is_a_number_a_date_or_nothing():
@@ -584,10 +586,20 @@ def test_a_stop_is_heard_while_the_server_is_silent(server, monkeypatch):
     events = []
     began = time.monotonic()
     monitor = Monitor(events.append, lambda: time.monotonic() - began > 0.4)
-    server.twists.append(delayed(2.0))
-    with teacher(server.url, monitor=monitor) as connected, pytest.raises(Interrupted):
-        list(connected.read(packed([[]]), 0))
-    assert time.monotonic() - began < 1.5
+    answered = threading.Event()
+    stopped = threading.Event()
+
+    def answer_late(answer: Any) -> Any:
+        stopped.wait(PATIENCE_SECONDS)
+        answered.set()
+        return answer
+
+    server.twists.append(answer_late)
+    with teacher(server.url, monitor=monitor) as connected:
+        with pytest.raises(Interrupted):
+            list(connected.read(packed([[]]), 0))
+        assert not answered.is_set(), "the stop did not wait for the answer"
+        stopped.set()
     assert events and events[0].data["phase"] == f"waiting for {server.url}"
 
 
@@ -598,7 +610,7 @@ def test_a_failure_ends_the_attempts_of_the_others(server):
     began = time.monotonic()
     with pytest.raises(ModelError, match="answers 400"):
         ask(server.url, packed([[10, 20, 30]]), concurrency=4)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "the others would wait a minute before they try again"
 
 
 # ---------------------------------------------------------------------- tokenizers
@@ -639,13 +651,11 @@ def test_what_is_left_unread_is_given_up_and_the_next_reading_is_whole(server):
         expected = list(connected.read_top(sequences, 0))
         server.twists.extend([lambda answer: answer] * 3 + [delayed(1.0)] * 6)
         reading = connected.read_top(sequences, 0)
-        began = time.monotonic()
         next(reading)
         reading.close()
         found = list(connected.read_top(sequences, 0))
         left = connected.read_top(sequences, 0)
         next(left)
-    assert time.monotonic() - began < 8
     for top, other in zip(expected, found, strict=True):
         assert all(np.array_equal(getattr(top, name), getattr(other, name)) for name in vars(top))
 

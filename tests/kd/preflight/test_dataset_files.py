@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -307,9 +306,8 @@ def test_aliases_that_multiply_cost_nothing(root: Path, limits: Confinement) -> 
     card = "\n".join([*lines, "configs: [{config_name: a, data_files: *a11}]"])
     for name, text in ((".huggingface.yaml", card), ("README.md", f"---\n{card}\n---\n")):
         (root / "set" / name).write_text(text, encoding="utf-8")
-        begin = time.monotonic()
+        # Nine to the power of eleven strings would fit into no memory.
         assert refused_at_post(root / "set", limits) == []
-        assert time.monotonic() - begin < 5
 
 
 # Patterns, formats and columns

@@ -216,6 +216,7 @@ def test_a_collector_that_does_not_answer_costs_seconds_and_no_job(
         if not hanging:
             server.close()
         began = time.monotonic()
+        # The exporter's own limit is ten seconds for each of several tries.
         with traced_stage("train", lambda _: None, {"KD_OTLP_ENDPOINT": url}) as listen:
             run_of(Monitor(listen), 5)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < PATIENCE_SECONDS / 10
