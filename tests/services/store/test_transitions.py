@@ -12,8 +12,10 @@ from typing import Any
 from bench.support.harness import make_config
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
+from services.store.jobs.records import make_job_id
 from services.store.jobs.script import SCRIPT
 from services.store.jobs.store import JobStore
+from services.store.run_folder import FoundRun
 from tests.support.records import (
     ALLOWED_IN,
     ERROR,
@@ -123,8 +125,15 @@ def ways_into(jobs: JobStore) -> Iterator[tuple[str, Callable[[], Placed]]]:
     yield "cancelled", lambda: place(jobs, fail_need, retry_need, needs=1)
 
 
+def make_run(job_id: str, error: dict[str, str] | None) -> FoundRun:
+    return FoundRun(job_id, make_config("lost"), "train", None, {}, error)
+
+
 def actions(jobs: JobStore) -> Iterator[tuple[str, Callable[[Placed], bool]]]:
-    """Every action except create. Each returns whether it took effect."""
+    """Every action except create. Each returns whether it took effect.
+
+    Adopt meets jobs that have a record, and leaves them as they are.
+    """
 
     def client(action: Any) -> Callable[[Placed], bool]:
         return lambda placed: jobs.change(action, placed.id).outcome == "done"
@@ -163,6 +172,7 @@ def actions(jobs: JobStore) -> Iterator[tuple[str, Callable[[Placed], bool]]]:
         yield "finish", worker(lambda claim, outcome=outcome: jobs.finish(claim, outcome, ERROR))
         yield "settle", settle(outcome)
     yield "due", due
+    yield "adopt", lambda placed: jobs.adopt(make_run(placed.id, None), "ann")
 
 
 def test_the_clients_part_of_the_table_is_what_the_api_is_told() -> None:
@@ -226,6 +236,10 @@ def test_every_action_from_every_status_does_what_the_table_says_and_nothing_els
                 assert everything(jobs, placed.id)[1] == untouched[1], before
             jobs.redis.flushall()
     seen["create"][GONE] = frozenset({"waiting", "queued"})
+    for error in (None, ERROR):
+        run = make_run(make_job_id(), error)
+        assert jobs.adopt(run, "ann")
+        seen["adopt"][GONE] |= {status(jobs, run.id)}
     assert {action: dict(rows) for action, rows in seen.items()} == table()
 
 
