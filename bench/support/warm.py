@@ -195,19 +195,25 @@ def serve(channel: socket.socket) -> dict[str, Any] | None:
             channel.close()
             die_with_parent(signal.SIGKILL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _supervise_a_fork(*handles)
-            return dict(json.loads(letter))
+            order = dict(json.loads(letter))
+            _supervise_a_fork(*handles, new_session=order["new_session"])
+            return order
         for handle in handles:
             os.close(handle)
 
 
-def _supervise_a_fork(stdin: int, stdout: int, stderr: int, reply: int) -> None:
+def _supervise_a_fork(
+    stdin: int, stdout: int, stderr: int, reply: int, *, new_session: bool
+) -> None:
     """Return in a fork that has these files. Tell ``reply`` its number and its exit code."""
     if pid := os.fork():
-        os.write(reply, f"{pid:<{WIDTH}}".encode())
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.write(reply, f"{code:<{WIDTH}}".encode())
         os._exit(0)
+    if new_session:
+        os.setsid()
+    # Only now, because who has the number may signal the group of the new session.
+    os.write(reply, f"{os.getpid():<{WIDTH}}".encode())
     for number, handle in enumerate((stdin, stdout, stderr)):
         os.dup2(handle, number)
         os.close(handle)
@@ -252,8 +258,6 @@ def main() -> None:
     gc.freeze()  # a collection in a fork would copy the pages of all that is imported
     order = serve(socket.socket(fileno=int(sys.argv[2])))
     if order is not None:
-        if order["new_session"]:
-            os.setsid()
         os.environ.clear()
         os.environ.update(order["env"])
         os.chdir(order["folder"])
