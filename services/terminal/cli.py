@@ -43,13 +43,11 @@ from services.terminal.console import (
     print_json,
     print_table,
 )
+from services.terminal.exit_codes import FAILED, INVALID, UNREACHABLE
 
 if TYPE_CHECKING:
     from services.settings import Settings
 
-FAILED = 1
-INVALID = 2
-UNREACHABLE = 3
 #: Settings of every command: -h, and the width of help where no terminal has one.
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 if not sys.stdout.isatty():

@@ -22,12 +22,11 @@ from services.terminal.console import (
     print_json,
     print_table,
 )
+from services.terminal.exit_codes import UNVERIFIED
 
 if TYPE_CHECKING:
     from cache.manifest import FidelityRow
 
-#: The exit code of a cache that failed its verification.
-UNVERIFIED = 4
 
 app = typer.Typer()
 cache_app = typer.Typer(no_args_is_help=True, help="Caches on this machine, in KD_HOME.")

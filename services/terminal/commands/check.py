@@ -20,11 +20,10 @@ from services.terminal.console import (
     print_facts,
     print_json,
 )
+from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from kd.checks.verdict import Verdict
-
-FAILED = 1
 
 app = typer.Typer()
 

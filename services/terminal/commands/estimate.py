@@ -20,13 +20,12 @@ from services.terminal.console import (
     print_facts,
     print_json,
 )
+from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from kd.capture.estimate import Estimate
     from kd.config.job import JobConfig
     from services.settings import Settings
-
-FAILED = 1
 
 app = typer.Typer()
 

@@ -19,14 +19,13 @@ from services.terminal.console import (
     print_json,
     print_table,
 )
+from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from cache.inspection import CacheStats, Comparison, Histogram
     from cache.operations import Garbage
     from services.settings import Settings
 
-#: The exit code of `kd cache diff` for caches that differ.
-DIFFERENT = 1
 #: Characters of the longest bar of a histogram.
 BAR_WIDTH = 40
 SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -78,7 +77,7 @@ def cache_diff(a: CacheName, b: CacheName, home: Home = None, as_json: AsJson = 
     left, right = (open_cache(find_cache_or_path(root, name)) for name in (a, b))
     found = compare_caches(left, right)
     print_json(found.to_json()) if as_json else _print_comparison(found)
-    raise typer.Exit(0 if found.equal else DIFFERENT)
+    raise typer.Exit(0 if found.equal else FAILED)
 
 
 @app.command("stats")

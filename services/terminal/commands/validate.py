@@ -19,14 +19,12 @@ from services.terminal.console import (
     print_error,
     print_json,
 )
+from services.terminal.exit_codes import INVALID
 
 if TYPE_CHECKING:
     from kd.config.job import JobConfig
     from kd.errors import Problem
     from services.settings import Settings
-
-#: The exit code of a job with problems.
-INVALID = 2
 
 app = typer.Typer()
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bench.support.paths import ROOT
-from services.terminal import cli
-from services.terminal.commands import caches, jobs, upkeep, validate
+from services.terminal import exit_codes
+from services.terminal.commands import jobs
 from tests.support.commands import kd, load_commands, parse_kd
 
 #: Options that act at once, so that their negative would mean nothing.
@@ -57,7 +57,7 @@ def test_every_switch_can_be_switched_off() -> None:
 @pytest.mark.parametrize("words", [["nonsense"], ["jobs", "ls", "--frobnicate-all-the-jobs"]])
 def test_a_pipe_gets_an_error_on_one_line(words: list[str]) -> None:
     done = kd(*words, COLUMNS="50")
-    assert done.returncode == cli.INVALID
+    assert done.returncode == exit_codes.INVALID
     assert done.stderr.splitlines()[-1].startswith("Error: No such ")
     assert words[-1] in done.stderr.splitlines()[-1]
 
@@ -85,6 +85,6 @@ def test_the_guide_lists_every_exit_code() -> None:
     guide = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     section = guide.partition("## Exit codes\n")[2].partition("\n## ")[0]
     listed = set(map(int, re.findall(r"^\| (\d+) \|", section, re.MULTILINE)))
-    used = {cli.FAILED, cli.INVALID, cli.UNREACHABLE, caches.UNVERIFIED, upkeep.DIFFERENT}
-    used |= {validate.INVALID, INTERRUPTED, *jobs.EXIT_OF_STATUS.values()}
+    used = {value for name, value in vars(exit_codes).items() if name.isupper()}
+    used |= {INTERRUPTED, *jobs.EXIT_OF_STATUS.values()}
     assert listed == used | {0}
