@@ -82,12 +82,8 @@ def memory_errors(options: TrainConfig, estimate: str = "") -> Iterator[None]:
 
     Other errors pass unchanged.
     """
-    try:
+    with _replace_memory_errors(lambda error: make_out_of_memory(error, options, estimate)):
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise make_out_of_memory(error, options, estimate) from error
 
 
 @contextmanager
@@ -96,18 +92,31 @@ def saving_errors(what: str) -> Iterator[None]:
 
     Other errors pass unchanged.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(
+
+    def describe(error: RuntimeError | MemoryError) -> OutOfMemory:
+        return OutOfMemory(
             f"Memory ran out while {what} was saved: {_reason(error)}. Nothing half-written is "
             "left.",
             "Saving needs some 100 MiB of this machine's memory, beside what the run holds. Free "
             "memory or ask for more with resources.memory, then run the same job again: it goes on "
             "from its newest checkpoint.",
-        ) from error
+        )
+
+    with _replace_memory_errors(describe):
+        yield
+
+
+@contextmanager
+def _replace_memory_errors(
+    describe: Callable[[RuntimeError | MemoryError], OutOfMemory],
+) -> Iterator[None]:
+    """Raise what ``describe`` returns in place of an error of an allocator in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise describe(error) from error
 
 
 # ---------------------------------------------------------------------- what fits
