@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.records import Truth, format_table, read_teacher
+from bench.records import Truth, add_source_options, format_table, read_teacher
 from bench.support.bias import DECADES, BiasRow, bound_rounding, measure_bias
-from bench.support.paths import AUSTEN
 from cache.codec import Codec
 from kd.capture.knots import choose_knots
 from kd.models.loading import hide_progress_bars
@@ -87,11 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--teacher", type=Path, default=AUSTEN / "teacher")
-    parser.add_argument("--gguf-file")
-    parser.add_argument("--text", type=Path, default=AUSTEN / "text" / "persuasion.txt")
-    parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--length", type=int, default=256)
+    add_source_options(parser, sequences=4, length=256)
     parser.add_argument("--positions", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--draws", type=int, default=32, help="draws of each round, 1 to 64")

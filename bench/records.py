@@ -163,6 +163,15 @@ def time_fastest_run(run: Callable[[], Any], rounds: int = 3) -> tuple[float, An
 
 
 @torch.no_grad()
+def add_source_options(parser: argparse.ArgumentParser, sequences: int, length: int) -> None:
+    """Add the options that ``read_teacher`` reads, with these defaults."""
+    parser.add_argument("--teacher", type=Path, default=AUSTEN / "teacher")
+    parser.add_argument("--gguf-file")
+    parser.add_argument("--text", type=Path, default=AUSTEN / "text" / "persuasion.txt")
+    parser.add_argument("--sequences", type=int, default=sequences)
+    parser.add_argument("--length", type=int, default=length)
+
+
 def read_teacher(arguments: argparse.Namespace) -> tuple[Truth, Any]:
     """Read the first sequences of the text with the teacher; returns truth and tokenizer."""
     tokenizer = load_tokenizer(arguments.teacher, arguments.gguf_file)
@@ -430,11 +439,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--teacher", type=Path, default=AUSTEN / "teacher")
-    parser.add_argument("--gguf-file")
-    parser.add_argument("--text", type=Path, default=AUSTEN / "text" / "persuasion.txt")
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--length", type=int, default=512)
+    add_source_options(parser, sequences=32, length=512)
     parser.add_argument(
         "--gradient", type=int, default=8, help="sequences on which closeness is measured"
     )
