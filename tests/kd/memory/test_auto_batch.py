@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.support.harness import PATIENCE_SECONDS
-from bench.support.paths import ROOT
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 from kd.memory.auto_batch import (
@@ -26,6 +20,7 @@ from kd.memory.auto_batch import (
     rehearse_step,
     resize_micro_batch,
 )
+from tests.support.kd.limited import run_limited
 
 CPU = torch.device("cpu")
 
@@ -328,33 +323,9 @@ print(json.dumps(found))
 """
 
 
-def run_child(script: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that ``script`` prints, in a process of its own."""
-    if sys.platform != "linux":
-        pytest.skip("RLIMIT_AS is kept on Linux")
-    # glibc raises its threshold for mmap with every large block that is freed, and then keeps such
-    # blocks in a heap with holes: how much fits below a limit would be a matter of luck.
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 @pytest.fixture(scope="module")
 def child() -> dict[str, Any]:
-    return run_child(CHILD, str(LEFT))
+    return run_limited(CHILD, str(LEFT))
 
 
 def test_memory_that_runs_out_is_answered_by_the_levers(child: dict[str, Any]) -> None:
@@ -441,7 +412,7 @@ print(json.dumps(found | {"auto": auto, "plain": plain}))
 
 
 def test_memory_that_is_taken_later_is_answered_by_smaller_micro_batches(tmp_path: Path) -> None:
-    found = run_child(LATER, str(tmp_path))
+    found = run_limited(LATER, str(tmp_path))
     assert found["size"] in (1, 2, 4, 8), found
     assert found["step"] == 3
     assert found["tokens"] == 3 * 16 * 511

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kd.errors import OutOfMemory
 from kd.memory.auto_batch import saving_errors
 from kd.training.tensor_file import write_tensors
-from tests.support.checkout import ROOT
+from tests.support.kd.limited import run_limited
 
 TENSORS = {
     "matrix": torch.randn(3, 5),
@@ -132,31 +127,8 @@ print(json.dumps(found))
 """
 
 
-def run_child(folder: Path) -> dict[str, Any]:
-    if sys.platform != "linux":
-        pytest.skip("RLIMIT_AS is kept on Linux")
-    # As in tests/kd/memory/test_auto_batch.py: a heap with holes would make it a matter of luck.
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def test_saving_needs_half_a_mebibyte_and_an_error_of_it_names_itself(tmp_path: Path) -> None:
-    found = run_child(tmp_path)
+    found = run_limited(CHILD, str(tmp_path))
     assert found["saved"] > 3 * 64 * 2**20, "weights and two moments"
     assert "Memory ran out while the checkpoint of step 3 was saved" in found["error"]
     assert found["taken"] == [1, 2, 3] and found["left"] == []

@@ -1,0 +1,39 @@
+"""Runs a script in a process whose memory the script itself limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from bench.support.harness import PATIENCE_SECONDS
+from bench.support.paths import ROOT
+
+
+def run_limited(script: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that ``script`` prints, in a process of its own."""
+    if sys.platform != "linux":
+        pytest.skip("RLIMIT_AS is kept on Linux")
+    # glibc raises its threshold for mmap with every large block that is freed, and then keeps such
+    # blocks in a heap with holes: how much fits below a limit would be a matter of luck.
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
