@@ -136,27 +136,16 @@ def tiny_teacher(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
     A test that changes the folder copies it first.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.support.kd.students import save_teacher
 
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=2112,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+    # Distributions far from uniform: records get both heads and tails.
+    return save_teacher(
+        tmp_path_factory.mktemp("teacher"),
+        tokenizer,
+        32,
         max_position_embeddings=512,
-        initializer_range=0.4,  # distributions far from uniform: records get both heads and tails
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.4,
     )
-    folder = tmp_path_factory.mktemp("teacher")
-    LlamaForCausalLM(shape).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from bench.support.paths import AUSTEN, DATA
 from cache.codec import Codec, RecordPositions, Sample, make_cosine_basis
@@ -44,6 +44,7 @@ from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import run_stages
 from kd.progress import Event, Monitor
 from kd.text.batches import Batch, make_batch
+from tests.support.kd.students import save_teacher
 from tests.support.kd.targets import V, dense_loss, random_entries, random_targets, relative
 
 pytestmark = [
@@ -471,24 +472,13 @@ def test_the_kernels_equal_the_plain_pass_and_themselves(
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = load_tokenizer(AUSTEN / "teacher")
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=2112,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+    return save_teacher(
+        tmp_path_factory.mktemp("teacher"),
+        load_tokenizer(AUSTEN / "teacher"),
+        64,
+        max_position_embeddings=2048,
         initializer_range=0.3,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    folder = tmp_path_factory.mktemp("teacher")
-    LlamaForCausalLM(shape).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def make_job(

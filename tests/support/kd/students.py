@@ -1,7 +1,8 @@
-"""Small random students, and comparisons of their weights."""
+"""Small random models, and comparisons of their weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ def make_llama(
             **(shape | changes),
         )
     )
+
+
+def save_teacher(folder: Path, tokenizer: Any, width: int, **changes: Any) -> Path:
+    """Save a random Llama with its tokenizer, and return ``folder``.
+
+    Its LM head is padded to 2,112 rows, as those of real models often are.
+    """
+    model = make_llama(
+        2112,
+        width,
+        intermediate_size=2 * width,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **changes,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
