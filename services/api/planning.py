@@ -21,10 +21,11 @@ from kd.capture.estimate import (
     measure_free_bytes,
 )
 from kd.config.job import JobConfig
-from kd.memory.model_memory import estimate_model_memory
+from kd.memory.model_memory import estimate_least_memory, estimate_model_memory
 from services.api.answers.views import JobPlan, MemoryEstimate
 from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
+from services.store.jobs.workers import explain_small_memory
 from services.store.schemas import JobEstimate, WorkerState
 
 
@@ -49,7 +50,10 @@ def plan_job(
         tokens=_count_tokens(config, steps),
         memory=_estimate_memory(config, settings.root, kept),
         free_bytes=measure_free_bytes(settings.home),
-        warnings=list(_find_warnings(config, capture, steps, workers)),
+        warnings=[
+            *_find_warnings(config, capture, steps),
+            *_find_worker_warnings(config, settings.root, workers),
+        ],
     )
 
 
@@ -130,7 +134,7 @@ def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> Memory
 
 
 def _find_warnings(
-    config: JobConfig, capture: JobEstimate | None, steps: int | None, workers: list[WorkerState]
+    config: JobConfig, capture: JobEstimate | None, steps: int | None
 ) -> Iterator[str]:
     if capture is not None and not capture.fits:
         yield (
@@ -148,11 +152,20 @@ def _find_warnings(
             "loss.alpha 1 gives the teacher no weight, because alpha weighs the hard labels;"
             " the job captures the teacher all the same."
         )
+
+
+def _find_worker_warnings(
+    config: JobConfig, root: Path, workers: list[WorkerState]
+) -> Iterator[str]:
+    """Say for each stage that no worker has the resources, or the memory that the models need."""
+    least_memory = estimate_least_memory(config, root)
+    needs = config.resources
     for stage in config.stages:
+        if stage == SEARCH:
+            continue
         serving = [worker for worker in workers if stage in worker.stages]
-        needs = config.resources
-        if stage != SEARCH and not any(
-            worker.device.covers(needs.gpus, needs.memory) for worker in serving
-        ):
+        if not any(worker.device.covers(needs.gpus, needs.memory) for worker in serving):
             found = "none has the resources that it asks for" if serving else "there is none"
             yield f"The job will wait for a worker of stage {stage}: {found}."
+        elif small := explain_small_memory(least_memory, stage, serving):
+            yield small

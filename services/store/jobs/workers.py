@@ -59,7 +59,7 @@ def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | No
     if not (needs.gpus or needs.memory) or any(
         worker.device.covers(needs.gpus, needs.memory) for worker in serving
     ):
-        return _explain_small_memory(job, serving)
+        return explain_small_memory(job.least_memory, job.stage, serving)
     wanted = describe_needs(needs)
     if not serving:
         return (
@@ -68,16 +68,22 @@ def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | No
     return f"No worker of stage {job.stage} has {wanted}; the job waits until one starts that has."
 
 
-def _explain_small_memory(job: Job, serving: list[WorkerState]) -> str | None:
-    """Say that the models of a job are larger than the memory of every worker of its stage."""
+def explain_small_memory(
+    least_memory: int | None, stage: str, serving: list[WorkerState]
+) -> str | None:
+    """Say that the models of a job are larger than the memory of every worker that serves a stage.
+
+    ``least_memory`` is in bytes; None if it is unknown. The result is None if one is large enough,
+    or if that cannot be known.
+    """
     largest = max((worker.device.total_bytes for worker in serving), default=0)
     # Memory 0 is unknown memory.
     known = all(worker.device.total_bytes for worker in serving)
-    if job.least_memory is None or not largest or not known or job.least_memory <= largest:
+    if least_memory is None or not largest or not known or least_memory <= largest:
         return None
     return (
-        f"The job's models need at least {format_bytes(job.least_memory)} of memory, and no worker "
-        f"of stage {job.stage} has more than {format_bytes(largest)}: the job will run out of "
+        f"The job's models need at least {format_bytes(least_memory)} of memory, and no worker "
+        f"of stage {stage} has more than {format_bytes(largest)}: the job will run out of "
         "memory. Choose smaller models."
     )
 

@@ -27,6 +27,7 @@ from services.api.answers.views import MemoryEstimate
 from services.api.kept_answers import KeptAnswers
 from services.api.planning import plan_job
 from services.settings import Settings
+from services.store.schemas import Device, WorkerState
 from tests.support.api import UNLIMITED, inputs, problem, valid
 from tests.support.kd.optimizers import measure_optimizer_bytes
 from tests.support.kd.zoo import build
@@ -97,6 +98,20 @@ def test_adapters_and_a_moving_average_change_the_plan(tiny_teacher: Path, tmp_p
     assert plan_memory(averaged, tmp_path).student_bytes == 5 * 4 * numbers
     adapted = job | {"student": job["student"] | {"lora": {}}}
     assert plan_memory(adapted, tmp_path).student_bytes == 4 * numbers
+
+
+def test_a_plan_warns_of_models_larger_than_every_worker(
+    tiny_teacher: Path, tmp_path: Path
+) -> None:
+    giant = make_job({"init": INIT | {"layers": 256, "hidden_size": 32768}}, tiny_teacher, "adamw")
+    worker = WorkerState(id="w", stages=["train"], device=Device(memory_bytes=64 << 30))
+
+    def list_warnings(job: dict[str, Any]) -> list[str]:
+        return plan_job(parse_config(job), Settings(home=tmp_path), [worker]).warnings
+
+    assert any("more than 64 GiB" in warning for warning in list_warnings(giant))
+    small = make_job({"init": INIT}, tiny_teacher, "adamw")
+    assert not any("64 GiB" in warning for warning in list_warnings(small))
 
 
 def test_planning_imports_no_torch() -> None:
