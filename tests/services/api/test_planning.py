@@ -239,26 +239,28 @@ def test_an_answer_is_kept_while_its_files_stay_as_they_are(tmp_path: Path) -> N
     assert ask() == "six", "the oldest answers are dropped"
 
 
-def test_a_plan_reads_its_text_again_only_when_it_has_changed(tmp_path: Path) -> None:
-    text = inputs(tmp_path / "inputs")
-    config = parse_config(valid("quick", text, "distill"))
+def test_a_plan_reads_its_text_again_only_when_it_has_changed(
+    tiny_teacher: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "text.txt"
+    job = make_job({"init": INIT}, tiny_teacher, "adamw") | {"data": {"train": str(file)}}
     settings = Settings(home=tmp_path)
     kept = KeptAnswers()
 
     def count_tokens() -> int:
-        capture = plan_job(config, settings, [], kept).capture
+        capture = plan_job(parse_config(job), settings, [], kept).capture
         assert capture is not None
         return capture.tokens
 
-    file = Path(text, "text.txt")
+    content = b"It is a truth universally acknowledged.\n" * 50
+    file.write_bytes(content)
     state = file.stat()
     before = count_tokens()
-    content = file.read_bytes()
-    file.write_bytes(content * 20)
-    assert count_tokens() > before
-    file.write_bytes(content)
+    file.write_bytes(b"0" * len(content))
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert count_tokens() == before
+    assert count_tokens() == before, "size and time are the same"
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    assert count_tokens() != before
 
 
 def test_a_source_that_comes_often_is_looked_at_once_and_counted_each_time(tmp_path: Path) -> None:
