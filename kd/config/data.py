@@ -46,7 +46,7 @@ TextSource = Annotated[
 #: Sources of one field at most: each of them is looked for when a job is checked.
 MOST_SOURCES = 1000
 TextSources = Annotated[
-    tuple[TextSource, ...], BeforeValidator(_wrap_in_tuple), Field(max_length=MOST_SOURCES)
+    tuple[TextSource, ...], Field(max_length=MOST_SOURCES), BeforeValidator(_wrap_in_tuple)
 ]
 
 

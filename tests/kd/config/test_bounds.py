@@ -239,6 +239,23 @@ def test_every_bounded_field_is_in_the_table():
     assert set(bounded(JobConfig)) - {"student.model"} <= {path for path, *_ in BOUNDS}
 
 
+def list_arrays(schema: typing.Any) -> Iterator[dict[str, typing.Any]]:
+    """Yield every list of a JSON schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "array":
+            yield schema
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for each in schema:
+            yield from list_arrays(each)
+
+
+def test_the_schema_shows_the_bound_of_every_list():
+    lists = list(list_arrays(JobConfig.model_json_schema()))
+    assert len(lists) > 5
+    assert [each for each in lists if "maxItems" not in each] == []
+
+
 def test_every_field_says_what_it_is():
     for section in all_sections():
         for name, field in section.model_fields.items():
