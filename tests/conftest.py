@@ -40,14 +40,31 @@ settings.load_profile("same")
 pytest.register_assert_rewrite("tests.support")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files with slow tests first.
+#: The rooms whose tests wait for processes more than they compute.
+WAITING = ("services", "system")
 
-    Parallel test processes share the files. A slow file at the end would keep one process busy
-    while the others wait.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mix the files that wait with the files that compute, and run those with slow tests first.
+
+    Parallel test processes share the files. While one waits for a server, another computes. A slow
+    file at the end would keep one process busy while the others have nothing left.
     """
     slow = {item.path for item in items if "slow" in item.keywords}
-    items.sort(key=lambda item: item.path not in slow)
+    files: dict[bool, dict[Path, int]] = {True: {}, False: {}}
+    for item in items:
+        group = files[_waits(item.path)]
+        group.setdefault(item.path, len(group))
+
+    def place(item: pytest.Item) -> tuple[bool, float]:
+        group = files[_waits(item.path)]
+        return item.path not in slow, group[item.path] / len(group)
+
+    items.sort(key=place)
+
+
+def _waits(path: Path) -> bool:
+    return any(room in path.parts for room in WAITING)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,11 +27,13 @@ def draw_examples(folder: Path, *flags: str) -> str:
     """The examples that a run of pytest with the conftest of this folder draws."""
     (folder / "test_property.py").write_text(PROPERTY)
     (folder / "drawn").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "tests.conftest", *flags]
+    # Without the plugins that other tests need: to import them takes seconds.
+    plugins = ["-p", "_hypothesis_pytestplugin", "-p", "tests.conftest"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *flags]
     done = subprocess.run(
         [*command, "--rootdir", os.fspath(folder), "-c", "/dev/null", "test_property.py"],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.fspath(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.fspath(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

@@ -9,10 +9,31 @@ import zarrs  # noqa: F401  # registers its codec pipeline
 
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
+from cache.profiles import PROFILES
 from cache.store import open_cache, verify_cache
 from cache.testing import make_cache, make_codec, make_identity
-from tests.support.caches import IDENTITIES, captured, content, equal, flip, tiny
+from tests.support.caches import captured, content, equal, flip, identity_of, tiny
 from tests.support.manifests import edits
+
+#: Caches of two shards of 4 and 1 sequences: tests that damage each file in turn verify all others
+#: each time, so their time grows with the square of the files.
+IDENTITIES = {profile: identity_of(profile, 300, 16, 3, 2) for profile in PROFILES}
+SEQUENCES = range(5)
+
+
+@pytest.fixture(scope="module")
+def all_of_two_shards(tmp_path_factory):
+    root = tmp_path_factory.mktemp("two-shards")
+    return {
+        profile: make_cache(root / profile, identity) for profile, identity in IDENTITIES.items()
+    }
+
+
+@pytest.fixture
+def store(all_of_two_shards, profile, tmp_path):
+    """A copy of a cache of two shards that a test may damage."""
+    folder = all_of_two_shards[profile]
+    return shutil.copytree(folder, tmp_path / folder.name)
 
 
 @pytest.mark.slow
@@ -89,13 +110,13 @@ def test_a_flipped_bit_is_never_read_back_silently(store, profile):
         with pytest.raises(CacheCorrupt, match=name.split("/")[-2]) as refusal:  # noqa: PT012
             opened = open_cache(store)
             for draw in draws:
-                opened.read(range(10), draw)
+                opened.read(SEQUENCES, draw)
             opened.token_map()
             opened.teacher_head()
         assert name.split("/")[-2] in refusal.value.detail
         assert refusal.value.remedy
         flip(store / name, bit)
-    assert equal(open_cache(store).read(range(10)), captured(IDENTITIES[profile]))
+    assert equal(open_cache(store).read(SEQUENCES), captured(IDENTITIES[profile]))
 
 
 def test_every_flipped_byte_of_every_groups_metadata_is_refused_by_readers(tmp_path):

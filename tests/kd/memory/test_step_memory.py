@@ -218,7 +218,7 @@ from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 
 CPU = torch.device("cpu")
-B = 4
+B = 2
 L = 128
 SHAPE = {
     "vocab_size": 512,

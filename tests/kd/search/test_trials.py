@@ -152,9 +152,16 @@ class Killed(BaseException):
     """Stands for kill -9: nothing is saved on the way out."""
 
 
-@pytest.mark.parametrize("death", ["stop", "kill"])
 @pytest.mark.parametrize(
-    ("kind", "count"), [("metrics", 1), ("metrics", 7), ("evaluation", 3), ("trial", 2)]
+    ("death", "kind", "count"),
+    [
+        ("stop", "metrics", 1),
+        ("kill", "metrics", 7),
+        ("stop", "metrics", 7),
+        ("kill", "evaluation", 3),
+        ("stop", "trial", 2),
+        ("kill", "trial", 2),
+    ],
 )
 def test_stopped_or_killed_it_goes_on_and_repeats_no_trial(
     make_job: Any, home: Path, whole: dict[str, Any], death: str, kind: str, count: int
