@@ -187,7 +187,7 @@ class RecordReader(Protocol):
 def open_reader(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Iterator[RecordReader]:
     """Open the teacher of ``plan``: load its model, or connect to its server."""
     if plan.teacher.backend == "local":
-        yield prepare_teacher(plan, writer, monitor)
+        yield fit_recorder(Teacher.load(plan), plan, writer, monitor)
         return
     with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as teacher:
         length = plan.config.data.sequence_length
@@ -195,12 +195,15 @@ def open_reader(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Ite
         yield teacher
 
 
-def prepare_teacher(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Teacher:
-    """Load the teacher of ``plan`` and prepare the cache for its profile.
+def fit_recorder(
+    teacher: Teacher, plan: CapturePlan, writer: CacheWriter, monitor: Monitor
+) -> Teacher:
+    """Return ``teacher`` with a recorder for the cache of ``plan``, and prepare that cache.
 
-    Profile hidden stores the LM head; profile tempered needs a number of knots.
+    Several caches can be captured with one loaded teacher. Profile hidden stores the LM head;
+    profile tempered needs a number of knots.
     """
-    teacher = Teacher.load(plan)
+    teacher = replace(teacher, recorder=Recorder(teacher.recorder.lm_head, writer.codec))
     if plan.identity.codec.profile == "hidden":
         writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
     if plan.identity.codec.profile != "tempered":
