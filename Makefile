@@ -35,7 +35,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-cache bench-bias bench-train bench-temperature bench-service \
+.PHONY: help install demo test lint format docs bench bench-cache bench-bias bench-quality bench-train bench-temperature bench-service \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -95,6 +95,9 @@ bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the forma
 
 bench-bias: $(STAMP) ## Measure the bias of sampled records on real text, by decade of probability
 	$(BIN)/python bench/bias.py $(BENCH_FLAGS)
+
+bench-quality: $(STAMP) ## Train students of each kind of record, and print their shares of full distillation (hours)
+	$(BIN)/python bench/quality.py $(BENCH_FLAGS)
 
 bench-train: $(STAMP) ## Measure the training loop (10 minutes on two cores), then do bench-temperature
 	$(BIN)/python bench/train.py $(BENCH_FLAGS)

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.support.paths import AUSTEN
+from bench.support.quality.methods import DISTILLKIT, make_compression
 from cache.codec import Codec, round_to_bfloat16
 from cache.manifest import (
     CacheIdentity,
@@ -86,27 +87,6 @@ PROFILES: list[tuple[str, dict[str, Any]]] = [
     ("hidden int8", {"profile": "hidden", "bits": 8}),
     ("hidden int16", {"profile": "hidden", "bits": 16}),
 ]
-#: The configurations that DistillKit's README calls "recommended" and "budget".
-DISTILLKIT = {
-    "DistillKit recommended": {
-        "k": 128,
-        "exact_k": 16,
-        "exact_dtype": "bfloat16",
-        "polynomial_terms": (0, 1, 2, 3, 4, "sqrt"),
-        "term_dtype": "float32",
-        "residual_bins": (),
-        "delta_encoding": False,
-    },
-    "DistillKit budget": {
-        "k": 50,
-        "exact_k": 1,
-        "exact_dtype": "bfloat16",
-        "polynomial_terms": (0, 1, "sqrt"),
-        "term_dtype": "float32",
-        "residual_bins": (),
-        "delta_encoding": False,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -459,9 +439,11 @@ def main() -> None:
             rows.append(
                 make_cells(keep_ours(name, options, truth, Path(temporary)), truth, arguments)
             )
-        for name, options in DISTILLKIT.items():
-            compression = distillkit.Compression(d=truth.head.vocabulary, **options)
-            kept = keep_top(name, compression.k, truth, compression, Path(temporary))
+        for name in DISTILLKIT:
+            compression = make_compression(name, truth.head.vocabulary)
+            kept = keep_top(
+                f"DistillKit {name}", compression.k, truth, compression, Path(temporary)
+            )
             rows.append(make_cells(kept, truth, arguments))
         for k in (32, 128):
             rows.append(

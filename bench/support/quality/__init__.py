@@ -1,0 +1,1 @@
+"""The parts of bench/quality.py: caches, students, shares of the gap, and the page."""
