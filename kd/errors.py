@@ -6,6 +6,7 @@ PotstillError (cache.errors)
 ├── DataError             missing, empty, too short, or not in the declared format
 ├── TokenizerMismatch     student and cache do not share a tokenizer
 ├── FidelityError         a cache's records differ from the running teacher
+├── DeviceUnusable        the promised GPU is not there for torch, or not known to its build
 ├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
 │   ├── NotFinite         the loss became NaN
 │   └── OutOfMemory       memory ran out; the remedy names settings that need less
@@ -69,6 +70,12 @@ class FidelityError(PotstillError):
     """The records of a cache differ from the running teacher by more than their profile allows."""
 
     type = "fidelity_error"
+
+
+class DeviceUnusable(PotstillError):
+    """torch cannot compute on the device that the job was given."""
+
+    type = "device_unusable"
 
 
 class TrainingError(PotstillError):

@@ -47,6 +47,7 @@ from kd.models.precision import Precision, pick_device
 from kd.models.saving import choose_save_dtype, load_saved_student, save_student
 from kd.models.tokenizers import KnownTokenizer, load_tokenizer, require_same_tokenizer
 from kd.models.vocabulary import choose_run_vocabulary, choose_student_vocabulary
+from kd.preflight.devices import ask_torch, require_known_architecture
 from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.progress import SILENT, Monitor
 from kd.search.trials import search_students
@@ -77,8 +78,10 @@ def run_stage(
     """Run one stage of the job.
 
     ``home`` holds the caches of all jobs, ``run_dir`` the files of this job. Raises ``ConfigError``
-    for a job that cannot run, and ``TrainingError`` where ``run_dir`` is another job's.
+    for a job that cannot run, ``DeviceUnusable`` for a GPU that torch's build does not know, and
+    ``TrainingError`` where ``run_dir`` is another job's.
     """
+    require_known_architecture(ask_torch())
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_same_job(config, run_dir)
     hide_progress_bars()

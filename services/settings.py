@@ -160,8 +160,8 @@ class Settings(BaseSettings):
     devices: str | None = Field(
         None,
         description=(
-            "Devices of a worker: cpu, or numbers of GPUs such as 0,1. The default is the first "
-            "free GPU."
+            "Device of a worker: cpu, or the number or UUID of a GPU. The default is the first "
+            "free GPU. A job uses one device; of several (0,1 or cpu,cpu) the others idle."
         ),
     )
     outage_seconds: float = Field(

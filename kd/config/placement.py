@@ -28,7 +28,13 @@ class Resources(Section):
     """The resources that a worker must have to run the job."""
 
     gpus: int | None = Field(
-        None, ge=0, le=64, description="GPUs; null = as many as the worker has, 0 = none needed."
+        None,
+        ge=0,
+        le=64,
+        description=(
+            "GPUs; null = one if the worker has any, 0 = none. A job uses one device, so that more "
+            "than 1 is refused."
+        ),
     )
     memory: Annotated[int, Field(ge=1, le=1 << 50), BeforeValidator(_parse_bytes)] | None = Field(
         None,

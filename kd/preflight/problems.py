@@ -39,6 +39,9 @@ from kd.search.space import find_space_problems
 if TYPE_CHECKING:
     import torch
 
+#: GPUs that one job can use.
+MOST_GPUS = 1
+
 
 @dataclass(frozen=True)
 class Folders:
@@ -71,7 +74,11 @@ def find_problems(
     config: JobConfig, folders: Folders | None = None, machine: Machine | None = None
 ) -> list[Problem]:
     """Return everything that is wrong with ``config``, as far as the arguments show it."""
-    found = [*find_space_problems(config), *_find_evaluation_problems(config)]
+    found = [
+        *find_space_problems(config),
+        *_find_evaluation_problems(config),
+        *_find_resource_problems(config),
+    ]
     if folders is not None:
         found += _find_folder_problems(config, folders)
     if machine is not None:
@@ -134,6 +141,17 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
             "/evaluation/baseline",
             "a baseline is trained, but the job has no student or no train section.",
             "Give both, or set evaluation.baseline to false.",
+        )
+
+
+def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
+    """Refuse more GPUs than a job can use: they would be held for it and stay idle."""
+    wanted = config.resources.gpus
+    if wanted is not None and wanted > MOST_GPUS:
+        yield Problem(
+            "/resources/gpus",
+            f"it asks for {wanted} GPUs, but a job can use {MOST_GPUS}.",
+            "Set it to 1, or submit several jobs: each worker runs one on a GPU of its own.",
         )
 
 

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,20 @@ LOCK_SECONDS = 30.0
 StageRunner = Callable[[str, JobConfig, Path, Path, Monitor], dict[str, Any]]
 
 
-def run_stage_of_pipeline(*arguments: Any) -> dict[str, Any]:
-    """Call ``kd.pipeline.run_stage``. No other process of the service loads torch."""
-    from kd.pipeline import run_stage
+def run_stage_of_pipeline(gpus: int, *arguments: Any) -> dict[str, Any]:
+    """Call ``kd.pipeline.run_stage``. No other process of the service loads torch.
 
+    Raises ``DeviceUnusable`` if the worker gave the job ``gpus`` GPUs and torch sees none.
+    """
+    from kd.pipeline import run_stage
+    from kd.preflight.devices import ask_torch, require_promised_gpus
+
+    require_promised_gpus(gpus, ask_torch())
     return run_stage(*arguments)
 
 
-def main(run_stage: StageRunner = run_stage_of_pipeline) -> int:
-    """Run the stage that stdin names. Returns the exit code."""
+def main(run_stage: StageRunner | None = None) -> int:
+    """Run the stage that stdin names, by the pipeline if none is given. Returns the exit code."""
     die_with_parent(signal.SIGKILL)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -67,6 +73,7 @@ def main(run_stage: StageRunner = run_stage_of_pipeline) -> int:
     die_with_stdin(order["patience"])
     # After the guard was started: the guard must outlive this process.
     offer_to_oom_killer()
+    run_stage = run_stage or partial(run_stage_of_pipeline, order["gpus"])
     return attempt_stage(run_stage, order, events, stop)
 
 

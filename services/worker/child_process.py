@@ -213,7 +213,10 @@ class Child:
 
 @dataclass(frozen=True)
 class Order:
-    """The work of a child. ``confinement`` limits what its job may name (``kd.preflight``)."""
+    """The work of a child. ``confinement`` limits what its job may name (``kd.preflight``).
+
+    ``gpus`` is the number of GPUs that the child is given; its torch must see them.
+    """
 
     stage: str
     config: dict[str, Any]
@@ -221,14 +224,20 @@ class Order:
     run_dir: str
     patience: float
     confinement: dict[str, Any] | None = None
+    gpus: int = 0
 
 
 def make_order(
-    settings: Settings, stage: str, config: dict[str, Any], run_dir: Path, limits: dict[str, Any]
+    settings: Settings,
+    stage: str,
+    config: dict[str, Any],
+    run_dir: Path,
+    limits: dict[str, Any],
+    gpus: int = 0,
 ) -> Order:
     """Make the order for a stage. The patience is a lease: the job is lost after that."""
     patience = max(settings.lease_seconds, LEAST_PATIENCE_SECONDS)
-    return Order(stage, config, str(settings.home), str(run_dir), patience, limits)
+    return Order(stage, config, str(settings.home), str(run_dir), patience, limits, gpus)
 
 
 def start_child(settings: Settings, order: Order, environment: dict[str, str]) -> Child:

@@ -207,9 +207,9 @@ def run(settings: Settings, stages: list[str]) -> None:
     app = make_celery_app(settings.redis_url)
     store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)
     worker = StageWorker(settings, app, store, stages, device)
-    log.info(
-        "works on %s (%s)", device.name, ", ".join(gpu.uuid for gpu in device.gpus) or device.kind
-    )
+    log.info("works on %s (%s)", device.name, ", ".join(device.list_names()))
+    if len(device.gpus) > 1:
+        log.warning("a job uses one GPU: the others of this worker idle; start a worker for each")
 
     @app.task(name=TASK_NAME)  # type: ignore[untyped-decorator]
     def run_stage(_: str, stage: str) -> None:

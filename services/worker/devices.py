@@ -3,6 +3,7 @@
     KD_DEVICES unset   the first free GPU that CUDA_VISIBLE_DEVICES shows; the CPU if there is none
     KD_DEVICES 0,1     these GPUs, by their numbers in nvidia-smi or by UUID
     KD_DEVICES cpu     the CPU
+    KD_DEVICES cpu,cpu the CPU as two devices, for tests of several
 
     home/devices/{uuid}.lock    locked while the worker that has the GPU lives
 
@@ -55,10 +56,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class WorkerDevice:
-    """The device of a worker. ``gpus`` is empty on the CPU; ``hidden`` means KD_DEVICES is cpu."""
+    """The device of a worker. ``gpus`` is empty on the CPU.
+
+    ``hidden`` means that KD_DEVICES names the CPU, ``cpus`` as how many devices.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     hidden: bool = False
+    cpus: int = 1
     _locks: tuple[IO[str], ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -81,8 +86,15 @@ class WorkerDevice:
         # Without a known GPU nothing is hidden: there may be a GPU that NVML does not know.
         if not (self.gpus or self.hidden or wanted == 0):
             return {}
-        seen = self.gpus if wanted is None else self.gpus[:wanted]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in seen)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in self.give(wanted))}
+
+    def give(self, wanted: int | None) -> tuple[Gpu, ...]:
+        """The GPUs for a job that asks for ``wanted`` of them; None = all."""
+        return self.gpus if wanted is None else self.gpus[:wanted]
+
+    def list_names(self) -> list[str]:
+        """The names of its devices: UUIDs of GPUs, or ``cpu`` once for each device."""
+        return [gpu.uuid for gpu in self.gpus] or [CPU] * self.cpus
 
     def require_alive(self) -> None:
         """Raise ``DeviceError`` if the driver no longer lists a GPU. A container can lose it."""
@@ -104,11 +116,14 @@ class WorkerDevice:
 def take_device(wanted: str | None, home: Path) -> WorkerDevice:
     """Take a device for this worker. If other workers have all GPUs, wait until one is free.
 
-    Raises ``DeviceError`` if a named GPU does not exist, or if the driver fails.
+    Raises ``DeviceError`` if a named GPU does not exist, if the driver fails, or if ``wanted``
+    mixes the CPU with GPUs.
     """
-    gpus = _choose(wanted, find_gpus() if wanted != CPU else [])
+    if cpus := count_cpus(wanted):
+        return WorkerDevice(hidden=True, cpus=cpus)
+    gpus = choose_gpus(wanted, find_gpus())
     if not gpus:
-        return WorkerDevice(hidden=wanted == CPU)
+        return WorkerDevice()
     waits = False
     while not (device := _lock_named(gpus, home) if wanted else _lock_one(gpus, home)):
         if not waits:
@@ -175,12 +190,27 @@ def _describe(handle: Any, index: int) -> Gpu:
 # ---------------------------------------------------------------------- choosing and locking
 
 
-def _choose(
+def count_cpus(wanted: str | None) -> int:
+    """The number of CPU devices that KD_DEVICES names; 0 if it names GPUs or nothing.
+
+    Raises ``DeviceError`` if it names both.
+    """
+    names = _split_words(wanted or "")
+    cpus = names.count(CPU)
+    if cpus not in (0, len(names)):
+        raise DeviceError(
+            f"KD_DEVICES is {wanted!r}, which mixes the CPU with GPUs.",
+            "Name GPUs only, such as 0, or the CPU only. Start one worker for each kind.",
+        )
+    return cpus
+
+
+def choose_gpus(
     wanted: str | None, gpus: list[Gpu], environment: Mapping[str, str] = os.environ
 ) -> list[Gpu]:
     """The GPUs that KD_DEVICES names, all of which must exist; else those that CUDA would show."""
     if wanted:
-        return [_require_gpu(name, gpus) for name in _split_words(wanted)] if wanted != CPU else []
+        return [_require_gpu(name, gpus) for name in _split_words(wanted)]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus

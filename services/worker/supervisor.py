@@ -129,8 +129,10 @@ class Attempt:
         claim = self._claim
         settings = self._settings
         limits = build_confinement(settings, self._store, claim.owner)
-        granted = limits.to_order(parse_config(claim.config), settings.root)
-        return make_order(settings, self._stage, claim.config, self._run_dir, granted)
+        config = parse_config(claim.config)
+        granted = limits.to_order(config, settings.root)
+        gpus = len(self._device.give(config.resources.gpus))
+        return make_order(settings, self._stage, claim.config, self._run_dir, granted, gpus)
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
         """Record that no child started. If Redis is away, the job goes back to the queue."""

@@ -84,9 +84,9 @@ def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Probl
     # The package that finds GPUs is one of the worker's.
     if not (needs.gpus or needs.memory) or find_spec("pynvml") is None:
         return []
-    from services.worker.devices import CPU, WorkerDevice, find_gpus
+    from services.worker.devices import WorkerDevice, count_cpus, find_gpus
 
-    found = WorkerDevice(tuple(find_gpus()) if settings.devices != CPU else ())
+    found = WorkerDevice(() if count_cpus(settings.devices) else tuple(find_gpus()))
     here = Device(count=len(found.gpus), memory_bytes=found.memory_bytes)
     if here.covers(needs.gpus, needs.memory):
         return []

@@ -45,6 +45,17 @@ def test_the_configuration_alone_shows_what_contradicts_itself() -> None:
     assert find_pointers() == ["/search"]
 
 
+def test_more_gpus_than_a_job_can_use_are_refused_at_every_door() -> None:
+    (found,) = find_problems(make_job(kind="distill", search=None, resources={"gpus": 2}))
+    assert (found.pointer, found.detail) == (
+        "/resources/gpus",
+        "it asks for 2 GPUs, but a job can use 1.",
+    )
+    assert "Set it to 1" in found.remedy
+    for gpus in (None, 0, 1):
+        assert find_problems(make_job(kind="distill", search=None, resources={"gpus": gpus})) == []
+
+
 def test_the_folders_show_what_is_missing(tmp_path: Path) -> None:
     found = find_pointers(Folders(tmp_path, tmp_path))
     assert found == ["/search", "/teacher/model", "/data/train/0"]

@@ -313,7 +313,7 @@ def test_validate_shows_the_plan_of_a_job(http: httpx.Client) -> None:
             "gradient_accumulation_steps": 2,
             "warmup_steps": 100_000,
         },
-        "resources": {"gpus": 64},
+        "resources": {"gpus": 1, "memory": "1000GiB"},
     }
     plan = http.post("/jobs/validate", json=job).json()
     assert plan["stages"] == ["precompute", "train"]

@@ -18,6 +18,10 @@ from services.terminal.client import Client
 from services.terminal.commands import jobs
 from tests.support.commands import kd
 
+#: Resources that no machine has, as options of a command and in words.
+GREEDY = ("--set", "resources.gpus=1", "--set", "resources.memory=1000GiB")
+NEEDS = "1 GPU with 1000 GiB"
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -76,13 +80,13 @@ def test_for_a_service_with_other_files_paths_stay_and_a_line_says_so(
 
 
 def test_a_job_that_no_worker_takes_says_so_at_once(service: Parts, work: Path) -> None:
-    greedy = {"resources": {"gpus": 64}}
+    greedy = {"resources": {"gpus": 1, "memory": "1000GiB"}}
     body = make_body("quick", data={"train": str(work / "text.txt")}, **greedy)
     body["student"]["init"]["tokenizer"] = str(work / "teacher")
     posted = httpx.post(f"{service.settings.server}/jobs", json=body)
-    why = "No worker of stage train has 64 GPUs; the job waits until one starts that has."
+    why = f"No worker of stage train has {NEEDS}; the job waits until one starts that has."
     assert (posted.status_code, posted.json()["reason"]) == (202, why)
-    asked = ("submit", "job.yaml", "--detach", "--set", "resources.gpus=64")
+    asked = ("submit", "job.yaml", "--detach", *GREEDY)
     done = kd(*asked, folder=work, KD_SERVER=service.settings.server)
     assert (done.returncode, done.stderr) == (0, f"warning: {why}\n")
     for job_id in (posted.json()["id"], done.stdout.strip()):
@@ -90,11 +94,11 @@ def test_a_job_that_no_worker_takes_says_so_at_once(service: Parts, work: Path) 
 
 
 def test_validate_warns_of_what_only_this_machine_lacks(work: Path) -> None:
-    asked = ("job.yaml", "--set", "resources.gpus=64", "--set", "webhook=https://example.org/x")
+    asked = ("job.yaml", *GREEDY, "--set", "webhook=https://example.org/x")
     done = kd("validate", *asked, "--json", folder=work)
     assert done.returncode == 0, done.stderr
     warnings = {each["pointer"]: each["detail"] for each in json.loads(done.stdout)["warnings"]}
     assert warnings == {
         "/webhook": "webhooks are off on this server.",
-        "/resources": "this machine lacks 64 GPUs, so no worker on it takes the job.",
+        "/resources": f"this machine lacks {NEEDS}, so no worker on it takes the job.",
     }

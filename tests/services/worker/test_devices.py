@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.support.harness import Parts, wait_until
 from bench.support.paths import ROOT
@@ -122,6 +123,7 @@ def test_each_worker_takes_a_gpu_of_its_own(run: Run) -> None:
         ({"KD_DEVICES": "1, 0"}, [B, A]),
         ({"KD_DEVICES": "GPU-bb", "CUDA_VISIBLE_DEVICES": "0"}, [B]),
         ({"KD_DEVICES": "cpu"}, []),
+        ({"KD_DEVICES": "cpu,cpu"}, []),
     ],
 )
 def test_the_operator_says_which(
@@ -145,6 +147,17 @@ def test_a_gpu_that_does_not_exist_is_named(run: Run) -> None:
     assert word == "device_lost"
     assert "'2'" in detail
     assert A in remedy
+
+
+def test_the_cpu_may_be_several_devices_but_not_beside_a_gpu(run: Run, tmp_path: Path) -> None:
+    two = take_device("cpu, cpu", tmp_path)
+    assert (two.kind, two.hidden, two.list_names()) == ("cpu", True, ["cpu", "cpu"])
+    assert take_device("cpu", tmp_path).list_names() == ["cpu"]
+    word, detail, _ = told(run(KD_DEVICES="cpu,0"))
+    assert (word, detail) == (
+        "device_lost",
+        "KD_DEVICES is 'cpu,0', which mixes the CPU with GPUs.",
+    )
 
 
 def test_a_driver_in_trouble_is_no_reason_to_compute_on_the_cpu(run: Run) -> None:
@@ -210,6 +223,25 @@ def test_a_worker_says_what_it_computes_on_and_its_child_sees_it(
     job = parts.wait_for(parts.submit("environment"), "succeeded", "failed")
     lines = (parts.settings.run_dir(job.id) / "environment").read_text().split("\n")
     assert f"CUDA_VISIBLE_DEVICES={A}" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that sees no GPU")
+def test_a_job_with_a_gpu_that_torch_does_not_see_fails_at_its_start(
+    new_parts: Callable[..., Parts], driver: dict[str, str]
+) -> None:
+    parts = new_parts(child_module="services.worker.child")
+    start_worker(parts, driver)
+    job_id = parts.submit("any")
+    job = parts.wait_for(job_id, "succeeded", "failed")
+    assert job.error is not None
+    assert job.error.type == "device_unusable"
+    assert "gave this job 1 GPU, but torch sees none" in job.error.detail
+    assert job.error.remedy
+    assert not (parts.settings.run_dir(job_id) / "config.json").exists(), "nothing was begun"
+    # A job that asks for no GPU was promised none: it fails later, for a reason of its own.
+    without = parts.wait_for(parts.submit("any", resources={"gpus": 0}), "succeeded", "failed")
+    assert without.error is not None
+    assert without.error.type != "device_unusable"
 
 
 def test_a_job_waits_for_a_worker_that_fits(
