@@ -1,13 +1,36 @@
-"""Whether the Triton kernels can run here: they need a GPU, triton and a compiler that works."""
+"""Whether the Triton kernels can run here: they need a GPU, triton and a compiler that works.
+
+Each kernel is tried on a few rows, and its result compared with that of plain operations. A kernel
+that fails makes a job slower, and changes its results by roundings only.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kd.errors import format_first_line
+
+#: How far a kernel's results may be from those of plain operations; GPUs approximate exp.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+TEMPERATURE = 2.0
+#: Tokens of a block of the vocabulary. The trials have six tokens, so that one block is not full.
+BLOCK = 4
+
+
+@dataclass(frozen=True)
+class KernelTrial:
+    """A kernel that was tried. ``error`` is empty if it ran and its result was right."""
+
+    name: str
+    error: str = ""
 
 
 def can_run_kernels(hidden_ND: Tensor) -> bool:
@@ -15,24 +38,92 @@ def can_run_kernels(hidden_ND: Tensor) -> bool:
     return (
         hidden_ND.is_cuda
         and hidden_ND.dtype != torch.float64
-        and _can_compile_kernels(hidden_ND.device)
+        and not describe_kernel_failure(hidden_ND.device)
     )
 
 
 @functools.cache
-def _can_compile_kernels(device: torch.device) -> bool:
-    """Try the kernels on a few rows; a missing driver or compiler only makes the job slower."""
+def describe_kernel_failure(device: torch.device) -> str:
+    """Try the kernels on a GPU, once in this process; return what fails, or "" if nothing does."""
+    failed = [trial for trial in try_kernels(device) if trial.error]
+    if not failed:
+        return ""
+    message = (
+        f"The GPU kernels fail on {device}, so the run computes without them, more slowly "
+        f"and with other roundings: {'; '.join(f'{each.name}: {each.error}' for each in failed)}."
+    )
+    warnings.warn(message, stacklevel=3)
+    return message
+
+
+def try_kernels(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[KernelTrial, ...]:
+    """Compile and run each kernel on logits of ``dtype``.
+
+    On a CPU the environment must have ``TRITON_INTERPRET=1`` before triton is imported.
+    """
+    return tuple(_try_kernel(name, trial, device, dtype) for name, trial in _TRIALS.items())
+
+
+def _try_kernel(
+    name: str, trial: Callable[[Tensor], None], device: torch.device, dtype: torch.dtype
+) -> KernelTrial:
     if importlib.util.find_spec("triton") is None:
-        return False
+        return KernelTrial(name, "triton is not installed")
+    try:
+        trial(torch.arange(12.0, device=device).view(2, 6).div(4).to(dtype))
+    except Exception as error:  # a compiler may raise any type
+        return KernelTrial(name, format_first_line(error))
+    return KernelTrial(name)
+
+
+def _try_reduce_rows(z_NV: Tensor) -> None:
     from kd.kernels.triton_rows import reduce_rows
 
-    logits_NV = torch.arange(12.0, device=device).view(2, 6)
-    try:
-        found_N = reduce_rows(logits_NV).lse_N
-        torch.testing.assert_close(found_N, logits_NV.logsumexp(1))
-    except Exception as error:  # a compiler may raise any type
-        warnings.warn(
-            f"the loss runs without its kernels, which fail on {device}: {error}", stacklevel=2
-        )
-        return False
-    return True
+    rows = reduce_rows(z_NV, temperature=TEMPERATURE, total=True, mean=True)
+    assert rows.total_N is not None and rows.mean_N is not None
+    s_NV = z_NV.float()
+    soft_NV = s_NV / TEMPERATURE
+    _require_close(rows.lse_N, s_NV.logsumexp(1), z_NV.dtype)
+    _require_close(rows.soft_lse_N, soft_NV.logsumexp(1), z_NV.dtype)
+    _require_close(rows.total_N, s_NV.sum(1), z_NV.dtype)
+    _require_close(rows.mean_N, (soft_NV.softmax(1) * s_NV).sum(1), z_NV.dtype)
+
+
+def _try_reduce_blocks(z_NV: Tensor) -> None:
+    from kd.kernels.triton_rows import reduce_blocks
+
+    s_NV = z_NV.float()
+    sums_NQ, largest_NQ = reduce_blocks(z_NV, s_NV.logsumexp(1), BLOCK, -math.inf)
+    blocks = s_NV.softmax(1).split(BLOCK, dim=1)
+    _require_close(sums_NQ, torch.stack([p.sum(1) for p in blocks], 1), z_NV.dtype)
+    _require_close(largest_NQ, torch.stack([p.amax(1) for p in blocks], 1), z_NV.dtype)
+
+
+def _try_write_gradient(z_NV: Tensor) -> None:
+    from kd.kernels.triton_rows import PLAIN_LM_HEAD, RowSums, write_gradient_
+
+    s_NV = z_NV.float()
+    soft_NV = s_NV / TEMPERATURE
+    rows = RowSums(s_NV.logsumexp(1), soft_NV.logsumexp(1), None, None)
+    hard_N = torch.full_like(rows.lse_N, 0.25)
+    soft_N = torch.full_like(rows.lse_N, 0.5)
+    # Before the kernel, which overwrites the logits.
+    expected_NV = 0.25 * s_NV.softmax(1) + 0.5 * soft_NV.softmax(1) - 0.125
+    write_gradient_(z_NV, PLAIN_LM_HEAD, TEMPERATURE, rows, hard_N, soft_N, 0.125)
+    _require_close(z_NV.float(), expected_NV, z_NV.dtype)
+
+
+_TRIALS: dict[str, Callable[[Tensor], None]] = {
+    "reduce_rows": _try_reduce_rows,
+    "reduce_blocks": _try_reduce_blocks,
+    "write_gradient": _try_write_gradient,
+}
+
+
+def _require_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCES[dtype]
+    if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
+        error = (found - expected).abs().max().item()
+        raise ArithmeticError(f"its result is wrong by {error:.2g}")

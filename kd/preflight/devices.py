@@ -53,7 +53,8 @@ class TorchGpus:
 
 def ask_torch() -> TorchGpus:
     """Ask torch for its build and for the GPUs that this process sees."""
-    version, cuda = str(torch.__version__), torch.version.cuda
+    version = str(torch.__version__)
+    cuda = torch.version.cuda
     # torch warns of a driver that is too old; ``failure`` says the same.
     with warnings.catch_warnings(action="ignore"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -81,11 +82,12 @@ def require_promised_gpus(promised: int, seen: TorchGpus) -> None:
         raise DeviceUnusable(
             f"The worker gave this job {given}, but torch sees none: {seen.build} says "
             f"{seen.failure!r}.",
-            f"{_find_remedy(seen)} With KD_DEVICES=cpu the worker runs jobs on the CPU.",
+            f"{find_remedy(seen)} With KD_DEVICES=cpu the worker runs jobs on the CPU.",
         )
 
 
-def _find_remedy(seen: TorchGpus) -> str:
+def find_remedy(seen: TorchGpus) -> str:
+    """Say what to do where the driver has GPUs, and torch sees none."""
     if seen.cuda is None:
         return "Install a build of torch with CUDA (leave TORCH_INDEX empty)."
     return (

@@ -55,6 +55,14 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class NvidiaDriver:
+    """The version of the driver, and the newest CUDA that it serves."""
+
+    version: str
+    cuda: str
+
+
+@dataclass(frozen=True)
 class WorkerDevice:
     """The device of a worker. ``gpus`` is empty on the CPU.
 
@@ -146,6 +154,16 @@ def find_gpus() -> list[Gpu]:
             "See nvidia-smi. Start a container that has lost its GPUs again. "
             "KD_DEVICES=cpu uses no GPU.",
         ) from None
+
+
+def read_driver() -> NvidiaDriver | None:
+    """The versions of the NVIDIA driver; None if there is no driver, or if it does not answer."""
+    with suppress(pynvml.NVMLError), _nvml():
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+        return NvidiaDriver(
+            pynvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
+        )
+    return None
 
 
 @contextmanager

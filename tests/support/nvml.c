@@ -42,6 +42,9 @@ int nvmlInit_v2(void) { return start(); }
 int nvmlInitWithFlags(unsigned flags) { return start(); }
 int nvmlShutdown(void) { return 0; }
 const char *nvmlErrorString(int code) { return code == 999 ? "Unknown Error" : "Not Found"; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { strncpy(text, "580.65.06", size); return 0; }
+int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return 0; }
 int nvmlDeviceGetCount_v2(unsigned *found) { *found = count; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu **gpu) { *gpu = &gpus[index]; return 0; }
 int nvmlDeviceGetUUID(Gpu *gpu, char *text, unsigned size) { strncpy(text, gpu->uuid, size); return 0; }

@@ -1,4 +1,8 @@
-"""``kd doctor``: check whether this machine has what Potstill needs."""
+"""``kd doctor``: check whether this machine has what Potstill needs.
+
+The GPU kernels are compiled and run here. Without a GPU, Triton's interpreter runs them on the CPU,
+which shows that they compute what they should, but not that they compile.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,18 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from cache.errors import PotstillError
 from kd.capture.estimate import measure_free_bytes
 from services.settings import Settings
 from services.store.embedded import StoreUnavailable, find_binary
 from services.terminal.client import Client, Refused, Unreachable
+
+if TYPE_CHECKING:
+    from kd.preflight.devices import TorchGpus
 
 #: Free disk space below which the disk counts as too full.
 FREE_BYTES_WANTED = 2 * 2**30
@@ -31,7 +41,7 @@ def examine_machine(settings: Settings) -> list[Finding]:
     """Run every check."""
     return [
         _check_python(),
-        _check_torch(),
+        *_check_computing(settings),
         _check_store(settings),
         _check_home(settings),
         _check_disk(settings),
@@ -47,9 +57,20 @@ def _check_python() -> Finding:
     )
 
 
-def _check_torch() -> Finding:
+def _check_computing(settings: Settings) -> Iterator[Finding]:
+    """Check torch, the GPU and the kernels; without torch there is nothing to compute with."""
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", False, "is not installed")
+        yield Finding("torch", False, "is not installed")
+        return
+    from kd.preflight.devices import ask_torch
+
+    seen = ask_torch()
+    yield _check_torch()
+    yield _check_gpu(settings, seen)
+    yield _check_kernels(seen)
+
+
+def _check_torch() -> Finding:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -58,6 +79,61 @@ def _check_torch() -> Finding:
         True,
         f"{torch.__version__}, {', '.join(gpus) or f'{torch.get_num_threads()} CPU threads'}",
     )
+
+
+def _check_gpu(settings: Settings, seen: TorchGpus) -> Finding:
+    """Check that torch can use the GPUs that a worker here would take."""
+    from kd.preflight.devices import find_remedy, require_known_architecture
+
+    try:
+        driver, listed = _ask_driver(settings)
+        require_known_architecture(seen)
+    except PotstillError as error:
+        return Finding("gpu", False, str(error))
+    if listed and not seen.gpus:
+        problem = f"{driver} lists {', '.join(listed)}, but torch sees none: {seen.failure}."
+        return Finding("gpu", False, f"{problem} {find_remedy(seen)}")
+    gpus = [f"{each.name} (sm_{each.capability[0]}{each.capability[1]})" for each in seen.gpus]
+    detail = ", ".join(gpus) or "none, so jobs run on the CPU"
+    return Finding("gpu", True, f"{detail}; {driver}; {seen.build}")
+
+
+def _ask_driver(settings: Settings) -> tuple[str, list[str]]:
+    """The driver in words, and the names of the GPUs that a worker here would use."""
+    # The package that asks the driver is one of the worker's.
+    if importlib.util.find_spec("pynvml") is None:
+        return "the driver is unknown without the extra `worker`", []
+    from services.worker.devices import choose_gpus, count_cpus, find_gpus, read_driver
+
+    driver = read_driver()
+    words = f"driver {driver.version} for CUDA {driver.cuda}" if driver else "no NVIDIA driver"
+    if count_cpus(settings.devices):
+        return words, []
+    return words, [gpu.name for gpu in choose_gpus(settings.devices, find_gpus())]
+
+
+def _check_kernels(seen: TorchGpus) -> Finding:
+    """Compile and run each kernel. A job runs without a kernel that fails, but more slowly."""
+    import torch
+
+    dtypes = [torch.float32]
+    if seen.gpus:
+        device = torch.device("cuda", 0)
+        how = f"compiled and run on {seen.gpus[0].name}"
+        dtypes += [torch.bfloat16, torch.float16]
+    else:
+        device = torch.device("cpu")
+        how = "run by Triton's interpreter, not compiled: no GPU here"
+        # Triton reads the variable when the kernels are defined, which is below.
+        os.environ["TRITON_INTERPRET"] = "1"
+    from kd.kernels.available import try_kernels
+
+    trials = [trial for dtype in dtypes for trial in try_kernels(device, dtype)]
+    failed = {f"{trial.name}: {trial.error}": None for trial in trials if trial.error}
+    if failed:
+        return Finding("kernels", False, f"{'; '.join(failed)} ({how})", needed=False)
+    names = dict.fromkeys(trial.name for trial in trials)
+    return Finding("kernels", True, f"{', '.join(names)}: {how}", needed=False)
 
 
 def _check_store(settings: Settings) -> Finding:

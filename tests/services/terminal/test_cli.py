@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import yaml
 from redis.exceptions import RedisError
 
@@ -394,6 +395,12 @@ def test_doctor_says_what_is_there(service: Parts) -> None:
     assert done.returncode == 0
     assert findings["python"]["ok"]
     assert findings["torch"]["ok"]
+    assert findings["gpu"]["ok"]
+    assert findings["kernels"]["ok"], findings["kernels"]["detail"]
+    for kernel in ("reduce_rows", "reduce_blocks", "write_gradient"):
+        assert kernel in findings["kernels"]["detail"]
+    if not torch.cuda.is_available():
+        assert "not compiled: no GPU here" in findings["kernels"]["detail"]
     assert findings["service"]["detail"].endswith("1 worker(s)")
     broken = kd("doctor", "--json", KD_REDIS_URL="redis://127.0.0.1:9/0")
     assert broken.returncode == 1

@@ -20,6 +20,7 @@ from bench.support.paths import ROOT
 from services.store.queue import publish_hint
 from services.worker import devices, memory
 from services.worker.devices import DeviceError, Gpu, WorkerDevice, take_device
+from tests.support.commands import kd
 
 A = "GPU-aaaa"
 B = "GPU-bbbb"
@@ -242,6 +243,16 @@ def test_a_job_with_a_gpu_that_torch_does_not_see_fails_at_its_start(
     without = parts.wait_for(parts.submit("any", resources={"gpus": 0}), "succeeded", "failed")
     assert without.error is not None
     assert without.error.type != "device_unusable"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that sees no GPU")
+def test_doctor_names_the_driver_and_a_gpu_that_torch_does_not_see(driver: dict[str, str]) -> None:
+    done = kd("doctor", "--json", **driver)
+    assert done.returncode == 1, "a worker here would take a GPU that no job can use"
+    (gpu,) = [each for each in json.loads(done.stdout) if each["what"] == "gpu"]
+    assert not gpu["ok"]
+    assert "driver 580.65.06 for CUDA 13.0 lists Pretended GPU" in gpu["detail"]
+    assert "but torch sees none" in gpu["detail"]
 
 
 def test_a_job_waits_for_a_worker_that_fits(
