@@ -25,6 +25,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.errors import CacheCorrupt
@@ -38,6 +39,7 @@ from kd.evaluation.model_card import write_provenance
 from kd.evaluation.report import make_report, write_report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, whole_folder, write_json
+from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
@@ -89,8 +91,19 @@ def run_stage(
     if config.kind == "verify":
         return run_verify(config, home, run_dir, monitor)
     monitor.emit("stage", stage=stage, phase="loading data")
+    warn_of_kernels(pick_device(), monitor)
     run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
     return run(config, home, run_dir, monitor)
+
+
+def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:
+    """Warn, once in a run, of GPU kernels that fail on ``device``. A CPU has no use for them."""
+    if device.type != "cuda":
+        return
+    # The tensors of the run name the GPU's number, and the answer is kept under that name.
+    numbered = torch.device(device.type, torch.cuda.current_device())
+    if message := describe_kernel_failure(numbered):
+        monitor.warn_once(f"{message} `kd doctor` tries each kernel.")
 
 
 def run_precompute(

@@ -87,11 +87,15 @@ class WorkHeldElsewhere(Interrupted):
 
 @dataclass
 class Liveness:
-    """The times of a run's last ``alive`` event and waiting report, and its last ``stepping``."""
+    """The times of a run's last ``alive`` event and waiting report, and its last ``stepping``.
+
+    ``warned`` holds the warnings that are sent once.
+    """
 
     alive_at: float = -math.inf
     waits_at: float = -math.inf
     stepping: bool = False
+    warned: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,12 @@ class Monitor:
     def emit(self, type: str, **data: Any) -> None:
         """Send one event."""
         self.listen(Event(type, data))
+
+    def warn_once(self, message: str) -> None:
+        """Send a warning, unless this run has sent the same one."""
+        if message not in self._pulse.warned:
+            self._pulse.warned.add(message)
+            self.emit("warning", message=message)
 
     def check(self, what: str) -> None:
         """Raise ``Interrupted`` if the run should stop. Call it only where everything is saved."""

@@ -1,0 +1,100 @@
+"""Each kernel is tried before a run relies on it, and a kernel that fails is a warning of the run.
+
+Triton's interpreter runs the kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.support.paths import AUSTEN
+from kd import pipeline
+from kd.config.jobfile import parse_config
+from kd.kernels.available import describe_kernel_failure, try_kernels
+from kd.progress import Event, Monitor
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off beside a GPU"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None and not os.environ.get("CI"),
+        reason="needs triton",
+    ),
+]
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+KERNELS = ["reduce_rows", "reduce_blocks", "write_gradient"]
+
+
+@pytest.fixture
+def a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pipeline take a GPU on which no kernel can run: torch here is built without CUDA."""
+    monkeypatch.setattr(pipeline, "pick_device", lambda: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    describe_kernel_failure.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_kernel_is_run_and_its_result_compared(dtype: torch.dtype) -> None:
+    trials = try_kernels(CPU, dtype)
+    assert [trial.name for trial in trials] == KERNELS
+    assert [trial.error for trial in trials] == [""] * 3
+
+
+def test_a_wrong_result_and_a_broken_kernel_are_told_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kd.kernels import triton_rows
+
+    whole = triton_rows.reduce_blocks
+
+    def reduce_wrongly(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sums_NQ, largest_NQ = whole(*arguments)
+        return sums_NQ + 0.5, largest_NQ
+
+    monkeypatch.setattr(triton_rows, "reduce_blocks", reduce_wrongly)
+    monkeypatch.setattr(triton_rows, "_write_gradient_kernel", None)
+    errors = {trial.name: trial.error for trial in try_kernels(CPU)}
+    assert errors["reduce_rows"] == ""
+    assert errors["reduce_blocks"] == "ArithmeticError: its result is wrong by 0.5"
+    assert errors["write_gradient"].startswith("TypeError: ")
+
+
+def test_kernels_that_fail_are_one_warning_of_a_run(
+    a_gpu_that_fails: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for stage in ("run_precompute", "run_train"):
+        monkeypatch.setattr(pipeline, stage, lambda *_: {})
+    job = {
+        "teacher": {"model": str(AUSTEN / "teacher")},
+        "student": {"init": {"layers": 1, "hidden_size": 32}},
+        "data": {"train": str(AUSTEN / "text" / "persuasion.txt")},
+        "train": {"max_steps": 1},
+    }
+    events: list[Event] = []
+    with pytest.warns(UserWarning, match="GPU kernels fail on cuda:0") as logged:
+        pipeline.run_stages(parse_config(job), tmp_path, tmp_path / "run", Monitor(events.append))
+    assert len(logged) == 1
+    assert [event.data["phase"] for event in events if event.type == "stage"] == [
+        "loading data"
+    ] * 2, "both stages were run"
+    (warning,) = [event.data["message"] for event in events if event.type == "warning"]
+    assert all(kernel in warning for kernel in KERNELS)
+    assert "CUDA" in warning, "the cause"
+    assert "kd doctor" in warning
+
+
+def test_another_run_of_the_process_is_warned_too(a_gpu_that_fails: None) -> None:
+    events: list[Event] = []
+    with pytest.warns(UserWarning, match="GPU kernels fail"):
+        pipeline.warn_of_kernels(GPU, Monitor(events.append))
+    pipeline.warn_of_kernels(GPU, Monitor(events.append))
+    assert [event.type for event in events] == ["warning"] * 2
+    pipeline.warn_of_kernels(CPU, Monitor(events.append))
+    assert len(events) == 2, "a CPU has no use for them"
