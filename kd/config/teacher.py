@@ -35,8 +35,9 @@ class TeacherConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description=(
-            "Precision of the teacher's weights; auto = that of the checkpoint on a GPU, float32 "
-            "on a CPU."
+            "Precision of the teacher's weights; auto = float32 on a CPU, on a GPU that of the "
+            "checkpoint, but float16 in place of bfloat16 on V100 and T4, which lack it, and "
+            "float32 on GPUs before V100."
         ),
     )
     batch_size: int = Field(

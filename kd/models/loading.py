@@ -29,6 +29,7 @@ from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
 from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
 from kd.models.inheritance import cut_hollow_student, cut_student
+from kd.models.precision import choose_weight_dtype
 from kd.models.tokenizers import get_vocabulary_size
 
 
@@ -56,7 +57,8 @@ def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> P
 def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
     """Return the precision that the teacher runs in.
 
-    "auto" means float32 on a CPU and for GGUF files, otherwise the precision of the stored weights.
+    "auto" means float32 on a CPU and for GGUF files, otherwise the precision of the stored weights,
+    as far as the GPU has it.
     """
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
@@ -65,7 +67,7 @@ def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.devi
     if device.type == "cpu" or config.gguf_file:
         return torch.float32
     stored: torch.dtype = getattr(torch, ModelFolder(folder).dtype or "float32")
-    return stored
+    return choose_weight_dtype(stored, device)
 
 
 # ---------------------------------------------------------------------- the student

@@ -95,6 +95,18 @@ class Precision:
         )
 
 
+def choose_weight_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the precision in which weights that are ``stored`` so are used on a GPU.
+
+    It is their own where the GPU has matrix units for it. A GPU without bfloat16 (before Ampere)
+    uses float16, which holds each bfloat16 number of its range exactly; one without either (before
+    Volta) uses float32.
+    """
+    best = _DTYPES[find_hardware(device).precision]
+    lacks_it = stored == torch.bfloat16 or best == torch.float32
+    return best if stored.itemsize == 2 and lacks_it else stored
+
+
 def set_tf32(device: torch.device, wanted: bool) -> None:
     """Let float32 products use TF32, if ``wanted`` and if the device supports it.
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, TrainingError
+from kd.models.loading import choose_teacher_dtype
 from kd.models.precision import (
     ALARM_FALLS,
     ALARM_STEPS,
@@ -53,6 +56,36 @@ def test_auto_is_decided_by_the_hardware(
     assert precision.dtype == dtype
     assert precision.scales_loss == (dtype == torch.float16)
     assert torch.get_float32_matmul_precision() == products
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "fp16"),
+    [
+        ((6, 1), torch.float32, torch.float32),  # P40
+        ((7, 0), torch.float16, torch.float16),  # V100
+        ((7, 5), torch.float16, torch.float16),  # T4
+        ((8, 0), torch.bfloat16, torch.float16),  # A100
+        ((9, 0), torch.bfloat16, torch.float16),  # H100
+        ((12, 0), torch.bfloat16, torch.float16),  # RTX 50
+    ],
+)
+def test_a_teacher_keeps_the_precision_of_its_weights_where_the_gpu_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capability: tuple[int, int],
+    bf16: torch.dtype,
+    fp16: torch.dtype,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    expected = {"bfloat16": bf16, "float16": fp16, "float32": torch.float32}
+    for stored, dtype in expected.items():
+        (tmp_path / "config.json").write_text(json.dumps({"dtype": stored}))
+        teacher = TeacherConfig(model=str(tmp_path))
+        assert choose_teacher_dtype(teacher, tmp_path, GPU) == dtype
+        assert choose_teacher_dtype(teacher, tmp_path, CPU) == torch.float32
+        # What a job asks for, it gets.
+        asked = TeacherConfig(model=str(tmp_path), dtype="bfloat16")
+        assert choose_teacher_dtype(asked, tmp_path, GPU) == torch.bfloat16
 
 
 def test_tf32_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
