@@ -1,7 +1,9 @@
 # Two images with the same code: `api`, which has no torch and is a tenth as large, and `worker`. docker-compose.yml builds
 # both.
 #     docker build --target api --tag potstill-api .
-#     docker build --target worker --tag potstill-worker .          CUDA comes with torch's wheel
+#     docker build --target worker --tag potstill-worker .          CUDA 13 comes with torch's wheel
+#     docker build --target worker --tag potstill-worker \
+#         --build-arg CUDA=12 .                                              CUDA 12.6: older drivers and cards
 #     docker build --target worker --tag potstill-worker \
 #         --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .     without CUDA: gigabytes less
 
@@ -24,9 +26,16 @@ RUN pip install --no-deps --editable .
 
 
 FROM python AS worker-packages
-# A second index for torch; empty = only the default index, whose build for Linux has CUDA.
+# CUDA of torch's build: 13 (13.0) for driver 580 and newer, or 12 (12.6) for driver 525 and newer.
+ARG CUDA=13
+# A second index for torch; empty = the one of CUDA. The default index has the build for CUDA 13.0.
 ARG TORCH_INDEX=""
-RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
+RUN case "$CUDA" in \
+        13) index="$TORCH_INDEX" ;; \
+        12) index="${TORCH_INDEX:-https://download.pytorch.org/whl/cu126}" ;; \
+        *) echo "CUDA is '$CUDA'; expected 13 or 12" >&2; exit 1 ;; \
+    esac \
+    && pip install -c constraints.txt ${index:+--extra-index-url "$index"} "$(grep '^torch==' constraints.txt)"
 # More extras of pyproject.toml to install, separated by commas: track, eval, fast.
 ARG EXTRAS=""
 COPY pyproject.toml LICENSE README.md ./
@@ -91,6 +100,10 @@ RUN apt-get update \
 USER 10001:10001
 COPY --from=worker-packages /opt/venv /opt/venv
 COPY --from=code /app /app
-ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# With a driver that is too old the container does not start, instead of failing its jobs. Every CUDA 12.x runs on a driver
+# for 12.0, and every 13.x on one for 13.0.
+ARG CUDA=13
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NVIDIA_REQUIRE_CUDA="cuda>=${CUDA}.0"
 HEALTHCHECK --interval=15s --timeout=5s --start-period=60s --retries=4 CMD ["python", "-m", "services.process.health", "worker"]
 CMD ["kd", "worker", "--queues", "precompute,train"]

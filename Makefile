@@ -2,7 +2,8 @@
 #
 # PYTHON       the interpreter that makes .venv: 3.11, 3.12 or 3.13
 # TORCH_INDEX  a second index for torch. On Linux the default index has a CUDA build of gigabytes;
-#              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version
+#              TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small CPU build of the same version,
+#              .../whl/cu126 the build for CUDA 12.6, for older drivers and cards (docs/operations.md)
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
 # TEST_WORKERS processes that run tests, each with one arithmetic thread; tests marked alone follow in one process

@@ -42,8 +42,9 @@ APPS = ["api", "worker", "worker-cpu"]
 WORKERS = ["worker", "worker-cpu"]
 OTHERS_VARIABLES = {
     "HF_HOME", "HF_TOKEN", "HOME", "KD_TEACHER_KEY", "MLFLOW_TRACKING_URI",
-    "NVIDIA_DRIVER_CAPABILITIES", "PATH", "PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_CACHE_DIR",
-    "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED", "WANDB_API_KEY",
+    "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_REQUIRE_CUDA", "PATH", "PIP_DISABLE_PIP_VERSION_CHECK",
+    "PIP_NO_CACHE_DIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED",
+    "WANDB_API_KEY",
 }  # fmt: skip
 
 
@@ -119,6 +120,59 @@ def test_torch_comes_first_and_the_code_last() -> None:
     )
     assert torch < project < requirements
     assert rests("COPY", STAGES_OF_IMAGE["worker"])[-1].startswith("--from=code")
+
+
+def install_torch(**arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the step that installs torch, with a ``pip`` that prints its arguments."""
+    (step,) = [
+        rest for rest in rests("RUN", STAGES_OF_IMAGE["worker-packages"]) if "^torch==" in rest
+    ]
+    return subprocess.run(
+        ["sh", "-ec", f'pip() {{ echo "$@"; }}; {step}'],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]} | arguments,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("cuda", "index", "expected"),
+    [
+        ("13", "", None),
+        ("12", "", "https://download.pytorch.org/whl/cu126"),
+        ("13", "https://download.pytorch.org/whl/cpu", "https://download.pytorch.org/whl/cpu"),
+        ("12", "https://mirror.example.org/cu126", "https://mirror.example.org/cu126"),
+    ],
+)
+def test_the_build_argument_picks_the_build_of_torch(
+    cuda: str, index: str, expected: str | None
+) -> None:
+    done = install_torch(CUDA=cuda, TORCH_INDEX=index)
+    assert done.returncode == 0, done.stderr
+    torch = next(
+        line
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split("\n")
+        if line.startswith("torch==")
+    )
+    extra = f"--extra-index-url {expected} " if expected else ""
+    assert done.stdout == f"install -c constraints.txt {extra}{torch}\n"
+
+
+def test_an_unknown_cuda_ends_the_build() -> None:
+    done = install_torch(CUDA="12.6", TORCH_INDEX="")
+    assert done.returncode == 1
+    assert done.stderr == "CUDA is '12.6'; expected 13 or 12\n"
+
+
+def test_the_image_of_the_worker_states_the_driver_that_it_needs() -> None:
+    stage = STAGES_OF_IMAGE["worker"]
+    assert variables(stage)["NVIDIA_REQUIRE_CUDA"] == "cuda>=${CUDA}.0"
+    # The same default in both stages and in the composition.
+    assert "CUDA=13" in rests("ARG", stage)
+    assert "CUDA=13" in rests("ARG", STAGES_OF_IMAGE["worker-packages"])
+    assert SERVICES["worker"]["build"]["args"]["CUDA"] == "${CUDA:-13}"
+    assert "NVIDIA_REQUIRE_CUDA" not in variables(whole("api"))
 
 
 def test_everything_is_installed_from_the_pins() -> None:
