@@ -26,6 +26,7 @@ from cache.codec import TOP_STEP, UNKNOWN
 from cache.records import Records, Sequences
 from cache.store import open_cache
 from kd.capture.teacher import capture_cache
+from kd.config.jobfile import load_config
 from kd.errors import DataError
 from kd.progress import SILENT
 from kd.text.batches import PlainText
@@ -420,4 +421,6 @@ def test_figures_are_kept_as_json(flags: Flags) -> None:
     assert finished is not None
     assert found["loss"] == pytest.approx(finished.losses_N.mean())
     assert found["targets"] == study.text.corpus.validation.positions == len(finished.losses_N)
+    job = load_config(kept.with_name("job.json"))
+    assert job == study.make_job(study.rows[0], 0)
     assert (found["steps"], found["entries"], found["bytes_per_token"]) == (4, None, None)

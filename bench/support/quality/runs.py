@@ -3,6 +3,7 @@
     work/caches/FINGERPRINT/                    caches, as everywhere
     work/runs/ROW, seed S, DIGEST/              one student
         found.json                              its figures; written last
+        job.json                                its settings, as kd run reads them
         losses.npy                              its losses on the held-out targets, in nats (N,)
         metrics.jsonl                           the curve of its training
         checkpoints/                            until it is finished
@@ -155,6 +156,7 @@ def run_one(
         if (finished := read_finished(folder)) is not None:
             return finished
         job = study.make_job(row, seed)
+        write_json(folder / "job.json", job.model_dump(mode="json"))
         student = make_student(study, job, seed)
         vocabulary = study.text.vocabulary
         progress = train(job, TrainingOnly(told.source), student, vocabulary, folder, monitor)

@@ -137,7 +137,15 @@ class Study:
         """Plan the capture of one cache of a row."""
         text = self.text
         job = self.make_job(row, self.seeds.start, cache)
-        return make_capture_plan(job, text.tokenizer, text.corpus, text.folder)
+        # Each plan hashes the teacher's files and all tokens of its tokenizer.
+        key = job.cache.model_dump_json()
+        if key not in self._plans:
+            self._plans[key] = make_capture_plan(job, text.tokenizer, text.corpus, text.folder)
+        return self._plans[key]
+
+    @cached_property
+    def _plans(self) -> dict[str, CapturePlan]:
+        return {}
 
     def open_caches(self, row: Row) -> list[CachedRecords]:
         """Open the sealed caches of a row."""
