@@ -115,9 +115,14 @@ def _make_draws(name: str, draws: str) -> Row:
 def _make_like(name: str, threshold: str) -> Row:
     section = {"profile": "threshold", "threshold": float(threshold)}
 
+    # To choose takes some seconds, and the students of all seeds have the same caches.
+    chosen: dict[str, int] = {}
+
     def open_like(caches: list[CachedRecords]) -> Told:
         hidden, sampled = caches
-        return _open_draws(hidden, choose_draws(hidden, count_entries(sampled)))
+        if sampled.identity not in chosen:
+            chosen[sampled.identity] = choose_draws(hidden, count_entries(sampled))
+        return _open_draws(hidden, chosen[sampled.identity])
 
     return Row(name, (HIDDEN, section), open_like)
 
