@@ -11,7 +11,8 @@
 # TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # EXAMPLE_SECONDS  how long `make examples` begins new runs
-# SLOW=1       `make test` also runs the tests marked slow
+# LONG=1       `make test` also runs the tests marked long, as the check of every commit does
+# SLOW=1       `make test` also runs the tests marked long and slow
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
@@ -22,6 +23,7 @@ TEMPERATURE_FLAGS ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 4
 EXAMPLE_SECONDS ?= 3600
+LONG        ?=
 SLOW        ?=
 
 BIN   := .venv/bin
@@ -29,8 +31,9 @@ STAMP := .venv/.installed
 DEMO_STAMP := .venv/.demo
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+UNASKED = $(if $(SLOW),, and not slow)$(if $(SLOW)$(LONG),, and not long)
 # Status 5 means that no test was selected, which TEST_FLAGS can cause in one of the two calls.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(if $(SLOW),, and not slow)" $(TEST_FLAGS) || test $$? = 5
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(UNASKED)" $(TEST_FLAGS) || test $$? = 5
 # To collect the tests of all files takes half a minute; flags may name files of their own.
 ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
@@ -117,6 +120,7 @@ fuzz: $(STAMP) ## Send the API valid and invalid requests made from its OpenAPI 
 	KD_FUZZ_EXAMPLES=200 $(BIN)/pytest -n 0 tests/services/api/test_schemathesis.py
 
 # A failing example stays in .hypothesis, where the next run of this target tries it first.
+examples: LONG := 1
 examples: $(STAMP) ## Draw new examples of the property tests for an hour; those that fail are kept and printed
 	@end=$$(($$(date +%s) + $(EXAMPLE_SECONDS))); failed=0; \
 	while test $$(date +%s) -lt $$end; do \

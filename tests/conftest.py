@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Parallel test processes share the files. While one waits for a server, another computes. A slow
     file at the end would keep one process busy while the others have nothing left.
     """
-    slow = {item.path for item in items if "slow" in item.keywords}
+    slow = {item.path for item in items if {"slow", "long"} & item.keywords.keys()}
     files: dict[bool, dict[Path, int]] = {True: {}, False: {}}
     for item in items:
         group = files[_waits(item.path)]

@@ -122,6 +122,7 @@ def list_times(work: Path) -> dict[Path, int]:
 # ---------------------------------------------------------------------- kills and resuming
 
 
+@pytest.mark.long
 def test_a_killed_study_goes_on_and_ends_as_one_that_was_never_stopped(
     flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

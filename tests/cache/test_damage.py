@@ -86,6 +86,7 @@ def test_every_edited_field_of_the_manifest_is_found_on_opening_and_by_verify(tm
             open_cache(store)
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_one_file_is_found_and_named(store):
     rng = random.Random(0)
     for name, size in list_file_sizes(store).items():
@@ -98,6 +99,7 @@ def test_a_flipped_bit_of_one_file_is_found_and_named(store):
     assert verify_cache(store) == []
 
 
+@pytest.mark.long
 def test_a_flipped_bit_is_never_read_back_silently(store, profile):
     """Without verify, a read returns what was captured, or raises an error that names the array."""
     rng = random.Random(1)
@@ -139,6 +141,7 @@ def test_every_flipped_byte_of_every_groups_metadata_is_refused_by_readers(tmp_p
     open_cache(folder).read([0])
 
 
+@pytest.mark.long
 def test_every_missing_file_is_found_and_never_read_as_zeros(store):
     for name in list_file_sizes(store):
         data = (store / name).read_bytes()

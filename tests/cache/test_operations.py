@@ -104,6 +104,7 @@ def in_order(folders: list[Path]) -> list[tuple[Cache, int]]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.long
 def test_a_merged_cache_holds_every_record_of_every_draw_in_order(tmp_path, profile):
     folders = make_parts(tmp_path / "parts", profile)
     merged = merge_caches(tmp_path / "caches", folders)

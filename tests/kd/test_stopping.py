@@ -114,6 +114,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("number", range(len(MOMENTS)), ids=[words for _, words in MOMENTS])
+@pytest.mark.long
 def test_a_stop_is_heard_before_the_next_pass_and_the_run_goes_on_from_there(
     number: int, job: Job, tmp_path: Path, counting: Callable[[Stopper], Stopper]
 ) -> None:

@@ -421,6 +421,7 @@ def test_the_api_does_not_serve_the_world_without_keys(host: Host) -> None:
     assert "KD_API_KEYS_FILE" in done.stderr
 
 
+@pytest.mark.long
 def test_a_worker_registers_and_ends_in_time(host: Host) -> None:
     host.start("worker-cpu")
     host.await_health("worker-cpu")
@@ -431,6 +432,7 @@ def test_a_worker_registers_and_ends_in_time(host: Host) -> None:
     assert not host.is_healthy("worker-cpu")
 
 
+@pytest.mark.long
 def test_the_tools_back_up_the_volumes_and_restore_them(host: Host, key: str) -> None:
     log = host.folder / "data" / "runs" / "job_x" / "log.txt"
     log.parent.mkdir(parents=True, exist_ok=True)

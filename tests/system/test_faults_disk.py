@@ -159,6 +159,7 @@ def full_disk_service(
         service.close()
 
 
+@pytest.mark.long
 def test_on_a_full_disk_reading_works_and_all_recovers_once_there_is_space(
     full_disk_service: FullDiskService,
 ) -> None:
@@ -210,6 +211,7 @@ DAMAGES = (flip, cut, delete)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.long
 def test_every_damaged_file_is_found_and_named_and_nothing_else_is_repaired(
     tmp_path: Path, damage: Callable[[Path, random.Random], None]
 ) -> None:
@@ -298,6 +300,7 @@ def test_a_job_that_meets_damage_fails_and_another_repairs_it(
     assert list_written(parts.settings.run_dir(again), folder.name) == [1], "only the damaged shard"
 
 
+@pytest.mark.long
 def test_a_job_whose_cache_vanished_before_its_training_captures_it_again_on_retry(
     new_parts: MakeParts,
 ) -> None:

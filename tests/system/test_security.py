@@ -236,6 +236,7 @@ SKIPPED_RULES = {
 }
 
 
+@pytest.mark.long
 def test_bandit_finds_nothing() -> None:
     command = [BIN / "bandit", "-q", "-r", *PACKAGES, "-s", ",".join(SKIPPED_RULES), "-f", "json"]
     done = subprocess.run(

@@ -54,6 +54,7 @@ def require_no_bias(row: BiasRow) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
+@pytest.mark.long
 def test_weights_are_unbiased_in_every_decade_at_every_temperature(name: str) -> None:
     codec, temperatures = CODECS[name]
     logits_NV, gold_N = make_teacher()

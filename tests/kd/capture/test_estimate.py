@@ -70,6 +70,7 @@ def job(
 
 
 @pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.long
 def test_a_trial_foretells_the_capture(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, name: str
 ) -> None:

@@ -143,6 +143,7 @@ def test_the_same_teacher_gives_the_same_rows(
 
 
 @pytest.mark.parametrize("gain", [0.3, 1.0, 4.0, 12.0])
+@pytest.mark.long
 def test_no_false_alarm(tiny_teacher: Path, tiny_text: Path, tmp_path: Path, gain: float) -> None:
     """Teachers range from nearly uniform to nearly certain, where a draw changes once in a thousand
     positions.

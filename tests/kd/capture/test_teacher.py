@@ -193,6 +193,7 @@ def test_packed_chats_are_read_as_if_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("profile", "stops"), [("threshold", (1, 3, 14)), ("tempered", (9,)), ("hidden", (4,))]
 )
+@pytest.mark.long
 def test_interrupted_capture_resumes_to_the_same_bytes(
     job: JobConfig, tmp_path: Path, profile: str, stops: tuple[int, ...]
 ) -> None:
@@ -243,6 +244,7 @@ for _ in sys.stdin:
 """
 
 
+@pytest.mark.long
 def test_killed_capture_resumes_to_the_same_bytes(job: JobConfig, tmp_path: Path) -> None:
     """A real process is killed by kill -9 at random moments, again and again, until it finishes."""
     whole = captured(job, tmp_path / "whole")

@@ -379,6 +379,7 @@ FLOORS = [
 
 
 @pytest.mark.parametrize(("profile", "temperature", "objective"), FLOORS)
+@pytest.mark.long
 def test_the_floor_is_what_free_logits_come_to(
     profile: str, temperature: float, objective: Objective, targets_of: Take
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_student_with_no_say_in_the_loss_does_not_move(
 
 
 @pytest.mark.parametrize("rate", [1e-12, 1e-7, 1e-5])
+@pytest.mark.long
 def test_a_rate_that_is_far_too_low_is_named(tmp_path: Path, rate: float) -> None:
     verdict = check(tmp_path, make_student(), learning_rate=rate)
     assert not verdict.ok and "train.learning_rate" in verdict.remedy, verdict

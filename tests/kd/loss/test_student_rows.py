@@ -77,6 +77,7 @@ def make_plain_targets(targets: Targets) -> Targets:
     ("temperature", "alpha"), [(0.5, 0.3), (1.0, 0.0), (1.0, 0.3), (2.0, 0.0), (2.0, 1.0)]
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.long
 def test_value_and_gradients_equal_the_dense_reference(
     temperature: float, shape: Shape, alpha: float
 ) -> None:

@@ -328,6 +328,7 @@ def child() -> dict[str, Any]:
     return run_limited(CHILD, str(LEFT))
 
 
+@pytest.mark.long
 def test_memory_that_runs_out_is_answered_by_the_levers(child: dict[str, Any]) -> None:
     assert "Memory ran out with 16 sequences a forward pass" in child["error"]
     assert "can't allocate memory" in child["error"], "the message is the allocator's"
@@ -335,6 +336,7 @@ def test_memory_that_runs_out_is_answered_by_the_levers(child: dict[str, Any]) -
     assert "train.auto_batch true" in child["remedy"]
 
 
+@pytest.mark.long
 def test_auto_batch_trains_as_plain_accumulation_at_the_size_it_found(
     child: dict[str, Any],
 ) -> None:
@@ -411,6 +413,7 @@ print(json.dumps(found | {"auto": auto, "plain": plain}))
 """
 
 
+@pytest.mark.long
 def test_memory_that_is_taken_later_is_answered_by_smaller_micro_batches(tmp_path: Path) -> None:
     found = run_limited(LATER, str(tmp_path))
     assert found["size"] in (1, 2, 4, 8), found
@@ -422,5 +425,6 @@ def test_memory_that_is_taken_later_is_answered_by_smaller_micro_batches(tmp_pat
         assert "Memory ran out with 16 sequences a forward pass" in found[name]
 
 
+@pytest.mark.long
 def test_the_limit_of_the_process_is_what_is_free(child: dict[str, Any]) -> None:
     assert child["free"] == pytest.approx(LEFT, rel=0.02)

@@ -250,6 +250,7 @@ print(json.dumps(found))
 
 
 @linux
+@pytest.mark.long
 def test_the_estimate_is_what_a_step_takes() -> None:
     """The estimate is within a quarter of the measured peak, for every way of checkpointing.
 

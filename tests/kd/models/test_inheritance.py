@@ -187,6 +187,7 @@ def test_the_text_is_the_teacher_s_own() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.long
 def test_on_the_example_a_cut_student_begins_far_ahead_of_a_fresh_one(tokenizer: Any) -> None:
     teacher = load_model(AUSTEN / "teacher", torch.float32).eval()
     text = (AUSTEN / "text" / "persuasion.txt").read_text(encoding="utf-8")[3000:9000]

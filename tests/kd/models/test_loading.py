@@ -145,6 +145,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("kd", "cache"
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.long
 def test_a_saved_student_loads_offline_in_a_fresh_process_and_computes_the_same(
     tokenizer, tmp_path, tied
 ):

@@ -163,6 +163,7 @@ class Killed(BaseException):
         ("kill", "trial", 2),
     ],
 )
+@pytest.mark.long
 def test_stopped_or_killed_it_goes_on_and_repeats_no_trial(
     make_job: Any, home: Path, whole: dict[str, Any], death: str, kind: str, count: int
 ) -> None:

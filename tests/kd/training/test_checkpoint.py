@@ -396,6 +396,7 @@ while died:
 """
 
 
+@pytest.mark.long
 def test_kill_9_while_a_checkpoint_is_saved_over_itself_leaves_one(tmp_path: Path) -> None:
     """At any moment the old checkpoint is there, or the new one; the next save removes the rest."""
     process = subprocess.run(

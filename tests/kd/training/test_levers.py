@@ -164,6 +164,7 @@ ALIKE = {"optim_args", "order by length"}
 
 
 @pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.long
 def test_a_lever_changes_the_student_and_a_stop_does_not(
     lever: str, taught: Taught, plain: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_saving_needs_half_a_mebibyte_and_an_error_of_it_names_itself(tmp_path: Path) -> None:
     found = run_limited(CHILD, str(tmp_path))
     assert found["saved"] > 3 * 64 * 2**20, "weights and two moments"

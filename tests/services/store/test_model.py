@@ -583,6 +583,7 @@ def machine(parts: Parts) -> Iterator[type[Record]]:
     parts.jobs.redis.flushall()
 
 
+@pytest.mark.long
 def test_random_histories_and_the_script_agree(machine: type[Record]) -> None:
     profile = settings(
         max_examples=HISTORIES,

@@ -197,6 +197,7 @@ def test_what_was_outside_at_post_is_refused_there(
 # Secrets
 
 
+@pytest.mark.long
 def test_a_secret_is_in_no_log_no_record_no_event_no_file_and_no_process_list(
     new_parts: MakeParts, tmp_path: Path
 ) -> None:

@@ -459,6 +459,7 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.long
 def test_up_runs_everything_and_one_signal_stops_it(
     up: tuple[subprocess.Popen[str], str], job_file: Callable[..., Path], number: signal.Signals
 ) -> None:
@@ -473,6 +474,7 @@ def test_up_runs_everything_and_one_signal_stops_it(
     assert [pid for pid in processes if is_alive(pid)] == []
 
 
+@pytest.mark.long
 def test_up_replaces_what_dies(
     up: tuple[subprocess.Popen[str], str], job_file: Callable[..., Path]
 ) -> None:
@@ -486,6 +488,7 @@ def test_up_replaces_what_dies(
     wait_until(submitted)
 
 
+@pytest.mark.long
 def test_a_killed_up_leaves_no_worker_and_the_next_one_goes_on(
     up: tuple[subprocess.Popen[str], str], job_file: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -571,6 +574,7 @@ def test_a_failed_demo_says_why(example: dict[str, str], tmp_path: Path) -> None
     assert "remedy: Give a file with text in it." in done.stderr
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_in_the_student_of_an_undisturbed_job(
     new_parts: MakeParts, tmp_path: Path
 ) -> None:

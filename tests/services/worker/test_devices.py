@@ -276,6 +276,7 @@ def test_a_job_waits_for_a_worker_that_fits(
 
 
 @pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.long
 def test_a_gpu_that_vanishes_ends_the_worker_and_costs_the_next_job_nothing(
     new_parts: Callable[..., Parts], driver: dict[str, str], busy: bool
 ) -> None:
