@@ -30,6 +30,8 @@ FEW_TOKENS = 2000
 LEAST_BLOCKS = 4
 #: The 97.5 % point of the normal distribution.
 _NORMAL_POINT = 1.959963985
+#: The 97.5 % points of Student's t, by degrees of freedom, where the expansion is too far off.
+_T_POINTS = {1: 12.706205, 2: 4.302653}
 #: exp of more than 709 overflows a float64.
 _LARGEST_EXPONENT = 700.0
 
@@ -102,11 +104,7 @@ class BlockLosses:
         mean = self.mean
         if mean is None or count < LEAST_BLOCKS:
             return None
-        # A student that diverged has infinite losses, and its interval is not a number.
-        with np.errstate(invalid="ignore", over="ignore"):
-            spread = float(((self.nats_B - mean * self.tokens_B) ** 2).sum())
-        error = math.sqrt(count / (count - 1) * spread) / self.tokens
-        reach = compute_t_point(count - 1) * error
+        reach = compute_ratio_reach(self.nats_B, self.tokens_B)
         return Interval(mean - reach, mean + reach)
 
     @property
@@ -146,11 +144,27 @@ def raise_e(loss: float) -> float:
     return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
-def compute_t_point(freedom: int) -> float:
-    """Return the 97.5 % point of Student's t, to 1 % from 3 degrees of freedom on.
+def compute_ratio_reach(a_B: NDArray[Any], b_B: NDArray[Any]) -> float:
+    """Return half of the 95 % interval of the ratio sum a / sum b of B >= 2 independent units.
 
-    The expansion of Abramowitz and Stegun 1964, 26.7.5.
+    It is t s, with the formula at the top of this module.
     """
+    count = len(a_B)
+    whole = float(b_B.sum())
+    # A student that diverged has infinite losses, and its interval is not a number.
+    with np.errstate(invalid="ignore", over="ignore"):
+        spread = float(((a_B - float(a_B.sum()) / whole * b_B) ** 2).sum())
+    error = math.sqrt(count / (count - 1) * spread) / abs(whole)
+    return compute_t_point(count - 1) * error
+
+
+def compute_t_point(freedom: int) -> float:
+    """Return the 97.5 % point of Student's t, to 1 %.
+
+    The expansion of Abramowitz and Stegun 1964, 26.7.5, from 3 degrees of freedom on.
+    """
+    if freedom in _T_POINTS:
+        return _T_POINTS[freedom]
     z = _NORMAL_POINT
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

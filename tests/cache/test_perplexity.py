@@ -33,7 +33,8 @@ def test_a_token_without_a_known_loss_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("freedom", "point"), [(3, 3.182446), (5, 2.570582), (10, 2.228139), (100, 1.983972)]
+    ("freedom", "point"),
+    [(1, 12.706205), (2, 4.302653), (3, 3.182446), (5, 2.570582), (10, 2.228139), (100, 1.983972)],
 )
 def test_the_point_of_student_s_t_is_that_of_the_tables(freedom, point):
     assert compute_t_point(freedom) == pytest.approx(point, rel=2e-3)

@@ -6,13 +6,9 @@ of p, and of a row's student, each in nats a token,
     share = sum_k (c_k - x_k) / sum_k (c_k - d_k)
 
 over the seeds k. Students of one seed begin alike and see the same tokens in the same order, so
-differences of one seed vary less than the losses do. A share is a ratio R = sum a_i / sum b_i, and
-its standard error is that of a ratio of n independent units i (Cochran 1977, section 6.4):
-
-    s = sqrt(n / (n - 1) * sum_i (a_i - R b_i)^2) / |sum_i b_i|
-
-The interval is R +- t s, with the 97.5 % point t of Student's distribution of n - 1 degrees of
-freedom. There are two, which answer two questions and are not added:
+differences of one seed vary less than the losses do. A share is a ratio sum a_i / sum b_i of
+independent units i, with the interval of ``cache.perplexity.compute_ratio_reach``. There are two
+intervals, which answer two questions and are not added:
 
     over seeds    i = seed k, a = c_k - x_k, b = c_k - d_k: where the share of other seeds would
                   lie, on the same held-out text
@@ -31,10 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.perplexity import BlockLosses, compute_t_point
+from cache.perplexity import BlockLosses, compute_ratio_reach
 
-#: The 97.5 % points of Student's t for which the expansion of ``compute_t_point`` is not exact.
-EXACT_T_POINTS = {1: 12.7062, 2: 4.3027}
 #: The ranges of the teacher's probability of the next word: names, and their lower ends.
 DECADES = (
     ("0.1 to 1", 0.1),
@@ -63,15 +57,8 @@ class Ratio:
     @classmethod
     def of(cls, a_i: NDArray[np.float64], b_i: NDArray[np.float64]) -> Ratio:
         """Estimate sum a / sum b and its interval from units of shape (n,) each."""
-        count = len(a_i)
-        whole = float(b_i.sum())
-        value = float(a_i.sum()) / whole
-        if count < 2:
-            return cls(value, None)
-        spread = float(((a_i - value * b_i) ** 2).sum())
-        error = math.sqrt(count / (count - 1) * spread) / abs(whole)
-        t_point = EXACT_T_POINTS.get(count - 1) or compute_t_point(count - 1)
-        return cls(value, t_point * error)
+        value = float(a_i.sum()) / float(b_i.sum())
+        return cls(value, compute_ratio_reach(a_i, b_i) if len(a_i) > 1 else None)
 
 
 @dataclass(frozen=True)
