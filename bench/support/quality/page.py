@@ -60,13 +60,11 @@ def describe_study(study: Study) -> str:
     student = job.student
     assert student is not None
     assert job.teacher is not None
-    shape = (
-        f"{student.from_teacher.layers} of the teacher's layers"
-        if student.from_teacher is not None
-        else f"{student.init.layers} fresh layers of width {student.init.hidden_size}"
-        if student.init is not None
-        else str(student.model)
-    )
+    if student.from_teacher is not None:
+        shape = f"{student.from_teacher.layers} of the teacher's layers"
+    else:
+        assert student.init is not None, "a study's student is one of the two"
+        shape = f"{student.init.layers} fresh layers of width {student.init.hidden_size}"
     corpus = study.text.corpus
     batch = options.batch_size * options.gradient_accumulation_steps
     steps = options.max_steps or 0
