@@ -20,7 +20,7 @@ from kd.memory.auto_batch import (
     rehearse_step,
     resize_micro_batch,
 )
-from tests.support.kd.limited import run_limited
+from tests.support.kd.memory_script import run_memory_script
 
 CPU = torch.device("cpu")
 
@@ -325,7 +325,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def child() -> dict[str, Any]:
-    return run_limited(CHILD, str(LEFT))
+    return run_memory_script(CHILD, str(LEFT))
 
 
 @pytest.mark.long
@@ -377,7 +377,7 @@ def run(name, listen=lambda event: None, **options):
         "student": {"init": {"layers": 2, "hidden_size": 64, "tokenizer": "."}},
         "data": {"train": "unused.txt", "sequence_length": 512},
         "loss": {"alpha": 1.0},
-        "train": {"max_steps": 2, "batch_size": 16, "eval_steps": 3, "save_steps": 3} | options,
+        "train": {"max_steps": 3, "batch_size": 16, "eval_steps": 4, "save_steps": 4} | options,
     })
     torch.manual_seed(0)
     student = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -415,10 +415,10 @@ print(json.dumps(found | {"auto": auto, "plain": plain}))
 
 @pytest.mark.long
 def test_memory_that_is_taken_later_is_answered_by_smaller_micro_batches(tmp_path: Path) -> None:
-    found = run_limited(LATER, str(tmp_path))
+    found = run_memory_script(LATER, str(tmp_path))
     assert found["size"] in (1, 2, 4, 8), found
-    assert found["step"] == 2
-    assert found["tokens"] == 2 * 16 * 511
+    assert found["step"] == 3
+    assert found["tokens"] == 3 * 16 * 511
     assert "Memory ran out at step 2 with batch_size 16: 8 is used." in found["warnings"]
     assert found["auto"] == pytest.approx(found["plain"], rel=1e-6, abs=1e-6)
     for name in ("fixed", "by length"):

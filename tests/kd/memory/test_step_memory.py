@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import mmap
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -14,8 +12,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from bench.support.harness import PATIENCE_SECONDS
-from bench.support.paths import ROOT
 from kd.config.train import TrainConfig
 from kd.files import format_bytes
 from kd.memory.step_memory import (
@@ -28,6 +24,7 @@ from kd.memory.step_memory import (
 )
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
+from tests.support.kd.memory_script import run_memory_script
 from tests.support.kd.optimizers import measure_optimizer_bytes
 from tests.support.kd.students import make_llama
 from tests.support.kd.zoo import build
@@ -218,7 +215,7 @@ from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 
 CPU = torch.device("cpu")
-B = 2
+B = 4
 L = 128
 SHAPE = {
     "vocab_size": 512,
@@ -249,31 +246,15 @@ print(json.dumps(found))
 """
 
 
-@linux
 @pytest.mark.long
 def test_the_estimate_is_what_a_step_takes() -> None:
     """The estimate is within a quarter of the measured peak, for every way of checkpointing.
 
     Measured in a second step, when the gradients exist already.
     """
-    # Blocks of any size go back to the system at once, so that its account is of what is in use.
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    # Freed memory goes back to the system at once, so that its account is of what is in use.
+    found = run_memory_script(CHILD, MALLOC_TRIM_THRESHOLD_="65536")
     assert len(found) == 6
-    print(found)
     assert {
         name: real for name, (expected, real) in found.items() if not 0.9 < expected / real < 1.25
     } == {}, found

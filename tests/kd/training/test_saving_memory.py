@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kd.errors import OutOfMemory
 from kd.memory.auto_batch import saving_errors
 from kd.training.tensor_file import write_tensors
-from tests.support.kd.limited import run_limited
+from tests.support.kd.memory_script import run_memory_script
 
 TENSORS = {
     "matrix": torch.randn(3, 5),
@@ -129,7 +129,7 @@ print(json.dumps(found))
 
 @pytest.mark.long
 def test_saving_needs_half_a_mebibyte_and_an_error_of_it_names_itself(tmp_path: Path) -> None:
-    found = run_limited(CHILD, str(tmp_path))
+    found = run_memory_script(CHILD, str(tmp_path))
     assert found["saved"] > 3 * 64 * 2**20, "weights and two moments"
     assert "Memory ran out while the checkpoint of step 3 was saved" in found["error"]
     assert found["taken"] == [1, 2, 3] and found["left"] == []

@@ -1,4 +1,4 @@
-"""Runs a script in a process whose memory the script itself limits."""
+"""Runs a script whose memory is limited or measured, in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 
 
-def run_limited(script: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that ``script`` prints, in a process of its own."""
+def run_memory_script(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """The JSON that ``script`` prints; ``environment`` adds variables to those of this process."""
     if sys.platform != "linux":
-        pytest.skip("RLIMIT_AS is kept on Linux")
+        pytest.skip("only Linux keeps RLIMIT_AS and tells the peak of a process")
     # glibc raises its threshold for mmap with every large block that is freed, and then keeps such
     # blocks in a heap with holes: how much fits below a limit would be a matter of luck.
-    environment = os.environ | {
+    variables = environment | {
         "OMP_NUM_THREADS": "1",
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -29,7 +29,7 @@ def run_limited(script: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
