@@ -191,7 +191,8 @@ def test_packed_chats_are_read_as_if_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("profile", "stops"), [("threshold", (1, 3, 14)), ("tempered", (9,)), ("hidden", (4,))]
+    ("profile", "stops"),
+    [("threshold", (1, 3, 9, 14)), ("tempered", (9,)), ("hidden", (4,)), ("topk", (3,))],
 )
 @pytest.mark.long
 def test_interrupted_capture_resumes_to_the_same_bytes(

@@ -102,7 +102,7 @@ def test_a_student_with_no_say_in_the_loss_does_not_move(
     assert "the gradient is 0 in" in verdict.remedy
 
 
-@pytest.mark.parametrize("rate", [1e-12, 1e-7, 1e-5])
+@pytest.mark.parametrize("rate", [1e-12, 1e-9, 1e-7, 1e-6, 1e-5])
 @pytest.mark.long
 def test_a_rate_that_is_far_too_low_is_named(tmp_path: Path, rate: float) -> None:
     verdict = check(tmp_path, make_student(), learning_rate=rate)

@@ -152,16 +152,9 @@ class Killed(BaseException):
     """Stands for kill -9: nothing is saved on the way out."""
 
 
+@pytest.mark.parametrize("death", ["stop", "kill"])
 @pytest.mark.parametrize(
-    ("death", "kind", "count"),
-    [
-        ("stop", "metrics", 1),
-        ("kill", "metrics", 7),
-        ("stop", "metrics", 7),
-        ("kill", "evaluation", 3),
-        ("stop", "trial", 2),
-        ("kill", "trial", 2),
-    ],
+    ("kind", "count"), [("metrics", 1), ("metrics", 7), ("evaluation", 3), ("trial", 2)]
 )
 @pytest.mark.long
 def test_stopped_or_killed_it_goes_on_and_repeats_no_trial(
