@@ -81,7 +81,7 @@ def test_any_order_reads_the_same_even_when_only_one_shard_fits_in_memory(pristi
 
 def test_threads_may_share_an_open_cache(pristine):
     opened = open_cache(pristine, memory_bytes=0)
-    orders = [random.Random(seed).choices(range(10), k=4) for seed in range(8)]
+    orders = [random.Random(seed).choices(range(10), k=4) for seed in range(24)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(opened.read, orders))
     alone = open_cache(pristine)
