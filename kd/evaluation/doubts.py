@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cache.perplexity import Interval, Perplexity
 from kd.capture.usefulness import describe_useless_teacher
 from kd.checks.verdict import Verdict
 from kd.evaluation.comparison import TEACHER
@@ -47,6 +48,18 @@ def find_perplexity(report: Report, name: str) -> float | None:
     return None if found is None else float(found)
 
 
+def _show_perplexity(report: Report, name: str) -> str:
+    """Format a perplexity that the report has, with its tokens and the interval of few tokens."""
+    value = find_perplexity(report, name) or math.nan
+    found = ((report.get("evaluation") or {}).get("models") or {}).get(name) or {}
+    key = _KEYS[name]
+    tokens = found.get("tokens", report.get(f"{key}_tokens", report.get("held_out_tokens")))
+    if tokens is None:
+        return f"{value:,.2f}"
+    ends = found.get("perplexity_interval", report.get(f"{key}_interval"))
+    return str(Perplexity(value, tokens, Interval(**ends) if ends else None))
+
+
 def _compare_with_baseline(evaluation: Report, effect: Mapping[str, Any]) -> Verdict:
     models = evaluation["models"]
     pair = (models[STUDENT]["perplexity"], models[BASELINE]["perplexity"])
@@ -61,13 +74,14 @@ def _suspect_teacher(report: Report) -> Verdict | None:
         return None
     facts = {"teacher_perplexity": teacher, "student_perplexity": student, **ngrams}
     if ngrams and math.log(teacher) > ngrams["bigram_loss"]:
-        shown = (f"{teacher:,.2f}", math.exp(ngrams["unigram_loss"]))
+        shown = (_show_perplexity(report, TEACHER), math.exp(ngrams["unigram_loss"]))
         message = describe_useless_teacher(*shown, math.exp(ngrams["bigram_loss"]))
         return Verdict(CHECK, False, message, _MEASURE, facts)
     if student is not None and math.log(teacher) - math.log(student) > _NOTABLE_NATS:
         message = (
             f"The student is better than its teacher on the held-out text: perplexity "
-            f"{student:,.2f}, and {teacher:,.2f} of the teacher. The teacher may hold it back."
+            f"{_show_perplexity(report, STUDENT)}, and {_show_perplexity(report, TEACHER)} of the "
+            "teacher. The teacher may hold it back."
         )
         return Verdict(CHECK, False, message, f"{_MEASURE} {REMEDY}", facts)
     return None
@@ -79,8 +93,8 @@ def _suspect_training(report: Report) -> Verdict | None:
     if before is None or after is None or after <= before:
         return None
     message = (
-        f"The student is worse after training than before it: held-out perplexity {after:,.2f}, "
-        f"and {before:,.2f} before."
+        "The student is worse after training than before it: held-out perplexity "
+        f"{_show_perplexity(report, STUDENT)}, and {_show_perplexity(report, BEFORE)} before."
     )
     facts = {"student_perplexity": after, "student_perplexity_before": before}
     return Verdict(CHECK, False, message, f"Try a lower train.learning_rate. {_MEASURE}", facts)

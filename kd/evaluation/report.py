@@ -325,7 +325,8 @@ def _describe_quality(report: Report) -> str:
     counted = (
         f"counted from {ngrams['counted_tokens']:,} training tokens, a bigram has perplexity "
         f"{math.exp(ngrams['bigram_loss']):,.2f} and a unigram "
-        f"{math.exp(ngrams['unigram_loss']):,.2f}"
+        f"{math.exp(ngrams['unigram_loss']):,.2f} "
+        f"on {report['evaluation']['tokens']:,} held-out tokens"
     )
     if report.get("quality_kept") is None:
         return f"- For comparison: {counted}."

@@ -215,6 +215,9 @@ BARE: dict[str, Any] = {
 }
 
 
+NGRAMS = {"counted_tokens": 1000, "unigram_loss": 3.0, "bigram_loss": 2.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -236,6 +239,14 @@ BARE: dict[str, Any] = {
             "KL(teacher ‖ student) at temperature 2 is 0.500 nats",
         ),
         ({"evaluation": {"models": {}, "tasks": {"arc": {"acc": 0.25}}}}, "| arc | acc | 0.2500 |"),
+        (
+            {"quality_kept": 0.745, "evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
+            "- Quality: the student keeps 74.5% of the teacher's, ",
+        ),
+        (
+            {"evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
+            "a bigram has perplexity 7.39 and a unigram 20.09 on 2,500 held-out tokens.",
+        ),
     ],
 )
 def test_the_page_says(changes: dict[str, Any], line: str) -> None:

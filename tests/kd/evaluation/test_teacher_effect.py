@@ -81,6 +81,44 @@ def test_without_a_baseline_it_says_what_it_suspects(report: Any, text: str | No
     assert "evaluation.baseline: true" in verdict.remedy
 
 
+@pytest.mark.parametrize(
+    ("report", "shown"),
+    [
+        (make_report(70.0, 160.0, ngrams=NGRAMS), ["160.00 (1,500 tokens, 95 % interval 150.00"]),
+        (
+            make_report(70.0, 80.0),
+            ["70.00 (1,500 tokens, 95 % interval 60.00 to 79.00), and 80.00 (1,500 tokens"],
+        ),
+        (make_report(95.0, 36.0, before=90.0), ["95.00 (1,500 tokens", "90.00 (1,500 tokens) b"]),
+    ],
+)
+def test_a_suspicion_counts_the_tokens_of_its_perplexities(report: Any, shown: list[str]) -> None:
+    """The figures are those of a run, as its training and its cache leave them in the report."""
+    known = {
+        "held_out_tokens": 1500,
+        "student_perplexity_interval": {"low": 60.0, "high": 79.0},
+        "student_perplexity_before_interval": None,
+        "teacher_perplexity_tokens": 1500,
+        "teacher_perplexity_interval": {"low": 150.0, "high": 170.0},
+    }
+    verdict = judge_teacher(report | known)
+    assert verdict is not None
+    assert [text for text in shown if text not in verdict.message] == [], verdict.message
+    measured = {"tokens": 38250, "perplexity_interval": {"low": 1.0, "high": 99.0}}
+    models = {
+        name: {"perplexity": report[key], **measured}
+        for name, key in (
+            (TEACHER, "teacher_perplexity"),
+            (BEFORE, "student_perplexity_before"),
+            (STUDENT, "student_perplexity"),
+        )
+    }
+    deeper = report | known | {"evaluation": {**(report["evaluation"] or {}), "models": models}}
+    verdict = judge_teacher(deeper)
+    assert verdict is not None and "(38,250 tokens)" in verdict.message, "the closer look wins"
+    assert "interval" not in verdict.message
+
+
 def test_a_baseline_is_believed_before_any_suspicion() -> None:
     models = {STUDENT: {"perplexity": 100.0}, BASELINE: {"perplexity": 110.0}}
     effect = {"nats": -0.1, "interval": {"low": -0.14, "high": -0.05}}
