@@ -28,6 +28,7 @@ from tests.support.documents import (
     list_blocks,
     list_command_lines,
     list_inline_commands,
+    read_document,
     split_commands,
 )
 
@@ -144,6 +145,21 @@ def test_the_job_of_the_readme_asks_for_nothing_that_a_fresh_service_lacks(tmp_p
         assert find_problems(job, Folders(settings.root, settings.home)) == []
         assert find_webhook_problems(job.webhook, settings) == []
         assert Device(memory_bytes=8 << 30).covers(job.resources.gpus, job.resources.memory)
+
+
+def test_the_demo_installs_what_it_needs_alone_and_the_readme_says_how_much(
+    tmp_path: Path,
+) -> None:
+    """``make -n`` prints what a folder without an environment would get."""
+    printed = make_checkout(tmp_path / "potstill").require("make -n demo")
+    assert re.findall(r"-e '\.\[(.+)\]'", printed) == ["local,worker"]
+    text = " ".join(read_document(README).split())
+    assert "`pip install 'potstill[local,worker]'`, `kd demo` runs in any folder" in text
+    size = (
+        r"demo's environment then has \d+ packages and [\d.]+ GB, and takes \w+ minutes to install"
+    )
+    assert re.search(size, text)
+    assert re.search(r"The demo itself takes \w+ minutes on \w+ CPU cores", text)
 
 
 @pytest.mark.slow

@@ -123,6 +123,11 @@ def test_prompts_are_beginnings_of_held_out_text_and_questions_of_chats(tokenize
     assert [len(choose_prompts(source, tokenizer, count)) for count in (0, 1, 2)] == [0, 1, 2]
 
 
+def test_unless_the_job_says_otherwise_there_are_five_prompts(tokenizer: Any) -> None:
+    source = make_source(1, [[]] * 9)
+    assert len(choose_prompts(source, tokenizer, EvaluationConfig().continuations)) == 5
+
+
 def test_without_held_out_text_prompts_come_from_the_training_text(tokenizer: Any) -> None:
     source = make_source(2, [[], [False] * 39])
     assert [each.ids[0] for each in choose_prompts(source, tokenizer, 5)] == [0], (

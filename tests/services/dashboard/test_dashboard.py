@@ -258,6 +258,14 @@ def test_a_job_is_paused_resumed_and_cancelled(page: Page, api: Parts) -> None:
 
 
 @in_browser
+def test_a_job_that_no_worker_can_take_says_why_it_waits(page: Page, api: Parts) -> None:
+    job_id = api.jobs.create(make_config("greedy", resources={"gpus": 1})).id
+    open_page(page, api, f"jobs/{job_id}")
+    why = "No worker serves stage train; the job waits until one starts that has 1 GPU."
+    expect(page.get_by_text(why)).to_be_visible()
+
+
+@in_browser
 def test_a_search_shows_its_trials(page: Page, api: Parts) -> None:
     search = start_search(api)
     open_page(page, api, f"jobs/{search.id}")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,9 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-@pytest.fixture
-def page(browser: Browser, guarded: tuple[Parts, str]) -> Iterator[Page]:
+@contextmanager
+def watched_page(browser: Browser, server: str) -> Iterator[Page]:
     """The page; the test fails if it asked another host for anything, or logged an error."""
-    server = guarded[0].settings.server
     tab = browser.new_context().new_page()
     wrong: list[str] = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -52,6 +52,12 @@ def page(browser: Browser, guarded: tuple[Parts, str]) -> Iterator[Page]:
     tab.context.close()
     # The browser logs a 401 as "Failed to load resource".
     assert [line for line in wrong if "Failed to load resource" not in line] == []
+
+
+@pytest.fixture
+def page(browser: Browser, guarded: tuple[Parts, str]) -> Iterator[Page]:
+    with watched_page(browser, guarded[0].settings.server) as page:
+        yield page
 
 
 def open_operation(page: Page, name: str) -> Locator:
@@ -93,3 +99,18 @@ def test_an_operation_is_tried_with_a_key(page: Page, guarded: tuple[Parts, str]
     expect(stream.locator(".answer pre")).to_contain_text("event: status")
     stream.get_by_role("button", name="Stop").click()
     expect(stream.get_by_role("button", name="Stop")).to_have_count(0)
+
+
+@pytest.mark.usefixtures("_server_binary")
+def test_without_keys_the_page_is_the_same_and_asks_no_other_host(
+    browser: Browser, guarded: tuple[Parts, str], tmp_path: Path
+) -> None:
+    with serving(tmp_path) as parts, watched_page(browser, parts.settings.server) as page:
+        expect(page.locator("details.operation").first).to_be_visible()
+        operation = open_operation(page, "GET /jobs")
+        operation.get_by_role("button", name="Send").click()
+        expect(operation.locator(".answer .good")).to_contain_text("200")
+        answers = [each.http.get("/docs") for each in (parts, guarded[0])]
+        assert answers[0].content == answers[1].content
+        policies = [each.headers["content-security-policy"] for each in answers]
+        assert policies[0] == policies[1] and "default-src 'none'" in policies[0]

@@ -285,6 +285,18 @@ def test_an_invalid_job_is_exit_code_2_everywhere(
     assert "KD_LEASE_SECONDS" in wrong.stderr
 
 
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_job_s_files_are_opened_before_it_runs(
+    command: str, job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "It was a dark night."}\n', encoding="utf-8")
+    done = kd(command, job_file("quick"), "--set", f"data.train={rows}")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "row 1" in line]
+    assert "data.train.0: " in line and "has no 'text'" in line
+
+
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_tracker_that_is_not_installed_is_a_warning_to_validate_and_refused_by_run(
     job_file: Callable[..., Path], tmp_path: Path

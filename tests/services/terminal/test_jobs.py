@@ -158,6 +158,19 @@ def test_a_log_is_printed_whole_by_its_end_and_as_it_grows(shell: Shell) -> None
     assert shell.ok("jobs", "logs", claim.id, "--follow") == "one\ntwo\nthree\nfour\n"
 
 
+def test_an_empty_log_is_explained(shell: Shell) -> None:
+    claim = running(shell.parts, ALICE)
+    folder = shell.parts.settings.run_dir(claim.id)
+    folder.mkdir(parents=True)
+    (folder / "log.txt").touch()
+    for more in ((), ("--tail", "5")):
+        done = shell.kd("jobs", "logs", claim.id, *more)
+        assert (done.returncode, done.stdout) == (0, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("The log is empty: it holds what the libraries of a run print, ")
+        assert line.endswith(f"`kd jobs events {claim.id}` shows what the job did.")
+
+
 def test_events_are_printed(shell: Shell) -> None:
     claim = running(shell.parts, ALICE)
     tell(shell.parts, claim, ("warning", {"message": "look out"}))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 
-from bench.support.harness import Parts, make_body
+from bench.support.harness import Parts, make_body, wait_until
 from bench.support.paths import AUSTEN
 from kd.config.jobfile import load_config
 from services.process import file_view
@@ -91,6 +92,23 @@ def test_a_job_that_no_worker_takes_says_so_at_once(service: Parts, work: Path) 
     assert (done.returncode, done.stderr) == (0, f"warning: {why}\n")
     for job_id in (posted.json()["id"], done.stdout.strip()):
         service.jobs.change("cancel", job_id)
+
+
+def test_submit_that_follows_says_once_why_the_job_waits(service: Parts, work: Path) -> None:
+    def find_followed() -> list[str]:
+        jobs = httpx.get(f"{service.settings.server}/jobs?status=queued").json()["data"]
+        return [job["id"] for job in jobs if job["name"] == "followed"]
+
+    def cancel_it() -> None:
+        service.jobs.change("cancel", *wait_until(find_followed))
+
+    threading.Thread(target=cancel_it).start()
+    asked = ("submit", "job.yaml", "--follow", "--set", "name=followed", *GREEDY)
+    done = kd(*asked, folder=work, KD_SERVER=service.settings.server)
+    assert done.returncode == 103, done.stderr
+    why = f"No worker of stage train has {NEEDS}; the job waits until one starts that has."
+    assert f"warning: {why}" in done.stderr.splitlines()
+    assert done.stderr.count(why) == 1
 
 
 def test_validate_warns_of_what_only_this_machine_lacks(work: Path) -> None:
