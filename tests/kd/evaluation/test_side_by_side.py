@@ -22,10 +22,10 @@ from kd.evaluation.comparison import TEACHER
 from kd.evaluation.measure import BASELINE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.side_by_side import find_reason_without
-from kd.files import read_json
+from kd.files import read_json, write_json
 from kd.models.folder import ModelFolder
 from kd.models.loading import load_model
-from kd.models.saving import save_student
+from kd.models.saving import ADAPTER_FOLDER, save_student
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import open_source, run_stages
 from kd.progress import SILENT, Event, Monitor
@@ -174,6 +174,21 @@ def test_facts_come_from_the_teacher_s_card_and_the_job(
         assert (facts["base_model"], facts["base_model_relation"]) == (base, relation)
         assert (facts["license"], facts["language"]) == ("apache-2.0", ["en", "de"])
         assert facts["datasets"] == ["owner/text"]
+
+
+def test_an_adapter_without_its_base_says_what_it_adapts(
+    done: Any, job: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / ADAPTER_FOLDER).mkdir()
+    settings = {"base_model_name_or_path": "owner/start"}
+    write_json(tmp_path / ADAPTER_FOLDER / "adapter_config.json", settings)
+    student = {"model": "owner/start", "lora": {"rank": 2, "merge": False}}
+    write_provenance(tmp_path, parse_config(job | {"student": student}), done.report)
+    facts = read_facts(tmp_path)
+    assert (facts["base_model"], facts["base_model_relation"]) == ("owner/start", "adapter")
+    assert facts["library_name"] == "peft"
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert 'AutoModelForCausalLM.from_pretrained("owner/start")' in card
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
