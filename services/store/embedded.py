@@ -213,6 +213,7 @@ class EmbeddedServer:
         """Whether a server with our password and our data answers on our port."""
         try:
             with connect_redis(self.url) as client:
+                client.ping()  # a server that still loads refuses this, and tells its folder
                 folder = cast(dict[str, str], client.config_get("dir"))["dir"]
         except RedisError:  # no server, one that still loads, or a stranger's
             return False

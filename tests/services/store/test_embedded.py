@@ -18,6 +18,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from bench.support.harness import is_alive, wait_until
 from bench.support.paths import ROOT
 from services.settings import Settings
+from services.store import embedded
 from services.store.connection import connect_redis
 from services.store.embedded import (
     EmbeddedServer,
@@ -77,6 +78,31 @@ def test_a_restart_keeps_data_port_and_password(server: EmbeddedServer, folder: 
         assert again.url == url
         with connect_redis(url) as client:
             assert client.get("x") == "1"
+    finally:
+        again.stop()
+
+
+WRITES = 40_000
+
+
+def test_a_server_that_still_loads_its_data_is_waited_for(
+    server: EmbeddedServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect_redis(server.url) as client:
+        writes = client.pipeline(transaction=False)
+        for number in range(WRITES):
+            writes.set(f"key {number}", "x" * 100)
+        writes.execute()
+    server.stop()
+    # It waits 50 microseconds at each write that it loads, 2 s in all, and answers others after
+    # each 1,024 writes: a client that needs several answers has them only from a long file.
+    slow = "key-load-delay 50\n"
+    monkeypatch.setattr(embedded, "CONFIGURATION", embedded.CONFIGURATION + slow)
+    again = EmbeddedServer(folder, find_binary())
+    try:
+        again.start()
+        with connect_redis(again.url) as client:
+            assert client.get(f"key {WRITES - 1}") == "x" * 100
     finally:
         again.stop()
 
