@@ -6,7 +6,7 @@
 #              .../whl/cu126 the build for CUDA 12.6, for older drivers and cards (docs/operations.md)
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
-# TEST_WORKERS processes that run tests, each with one arithmetic thread and 1.5 GB at most; tests marked alone follow in one
+# TEST_WORKERS processes that run tests, each with one arithmetic thread; tests marked alone follow in one process
 # BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
 # TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
@@ -21,10 +21,14 @@ TEST_FLAGS  ?=
 BENCH_FLAGS ?=
 TEMPERATURE_FLAGS ?=
 CHAOS_FLAGS ?=
-TEST_WORKERS ?= 5
+TEST_WORKERS ?= 4
 EXAMPLE_SECONDS ?= 3600
 LONG        ?=
 SLOW        ?=
+
+# With this variable every process of the tests would rewrite all test modules anew, which is half of
+# the time in which it collects them.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
