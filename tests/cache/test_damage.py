@@ -121,6 +121,7 @@ def test_a_flipped_bit_is_never_read_back_silently(store, profile):
     assert equal(open_cache(store).read(SEQUENCES), captured(IDENTITIES[profile]))
 
 
+@pytest.mark.long
 def test_every_flipped_byte_of_every_groups_metadata_is_refused_by_readers(tmp_path):
     """The metadata of a group only repeats what the program knows, but other readers go by it."""
     folder = make_cache(tmp_path, tiny("hidden"))

@@ -261,6 +261,7 @@ def test_a_damaged_part_is_not_merged(parts, tmp_path):
     assert [summary.complete for summary in list_caches(tmp_path)] == [False]
 
 
+@pytest.mark.long
 def test_one_shard_of_each_part_is_in_memory_and_decoded_once(tmp_path, monkeypatch):
     folders = [make_part(tmp_path, seed, (14, 2), **DRAWS) for seed in (1, 2)]
     alive: weakref.WeakSet = weakref.WeakSet()

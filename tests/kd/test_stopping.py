@@ -144,6 +144,7 @@ def test_a_stop_within_a_shard_says_what_is_read_again(job: Job, tmp_path: Path)
     assert stopper.list_types().count("progress") == 1
 
 
+@pytest.mark.long
 def test_an_evaluation_that_was_stopped_is_made_anew(job: Job, tmp_path: Path) -> None:
     """The resumed run has the evaluation of the step at which it was stopped, once."""
     config = parse_config(job)

@@ -352,6 +352,7 @@ def choose_fixture_knots(positions: Positions) -> Any:
     return choose_knots(torch.eye(len(positions.gold_N)), positions.gold_N, head, positions.codec)
 
 
+@pytest.mark.long
 def test_the_chosen_knots_keep_the_tails_mass_at_every_temperature(
     positions: Positions,
 ) -> None:

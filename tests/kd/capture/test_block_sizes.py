@@ -63,6 +63,7 @@ def test_the_kernels_are_what_is_tested(monkeypatch: pytest.MonkeyPatch) -> None
 
 # The kernel computes exp of lanes beyond the vocabulary too, and masks them afterwards. A GPU gives
 # inf there; the interpreter computes with numpy, which warns.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @settings(deadline=None, max_examples=30)
 @given(case=cases(profiles=("threshold",)))
@@ -72,6 +73,7 @@ def test_samples_are_what_the_scheme_says(case: Case) -> None:
         require_sound_weights(case)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=3)
 @given(case=cases(vocabularies=(262_143, 262_144), rows=2, profiles=("threshold",)))
 def test_the_largest_vocabularies(case: Case) -> None:

@@ -293,6 +293,7 @@ def home(stores: dict[str, Cache], tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_kd_cache_fidelity_measures_anew(home: Path, stores: dict[str, Cache]) -> None:
     folder = home / "caches" / stores["threshold"].folder.name
     replace_fidelity(folder, ())

@@ -78,6 +78,7 @@ def test_a_student_learns_from_every_profile(
     assert report["teacher_perplexity"] > 1 and 0 <= report["validation_agreement"] <= 1
 
 
+@pytest.mark.long
 def test_a_student_learns_from_a_server(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_student_learns_from_a_server(
     assert "teacher_entropy" in near and "teacher_entropy" not in far, "a server does not say it"
 
 
+@pytest.mark.long
 def test_a_student_learns_from_an_imported_cache(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

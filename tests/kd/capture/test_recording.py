@@ -136,6 +136,7 @@ def require_one(target: Any, positions: int) -> None:
 # ---------------------------------------------------------------------- through the disk
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(
     profile=st.sampled_from(list(PROFILES)),

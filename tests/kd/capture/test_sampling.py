@@ -199,6 +199,7 @@ def test_variance_is_the_optimum_of_the_scheme() -> None:
     assert len(gold) == len(found.entropy)
 
 
+@pytest.mark.long
 def test_loss_over_redraws_is_full_distillation() -> None:
     """Records are drawn, rounded and decoded as in a cache: value and gradient average to those of
     the dense KL.

@@ -52,6 +52,7 @@ def test_a_teacher_that_does_not_know_the_text_is_named_after_the_held_out_shard
     assert len(store.validation) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fraction", [0.1, 0.0])
 def test_a_good_teacher_and_a_text_without_held_out_part_are_no_reason_to_warn(
     fraction: float, tiny_text: Path, tmp_path: Path

@@ -93,6 +93,7 @@ def test_a_loss_of_the_wrong_sign_goes_uphill(
     assert len(verdict.facts["tried"]) == 3
 
 
+@pytest.mark.long
 def test_a_student_with_no_say_in_the_loss_does_not_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

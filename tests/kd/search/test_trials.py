@@ -133,6 +133,7 @@ def test_it_finds_the_better_of_two_rates_and_leaves_what_it_names(
     )
 
 
+@pytest.mark.long
 def test_the_best_job_by_itself_gives_the_student_of_the_best_trial(
     make_job: Any, home: Path
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_finished_search_trains_nothing_again_and_more_trials_may_be_asked_for
     assert {row["number"] for row in trials_of(search(make_job(trials=2), home))} == {0, 1}
 
 
+@pytest.mark.long
 def test_a_bad_trial_is_stopped_early(make_job: Any, home: Path) -> None:
     """The median pruner needs five trials first; with this seed only the sixth learns badly."""
     space = {"train.learning_rate": {"choices": [1e-7, 2e-2]}}

@@ -61,6 +61,7 @@ def test_a_whole_graph_has_no_break(checkpointing: str) -> None:
     assert str(report) == "torch.compile made 1 graph without a break"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch looks itself

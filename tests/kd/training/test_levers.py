@@ -194,6 +194,7 @@ def half_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Precision, "choose", half)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("half_on_cpu")
 @pytest.mark.parametrize("mode", [None, "adversarial", "lookahead"])
 def test_everything_at_once_resumes_bit_for_bit(

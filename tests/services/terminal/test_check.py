@@ -85,6 +85,7 @@ def test_every_kind_of_job_is_checked(
     assert json.loads(done.stdout)["ok"]
 
 
+@pytest.mark.long
 def test_a_far_too_low_learning_rate_is_reported(job: dict[str, Any], home: Path) -> None:
     done = check(job, home, "--set", "train.learning_rate=1e-9")
     assert done.exit_code == 1

@@ -45,6 +45,7 @@ def add_training(job_file: Path) -> None:
     job_file.write_text(yaml.safe_dump(job))
 
 
+@pytest.mark.long
 def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: Path) -> None:
     add_training(job_file)
     done = kd("estimate", job_file, "--home", tmp_path / "home", "--json", OMP_NUM_THREADS="1")

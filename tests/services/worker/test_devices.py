@@ -226,6 +226,7 @@ def test_a_worker_says_what_it_computes_on_and_its_child_sees_it(
     assert f"CUDA_VISIBLE_DEVICES={A}" in lines
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that sees no GPU")
 def test_a_job_with_a_gpu_that_torch_does_not_see_fails_at_its_start(
     new_parts: Callable[..., Parts], driver: dict[str, str]
@@ -245,6 +246,7 @@ def test_a_job_with_a_gpu_that_torch_does_not_see_fails_at_its_start(
     assert without.error.type != "device_unusable"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that sees no GPU")
 def test_doctor_names_the_driver_and_a_gpu_that_torch_does_not_see(driver: dict[str, str]) -> None:
     done = kd("doctor", "--json", **driver)
