@@ -124,12 +124,18 @@ def up(bare: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_server_binary")
-def test_up_without_a_worker_s_packages_says_so_once(up: subprocess.Popen[str]) -> None:
+def test_up_without_a_worker_s_packages_says_so_once(
+    up: subprocess.Popen[str], tmp_path: Path
+) -> None:
     assert up.stdout is not None
     found = re.search(r"http://\S+", up.stdout.readline())
     assert found, up.communicate()
     workers = f"{found.group()}/workers"
     assert httpx.get(workers, trust_env=False).json() == {"data": []}
+    logs = tmp_path / "potstill-data" / "logs"
+    # A process has its log from its start on, even if it ends at once.
+    assert [log.name for log in logs.iterdir() if "worker" in log.name] == []
+    assert (logs / "api.log").is_file()
     wait_until(lambda: httpx.get(f"{found.group()}/readyz", trust_env=False).is_success)
     up.terminate()
     said = [
