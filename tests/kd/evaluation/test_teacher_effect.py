@@ -11,7 +11,7 @@ from kd.evaluation.comparison import TEACHER
 from kd.evaluation.doubts import judge_teacher
 from kd.evaluation.measure import BASELINE, BEFORE, STUDENT
 from kd.evaluation.pages import format_verdict
-from kd.evaluation.report import compute_kept_quality
+from kd.evaluation.report import judge_report
 from kd.evaluation.teacher_effect import judge_pair, warn_of_verdict
 from kd.progress import Event, Monitor
 from kd.search.findings import judge_search
@@ -139,9 +139,9 @@ def test_an_examination_is_judged_by_the_models_it_measured() -> None:
 def test_the_share_of_quality_counts_from_the_unigram_to_the_teacher() -> None:
     for student, share in ((500.0, 0.0), (36.0, 1.0), (math.sqrt(500.0 * 36.0), 0.5)):
         report = make_report(student, 36.0, ngrams=NGRAMS)
-        assert compute_kept_quality(report) == pytest.approx(share)
-    assert compute_kept_quality(make_report(70.0, 501.0, ngrams=NGRAMS)) is None
-    assert compute_kept_quality(make_report(70.0, 36.0)) is None
+        assert judge_report(report)["quality_kept"] == pytest.approx(share)
+    assert judge_report(make_report(70.0, 501.0, ngrams=NGRAMS))["quality_kept"] is None
+    assert judge_report(make_report(70.0, 36.0))["quality_kept"] is None
 
 
 def test_a_warning_is_quoted_on_the_page_and_told_to_the_listener() -> None:
