@@ -19,8 +19,9 @@ from cache.errors import CacheCorrupt
 from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles import PROFILES
+from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
-from cache.shard import ArrayFolder, Seal
+from cache.shard import Seal
 from cache.store import Cache, measure_cache_bytes
 
 #: ``compare_caches`` compares the records of at most this many sequences.

@@ -33,6 +33,7 @@ from cache.manifest import (
     encode_canonical_json,
     list_differences,
 )
+from cache.reading.arrays import MEMORY_BYTES
 from cache.records import Records, Sequences
 from cache.store import (
     FINGERPRINT,
@@ -95,13 +96,16 @@ def merge_caches(
     """Merge several caches into one below ``root``; open the result.
 
     All training sequences come first, then all validation sequences. Records are copied and stay
-    valid, because no reader uses the random numbers that they were drawn with. One shard
-    of the merged cache and one of each part are in memory at a time; ``written(done, of)``
-    is called after each. A merge that was interrupted continues, and a finished one is opened.
+    valid, because no reader uses the random numbers that they were drawn with. One shard of the
+    merged cache is in memory at a time, and chunks of all parts up to ``MEMORY_BYTES``;
+    ``written(done, of)`` is called after each shard. A merge that was interrupted continues, and a
+    finished one is opened.
 
     Raises ``CacheMismatch`` that names each field in which the parts must agree and do not.
     """
-    parts = [open_cache(folder, memory_bytes=0) for folder in folders]
+    parts = [
+        open_cache(folder, memory_bytes=MEMORY_BYTES // max(len(folders), 1)) for folder in folders
+    ]
     identity = merge_identities(parts)
     folder = root / identity.fingerprint
     with open_writer(root, identity) as writer:

@@ -5,9 +5,7 @@ S   sequences        L   tokens of a sequence
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +18,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, Codec, choose_id_dtype
 from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
-from cache.layout import TOKEN_CLASSES, Arrays, encode_arrays, make_token_order, read_one_sequence
+from cache.layout import Arrays, encode_arrays
 from cache.manifest import ShardEntry, parse_as, sign_json, verify_json
-from cache.profiles import PROFILES
 from cache.records import Records, Sequences, compute_offsets
 
 #: Arrays with one row for each sequence.
@@ -182,15 +179,6 @@ def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
         array[...] = values
 
 
-@functools.cache
-def _choose_read_settings() -> dict[str, str]:
-    """Choose the pipeline that decodes chunks: zarrs, which is faster, if it is installed."""
-    if importlib.util.find_spec("zarrs") is None:
-        return {"codec_pipeline.path": _OWN_PIPELINE}
-    importlib.import_module("zarrs")  # registers the pipeline
-    return {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
-
-
 def _choose_shuffle(
     name: str, values: NDArray[Any]
 ) -> Literal["noshuffle", "shuffle", "bitshuffle"]:
@@ -201,128 +189,3 @@ def _choose_chunk_shape(values: NDArray[Any]) -> tuple[int, ...]:
     row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
     rows = max(1, min(len(values), CHUNK_BYTES // max(row_bytes, 1)))
     return (rows, *values.shape[1:])
-
-
-class ArrayFolder:
-    """A sealed folder of arrays, open for reading; each decoded chunk stays in memory.
-
-    A file is compared with the seal's sha256 before it is decoded for the first time: a chunk's
-    crc32c proves that its bytes are whole, not that they belong here, and Zarr reads a missing
-    chunk as zeros. ``sound`` collects the files that passed, so that a folder that
-    is opened again is not hashed again. Any failure raises ``CacheCorrupt`` that names the array.
-    """
-
-    def __init__(self, folder: Path, seal: Seal, sound: set[Path] | None = None) -> None:
-        self.folder = folder
-        self.seal = seal
-        self._sound = set() if sound is None else sound
-        self.nbytes = 0
-        self._arrays: dict[str, Any] = {}
-        self._rows: dict[str, int] = {}
-        self._chunks: dict[tuple[str, int], NDArray[Any]] = {}
-
-    def read_array(self, name: str) -> NDArray[Any]:
-        """Read all rows of array ``name``."""
-        return self.read_rows(name, 0, self._get_array(name).shape[0])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of array ``name``."""
-        return tuple(self._get_array(name).shape)
-
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Read rows ``start`` to ``stop`` of array ``name`` as stored.
-
-        They are a view of a chunk, or a copy where they span several chunks.
-        """
-        if start == stop:
-            return np.empty((0, *self._get_array(name).shape[1:]), self._get_array(name).dtype)
-        size = self._count_chunk_rows(name)
-        first = start // size
-        last = (stop - 1) // size
-        if first == last:
-            return self._get_chunk(name, first)[start - first * size : stop - first * size]
-        chunks = [self._get_chunk(name, number) for number in range(first, last + 1)]
-        joined = np.concatenate(chunks)
-        return joined[start - first * size : stop - first * size]
-
-    def _get_array(self, name: str) -> Any:
-        if name not in self._arrays:
-            self._arrays[name] = self._open(name)
-        return self._arrays[name]
-
-    def _count_chunk_rows(self, name: str) -> int:
-        """Return the rows of a chunk; kept here, because zarr computes them at every call."""
-        if name not in self._rows:
-            self._rows[name] = int(self._get_array(name).chunks[0])
-        return self._rows[name]
-
-    def _open(self, name: str) -> Any:
-        try:
-            # Nothing here reads the metadata of the group, but other readers of the folder do.
-            self._require_sealed("zarr.json")
-            self._require_sealed(f"{name}/zarr.json")
-            with zarr.config.set(_choose_read_settings()):
-                return zarr.open_array(store=self.folder / name, mode="r", zarr_format=3)
-        except (FileNotFoundError, KeyError, ValueError) as error:
-            raise self._make_error(name, error) from error
-
-    def _get_chunk(self, name: str, number: int) -> NDArray[Any]:
-        if (name, number) not in self._chunks:
-            chunk = self._decode(name, number)
-            self._chunks[name, number] = chunk
-            self.nbytes += chunk.nbytes
-        return self._chunks[name, number]
-
-    def _decode(self, name: str, number: int) -> NDArray[Any]:
-        array = self._get_array(name)
-        size = self._count_chunk_rows(name)
-        key = ".".join(["c", str(number), *["0"] * (array.ndim - 1)])
-        try:
-            self._require_sealed(f"{name}/{key}")
-            chunk = np.asarray(array[number * size : (number + 1) * size])
-        except (FileNotFoundError, ValueError, RuntimeError, TypeError, LookupError) as error:
-            raise self._make_error(f"{name}, chunk {key}", error) from error
-        # Rows are handed out as views of it.
-        chunk.flags.writeable = False
-        return chunk
-
-    def _require_sealed(self, path: str) -> None:
-        """Raise unless the file exists and had the sealed sha256 when it was first read.
-
-        Callers turn its errors into ``CacheCorrupt``.
-        """
-        file = self.folder / path
-        file.stat()
-        if file in self._sound:
-            return
-        if hash_file(file) != self.seal.files[path].sha256:
-            raise ValueError(f"{path} differs from its sha256")
-        self._sound.add(file)
-
-    def _make_error(self, what: str, error: Exception) -> CacheCorrupt:
-        return CacheCorrupt(
-            f"{self.folder}: array {what} cannot be read: {error}.", RECAPTURE_REMEDY
-        )
-
-
-class Shard(ArrayFolder):
-    """One sealed shard, open for reading."""
-
-    def __init__(self, folder: Path, seal: Seal, codec: Codec, sound: set[Path]) -> None:
-        super().__init__(folder, seal, sound)
-        self.codec = codec
-        self.offsets = self.read_array("offsets").astype(np.int64)
-        sampled = PROFILES[codec.profile].sampled
-        #: The token at each rank, (V,); empty in profiles without sampled ids.
-        self.order: NDArray[Any] = np.empty(0)
-        if sampled:
-            self.order = make_token_order(self.read_array(TOKEN_CLASSES), codec)
-
-    def read_sequence(self, row: int, draw: int = 0) -> Arrays:
-        """Read the arrays of sequence ``row`` as stored, with the tails of ``draw``."""
-        first = self.offsets[row].tolist()
-        last = self.offsets[row + 1].tolist()
-        parts = {name: self.read_rows(name, row, row + 1) for name in PER_SEQUENCE}
-        return parts | read_one_sequence(
-            lambda name, cut: self.read_rows(name, first[cut], last[cut]), self.codec, draw
-        )

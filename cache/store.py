@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -47,16 +45,10 @@ from cache.manifest import (
     encode_canonical_json,
     list_differences,
 )
+from cache.reading.arrays import MEMORY_BYTES, ArrayFolder, Shard, make_chunk_memory
+from cache.reading.memory import KeptValues
 from cache.records import Records, Sequences
-from cache.shard import (
-    PER_SEQUENCE,
-    RECAPTURE_REMEDY,
-    ArrayFolder,
-    Seal,
-    Shard,
-    make_shard_arrays,
-    write_arrays,
-)
+from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
 
 MANIFEST = "manifest.json"
 GROUP_FILE = "shards/zarr.json"
@@ -75,8 +67,8 @@ MISSING_REMEDY = (
 )
 #: The name of a cache's folder.
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
-#: Decoded shards that a cache keeps in memory, in bytes, unless the caller sets a limit.
-_MEMORY_BYTES = 1 << 29
+#: Shards whose metadata an open cache keeps: some 30 kB each.
+_OPEN_SHARDS = 512
 
 
 @contextmanager
@@ -171,7 +163,7 @@ class CacheWriter:
 
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
-        return Cache(self.folder, self._make_manifest(Provenance(), ()), _MEMORY_BYTES)
+        return Cache(self.folder, self._make_manifest(Provenance(), ()), MEMORY_BYTES)
 
     def _make_manifest(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...]) -> Manifest:
         entries = [self._make_entry(index) for index in range(self.identity.shard_count)]
@@ -259,18 +251,19 @@ class CacheWriter:
 class Cache:
     """A complete cache, open for reading. ``open_cache`` makes it; threads may share it.
 
-    Decoded shards stay in memory up to ``memory_bytes``; the least recently used is dropped first.
+    Decoded chunks stay in memory up to ``memory_bytes``; the least recently used is dropped first.
+    Threads decode different chunks at the same time, and each chunk that is in memory once.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, memory_bytes: int) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._memory_bytes = memory_bytes
         self.codec = manifest.identity.record_codec()
-        self._shards: OrderedDict[int, Shard] = OrderedDict()
-        # Files whose sha256 was checked, those of dropped shards too, so that none is hashed twice.
-        self._sound: set[Path] = set()
-        self._lock = Lock()
+        self._memory = make_chunk_memory(memory_bytes)
+        self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS, lambda _: 1)
+        # Flags of the files whose sha256 was checked, of dropped shards too, so that none is hashed
+        # twice.
+        self._sound: dict[int, bytearray] = {}
 
     def __len__(self) -> int:
         return self.identity.data.sequences
@@ -308,14 +301,9 @@ class Cache:
         """
         numbers = np.fromiter(indices, np.int64)
         chosen = np.broadcast_to(np.asarray(draws) % self.codec.draws, numbers.shape)
-        with self._lock, reading(self.folder):
-            found = [
-                self._read_stored(*pair)
-                for pair in zip(numbers.tolist(), chosen.tolist(), strict=True)
-            ]
-        stored = decode_arrays(
-            [part for part, _ in found], [order for _, order in found], self.codec
-        )
+        with reading(self.folder):
+            parts, orders = self._read_stored(numbers.tolist(), chosen.tolist())
+        stored = decode_arrays(parts, orders, self.codec)
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
@@ -336,32 +324,39 @@ class Cache:
         return self._read_folder(TOKEN_MAP, entry, TOKEN_ARRAYS) if entry.digest else None
 
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
-        with self._lock, reading(self.folder):
+        with reading(self.folder):
             seal = _read_seal(self.folder, name, entry.digest)
             folder = ArrayFolder(self.folder / name, seal)
             return {array: folder.read_array(array) for array in arrays}
 
-    def _read_stored(self, number: int, draw: int) -> tuple[Arrays, NDArray[Any]]:
-        if not 0 <= number < len(self):
-            raise IndexError(f"A sequence number must lie in [0, {len(self)}), but got {number}.")
-        index, row = divmod(number, self.identity.codec.shard_sequences)
-        shard = self._open_shard(index)
-        return shard.read_sequence(row, draw), shard.order
+    def _read_stored(
+        self, numbers: list[int], draws: list[int]
+    ) -> tuple[list[Arrays], list[NDArray[Any]]]:
+        """Read the arrays of each sequence as stored, and the token order of its shard."""
+        for number in numbers:
+            if not 0 <= number < len(self):
+                raise IndexError(
+                    f"A sequence number must lie in [0, {len(self)}), but got {number}."
+                )
+        parts: list[Arrays] = [{} for _ in numbers]
+        orders = [np.empty(0) for _ in numbers]
+        # In the order of the file, so that sequences of one chunk follow one another: the chunk is
+        # decoded once even where memory is too small for the chunks of all of them.
+        for place in np.argsort(numbers, kind="stable").tolist():
+            index, row = divmod(numbers[place], self.identity.codec.shard_sequences)
+            shard = self._open_shard(index)
+            parts[place] = shard.read_sequence(row, draws[place])
+            orders[place] = shard.read_order()
+        return parts, orders
 
     def _open_shard(self, index: int) -> Shard:
-        if index not in self._shards:
-            seal = _read_seal(self.folder, _name_shard(index), self.manifest.shards[index].digest)
-            self._shards[index] = Shard(
-                self.folder / _name_shard(index), seal, self.codec, self._sound
-            )
-        self._shards.move_to_end(index)
-        # The shard in use stays, even if it alone is larger than the limit.
-        while (
-            len(self._shards) > 1
-            and sum(shard.nbytes for shard in self._shards.values()) > self._memory_bytes
-        ):
-            self._shards.popitem(last=False)
-        return self._shards[index]
+        return self._shards.get(index, lambda: self._make_shard(index))
+
+    def _make_shard(self, index: int) -> Shard:
+        name = _name_shard(index)
+        seal = _read_seal(self.folder, name, self.manifest.shards[index].digest)
+        sound = self._sound.setdefault(index, bytearray(len(seal.files)))
+        return Shard(self.folder / name, seal, self.codec, sound, self._memory)
 
 
 @contextmanager
@@ -388,7 +383,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def open_cache(
-    folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = _MEMORY_BYTES
+    folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = MEMORY_BYTES
 ) -> Cache:
     """Open a complete cache for reading.
 

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from kd.config.section import Section
+from kd.config.section import ByteSize, Section
 
 JOB_ID_PATTERN = r"^job_[0-9a-z]{26}$"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Label = Annotated[str, Field(max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?$")]
-
-
-def _parse_bytes(value: object) -> object:
-    """Parse a size such as ``"16GiB"`` into bytes; leave any other value to the field."""
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        return value
-    number, prefix, binary = match.groups()
-    return round(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
 class Resources(Section):
@@ -36,7 +25,7 @@ class Resources(Section):
             "than 1 is refused."
         ),
     )
-    memory: Annotated[int, Field(ge=1, le=1 << 50), BeforeValidator(_parse_bytes)] | None = Field(
+    memory: Annotated[ByteSize, Field(ge=1, le=1 << 50)] | None = Field(
         None,
         description=(
             "Memory of each GPU, or of the host if it has none: a number of bytes, or text such as "

@@ -1,14 +1,29 @@
-"""The base class of every section of a job: frozen, and strict about its keys."""
+"""The base class of all sections of a job, frozen and strict about its keys; sizes in bytes."""
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, model_validator
 
 _NULL = {"type": "null"}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def _parse_bytes(value: object) -> object:
+    """Parse a size such as ``"16GiB"`` into bytes; leave any other value to the field."""
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return value
+    number, prefix, binary = match.groups()
+    return round(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
+#: A number of bytes, or text such as "16GiB".
+ByteSize = Annotated[int, BeforeValidator(_parse_bytes)]
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kd.config.section import Section
+from kd.config.section import ByteSize, Section
 
 Scheduler = Literal[
     "linear",
@@ -220,6 +220,14 @@ class TrainConfig(Section):
     )
     dataloader_prefetch_factor: int = Field(
         2, ge=1, le=64, description="Steps that each of those threads may read ahead."
+    )
+    dataloader_memory: Annotated[ByteSize, Field(ge=0, le=1 << 50)] | None = Field(
+        None,
+        description=(
+            "Memory for decoded parts of the cache, in all threads together: a number of bytes, or "
+            'text such as "4GiB"; 0 = keep none. Sequences that are in memory are read without the '
+            "disk. Default 512 MiB, or an eighth of the host's memory where that is less."
+        ),
     )
     dataloader_pin_memory: bool = Field(
         True, description="Copy batches to a GPU from pinned memory."

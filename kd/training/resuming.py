@@ -16,7 +16,8 @@ from kd.training import checkpoint
 #: Fields of the train section that have no influence on the weights.
 FREE_FIELDS = {
     "logging_steps", "save_steps", "save_total_limit", "report_to", "trace_steps", "save_dtype",
-    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
+    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_memory",
+    "dataloader_pin_memory",
 }  # fmt: skip
 
 

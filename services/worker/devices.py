@@ -27,7 +27,7 @@ import pynvml
 
 from cache.disk import make_folder, storage_errors, try_lock
 from cache.errors import PotstillError
-from services.worker.memory import read_memory_bytes
+from kd.memory.host import read_memory_bytes
 
 CPU = "cpu"
 #: Time between two looks for a free GPU.

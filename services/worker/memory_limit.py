@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kd.config.placement import Resources
+from kd.memory.host import COUNTERS, find_own_groups, read_memory_bytes, read_number
 from services.worker.devices import WorkerDevice
-from services.worker.memory import COUNTERS, find_own_groups, read_memory_bytes, read_number
 
 #: The part of the machine's memory that is left to everything but the child, and its bounds.
 MARGIN_SHARE = 20

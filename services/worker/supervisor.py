@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from cache.disk import storage_errors
 from cache.errors import PotstillError
 from kd.config.jobfile import parse_config
+from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
 from services.process.telemetry import build_trace_environment
 from services.settings import SEARCH, Settings
@@ -39,7 +40,6 @@ from services.worker.failures import (
     describe_memory_limit,
 )
 from services.worker.heartbeat import BEAT_SECONDS, BEATS_PER_LEASE, Heartbeat
-from services.worker.memory import OomKills
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
 
 #: Time between two turns of the supervisor at most.

@@ -180,6 +180,17 @@ def test_a_chunk_lost_after_opening_is_an_error_and_not_zeros(plain_copy):
         opened.read([0, 5])
 
 
+@pytest.mark.parametrize("bit", [0, 8 * 16 + 5, -1])
+def test_a_chunk_is_checked_each_time_that_it_is_read(plain_copy, bit):
+    """The file passed its sha256 before the damage, which the crc32c of the chunk shows."""
+    opened = open_cache(plain_copy, memory_bytes=0)
+    opened.read([0])
+    path = plain_copy / "shards/000000/tail_0_symbols/c.0"
+    flip(path, bit % (8 * path.stat().st_size))
+    with pytest.raises(CacheCorrupt, match=r"tail_0_symbols, chunk c.0 cannot be read: its crc32c"):
+        opened.read([0])
+
+
 def test_a_chunk_cut_short_is_found_on_opening(plain_copy):
     path = plain_copy / "shards/000002/entropy/c.0"
     path.write_bytes(path.read_bytes()[:-1])

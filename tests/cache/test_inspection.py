@@ -22,8 +22,8 @@ from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.inspection import compare_caches, compute_cache_stats, find_same_records
 from cache.manifest import CacheIdentity
+from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
-from cache.shard import ArrayFolder
 from cache.store import Cache, open_cache, open_writer
 from cache.testing import (
     PROVENANCE,

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +30,8 @@ from cache.operations import (
     remove_cache,
     remove_garbage,
 )
+from cache.reading.arrays import MEMORY_BYTES, ArrayFolder, make_chunk_memory
 from cache.records import Records
-from cache.shard import Shard
 from cache.store import (
     Cache,
     list_caches,
@@ -262,24 +261,25 @@ def test_a_damaged_part_is_not_merged(parts, tmp_path):
 
 
 @pytest.mark.long
-def test_one_shard_of_each_part_is_in_memory_and_decoded_once(tmp_path, monkeypatch):
+def test_a_merge_decodes_each_chunk_once_in_bounded_memory(tmp_path, monkeypatch):
     folders = [make_part(tmp_path, seed, (14, 2), **DRAWS) for seed in (1, 2)]
-    alive: weakref.WeakSet = weakref.WeakSet()
-    opened = []
-    most = [0]
+    limits = []
+    decoded = []
+    decode = ArrayFolder._decode
+    make = make_chunk_memory
 
-    class Counted(Shard):
-        def __init__(self, folder, *arguments):
-            super().__init__(folder, *arguments)
-            alive.add(self)
-            opened.append(folder)
-            most[0] = max(most[0], len(alive))
+    def watched(self, name, number):
+        decoded.append((self.folder, name, number))
+        return decode(self, name, number)
 
-    monkeypatch.setattr("cache.store.Shard", Counted)
+    monkeypatch.setattr(ArrayFolder, "_decode", watched)
+    monkeypatch.setattr(
+        "cache.store.make_chunk_memory", lambda limit: limits.append(limit) or make(limit)
+    )
     merge_caches(tmp_path, folders)
-    # One more, while a shard replaces another one of its cache.
-    assert most[0] <= len(folders) + 1
-    assert len(opened) == len(set(opened)) == 8
+    parts = [each for each in decoded if each[0].parent.parent in folders]
+    assert len(parts) == len(set(parts)) > 0
+    assert sum(limits[: len(folders)]) <= MEMORY_BYTES
 
 
 # ---- find

@@ -17,8 +17,9 @@ from cache.disk import list_file_sizes
 from cache.errors import CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.manifest import CacheIdentity, sign_json
 from cache.profiles import PROFILES
-from cache.records import Records, Sequences
-from cache.shard import CHUNK_BYTES
+from cache.reading.arrays import ArrayFolder
+from cache.records import Records, Sequences, compute_offsets
+from cache.shard import CHUNK_BYTES, Seal
 from cache.store import list_caches, measure_cache_bytes, open_cache, open_writer, verify_cache
 from cache.testing import (
     PROVENANCE,
@@ -42,6 +43,20 @@ from tests.support.caches import (
 )
 
 # ---- reading
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The chunks that are decoded during the test, as (folder, array, number)."""
+    found = []
+    decode = ArrayFolder._decode
+
+    def watched(self, name, number):
+        found.append((self.folder, name, number))
+        return decode(self, name, number)
+
+    monkeypatch.setattr(ArrayFolder, "_decode", watched)
+    return found
 
 
 def test_what_is_read_is_what_was_captured(pristine, profile):
@@ -79,14 +94,18 @@ def test_any_order_reads_the_same_even_when_only_one_shard_fits_in_memory(pristi
             )
 
 
-def test_threads_may_share_an_open_cache(pristine):
-    opened = open_cache(pristine, memory_bytes=0)
+@pytest.mark.parametrize("memory_bytes", [0, 500, 20_000, 1 << 29])
+def test_threads_may_share_an_open_cache(pristine, profile, memory_bytes):
+    opened = open_cache(pristine, memory_bytes=memory_bytes)
     orders = [random.Random(seed).choices(range(10), k=4) for seed in range(24)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(opened.read, orders))
-    alone = open_cache(pristine)
+    sequences, records = captured(IDENTITIES[profile])
+    offsets = compute_offsets(sequences.target_mask.sum(axis=1))
     for each, order in zip(found, orders, strict=True):
-        assert equal(each, alone.read(order))
+        parts = [records.slice(offsets[number], offsets[number + 1]) for number in order]
+        assert equal(each, (sequences.select(order), Records.concatenate(parts)))
+    assert opened._memory.size <= memory_bytes
 
 
 def test_shards_of_many_chunks_read_the_same(tmp_path, monkeypatch, pristine, profile):
@@ -96,10 +115,52 @@ def test_shards_of_many_chunks_read_the_same(tmp_path, monkeypatch, pristine, pr
     assert equal(open_cache(folder).read([8, 1, 5]), open_cache(pristine).read([8, 1, 5]))
 
 
-def test_memory_stays_within_its_bound(pristine):
-    opened = open_cache(pristine, memory_bytes=1)
-    opened.read(range(10))
-    assert len(opened._shards) == 1
+def test_a_chunk_is_decoded_once_where_all_fit_in_memory(pristine, decoded):
+    opened = open_cache(pristine)
+    orders = [random.Random(seed).choices(range(10), k=4) for seed in range(24)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(opened.read, orders))
+    assert len(decoded) == len(set(decoded))
+
+
+def test_chunks_leave_memory_one_by_one(pristine, decoded):
+    """Memory lacks half of the first shard: that half is decoded again, and the rest is not."""
+    first = open_cache(pristine)
+    first.read(range(4))
+    needed = len(decoded)
+    whole = open_cache(pristine)
+    whole.read(range(10))
+    tight = open_cache(pristine, memory_bytes=whole._memory.size - first._memory.size // 2)
+    tight.read(range(10))
+    decoded.clear()
+    tight.read(range(4))
+    assert 0 < len(decoded) < needed
+
+
+def test_sequences_that_share_chunks_are_read_one_after_the_other(plain, decoded):
+    """Memory holds the chunks of one shard: reading two shards in turn decodes no chunk twice."""
+    whole = open_cache(plain)
+    whole.read(range(4))
+    opened = open_cache(plain, memory_bytes=whole._memory.size)
+    decoded.clear()
+    opened.read([0, 4, 1, 5, 2, 6, 3, 7])
+    assert len(decoded) == len(set(decoded))
+
+
+def test_the_metadata_of_shards_is_parsed_once_and_kept_for_a_bounded_number(plain, monkeypatch):
+    parsed = []
+    parse = Seal.from_bytes
+    monkeypatch.setattr(Seal, "from_bytes", lambda *given: parsed.append(1) or parse(*given))
+    opened = open_cache(plain, memory_bytes=0)
+    parsed.clear()
+    for number in (0, 4, 8) * 3:
+        opened.read([number])
+    assert len(parsed) == 3
+    monkeypatch.setattr("cache.store._OPEN_SHARDS", 2)
+    opened = open_cache(plain, memory_bytes=0)
+    for number in (0, 4, 8) * 3:
+        opened.read([number])
+    assert opened._shards.size == 2
 
 
 def test_what_is_read_cannot_change_what_is_read_next(pristine):

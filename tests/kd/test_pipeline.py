@@ -19,7 +19,7 @@ from cache.store import verify_cache
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
 from kd.files import write_json
-from kd.pipeline import run_stage, run_stages
+from kd.pipeline import choose_chunk_memory, run_stage, run_stages
 from kd.progress import Event, Monitor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -357,6 +357,18 @@ def merged(job: Job, changes: Job) -> Job:
         for key, value in changes.items()
     }
     return job | inner
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "expected"),
+    [(None, 2**40, 2**29), (None, 2**31, 2**28), ("2GiB", 2**31, 2**31), (0, 2**40, 0)],
+)
+def test_the_reader_s_memory_is_the_job_s_else_a_share_of_the_host_s(
+    job, monkeypatch, given, host, expected
+):
+    monkeypatch.setattr("kd.pipeline.read_memory_bytes", lambda: host)
+    train = job["train"] | {"dataloader_memory": given}
+    assert choose_chunk_memory(parse_config(job | {"train": train}).train) == expected
 
 
 def test_another_job_with_the_same_teacher_and_text_uses_the_cache(done, job, home):

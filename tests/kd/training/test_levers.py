@@ -256,6 +256,7 @@ def test_workers_and_prefetching_change_no_number(
     options = {
         "dataloader_num_workers": 3,
         "dataloader_prefetch_factor": 4,
+        "dataloader_memory": 0,
         "dataloader_pin_memory": False,
     }
     assert same(taught.train(taught.config(train=options), tmp_path), plain)

@@ -17,8 +17,9 @@ import torch
 
 from bench.support.harness import Parts, wait_until
 from bench.support.paths import ROOT
+from kd.memory.host import read_memory_bytes
 from services.store.queue import publish_hint
-from services.worker import devices, memory
+from services.worker import devices
 from services.worker.devices import DeviceError, Gpu, WorkerDevice, take_device
 from tests.support.commands import kd
 
@@ -192,7 +193,7 @@ def test_without_a_driver_it_is_the_cpu_and_its_memory(
     monkeypatch.setattr(devices, "find_gpus", list)
     device = take_device(None, tmp_path)
     assert (device.kind, device.gpus) == ("cpu", ())
-    assert 2**28 < device.memory_bytes <= memory.read_memory_bytes()
+    assert 2**28 < device.memory_bytes <= read_memory_bytes()
     assert device.name
     device.require_alive()
     with pytest.raises(DeviceError, match="KD_DEVICES names"):
@@ -297,46 +298,3 @@ def test_a_gpu_that_vanishes_ends_the_worker_and_costs_the_next_job_nothing(
     start_worker(parts, driver)
     publish_hint(parts.queue, job_id, "train")
     assert parts.wait_for(job_id, "succeeded", "failed").attempt == 1
-
-
-# Memory
-
-
-def test_limits_and_kills_are_read_in_both_forms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def group(name: str, **files: str) -> Path:
-        (tmp_path / name).mkdir(parents=True)
-        for file, text in files.items():
-            (tmp_path / name / file.replace("_", ".", 1)).write_text(text)
-        return tmp_path / name
-
-    group("two", memory_max="max\n")
-    group("two/inner", memory_max="1048576\n", memory_events="low 0\noom 3\noom_kill 2\n")
-    monkeypatch.setattr(memory, "_find_groups", lambda: [(tmp_path / "two", "inner")])
-    assert memory.read_memory_bytes() == 2**20
-    assert memory.OomKills.count().group == 2
-    group("one", memory_limit_in_bytes=f"{2**60}\n", memory_oom_control="under_oom 0\noom_kill 5\n")
-    monkeypatch.setattr(memory, "_find_groups", lambda: [(tmp_path / "one", ".")])
-    assert memory.read_memory_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert memory.OomKills.count().group == 5
-
-
-def test_the_kills_of_a_while_are_told() -> None:
-    earlier = memory.OomKills(1, 10)
-    assert earlier.since(earlier) == ""
-    assert memory.OomKills(2, 11).since(earlier) == "container"
-    assert memory.OomKills(1, 11).since(earlier) == "host"
-
-
-def test_a_path_is_seen_from_its_mount() -> None:
-    assert memory._make_relative("/docker/abc/inner", "/docker/abc") == "inner"
-    assert memory._make_relative("/", "/") == "."
-    assert memory._make_relative("/../other", "/") == "."
-
-
-def test_this_process_s_own_groups_are_found() -> None:
-    if not Path("/proc/self/cgroup").exists():
-        pytest.skip("no control groups")
-    assert all(mount.is_dir() for mount, _ in memory._find_groups())
-    assert memory.OomKills.count().host >= 0

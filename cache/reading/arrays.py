@@ -1,0 +1,149 @@
+"""Sealed folders of arrays, open for reading: rows of them, and sequences of a shard."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.codec import Codec
+from cache.errors import CacheCorrupt
+from cache.layout import TOKEN_CLASSES, Arrays, make_token_order, read_one_sequence
+from cache.profiles import PROFILES
+from cache.reading.chunks import StoredArray
+from cache.reading.memory import KeptValues
+from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
+
+#: Bytes of decoded chunks that a reader keeps in memory unless the caller sets a limit.
+MEMORY_BYTES = 1 << 29
+
+ChunkMemory = KeptValues[NDArray[Any]]
+
+
+def make_chunk_memory(limit: int = MEMORY_BYTES) -> ChunkMemory:
+    """Make a memory for at most ``limit`` bytes of decoded chunks."""
+    return KeptValues(limit, lambda chunk: chunk.nbytes)
+
+
+class ArrayFolder:
+    """A sealed folder of arrays, open for reading; threads may share it.
+
+    A file is compared with the seal's sha256 when it is read for the first time, and the crc32c of
+    a chunk each time: a chunk's crc32c proves that its bytes are whole, not that they belong here.
+    ``sound`` has a flag for each file of the seal, which is 1 once the file has passed, so that a
+    folder that is opened again is not hashed again. Decoded chunks stay in ``memory``. Any failure
+    raises ``CacheCorrupt`` that names the array.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seal: Seal,
+        sound: bytearray | None = None,
+        memory: ChunkMemory | None = None,
+    ) -> None:
+        self.folder = folder
+        self.seal = seal
+        self.memory = make_chunk_memory() if memory is None else memory
+        self._sound = bytearray(len(seal.files)) if sound is None else sound
+        self._places = {name: place for place, name in enumerate(seal.files)}
+        # A string, because the hash of a path is slow.
+        self._key = str(folder)
+        self._arrays: dict[str, StoredArray] = {}
+
+    def read_array(self, name: str) -> NDArray[Any]:
+        """Read all rows of array ``name``."""
+        return self.read_rows(name, 0, self._get_array(name).shape[0])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of array ``name``."""
+        return self._get_array(name).shape
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Read rows ``start`` to ``stop`` of array ``name`` as stored, from their chunks only.
+
+        They are a copy, because a view would keep its whole chunk in memory.
+        """
+        array = self._get_array(name)
+        if start == stop:
+            return np.empty((0, *array.shape[1:]), array.dtype)
+        size = array.chunk_rows
+        parts = [
+            self._get_chunk(name, number)[max(start - number * size, 0) : stop - number * size]
+            for number in range(start // size, (stop - 1) // size + 1)
+        ]
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
+
+    def _get_array(self, name: str) -> StoredArray:
+        if name not in self._arrays:
+            self._arrays[name] = self._open(name)
+        return self._arrays[name]
+
+    def _open(self, name: str) -> StoredArray:
+        try:
+            # Nothing here reads the metadata of the group, but other readers of the folder do.
+            self._read_sealed("zarr.json")
+            return StoredArray.parse(self._read_sealed(f"{name}/zarr.json"))
+        except (FileNotFoundError, LookupError, ValueError, TypeError) as error:
+            raise self._make_error(name, error) from error
+
+    def _get_chunk(self, name: str, number: int) -> NDArray[Any]:
+        return self.memory.get((self._key, name, number), lambda: self._decode(name, number))
+
+    def _decode(self, name: str, number: int) -> NDArray[Any]:
+        array = self._get_array(name)
+        file = array.name_chunk(number)
+        try:
+            return array.decode_chunk(number, self._read_sealed(f"{name}/{file}"))
+        except (FileNotFoundError, LookupError, ValueError, RuntimeError) as error:
+            raise self._make_error(f"{name}, chunk {file}", error) from error
+
+    def _read_sealed(self, path: str) -> bytes:
+        """Read a file; raise unless it had the sealed sha256 when it was first read.
+
+        Callers turn its errors into ``CacheCorrupt``.
+        """
+        data = (self.folder / path).read_bytes()
+        place = self._places[path]
+        if not self._sound[place]:
+            if hashlib.sha256(data).hexdigest() != self.seal.files[path].sha256:
+                raise ValueError(f"{path} differs from its sha256")
+            self._sound[place] = 1
+        return data
+
+    def _make_error(self, what: str, error: Exception) -> CacheCorrupt:
+        return CacheCorrupt(
+            f"{self.folder}: array {what} cannot be read: {error}.", RECAPTURE_REMEDY
+        )
+
+
+class Shard(ArrayFolder):
+    """One sealed shard, open for reading."""
+
+    def __init__(
+        self, folder: Path, seal: Seal, codec: Codec, sound: bytearray, memory: ChunkMemory
+    ) -> None:
+        super().__init__(folder, seal, sound, memory)
+        self.codec = codec
+        self._offsets = self.read_array("offsets")
+
+    def read_order(self) -> NDArray[Any]:
+        """Read the token at each rank, (V,); it is empty in profiles without sampled ids."""
+        if not PROFILES[self.codec.profile].sampled:
+            return np.empty(0)
+        return self.memory.get((self._key, "order"), self._make_order)
+
+    def _make_order(self) -> NDArray[Any]:
+        return make_token_order(self.read_array(TOKEN_CLASSES), self.codec)
+
+    def read_sequence(self, row: int, draw: int = 0) -> Arrays:
+        """Read the arrays of sequence ``row`` as stored, with the tails of ``draw``."""
+        first = self._offsets[row].tolist()
+        last = self._offsets[row + 1].tolist()
+        parts = {name: self.read_rows(name, row, row + 1) for name in PER_SEQUENCE}
+        return parts | read_one_sequence(
+            lambda name, cut: self.read_rows(name, first[cut], last[cut]), self.codec, draw
+        )
