@@ -200,12 +200,14 @@ class TrainConfig(Section):
             "weights."
         ),
     )
-    order: Literal["shuffled", "length", "curriculum"] = Field(
+    order: Literal["shuffled", "windows", "length", "curriculum"] = Field(
         "shuffled",
         description=(
-            "Order of an epoch's sequences: shuffled; length = batches of similar length; "
-            "curriculum = in the first epoch from low to high entropy of the teacher, then "
-            "shuffled."
+            "Order of an epoch's sequences: shuffled; windows = shards in random order, and the "
+            "sequences of about four million tokens of them at a time shuffled, so that a cache "
+            "larger than dataloader_memory is read from disk once an epoch; length = batches of "
+            "similar length; curriculum = in the first epoch from low to high entropy of the "
+            "teacher, then shuffled."
         ),
     )
     dataloader_num_workers: int | None = Field(

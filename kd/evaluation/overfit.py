@@ -89,6 +89,11 @@ class RepeatedSubset:
         return 0
 
     @property
+    def shard_sequences(self) -> int:
+        """All of them, because they are few."""
+        return len(self.numbers)
+
+    @property
     def identity(self) -> str:
         """A name for the content."""
         return f"{self.source.identity} {self.numbers.tolist()}"

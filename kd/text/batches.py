@@ -29,10 +29,24 @@ from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.text.corpus import Corpus
 from kd.text.packing import compute_position_ids, measure_text_lengths, needs_isolation
+from kd.text.shuffling import EpochWindows
 
 Item = TypeVar("Item")
-#: Returns the numbers of all sequences in the order of an epoch, from (their count, seed, epoch).
-EpochOrder = Callable[[int, int, int], NDArray[np.int64]]
+#: Tokens of a window of ``train.order`` windows, about: in memory they take some 200 MiB of profile
+#: ``threshold``.
+WINDOW_TOKENS = 1 << 22
+
+
+class SequenceOrder(Protocol):
+    """The order of an epoch: an array of all sequences, or an object that computes each alone."""
+
+    def __getitem__(self, places: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Return the numbers of the sequences at ``places``."""
+        ...
+
+
+#: Returns the order of an epoch, from (the number of sequences, seed, epoch).
+EpochOrder = Callable[[int, int, int], SequenceOrder]
 #: Batches of similar length are cut to a multiple of this width. Matrix units are fast at such
 #: widths,
 #: and torch.compile compiles for only few of them.
@@ -53,6 +67,11 @@ class Source(Protocol):
     @property
     def validation_count(self) -> int:
         """Number of held-out sequences."""
+        ...
+
+    @property
+    def shard_sequences(self) -> int:
+        """Number of consecutive sequences that are read together at little more than one's cost."""
         ...
 
     @property
@@ -95,6 +114,11 @@ class PlainText:
     def validation_count(self) -> int:
         """Number of held-out sequences."""
         return len(self.corpus.validation)
+
+    @property
+    def shard_sequences(self) -> int:
+        """All training sequences, because they are in memory."""
+        return max(self.train_count, 1)
 
     @property
     def identity(self) -> str:
@@ -198,13 +222,11 @@ def list_step_indices(
     """
     slots = np.arange(step * batch, (step + 1) * batch)
     epochs = list_step_epochs(count, batch, step)
-    orders = {
-        epoch: (arrange or shuffle_epoch)(count, seed, epoch)
-        for epoch in np.unique(epochs).tolist()
-    }
-    return np.array(
-        [orders[epoch][slot % count] for epoch, slot in zip(epochs.tolist(), slots, strict=True)]
-    )
+    found = np.empty(batch, np.int64)
+    for epoch in np.unique(epochs).tolist():
+        chosen = epochs == epoch
+        found[chosen] = (arrange or shuffle_epoch)(count, seed, epoch)[slots[chosen] % count]
+    return found
 
 
 def list_step_epochs(count: int, batch: int, step: int) -> np.ndarray:
@@ -220,6 +242,8 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
     batch = options.batch_size
     if not steps:
         return shuffle_epoch
+    if options.order == "windows":
+        return partial(order_by_windows, source.shard_sequences, choose_window_width(source))
     # An order by content depends on the epoch alone: a few epochs in memory serve all threads.
     if options.order == "length":
         lengths = [
@@ -241,6 +265,19 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
 def shuffle_epoch(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return a random order, which differs between epochs."""
     return _make_generator(seed, epoch).permutation(count)
+
+
+def order_by_windows(
+    shard_size: int, width: int, count: int, seed: int, epoch: int
+) -> EpochWindows:
+    """Order by windows of ``width`` shards of ``shard_size`` sequences; lists no sequences."""
+    return EpochWindows(count, shard_size, width, seed, epoch)
+
+
+def choose_window_width(source: Source) -> int:
+    """Choose the shards of a window, by the source alone, so that every machine has one order."""
+    tokens = source.read(np.arange(1))[0].tokens.shape[1] * source.shard_sequences
+    return max(WINDOW_TOKENS // tokens, 2)
 
 
 def order_by_difficulty(
@@ -445,6 +482,11 @@ class CachedRecords:
     def validation_count(self) -> int:
         """Number of held-out sequences."""
         return len(self.store.validation)
+
+    @property
+    def shard_sequences(self) -> int:
+        """Sequences of a shard."""
+        return self.store.identity.codec.shard_sequences
 
     @property
     def identity(self) -> str:

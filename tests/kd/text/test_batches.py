@@ -491,6 +491,7 @@ class CachedLike:
     records: Records
     reads: int = 0
     validation_count: int = 0
+    shard_sequences: int = 2
     identity: str = "given"
 
     @property
@@ -602,7 +603,7 @@ def test_entropies_that_are_unknown_do_not_count_in_a_mean():
     )
 
 
-@pytest.mark.parametrize("order", ["shuffled", "length", "curriculum"])
+@pytest.mark.parametrize("order", ["shuffled", "windows", "length", "curriculum"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_order_resumes_as_it_would_have_gone_on(order, workers, material):
     """The results are equal to the last bit, for any number of threads."""
