@@ -56,7 +56,8 @@ def test_the_readme_begins_with_the_name() -> None:
 
 def test_nothing_is_claimed_of_systems_on_which_no_test_runs() -> None:
     """The tests run on Linux, on a CPU and on NVIDIA's GPUs."""
-    others = re.compile(r"\b(macos|os x|windows|mps|rocm|tpu)\b", re.IGNORECASE)
+    # The name of the system has a capital; ``windows`` is an order of the training data.
+    others = re.compile(r"(?i:\b(macos|os x|mps|rocm|tpu)\b)|\bWindows\b")
     claims = [
         (document.name, line)
         for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]
