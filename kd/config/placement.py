@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kd.config.section import ByteSize, Section
+from kd.config.section import AS_BYTES, Section
 
 JOB_ID_PATTERN = r"^job_[0-9a-z]{26}$"
 
@@ -25,7 +25,7 @@ class Resources(Section):
             "than 1 is refused."
         ),
     )
-    memory: Annotated[ByteSize, Field(ge=1, le=1 << 50)] | None = Field(
+    memory: Annotated[int, Field(ge=1, le=1 << 50), AS_BYTES] | None = Field(
         None,
         description=(
             "Memory of each GPU, or of the host if it has none: a number of bytes, or text such as "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, model_validator
 
@@ -22,8 +22,9 @@ def _parse_bytes(value: object) -> object:
     return round(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
-#: A number of bytes, or text such as "16GiB".
-ByteSize = Annotated[int, BeforeValidator(_parse_bytes)]
+#: Makes bytes of text such as "16GiB". It stands after a field's bounds, or its schema would lack
+#: them.
+AS_BYTES = BeforeValidator(_parse_bytes)
 
 
 class Section(BaseModel):

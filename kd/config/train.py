@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kd.config.section import ByteSize, Section
+from kd.config.section import AS_BYTES, Section
 
 Scheduler = Literal[
     "linear",
@@ -223,7 +223,7 @@ class TrainConfig(Section):
     dataloader_prefetch_factor: int = Field(
         2, ge=1, le=64, description="Steps that each of those threads may read ahead."
     )
-    dataloader_memory: Annotated[ByteSize, Field(ge=0, le=1 << 50)] | None = Field(
+    dataloader_memory: Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES] | None = Field(
         None,
         description=(
             "Memory for decoded parts of the cache, in all threads together: a number of bytes, or "

@@ -257,6 +257,18 @@ def test_the_schema_shows_the_bound_of_every_list():
     assert [each for each in lists if "maxItems" not in each] == []
 
 
+@pytest.mark.parametrize("name", ["memory", "dataloader_memory"])
+def test_the_schema_shows_the_bounds_of_a_size_in_words(name):
+    schema = JobConfig.model_json_schema()
+    (properties,) = [
+        each["properties"]
+        for each in schema["$defs"].values()
+        if name in each.get("properties", {})
+    ]
+    number = properties[name]["anyOf"][0]
+    assert number.keys() >= {"minimum", "maximum"}
+
+
 def test_every_field_says_what_it_is():
     for section in all_sections():
         for name, field in section.model_fields.items():
