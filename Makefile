@@ -9,6 +9,7 @@
 # TEST_WORKERS processes that run tests, each with one arithmetic thread; tests marked alone follow in one process
 # BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
 # TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
+# READER_FLAGS  passed to bench/reader.py, for example READER_FLAGS="--quick"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # EXAMPLE_SECONDS  how long `make examples` begins new runs
 # LONG=1       `make test` also runs the tests marked long, as the check of every commit does
@@ -20,6 +21,7 @@ DEMO_FLAGS  ?=
 TEST_FLAGS  ?=
 BENCH_FLAGS ?=
 TEMPERATURE_FLAGS ?=
+READER_FLAGS ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 4
 EXAMPLE_SECONDS ?= 3600
@@ -43,7 +45,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-cache bench-bias bench-quality bench-train bench-temperature bench-service \
+.PHONY: help install demo test lint format docs bench bench-reader bench-cache bench-bias bench-quality bench-train bench-temperature bench-service \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -95,8 +97,12 @@ docs: $(STAMP) ## Write docs/configuration.md, api.md and settings.md from the d
 	$(BIN)/python -m services.reference > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
-bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios within one run
+bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios within one run; then do bench-reader
 	$(BIN)/python bench/speed.py $(BENCH_FLAGS)
+	$(BIN)/python bench/reader.py $(READER_FLAGS)
+
+bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, beside a plain read of its files
+	$(BIN)/python bench/reader.py $(READER_FLAGS)
 
 bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the formats of other tools
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)

@@ -156,6 +156,7 @@ def test_waiting_for_data_is_reported_with_advice() -> None:
     assert [verdict.check for verdict in found] == ["starvation"]
     assert not found[0].ok and found[0].facts["share"] == pytest.approx(0.3)
     assert "train.dataloader_num_workers (now 3)" in found[0].remedy
+    assert "set train.order (now shuffled) to windows" in found[0].remedy
 
 
 def test_the_first_steps_tell_nothing_of_waiting() -> None:

@@ -155,6 +155,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "bf16": {"train": {"precision": "bf16"}},
     "order by length": {"train": {"order": "length"}, "data": {"packing": False}},
     "curriculum": {"train": {"order": "curriculum"}},
+    "order by windows": {"train": {"order": "windows"}},
     "gradient accumulation": {"train": {"batch_size": 2, "gradient_accumulation_steps": 2}},
     "LoRA": {"student": {"lora": {"rank": 2}, "init": None, "from_teacher": {"layers": 1}}},
     "from the teacher": {"student": {"init": None, "from_teacher": {"layers": 1}}},
