@@ -17,7 +17,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from bench.support.harness import Parts, make_config
+from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from services.api.routes.dashboard import FOLDER, PAGES, POLICY
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim
@@ -59,6 +59,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A new tab; the test fails if the tab logged an error or a warning."""
     context = browser.new_context()
+    context.set_default_timeout(PATIENCE_SECONDS * 1000)
     tab = context.new_page()
     wrong: list[str] = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -251,7 +252,7 @@ def test_a_job_is_paused_resumed_and_cancelled(page: Page, api: Parts) -> None:
         assert api.job(job_id).status == status
     claim = api.jobs.claim(job_id, "train", "test", 600)
     assert claim is not None
-    expect(page.locator(".chip")).to_have_text("running", timeout=10_000)
+    expect(page.locator(".chip")).to_have_text("running")
     expect(page.get_by_role("listitem")).to_have_text(
         [re.compile(status) for status in ("running", *reversed(api.statuses(job_id)[:-1]))]
     )

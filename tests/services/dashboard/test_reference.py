@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from bench.support.harness import Parts, make_config
+from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from services.store.callers import Caller
 from tests.support.api import serving, with_keys
 
@@ -43,6 +43,7 @@ def browser() -> Iterator[Browser]:
 def watched_page(browser: Browser, server: str) -> Iterator[Page]:
     """The page; the test fails if it asked another host for anything, or logged an error."""
     tab = browser.new_context().new_page()
+    tab.set_default_timeout(PATIENCE_SECONDS * 1000)
     wrong: list[str] = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     tab.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
