@@ -71,16 +71,20 @@ class ArrayFolder:
         if start == stop:
             return np.empty((0, *array.shape[1:]), array.dtype)
         size = array.chunk_rows
-        parts = [
-            self._get_chunk(name, number)[max(start - number * size, 0) : stop - number * size]
-            for number in range(start // size, (stop - 1) // size + 1)
-        ]
-        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
+        first = start // size
+        last = (stop - 1) // size
+        if first == last:
+            return self._get_chunk(name, first)[start - first * size : stop - first * size].copy()
+        chunks = [self._get_chunk(name, number) for number in range(first, last + 1)]
+        chunks[0] = chunks[0][start - first * size :]
+        chunks[-1] = chunks[-1][: stop - last * size]
+        return np.concatenate(chunks)
 
     def _get_array(self, name: str) -> StoredArray:
-        if name not in self._arrays:
-            self._arrays[name] = self._open(name)
-        return self._arrays[name]
+        found = self._arrays.get(name)
+        if found is None:
+            found = self._arrays[name] = self._open(name)
+        return found
 
     def _open(self, name: str) -> StoredArray:
         try:
@@ -91,7 +95,7 @@ class ArrayFolder:
             raise self._make_error(name, error) from error
 
     def _get_chunk(self, name: str, number: int) -> NDArray[Any]:
-        return self.memory.get((self._key, name, number), lambda: self._decode(name, number))
+        return self.memory.get((self._key, name, number), self._decode, name, number)
 
     def _decode(self, name: str, number: int) -> NDArray[Any]:
         array = self._get_array(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
@@ -26,8 +26,8 @@ class KeptValues(Generic[Value]):
         #: Size of all values that are kept.
         self.size = 0
 
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of ``key``, which ``make`` makes where none is kept.
+    def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
+        """Return the value of ``key``, which ``make(*arguments)`` makes where none is kept.
 
         ``make`` runs outside the lock: other keys are served meanwhile, and a thread that wants the
         same key waits. Errors of ``make`` pass through, and the next caller tries again.
@@ -42,7 +42,7 @@ class KeptValues(Generic[Value]):
                 if key in self._kept:
                     return self._kept[key]
             try:
-                value = make()
+                value = make(*arguments)
                 self._keep(key, value)
             finally:
                 with self._lock:
