@@ -81,6 +81,7 @@ class AlteredCache:
 
     train_count = property(lambda self: self.source.train_count)
     validation_count = property(lambda self: self.source.validation_count)
+    shard_sequences = property(lambda self: self.source.shard_sequences)
     identity = property(lambda self: f"{self.source.identity}, {self.name}")
 
     @property

@@ -91,6 +91,7 @@ class TrainingOnly:
 
     validation_count = 0
     train_count = property(lambda self: self.source.train_count)
+    shard_sequences = property(lambda self: self.source.shard_sequences)
     identity = property(lambda self: self.source.identity)
     codec = property(lambda self: self.source.codec)
 
