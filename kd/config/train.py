@@ -204,10 +204,11 @@ class TrainConfig(Section):
         "shuffled",
         description=(
             "Order of an epoch's sequences: shuffled; windows = shards in random order, and the "
-            "sequences of about four million tokens of them at a time shuffled, so that a cache "
-            "larger than dataloader_memory is read from disk once an epoch; length = batches of "
-            "similar length; curriculum = in the first epoch from low to high entropy of the "
-            "teacher, then shuffled."
+            "sequences of about four million tokens of them at a time shuffled: a larger cache is "
+            "then read from disk once an epoch, if dataloader_memory holds such a window (some 200 "
+            "MiB of profile threshold; other profiles need more); length = batches of similar "
+            "length; curriculum = in the first epoch from low to high entropy of the teacher, then "
+            "shuffled."
         ),
     )
     dataloader_num_workers: int | None = Field(
