@@ -33,7 +33,7 @@ from cache.manifest import (
     encode_canonical_json,
     list_differences,
 )
-from cache.reading.arrays import MEMORY_BYTES
+from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
 from cache.store import (
     FINGERPRINT,
@@ -97,15 +97,15 @@ def merge_caches(
 
     All training sequences come first, then all validation sequences. Records are copied and stay
     valid, because no reader uses the random numbers that they were drawn with. One shard of the
-    merged cache is in memory at a time, and chunks of all parts up to ``MEMORY_BYTES``;
+    merged cache is in memory at a time, and chunks of the parts as far as one memory holds them;
     ``written(done, of)`` is called after each shard. A merge that was interrupted continues, and a
     finished one is opened.
 
     Raises ``CacheMismatch`` that names each field in which the parts must agree and do not.
     """
-    parts = [
-        open_cache(folder, memory_bytes=MEMORY_BYTES // max(len(folders), 1)) for folder in folders
-    ]
+    # One part is read after the other, so that the one in use has the memory of all.
+    memory = make_chunk_memory()
+    parts = [open_cache(folder, shared=memory) for folder in folders]
     identity = merge_identities(parts)
     folder = root / identity.fingerprint
     with open_writer(root, identity) as writer:

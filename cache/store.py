@@ -45,7 +45,13 @@ from cache.manifest import (
     encode_canonical_json,
     list_differences,
 )
-from cache.reading.arrays import MEMORY_BYTES, ArrayFolder, Shard, make_chunk_memory
+from cache.reading.arrays import (
+    MEMORY_BYTES,
+    ArrayFolder,
+    ChunkMemory,
+    Shard,
+    make_chunk_memory,
+)
 from cache.reading.memory import KeptValues
 from cache.records import Records, Sequences
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
@@ -163,7 +169,7 @@ class CacheWriter:
 
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
-        return Cache(self.folder, self._make_manifest(Provenance(), ()), MEMORY_BYTES)
+        return Cache(self.folder, self._make_manifest(Provenance(), ()), make_chunk_memory())
 
     def _make_manifest(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...]) -> Manifest:
         entries = [self._make_entry(index) for index in range(self.identity.shard_count)]
@@ -251,15 +257,16 @@ class CacheWriter:
 class Cache:
     """A complete cache, open for reading. ``open_cache`` makes it; threads may share it.
 
-    Decoded chunks stay in memory up to ``memory_bytes``; the least recently used is dropped first.
-    Threads decode different chunks at the same time, and each chunk that is in memory once.
+    Decoded chunks stay in ``memory``, which several caches may share; the least recently used is
+    dropped first. Threads decode different chunks at the same time, and each chunk that is in
+    memory once.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, memory_bytes: int) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, memory: ChunkMemory) -> None:
         self.folder = folder
         self.manifest = manifest
         self.codec = manifest.identity.record_codec()
-        self._memory = make_chunk_memory(memory_bytes)
+        self._memory = memory
         self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS, lambda _: 1)
         # Flags of the files whose sha256 was checked, of dropped shards too, so that none is hashed
         # twice.
@@ -383,9 +390,14 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def open_cache(
-    folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = MEMORY_BYTES
+    folder: Path,
+    expected: CacheIdentity | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+    shared: ChunkMemory | None = None,
 ) -> Cache:
-    """Open a complete cache for reading.
+    """Open a complete cache for reading; it keeps decoded chunks of ``memory_bytes`` at most.
+
+    Several caches can keep theirs in one ``shared`` memory, which has a limit of its own.
 
     Presence and size of every file are checked now, content when it is read. Raises
     ``CacheNotFound``; ``CacheIncomplete`` without a manifest or a shard; ``CacheMismatch`` for
@@ -404,7 +416,7 @@ def open_cache(
             raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
         for name, digest in _list_sealed_folders(manifest):
             _read_seal(folder, name, digest).require_files(folder / name)
-    return Cache(folder, manifest, memory_bytes)
+    return Cache(folder, manifest, shared or make_chunk_memory(memory_bytes))
 
 
 def read_manifest(folder: Path) -> Manifest:

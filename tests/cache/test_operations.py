@@ -30,7 +30,7 @@ from cache.operations import (
     remove_cache,
     remove_garbage,
 )
-from cache.reading.arrays import MEMORY_BYTES, ArrayFolder, make_chunk_memory
+from cache.reading.arrays import ArrayFolder, make_chunk_memory
 from cache.records import Records
 from cache.store import (
     Cache,
@@ -262,24 +262,24 @@ def test_a_damaged_part_is_not_merged(parts, tmp_path):
 
 @pytest.mark.long
 def test_a_merge_decodes_each_chunk_once_in_bounded_memory(tmp_path, monkeypatch):
-    folders = [make_part(tmp_path, seed, (14, 2), **DRAWS) for seed in (1, 2)]
-    limits = []
+    """Memory holds the chunks of two shards, and a quarter of that would not hold one."""
+    folders = [make_part(tmp_path, seed, (12, 4), **DRAWS) for seed in range(4)]
+    memory = make_chunk_memory()
+    open_cache(folders[0], shared=memory).read(range(8))
+    tight = make_chunk_memory(memory.size)
     decoded = []
     decode = ArrayFolder._decode
-    make = make_chunk_memory
 
     def watched(self, name, number):
         decoded.append((self.folder, name, number))
         return decode(self, name, number)
 
     monkeypatch.setattr(ArrayFolder, "_decode", watched)
-    monkeypatch.setattr(
-        "cache.store.make_chunk_memory", lambda limit: limits.append(limit) or make(limit)
-    )
+    monkeypatch.setattr("cache.operations.make_chunk_memory", lambda: tight)
     merge_caches(tmp_path, folders)
     parts = [each for each in decoded if each[0].parent.parent in folders]
     assert len(parts) == len(set(parts)) > 0
-    assert sum(limits[: len(folders)]) <= MEMORY_BYTES
+    assert tight.size <= tight.limit
 
 
 # ---- find

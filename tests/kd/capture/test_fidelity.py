@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cache.manifest import FidelityRow
+from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
 from cache.store import (
     Cache,
@@ -361,7 +362,7 @@ def test_records_of_a_server_or_of_an_import_have_no_live_teacher(
 ) -> None:
     store = stores["topk"]
     identity = replace(store.identity, teacher=replace(store.identity.teacher, dtype="imported"))
-    imported = Cache(store.folder, replace(store.manifest, identity=identity), 1 << 20)
+    imported = Cache(store.folder, replace(store.manifest, identity=identity), make_chunk_memory())
     with pytest.raises(FidelityError, match="no live teacher") as caught:
         TeacherLocation.find(imported, None, tmp_path)
     assert "kd cache verify" in caught.value.remedy
