@@ -34,11 +34,11 @@ from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.recording import Recorder
 from kd.capture.remote import RemoteTeacher
 from kd.capture.usefulness import HeldOutWatch
+from kd.models.attention.isolation import isolate_documents
 from kd.models.folder import ModelFolder
 from kd.models.layers import (
     compute_hidden_states,
     require_context,
-    require_document_isolation,
     stopping_forward,
 )
 from kd.models.lm_head import find_lm_head
@@ -231,7 +231,7 @@ class Teacher:
         require_context(model, plan.config.data.sequence_length)
         lm_head = find_lm_head(model, plan.identity.tokenizer.vocabulary_size)
         if plan.config.data.packing:
-            require_document_isolation(model)
+            isolate_documents(model)
         return cls(model, Recorder(lm_head, plan.identity.record_codec()), plan.teacher.batch_size)
 
     @torch.no_grad()

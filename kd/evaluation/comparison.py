@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.evaluation import EvaluationConfig
-from kd.models.layers import compute_hidden_states, require_context, require_document_isolation
+from kd.models.attention.isolation import isolate_documents
+from kd.models.layers import compute_hidden_states, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import float32_products
 from kd.text.batches import Batch, Source, read_validation_batches
@@ -54,7 +55,7 @@ class EvaluatedModel:
         """Raise ``ModelError`` if the model cannot read such sequences as they are meant."""
         require_context(self.model, sequence_length)
         if packing:
-            require_document_isolation(self.model)
+            isolate_documents(self.model)
 
     def compute_hidden_states(self, batch: Batch) -> Tensor:
         """Hidden states (N, D) of the positions that have a target."""

@@ -1,4 +1,4 @@
-"""The body of a model: its last hidden states, its decoder layers, and checks of its attention.
+"""The body of a model: its last hidden states, its decoder layers, and its context.
 
 Shapes: B sequences, L positions of a sequence, D hidden width.
 """
@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError
+from kd.models.attention.interface import packed_positions
 from kd.progress import Monitor
 
 
@@ -24,8 +25,9 @@ def compute_hidden_states(
 ) -> Tensor:
     """Return the final hidden states (B, L, D), after the last norm.
 
-    Where ``positions_BL`` restart within a row, attention stays inside each document:
-    transformers builds the block-diagonal mask from them. None means one document in each row.
+    Where ``positions_BL`` restart within a row, attention stays inside each document: transformers
+    makes a mask from them, or after ``kd.models.attention.isolation.isolate_documents`` our
+    attention computes one document after the other. None means one document in each row.
     """
     hidden_BLD: Tensor = run_body(model, tokens_BL, positions_BL).last_hidden_state
     return hidden_BLD
@@ -35,9 +37,10 @@ def run_body(
     model: nn.Module, tokens_BL: Tensor, positions_BL: Tensor | None = None, **wanted: Any
 ) -> Any:
     """Run ``model`` up to its last norm, and return its output with what else is ``wanted``."""
-    return find_body(model)(
-        input_ids=tokens_BL, position_ids=positions_BL, use_cache=False, **wanted
-    )
+    with packed_positions(positions_BL):
+        return find_body(model)(
+            input_ids=tokens_BL, position_ids=positions_BL, use_cache=False, **wanted
+        )
 
 
 def find_body(model: nn.Module) -> nn.Module:
@@ -73,33 +76,6 @@ def require_context(model: PreTrainedModel, sequence_length: int) -> None:
             f"{type(model).__name__} has a context of {context} tokens, "
             f"but data.sequence_length is {sequence_length}.",
             f"Set data.sequence_length to {context} or less.",
-        )
-
-
-@torch.no_grad()
-def require_document_isolation(model: PreTrainedModel) -> None:
-    """Raise ``ModelError`` if a token of one packed document changes the hidden states of the next.
-
-    The check runs the model on two packed documents, then again with other tokens in the first.
-    """
-    training = model.training
-    model.eval()
-    positions_BL = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=model.device)
-    tokens_BL = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4]], device=model.device)
-    packed = compute_hidden_states(model, tokens_BL, positions_BL)
-    changed = compute_hidden_states(
-        model, tokens_BL + torch.tensor([[1] * 4 + [0] * 4], device=model.device), positions_BL
-    )
-    model.train(training)
-    difference = float((packed[:, 4:] - changed[:, 4:]).abs().max())
-    # Experts are multiplied in groups of tokens, and the size of a group changes the rounding.
-    # float32 separates that rounding from a real leak, which can be as small as 5e-4. bfloat16
-    # cannot, so there any difference counts as a leak.
-    tolerance = 1e-5 if packed.dtype.itemsize >= 4 else 0.0
-    if not difference <= tolerance * float(packed.abs().max()):
-        raise ModelError(
-            f"{type(model).__name__} attends across the documents of a packed sequence.",
-            "Set data.packing to false, or use a model whose attention follows position_ids.",
         )
 
 

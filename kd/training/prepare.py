@@ -28,7 +28,8 @@ from kd.memory.step_memory import (
     measure_free_memory,
     reset_peak_memory,
 )
-from kd.models.layers import require_context, require_document_isolation
+from kd.models.attention.isolation import isolate_documents
+from kd.models.layers import require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import Precision, ScalerWatch, pick_device, set_tf32
 from kd.models.routers import find_router_balance
@@ -128,7 +129,7 @@ def _prepare_student(
     require_context(student, config.data.sequence_length)
     lm_head = find_lm_head(student, vocabulary)
     if config.data.packing:
-        require_document_isolation(student)
+        isolate_documents(student)
     # The estimate comes before activation checkpointing and compilation, which hide what autograd
     # keeps.
     memory = estimate_memory(student, options, config.data.sequence_length, vocabulary, precision)

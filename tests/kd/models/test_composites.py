@@ -15,8 +15,9 @@ from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
 from kd.evaluation.side_by_side import count_stored_parameters
+from kd.models.attention.isolation import isolate_documents
 from kd.models.folder import ModelFolder
-from kd.models.layers import find_decoder_layers, require_context, require_document_isolation
+from kd.models.layers import find_decoder_layers, require_context
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import build_student, load_model, load_teacher, require_trainable_student
 from kd.models.saving import save_student
@@ -151,7 +152,7 @@ def test_the_language_model_inside_is_teacher_and_student(
     assert type(teacher).__name__ == WHOLES[name][2]
     torch.testing.assert_close(logits_of(teacher), expected, rtol=1e-5, atol=1e-5)
     find_lm_head(teacher, VOCABULARY)
-    require_document_isolation(teacher)
+    isolate_documents(teacher)
     assert len(find_decoder_layers(teacher)) == 3 and teacher.config.hidden_size == 32
     plan = StudentConfig(model=str(folder))
     require_trainable_student(plan, tokenizer, 64)

@@ -5,16 +5,11 @@ import itertools
 import pytest
 import torch
 import transformers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from kd.errors import ModelError
-from kd.models.layers import compute_hidden_states, require_context, require_document_isolation
+from kd.models.attention.isolation import isolate_documents
+from kd.models.layers import compute_hidden_states, require_context
 from tests.support.kd.zoo import (
-    LEAKS,
-    LLAMA,
     PACKS,
     SINGLE,
     build,
@@ -29,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_packed_documents_are_computed_as_if_alone(name):
     model = build(name) if name in SINGLE else build(name).double()
     tolerance = 1e-5 if name in SINGLE else 1e-6  # some compute their rotations in float32 always
-    require_document_isolation(model)
+    isolate_documents(model)
     tokens = some_tokens(1, 15)
     cuts = [0, 4, 5, 11, 15]
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(cuts)])[
@@ -39,24 +34,6 @@ def test_packed_documents_are_computed_as_if_alone(name):
     for start, stop in itertools.pairwise(cuts):
         alone = compute_hidden_states(model, tokens[:, start:stop])
         torch.testing.assert_close(packed[:, start:stop], alone, rtol=tolerance, atol=tolerance)
-
-
-class Forgetful(LlamaForCausalLM):
-    """A model whose body ignores position ids."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        whole = self.model.forward
-        self.model.forward = lambda position_ids=None, **kwargs: whole(**kwargs)
-
-
-def test_a_model_that_lets_documents_see_each_other_is_refused():
-    with pytest.raises(ModelError, match="Forgetful attends across the documents") as caught:
-        require_document_isolation(Forgetful(LlamaConfig(**LLAMA)).eval())
-    assert "data.packing" in caught.value.remedy
-    for name in LEAKS:
-        with pytest.raises(ModelError, match="attends across the documents"):
-            require_document_isolation(build(name))
 
 
 def test_sequences_longer_than_the_context_are_refused() -> None:

@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from kd.errors import ModelError, TokenizerMismatch
-from kd.models.layers import compute_hidden_states, require_document_isolation
+from kd.models.attention.isolation import isolate_documents
+from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import BLOCK_TOKENS, LMHead, find_lm_head
 from tests.support.kd.zoo import (
     FALCON_H1,
@@ -156,7 +157,7 @@ def test_the_check_leaves_the_model_as_it_was():
     model = build("gpt2").train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     find_lm_head(model, VOCABULARY)
-    require_document_isolation(model)
+    isolate_documents(model)
     assert model.training and all(module.training for module in model.modules())
     assert not any(module._forward_hooks for module in model.modules())
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())

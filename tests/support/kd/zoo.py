@@ -97,7 +97,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox deep": ("GPTNeoXConfig", FOUR),
 }
 #: Models that ignore position_ids, which keep packed documents apart: here documents leak.
-LEAKS = {"opt", "bloom", "mamba", "falcon-h1"}
+LEAKS = {"bloom", "mamba", "falcon-h1"}
 #: Models that can pack several documents into a sequence.
 PACKS = sorted(ZOO.keys() - LEAKS)
 #: Models with operations that have no float64 on a CPU.

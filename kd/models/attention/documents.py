@@ -1,0 +1,175 @@
+"""The document bounds of packed rows, in place of a mask.
+
+In every mask of a causal language model a query reads consecutive keys that end at itself: all of
+its document, a sliding window of it, or a chunk of it. So the number of its first key says it all.
+
+Shapes: B rows, L positions of a row, C spans of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+#: Says for (rows, heads, queries, keys) which of the keys the queries read.
+MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Positions ``start`` to ``stop`` of a row, which read no others and which no others read.
+
+    ``first_l`` is the first key of each query, counted from ``start``.
+    """
+
+    start: int
+    stop: int
+    first_l: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def causal(self) -> bool:
+        """Every query reads all earlier keys of the span."""
+        return not self.first_l.any()
+
+    @cached_property
+    def window(self) -> int | None:
+        """The most keys that a query reads; None if the span is no sliding window of that width."""
+        place_l = np.arange(len(self))
+        width = int((place_l - self.first_l).max()) + 1
+        expected_l = np.maximum(place_l - width + 1, 0)
+        return width if np.array_equal(self.first_l, expected_l) else None
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentMask:
+    """What the queries of packed rows read. Layers get it in the place of a mask.
+
+    ``first_BL``: the number of the first key of each query, within its row. ``spans``: the spans of
+    each row, in order, which cover the row.
+    """
+
+    first_BL: Tensor
+    spans: tuple[tuple[Span, ...], ...]
+
+    @classmethod
+    def of(cls, first_BL: Tensor) -> DocumentMask:
+        """Find the spans; waits once for the device."""
+        rows = first_BL.cpu().numpy()
+        return cls(first_BL, tuple(_split_row(row) for row in rows))
+
+    @cached_property
+    def causal(self) -> bool:
+        """Every row is one span, and its queries read all earlier keys."""
+        return all(len(row) == 1 and row[0].causal for row in self.spans)
+
+    @cached_property
+    def longest(self) -> int:
+        """Positions of the longest span."""
+        return max(len(span) for row in self.spans for span in row)
+
+    @cached_property
+    def regular(self) -> bool:
+        """All spans that are not causal are sliding windows of one width."""
+        return len(self._widths) <= 1 and None not in self._widths
+
+    @cached_property
+    def window(self) -> int | None:
+        """The width of the sliding windows; None where all spans are causal, or not ``regular``."""
+        return next(iter(self._widths), None) if self.regular else None
+
+    @cached_property
+    def _widths(self) -> set[int | None]:
+        return {span.window for row in self.spans for span in row if not span.causal}
+
+    @cached_property
+    def blocks(self) -> BlockMask:
+        """The same for flex attention: which blocks of queries and keys hold something to read."""
+        first_BL = self.first_BL
+
+        def reads(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key >= first_BL[row, query])
+
+        batch, length = first_BL.shape
+        # Compiled, because otherwise torch makes the whole mask (B, 1, L, L) first.
+        return create_block_mask(
+            reads, batch, None, length, length, device=first_BL.device, _compile=True
+        )
+
+    @cached_property
+    def bounds_C(self) -> Tensor:
+        """The first position of each span in the flattened batch, and B L: (C + 1,), int32."""
+        length = self.first_BL.shape[1]
+        starts = [number * length + span.start for number, row in enumerate(self.spans)
+                  for span in row]  # fmt: skip
+        return torch.tensor(
+            [*starts, self.first_BL.numel()], dtype=torch.int32, device=self.first_BL.device
+        )
+
+
+def _split_row(first_L: NDArray[np.int64]) -> tuple[Span, ...]:
+    """Cut a row wherever no later query reads an earlier key."""
+    lowest_L = np.minimum.accumulate(first_L[::-1])[::-1]
+    starts = np.flatnonzero(lowest_L >= np.arange(len(first_L)))
+    stops = np.append(starts[1:], len(first_L))
+    return tuple(
+        Span(int(start), int(stop), first_L[start:stop] - start)
+        for start, stop in zip(starts, stops, strict=True)
+    )
+
+
+def find_document_starts(positions_BL: Tensor) -> Tensor:
+    """Return the place in its row of the first token of each token's document, (B, L).
+
+    A document starts where ``positions_BL`` do not go up by one, as in transformers.
+    """
+    place_BL = torch.arange(positions_BL.shape[1], device=positions_BL.device).expand_as(
+        positions_BL
+    )
+    begins_BL = torch.diff(positions_BL, dim=1, prepend=positions_BL[:, :1] - 1) != 1
+    return torch.where(begins_BL, place_BL, 0).cummax(dim=1).values
+
+
+def find_first_keys(
+    mask_function: MaskFunction, start_BL: Tensor, known: bool = True
+) -> Tensor | None:
+    """Return the first key of each query, (B, L), by halving: O(B L log L).
+
+    ``start_BL`` are the places where the documents start. ``known``: they are to be kept apart even
+    where ``mask_function`` does not know them. None where the keys of a query do not end at itself.
+    """
+    rows_B1 = torch.arange(len(start_BL), device=start_BL.device)[:, None]
+    head = rows_B1.new_zeros(())
+    place_BL = torch.arange(start_BL.shape[1], device=start_BL.device).expand_as(start_BL)
+
+    def reads(query_BL: Tensor, key_BL: Tensor) -> Tensor:
+        found: Tensor = mask_function(rows_B1, head, query_BL, key_BL)
+        return found.expand_as(start_BL)
+
+    # A mask that knows the documents counts its places itself. One that does not knows nothing of
+    # what came before the document, so its places count from the document's start.
+    crosses_BL = reads(start_BL, (start_BL - 1).clamp(min=0)) & (start_BL > 0)
+    offset_BL = start_BL if known and bool(crosses_BL.any()) else torch.zeros_like(start_BL)
+    query_BL = place_BL - offset_BL
+    next_BL = (query_BL + 1).clamp(max=start_BL.shape[1] - 1)
+    sees_ahead = reads(query_BL, next_BL) & (next_BL > query_BL)
+    if bool(sees_ahead.any()) or not bool(reads(query_BL, query_BL).all()):
+        return None
+    low_BL = start_BL if known else torch.zeros_like(start_BL)
+    high_BL = place_BL
+    for _ in range(start_BL.shape[1].bit_length()):
+        middle_BL = (low_BL + high_BL) // 2
+        read_BL = reads(query_BL, middle_BL - offset_BL)
+        high_BL = torch.where(read_BL, middle_BL, high_BL)
+        low_BL = torch.where(read_BL, low_BL, (middle_BL + 1).minimum(high_BL))
+    return low_BL

@@ -1,0 +1,255 @@
+"""Compute the attention of packed rows by the fastest way that the device and the model allow.
+
+    plain     rows of one document: torch's attention, all rows at once
+    varlen    torch's variable-length attention, on a GPU of compute capability 8.0 or more
+    flash     the same from the package flash-attn, which has soft-caps and dropout too
+    flex      torch's flex attention, which has sinks and masks of any form too
+    spans     one span after the other: torch's attention, or blocks of queries where a span has a
+              window, a soft-cap, a sink or another thing that torch's attention lacks
+
+Shapes: B rows, H query heads, K key heads, L positions, D width of a head, T = B L.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from kd.models.attention.blocks import Scoring, attend_in_blocks
+from kd.models.attention.documents import DocumentMask
+
+Kernel = Literal["plain", "varlen", "flash", "flex", "spans"]
+#: The widest head that the flash kernels compute.
+WIDEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides about the kernel: the device, the tensors and the model's kind of attention.
+
+    ``capability`` is the GPU's; None on a CPU. ``width`` is that of q and k, ``value_width`` that
+    of v. ``causal`` and ``regular`` are those of the mask. ``flash`` and ``flex``: these kernels
+    can be used.
+    """
+
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    width: int
+    value_width: int
+    causal: bool
+    regular: bool
+    softcap: bool
+    sinks: bool
+    dropout: bool
+    flash: bool
+    flex: bool
+
+
+def choose_kernel(problem: Problem) -> Kernel:
+    """Return the fastest kernel that computes ``problem`` right."""
+    bare = not (problem.softcap or problem.sinks)
+    if problem.causal and bare and not _needs_blocks(problem):
+        return "plain"
+    if problem.capability is None or problem.capability < (8, 0):
+        return "spans"
+    fits = (
+        problem.dtype in (torch.bfloat16, torch.float16)
+        and problem.width == problem.value_width
+        and problem.width <= WIDEST_HEAD
+        and problem.width % 8 == 0
+    )
+    if fits and problem.regular and bare and not problem.dropout:
+        return "varlen"
+    if fits and problem.regular and problem.flash and not problem.sinks:
+        return "flash"
+    if problem.flex and not problem.dropout and problem.width == problem.value_width:
+        return "flex"
+    return "spans"
+
+
+def _needs_blocks(problem: Problem) -> bool:
+    """Whether torch's attention would hold all scores of a document.
+
+    On a CPU it does with dropout, and where values are wider or narrower than keys.
+    """
+    on_cpu = problem.capability is None
+    return on_cpu and (problem.dropout or problem.width != problem.value_width)
+
+
+def attend(
+    module: nn.Module,
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    mask: DocumentMask,
+    scoring: Scoring,
+    sink_H: Tensor | None,
+) -> Tensor:
+    """Return the output of the layer ``module``, (B, L, H, E)."""
+    q_BHLD, k_BKLD, v_BKLE = _match_precision(q_BHLD, k_BKLD, v_BKLE)
+    problem = describe(q_BHLD, v_BKLE, mask, scoring, sink_H)
+    kernel = choose_kernel(problem)
+    if kernel == "plain":
+        return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2)
+    if kernel == "varlen":
+        return _run_varlen(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
+    if kernel == "flash":
+        return _run_flash(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
+    if kernel == "flex":
+        found: Tensor = flex_attention_forward(
+            module,
+            q_BHLD,
+            k_BKLD,
+            v_BKLE,
+            mask.blocks,
+            scaling=scoring.scale,
+            softcap=scoring.softcap,
+            s_aux=sink_H,
+        )[0]
+        return found
+    return _run_spans(q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H, _needs_blocks(problem))
+
+
+def describe(
+    q_BHLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring, sink_H: Tensor | None
+) -> Problem:
+    """Return what decides about the kernel."""
+    device = q_BHLD.device
+    on_gpu = device.type == "cuda"
+    return Problem(
+        capability=torch.cuda.get_device_capability(device) if on_gpu else None,
+        dtype=q_BHLD.dtype,
+        width=q_BHLD.shape[-1],
+        value_width=v_BKLE.shape[-1],
+        causal=mask.causal,
+        regular=mask.regular,
+        softcap=scoring.softcap is not None,
+        sinks=sink_H is not None,
+        dropout=scoring.dropout > 0.0,
+        flash=on_gpu and _finds("flash_attn"),
+        flex=on_gpu and _finds("triton"),
+    )
+
+
+@functools.cache
+def _finds(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _match_precision(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yield ``tensors`` in the precision of autocast, as torch's own attention takes them."""
+    device = tensors[0].device.type
+    dtype = tensors[0].dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return (each.to(dtype) for each in tensors)
+
+
+def _run_torch(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, scoring: Scoring) -> Tensor:
+    return functional.scaled_dot_product_attention(
+        q_BHLD,
+        k_BKLD,
+        v_BKLE,
+        dropout_p=scoring.dropout,
+        is_causal=True,
+        scale=scoring.scale,
+        enable_gqa=q_BHLD.shape[1] != k_BKLD.shape[1],
+    )
+
+
+def _run_spans(
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    mask: DocumentMask,
+    scoring: Scoring,
+    sink_H: Tensor | None,
+    blocks: bool,
+) -> Tensor:
+    batch, heads, length, _ = q_BHLD.shape
+    groups = heads // k_BKLD.shape[1]
+    sizes = [[len(span) for span in row] for row in mask.spans]
+    # split and not slices: the gradient of each slice would be as large as the whole row.
+    parts = (
+        [part for row, cut in zip(each.unbind(0), sizes, strict=True) for part in row.split(cut, 1)]
+        for each in (q_BHLD, k_BKLD, v_BKLE)
+    )
+    sink_KG = None if sink_H is None else sink_H.view(-1, groups)
+    blocks = blocks or scoring.softcap is not None or sink_H is not None
+    spans = (span for row in mask.spans for span in row)
+    found = []
+    for span, q_HlD, k_KlD, v_KlE in zip(spans, *parts, strict=True):
+        if span.causal and not blocks:
+            output_HlE = _run_torch(q_HlD[None], k_KlD[None], v_KlE[None], scoring)[0]
+        else:
+            q_KGlD = q_HlD.unflatten(0, (-1, groups))
+            output_HlE = attend_in_blocks(
+                q_KGlD, k_KlD, v_KlE, sink_KG, span.first_l, scoring
+            ).flatten(0, 1)
+        found.append(output_HlE.transpose(0, 1))
+    return torch.cat(found).view(batch, length, heads, -1)
+
+
+# ---------------------------------------------------------------------- kernels of a GPU
+
+
+def _flatten(each_BHLD: Tensor) -> Tensor:
+    """Put the rows one after the other: (T, H, D)."""
+    return each_BHLD.transpose(1, 2).flatten(0, 1)
+
+
+def get_window(mask: DocumentMask) -> tuple[int, int]:
+    """Return how many keys before and after its own a query reads; -1 means all.
+
+    The kernels count the keys before a query's own one, so a window of w keys is w - 1.
+    """
+    return (-1 if mask.window is None else mask.window - 1, 0)
+
+
+def _run_varlen(
+    q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring
+) -> Tensor:
+    found: Any = varlen_attn(
+        _flatten(q_BHLD),
+        _flatten(k_BKLD),
+        _flatten(v_BKLE),
+        mask.bounds_C,
+        mask.bounds_C,
+        mask.longest,
+        mask.longest,
+        scale=scoring.scale,
+        window_size=get_window(mask),
+        enable_gqa=q_BHLD.shape[1] != k_BKLD.shape[1],
+    )
+    output_BLHE: Tensor = found.unflatten(0, mask.first_BL.shape)
+    return output_BLHE
+
+
+def _run_flash(
+    q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring
+) -> Tensor:
+    found: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+        _flatten(q_BHLD),
+        _flatten(k_BKLD),
+        _flatten(v_BKLE),
+        mask.bounds_C,
+        mask.bounds_C,
+        mask.longest,
+        mask.longest,
+        dropout_p=scoring.dropout,
+        softmax_scale=scoring.scale,
+        causal=True,
+        window_size=get_window(mask),
+        softcap=scoring.softcap or 0.0,
+    )
+    return found.unflatten(0, mask.first_BL.shape)

@@ -1,0 +1,150 @@
+"""A model with our attention is saved, copied, compiled, checkpointed and adapted as before."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kd.config.student import LoraConfig
+from kd.memory.activation_checkpointing import checkpoint_activations
+from kd.models.adapters import add_adapters
+from kd.models.attention.documents import DocumentMask
+from kd.models.attention.interface import use_own_attention, use_packed_attention
+from kd.models.attention.isolation import isolate_documents
+from kd.models.layers import compute_hidden_states
+from tests.support.kd.zoo import build, some_tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS_BL = some_tokens(2, 20)
+POSITIONS_BL = torch.cat([torch.arange(each) for each in (3, 1, 9, 7)]).expand(2, -1)
+#: One with torch's attention, one with soft-caps and windows, one with sinks and windows.
+KINDS = ("llama tied", "gemma2 windows", "gpt-oss")
+
+
+def make(kind: str, **changes: Any) -> PreTrainedModel:
+    model = build(kind, **changes)
+    isolate_documents(model)
+    assert model.config._attn_implementation.startswith("potstill")
+    return model
+
+
+def run(model: PreTrainedModel, positions_BL: Tensor = POSITIONS_BL) -> list[Tensor]:
+    """Return the packed hidden states and the gradients."""
+    hidden_BLD = compute_hidden_states(model, TOKENS_BL, positions_BL)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    gradients = torch.autograd.grad(hidden_BLD.square().sum(), trained, allow_unused=True)
+    return [hidden_BLD, *(each for each in gradients if each is not None)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_mask_is_built(kind: str) -> None:
+    model = make(kind)
+    seen: list[Any] = []
+    for module in model.modules():
+        if hasattr(module, "o_proj"):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+    compute_hidden_states(model, TOKENS_BL, POSITIONS_BL)
+    assert seen
+    assert all(isinstance(each, DocumentMask) for each in seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_model_opens_in_plain_transformers(kind: str, tmp_path: Path) -> None:
+    model = make(kind)
+    model.save_pretrained(tmp_path)
+    assert "potstill" not in (tmp_path / "config.json").read_text()
+    assert "potstill" not in json.dumps(model.config.to_dict())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_computes_the_same(kind: str) -> None:
+    model = make(kind)
+    for mine, expected in zip(run(copy.deepcopy(model)), run(model), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["full", "sqrt"])
+def test_checkpointing_recomputes_within_documents(kind: str, how: Any) -> None:
+    """The backward pass comes after the forward pass has forgotten the positions."""
+    model = make(kind, attention_dropout=0.2).train()
+    torch.manual_seed(3)
+    expected = run(model)
+    checkpoint_activations(model, how)
+    torch.manual_seed(3)
+    for mine, theirs in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_model_keeps_documents_apart(kind: str) -> None:
+    model = make(kind)
+    packings = [POSITIONS_BL, torch.arange(5).repeat(4).expand(2, -1)]
+    expected = [run(model, each) for each in packings]
+    torch._dynamo.reset()
+    model.base_model.compile(backend="eager", fullgraph=True)
+    for positions_BL, wanted in zip(packings, expected, strict=True):
+        for mine, theirs in zip(run(model, positions_BL), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama tied", "gemma2 windows"])
+def test_adapters_get_the_gradients_of_the_own_attention(kind: str) -> None:
+    torch.manual_seed(0)
+    model = add_adapters(build(kind), LoraConfig(rank=2, targets=("q_proj", "v_proj")))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    expected = run(model)
+    isolate_documents(model)
+    for mine, theirs in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_rows_and_generation_are_left_to_the_model(kind: str) -> None:
+    model = make(kind)
+    padding_BL = torch.ones_like(TOKENS_BL)
+    padding_BL[0, :4] = 0
+
+    def answer() -> list[Tensor]:
+        text = model.generate(TOKENS_BL[:, :6], max_new_tokens=5, do_sample=False)
+        logits = model(input_ids=TOKENS_BL, attention_mask=padding_BL).logits
+        return [text, logits[0, 4:], logits[1]]
+
+    with torch.no_grad():
+        ours = answer()
+        use_own_attention(model)
+        theirs = answer()
+    assert torch.equal(ours[0], theirs[0])
+    for mine, expected in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_row_of_one_document_is_the_same_to_the_bit() -> None:
+    """A cache that was captured before holds the same records."""
+    model = build("llama tied")
+    before = compute_hidden_states(model, TOKENS_BL)
+    isolate_documents(model)
+    assert torch.equal(compute_hidden_states(model, TOKENS_BL), before)
+    in_one_row = compute_hidden_states(model, TOKENS_BL, torch.arange(20).expand(2, -1))
+    assert torch.equal(in_one_row, before)
+
+
+def test_all_configurations_of_a_model_are_renamed_and_named_back() -> None:
+    model = build("gemma3")
+    assert use_packed_attention(model)
+    assert not use_packed_attention(model)
+    use_own_attention(model)
+    assert model.config._attn_implementation == "sdpa"

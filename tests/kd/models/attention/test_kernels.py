@@ -1,0 +1,159 @@
+"""The kernel for each device and model, and what the kernels of a GPU are told."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kd.models.attention.blocks import Scoring
+from kd.models.attention.documents import DocumentMask
+from kd.models.attention.kernels import Problem, attend, choose_kernel, describe, get_window
+
+H100 = Problem(
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    width=128,
+    value_width=128,
+    causal=False,
+    regular=True,
+    softcap=False,
+    sinks=False,
+    dropout=False,
+    flash=False,
+    flex=True,
+)
+T4 = replace(H100, capability=(7, 5), dtype=torch.float16)
+CPU = replace(H100, capability=None, dtype=torch.float32, flex=False)
+NARROW_VALUES = {"width": 192, "value_width": 128}
+
+CHOICES = [
+    (H100, {}, "varlen"),
+    (H100, {"dtype": torch.float32}, "flex"),
+    (H100, {"width": 512, "value_width": 512}, "flex"),
+    (H100, {"width": 100, "value_width": 100}, "flex"),
+    (H100, {"softcap": True}, "flex"),
+    (H100, {"sinks": True}, "flex"),
+    (H100, {"regular": False}, "flex"),
+    (H100, {"dropout": True}, "spans"),
+    (H100, {"flex": False, "sinks": True}, "spans"),
+    (H100, NARROW_VALUES, "spans"),
+    (H100, {"causal": True}, "plain"),
+    (H100, {"causal": True, "softcap": True}, "flex"),
+    (H100, {"causal": True, "dropout": True}, "plain"),
+    (H100, {"flash": True}, "varlen"),
+    (H100, {"flash": True, "softcap": True}, "flash"),
+    (H100, {"flash": True, "dropout": True}, "flash"),
+    (H100, {"flash": True, "sinks": True}, "flex"),
+    (T4, {}, "spans"),
+    (T4, {"causal": True}, "plain"),
+    (CPU, {}, "spans"),
+    (CPU, {"softcap": True}, "spans"),
+    (CPU, {"causal": True}, "plain"),
+    (CPU, {"causal": True, "sinks": True}, "spans"),
+    (CPU, {"causal": True, "dropout": True}, "spans"),
+    (CPU, {"causal": True} | NARROW_VALUES, "spans"),
+]
+
+
+@pytest.mark.parametrize(("machine", "changes", "kernel"), CHOICES)
+def test_the_kernel_fits_the_device_and_the_model(
+    machine: Problem, changes: dict[str, object], kernel: str
+) -> None:
+    assert choose_kernel(replace(machine, **changes)) == kernel  # type: ignore[arg-type]
+
+
+#: Two rows of two documents, without and with a window of 3 keys.
+FULL = DocumentMask.of(torch.tensor([[0] * 5 + [5] * 7, [0] * 8 + [8] * 4]))
+WINDOWS = DocumentMask.of(
+    torch.tensor([[0, 0, 0, 1, 2, 5, 5, 5, 6, 7, 8, 9], [0, 0, 0, 1, 2, 3, 4, 5, 8, 8, 8, 9]])
+)
+
+
+def test_a_window_counts_the_keys_before_a_query() -> None:
+    assert get_window(FULL) == (-1, 0)
+    assert get_window(WINDOWS) == (2, 0)
+
+
+def make_inputs(device: str = "cpu", dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Return q of four heads, and k and v of two."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, heads, 12, 16, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+
+
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
+    """Compute the attention with a mask (B, 1, L, L)."""
+    place_L = torch.arange(q.shape[2], device=q.device)
+    first_BL = mask.first_BL
+    reads_BLL = (place_L <= place_L[:, None]) & (place_L >= first_BL[:, :, None])
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=reads_BLL[:, None], enable_gqa=True
+    ).transpose(1, 2)
+
+
+@pytest.mark.parametrize("mask", [FULL, WINDOWS], ids=["full", "windows"])
+def test_spans_have_the_values_and_gradients_of_a_mask(mask: DocumentMask) -> None:
+    inputs = make_inputs()
+    ours = attend(torch.nn.Module(), *inputs, mask, Scoring(16**-0.5), None)
+    theirs = attend_densely(*inputs, mask)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for mine, expected in zip(
+        torch.autograd.grad(ours.square().sum(), inputs),
+        torch.autograd.grad(theirs.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_document_is_the_same_to_the_bit_whatever_is_beside_it() -> None:
+    q, k, v = (each.detach() for each in make_inputs(dtype=torch.float32))
+    scoring = Scoring(16**-0.5)
+    packed = attend(torch.nn.Module(), q, k, v, FULL, scoring, None)
+    alone = DocumentMask.of(torch.zeros(1, 7, dtype=torch.int64))
+    parts = (each[:1, :, 5:].contiguous() for each in (q, k, v))
+    assert torch.equal(packed[0, 5:], attend(torch.nn.Module(), *parts, alone, scoring, None)[0])
+
+
+def test_autocast_decides_the_precision() -> None:
+    inputs = make_inputs(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for scoring in (Scoring(0.25), Scoring(0.25, softcap=2.0)):
+            found = attend(torch.nn.Module(), *inputs, FULL, scoring, None)
+            assert found.dtype == torch.bfloat16
+
+
+def test_a_device_without_a_gpu_uses_no_kernel_of_one() -> None:
+    q, _, v = make_inputs(dtype=torch.bfloat16)
+    problem = describe(q, v, FULL, Scoring(0.25), torch.zeros(4))
+    assert problem == replace(CPU, dtype=torch.bfloat16, width=16, value_width=16, sinks=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mask", [FULL, WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_each_kernel_of_a_gpu_computes_what_spans_compute(
+    mask: DocumentMask, softcap: float | None, sinks: bool
+) -> None:
+    inputs = make_inputs("cuda", torch.bfloat16)
+    moved = DocumentMask(mask.first_BL.cuda(), mask.spans)
+    sink_H = torch.linspace(-1, 1, 4, dtype=torch.bfloat16) if sinks else None
+    scoring = Scoring(0.25, softcap)
+    on_gpu = None if sink_H is None else sink_H.cuda()
+    ours = attend(torch.nn.Module(), *inputs, moved, scoring, on_gpu)
+    exact = [each.detach().double().cpu().requires_grad_() for each in inputs]
+    sink_exact = None if sink_H is None else sink_H.double()
+    expected = attend(torch.nn.Module(), *exact, mask, scoring, sink_exact)
+    torch.testing.assert_close(ours.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours.double().square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), exact),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine.double().cpu(), theirs, rtol=5e-2, atol=5e-2)
