@@ -8,9 +8,9 @@ by the implementation that the model had before.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     AttentionMaskInterface,
-    find_packed_sequence_indices,
-    packed_sequence_compatibility_function,
 )
 
 from kd.models.attention.blocks import Scoring
@@ -36,15 +34,7 @@ from kd.models.attention.kernels import attend
 #: such names: no name may hold sdpa, flash or flex.
 NAMES = {"sdpa": "potstill", "eager": "potstill_eager"}
 
-
-class _Present(threading.local):
-    """The forward pass that this thread computes."""
-
-    # torch.compile can read an attribute of this class, but not a ContextVar.
-    positions_BL: Tensor | None = None
-
-
-_present = _Present()
+_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 
 
 @contextmanager
@@ -53,12 +43,11 @@ def packed_positions(positions_BL: Tensor | None) -> Iterator[None]:
 
     Some models (gpt-oss) do not hand their positions to their masks.
     """
-    before = _present.positions_BL
-    _present.positions_BL = positions_BL
+    before = _positions.set(positions_BL)
     try:
         yield
     finally:
-        _present.positions_BL = before
+        _positions.reset(before)
 
 
 def use_packed_attention(model: nn.Module) -> bool:
@@ -95,9 +84,9 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
     """Return a function that makes masks as ``theirs``, but document bounds for packed rows."""
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[theirs]
 
+    # torch.compile cannot follow bounds that depend on the text: it goes on after them.
+    @torch.compiler.disable
     def make(**asked: Any) -> DocumentMask | Tensor | None:
-        if torch.compiler.is_compiling():
-            return own(**_tell_documents(asked))
         mask = _find_document_mask(**asked)
         if mask is None:
             return own(**asked)
@@ -125,7 +114,7 @@ def _find_document_mask(
     begins = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     if not begins or q_length != kv_length or attention_mask is not None or use_vmap:
         return None
-    positions_BL = _present.positions_BL
+    positions_BL = _positions.get()
     known = positions_BL is not None and positions_BL.shape[-1] == q_length
     if positions_BL is not None and known:
         start_BL = find_document_starts(positions_BL.expand(batch_size, -1))
@@ -135,27 +124,10 @@ def _find_document_mask(
     return None if first_BL is None else DocumentMask.of(first_BL)
 
 
-def _tell_documents(asked: dict[str, Any]) -> dict[str, Any]:
-    """Make a mask of whole rows one of packed rows, for ``torch.compile``.
-
-    A compiled pass cannot read the bounds. It gets a mask from the model's own implementation.
-    """
-    positions_BL = _present.positions_BL
-    # transformers forbids to skip the mask wherever it knows of the documents.
-    if positions_BL is None or not asked.get("allow_is_causal_skip", True):
-        return asked
-    documents_BL = find_packed_sequence_indices(positions_BL)
-    if documents_BL is None:
-        return asked
-    function = packed_sequence_compatibility_function(
-        asked["mask_function"], positions_BL, documents_BL
-    )
-    return asked | {"mask_function": function, "allow_is_causal_skip": False}
-
-
 # ---------------------------------------------------------------------- attention
 
 
+@torch.compiler.disable
 def _attend(
     module: nn.Module,
     query: Tensor,
