@@ -34,7 +34,7 @@ WIDEST_HEAD = 256
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionTraits:
     """What decides about the kernel: the device, the tensors and the model's kind of attention.
 
     ``capability`` is the GPU's; None on a CPU. ``width`` is that of q and k, ``value_width`` that
@@ -55,35 +55,35 @@ class Problem:
     flex: bool
 
 
-def choose_kernel(problem: Problem) -> Kernel:
-    """Return the fastest kernel that computes ``problem`` right."""
-    bare = not (problem.softcap or problem.sinks)
-    if problem.causal and bare and not _needs_blocks(problem):
+def choose_kernel(traits: AttentionTraits) -> Kernel:
+    """Return the fastest kernel that computes attention of these ``traits`` right."""
+    bare = not (traits.softcap or traits.sinks)
+    if traits.causal and bare and not _needs_blocks(traits):
         return "plain"
-    if problem.capability is None or problem.capability < (8, 0):
+    if traits.capability is None or traits.capability < (8, 0):
         return "spans"
     fits = (
-        problem.dtype in (torch.bfloat16, torch.float16)
-        and problem.width == problem.value_width
-        and problem.width <= WIDEST_HEAD
-        and problem.width % 8 == 0
+        traits.dtype in (torch.bfloat16, torch.float16)
+        and traits.width == traits.value_width
+        and traits.width <= WIDEST_HEAD
+        and traits.width % 8 == 0
     )
-    if fits and problem.regular and bare and not problem.dropout:
+    if fits and traits.regular and bare and not traits.dropout:
         return "varlen"
-    if fits and problem.regular and problem.flash and not problem.sinks:
+    if fits and traits.regular and traits.flash and not traits.sinks:
         return "flash"
-    if problem.flex and not problem.dropout and problem.width == problem.value_width:
+    if traits.flex and not traits.dropout and traits.width == traits.value_width:
         return "flex"
     return "spans"
 
 
-def _needs_blocks(problem: Problem) -> bool:
+def _needs_blocks(traits: AttentionTraits) -> bool:
     """Whether torch's attention would hold all scores of a document.
 
     On a CPU it does with dropout, and where values are wider or narrower than keys.
     """
-    on_cpu = problem.capability is None
-    return on_cpu and (problem.dropout or problem.width != problem.value_width)
+    on_cpu = traits.capability is None
+    return on_cpu and (traits.dropout or traits.width != traits.value_width)
 
 
 def attend(
@@ -97,8 +97,8 @@ def attend(
 ) -> Tensor:
     """Return the output of the layer ``module``, (B, L, H, E)."""
     q_BHLD, k_BKLD, v_BKLE = _match_precision(q_BHLD, k_BKLD, v_BKLE)
-    problem = describe(q_BHLD, v_BKLE, mask, scoring, sink_H)
-    kernel = choose_kernel(problem)
+    traits = describe(q_BHLD, v_BKLE, mask, scoring, sink_H)
+    kernel = choose_kernel(traits)
     if kernel == "plain":
         return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2)
     if kernel == "varlen":
@@ -117,16 +117,16 @@ def attend(
             s_aux=sink_H,
         )[0]
         return found
-    return _run_spans(q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H, _needs_blocks(problem))
+    return _run_spans(q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H, _needs_blocks(traits))
 
 
 def describe(
     q_BHLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring, sink_H: Tensor | None
-) -> Problem:
+) -> AttentionTraits:
     """Return what decides about the kernel."""
     device = q_BHLD.device
     on_gpu = device.type == "cuda"
-    return Problem(
+    return AttentionTraits(
         capability=torch.cuda.get_device_capability(device) if on_gpu else None,
         dtype=q_BHLD.dtype,
         width=q_BHLD.shape[-1],

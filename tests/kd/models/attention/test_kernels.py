@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kd.models.attention.blocks import Scoring
 from kd.models.attention.documents import DocumentMask
-from kd.models.attention.kernels import Problem, attend, choose_kernel, describe, get_window
+from kd.models.attention.kernels import AttentionTraits, attend, choose_kernel, describe, get_window
 
-H100 = Problem(
+H100 = AttentionTraits(
     capability=(9, 0),
     dtype=torch.bfloat16,
     width=128,
@@ -58,7 +58,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("machine", "changes", "kernel"), CHOICES)
 def test_the_kernel_fits_the_device_and_the_model(
-    machine: Problem, changes: dict[str, object], kernel: str
+    machine: AttentionTraits, changes: dict[str, object], kernel: str
 ) -> None:
     assert choose_kernel(replace(machine, **changes)) == kernel  # type: ignore[arg-type]
 
@@ -129,8 +129,8 @@ def test_autocast_decides_the_precision() -> None:
 
 def test_a_device_without_a_gpu_uses_no_kernel_of_one() -> None:
     q, _, v = make_inputs(dtype=torch.bfloat16)
-    problem = describe(q, v, FULL, Scoring(0.25), torch.zeros(4))
-    assert problem == replace(CPU, dtype=torch.bfloat16, width=16, value_width=16, sinks=True)
+    traits = describe(q, v, FULL, Scoring(0.25), torch.zeros(4))
+    assert traits == replace(CPU, dtype=torch.bfloat16, width=16, value_width=16, sinks=True)
 
 
 @pytest.mark.gpu
