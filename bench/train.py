@@ -2,7 +2,7 @@
 
     python bench/train.py [--small] [--out FILE]
 
-One run with four parts. Each compares variants that take turns (``bench/timing.py``):
+One run with five parts. Each compares variants that take turns (``bench/timing.py``):
 
     step and head   our step on a teacher's records against a step on plain cross-entropy with all
                     logits: time, and extra memory at the peak (``bench/speed.py`` explains sizes
@@ -12,6 +12,7 @@ One run with four parts. Each compares variants that take turns (``bench/timing.
                     step
     profile         where the time of the loop from the cache goes: profile.json of its run
     levers          the same loop with one more lever, named by its field in a job
+    packed rows     memory and time of rows of many documents (``bench/packed.py``)
 
 The live teacher's loop does only what is necessary: the same batches, read ahead; the teacher's
 forward pass without a gradient; forward KL to its whole distribution, one chunk of logits at a
@@ -50,7 +51,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from bench import speed
+from bench import packed, speed
 from bench.speed import ALPHA, DEVICE, RECORDS, BenchmarkSizes, Runnable
 from bench.support.paths import AUSTEN
 from bench.timing import (
@@ -565,6 +566,7 @@ def measure_all(scale: Scale) -> str:
     machine = measure_machine(scale.wide.torch_dtype, scale.wide.product)
     with fresh_processes(speed.PRELOAD) as pool:
         steps = compare_with_plain(scale, machine, pool)
+        packed_rows = packed.measure_rows(packed.FULL if scale is FULL else packed.SMALL, pool)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         setting = make_example_setting(scale, Path(first))
         found = [
@@ -580,6 +582,7 @@ def measure_all(scale: Scale) -> str:
         "The loop": "\n".join([table, "", *(about for _, about in found)]),
         "Where its time goes": f"{about_profile}\n\n{phases}",
         "What each lever costs": costs,
+        "Packed rows": packed_rows,
     }
     pages = [f"## {title}\n\n{text}" for title, text in sections.items()]
     last = f"All of it took {time.monotonic() - began:.0f} s."

@@ -8,6 +8,7 @@ Shapes: B rows, L positions of a row, C spans of a batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,9 +103,10 @@ class DocumentMask:
 
         batch, length = first_BL.shape
         # Compiled, because otherwise torch makes the whole mask (B, 1, L, L) first.
-        return create_block_mask(
-            reads, batch, None, length, length, device=first_BL.device, _compile=True
+        found: BlockMask = _compile_block_mask()(
+            reads, batch, None, length, length, device=first_BL.device
         )
+        return found
 
     @cached_property
     def bounds_C(self) -> Tensor:
@@ -115,6 +117,12 @@ class DocumentMask:
         return torch.tensor(
             [*starts, self.first_BL.numel()], dtype=torch.int32, device=self.first_BL.device
         )
+
+
+@functools.cache
+def _compile_block_mask() -> Callable[..., BlockMask]:
+    compiled: Callable[..., BlockMask] = torch.compile(create_block_mask)
+    return compiled
 
 
 def _split_row(first_L: NDArray[np.int64]) -> tuple[Span, ...]:

@@ -1,11 +1,16 @@
 """The kernel for each device and model, and what the kernels of a GPU are told."""
 
+import itertools
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kd.models.attention import kernels
 from kd.models.attention.blocks import Scoring
 from kd.models.attention.documents import DocumentMask
 from kd.models.attention.kernels import AttentionTraits, attend, choose_kernel, describe, get_window
@@ -131,6 +136,73 @@ def test_a_device_without_a_gpu_uses_no_kernel_of_one() -> None:
     q, _, v = make_inputs(dtype=torch.bfloat16)
     traits = describe(q, v, FULL, Scoring(0.25), torch.zeros(4))
     assert traits == replace(CPU, dtype=torch.bfloat16, width=16, value_width=16, sinks=True)
+
+
+def attend_by_bounds(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, bounds: list[int], scale: float, window: int
+) -> Tensor:
+    """Compute what a kernel for rows of variable length computes, one document after the other."""
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        place_l = torch.arange(stop - start)
+        distance_ll = place_l[:, None] - place_l
+        reads_ll = (distance_ll >= 0) & ((window < 0) | (distance_ll <= window))
+        parts = (each[start:stop].transpose(0, 1)[None] for each in (q_THD, k_TKD, v_TKD))
+        output_1Hld = torch.nn.functional.scaled_dot_product_attention(
+            *parts, attn_mask=reads_ll, scale=scale, enable_gqa=True
+        )
+        found.append(output_1Hld[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, _: Tensor, most: int, __: int, **options: Any
+) -> Tensor:
+    """Stand for torch's kernel, which a CPU lacks."""
+    assert most == int(bounds.diff().max())
+    assert options["enable_gqa"]
+    left, right = options["window_size"]
+    assert right == 0
+    return attend_by_bounds(q, k, v, bounds.tolist(), options["scale"], left)
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, _: Tensor, most: int, __: int, **options: Any
+) -> Tensor:
+    """Stand for the kernel of flash-attn, which needs a GPU."""
+    assert most == int(bounds.diff().max())
+    assert options["causal"]
+    assert (options["softcap"], options["dropout_p"]) == (0.0, 0.0)
+    left, _right = options["window_size"]
+    return attend_by_bounds(q, k, v, bounds.tolist(), options["softmax_scale"], left)
+
+
+@pytest.mark.parametrize("mask", [FULL, WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize("kernel", ["varlen", "flash"])
+def test_kernels_for_rows_of_variable_length_are_told_the_documents(
+    mask: DocumentMask, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "choose_kernel", lambda traits: kernel)
+    monkeypatch.setattr(kernels, "varlen_attn", varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+    inputs = make_inputs()
+    ours = attend(torch.nn.Module(), *inputs, mask, Scoring(16**-0.5), None)
+    torch.testing.assert_close(ours, attend_densely(*inputs, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own use, while it compiles
+@pytest.mark.long
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_flex_attention_is_told_the_documents(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has its forward pass."""
+    inputs = [each.detach() for each in make_inputs(dtype=torch.float32)]
+    scoring = Scoring(16**-0.5, softcap)
+    expected = attend(torch.nn.Module(), *inputs, WINDOWS, scoring, None)
+    monkeypatch.setattr(kernels, "choose_kernel", lambda traits: "flex")
+    ours = attend(torch.nn.Module().eval(), *inputs, WINDOWS, scoring, None)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
