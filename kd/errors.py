@@ -100,6 +100,26 @@ class Interrupted(PotstillError):
     type = "interrupted"
 
 
+#: Phrases in the messages of torch and of its libraries where they raise no class of their own.
+_OUT_OF_MEMORY_PHRASES = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "alloc_failed",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` means that the memory of a GPU or of this machine ran out."""
+    # The class of torch is found by its name, because this module does not import torch.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(
+        phrase in str(error).lower() for phrase in _OUT_OF_MEMORY_PHRASES
+    )
+
+
 def format_first_line(error: Exception) -> str:
     """Return the type of ``error`` and the first line of its message."""
     # Libraries put advice and stack traces into the lines after the first.

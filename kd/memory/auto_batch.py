@@ -10,29 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kd.config.train import TrainConfig
-from kd.errors import OutOfMemory
+from kd.errors import OutOfMemory, is_out_of_memory
 from kd.memory.step_memory import measure_free_memory
 
 #: Share of the free memory that a rehearsal leaves unused, for holes that no allocator avoids.
 SPARE_SHARE = 0.1
-
-#: Phrases in the messages of torch and of its libraries where they raise no class of their own.
-_OUT_OF_MEMORY_PHRASES = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "bad_alloc",
-    "alloc_failed",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that the memory of a GPU or of this machine ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        phrase in str(error).lower() for phrase in _OUT_OF_MEMORY_PHRASES
-    )
 
 
 def make_out_of_memory(

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kd.config.train import TrainConfig
-from kd.errors import TrainingError
+from kd.errors import TrainingError, is_out_of_memory
 from kd.memory.auto_batch import (
     find_fitting_micro_batch,
-    is_out_of_memory,
     make_out_of_memory,
     memory_errors,
     reduce_micro_batch,
@@ -259,7 +258,7 @@ import json, resource, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from kd.config.train import TrainConfig
-from kd.errors import TrainingError
+from kd.errors import TrainingError, is_out_of_memory
 from kd.memory.auto_batch import (
     find_fitting_micro_batch, memory_errors, rehearse_step, resize_micro_batch,
 )
