@@ -29,7 +29,8 @@ from kd.capture.estimate import (
     require_capture,
 )
 from kd.capture.plan import CapturePlan, make_provenance, plan_capture
-from kd.capture.teacher import RecordReader, Teacher, open_reader
+from kd.capture.shards import RecordReader
+from kd.capture.teacher import Teacher, open_reader
 from kd.config.job import JobConfig
 from kd.models.precision import pick_device
 from kd.progress import SILENT, Monitor

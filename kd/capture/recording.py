@@ -1,13 +1,18 @@
-"""Make the records of one sequence: hidden states -> logits of a few positions at a time -> records
-of a profile.
+"""Make the records of sequences: hidden states -> logits of a few positions at a time -> records of
+a profile.
 
-Shapes: N positions of one sequence with a target, D hidden width, V vocabulary, K entries of topk.
+    this thread     hidden states -> logits -> sample, on the device -> a copy to the host begins
+    any thread      the copy has arrived -> random rounding -> records
+
+Shapes: N positions with a target (of a sequence, or of a chunk), D hidden width, V vocabulary,
+K entries of topk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -17,7 +22,14 @@ from cache.codec import Codec, RecordPositions, round_to_bfloat16
 from cache.profiles import PROFILES
 from cache.records import Records
 from kd.capture.block_sizes import LOWEST
-from kd.capture.sampling import Randomness, Sampler, join_samples, reduce_by_row, reduce_log_sum_exp
+from kd.capture.host_copy import HostCopy
+from kd.capture.sampling import (
+    Randomness,
+    Sampler,
+    make_sample,
+    reduce_by_row,
+    reduce_log_sum_exp,
+)
 from kd.errors import ModelError
 from kd.kernels.available import can_run_kernels
 from kd.models.cosines import to_cosines
@@ -26,6 +38,39 @@ from kd.models.lm_head import LMHead
 #: Logits in memory at once. The matrix product of the LM head is faster for many rows, but beyond
 #: this number only the memory grows.
 LOGIT_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
+
+
+@dataclass(frozen=True)
+class TeacherReading:
+    """What a teacher has delivered of some sequences, before it is encoded.
+
+    ``encode`` makes the records, in any thread; it raises ``ModelError`` where the teacher's
+    logits are not finite. ``nbytes`` is the memory that it holds until then.
+    """
+
+    sequences: int
+    positions: int
+    nbytes: int
+    encode: Callable[[], Records]
+
+
+@dataclass(frozen=True)
+class SequenceStates:
+    """The targets of one sequence: hidden states (N, D), next tokens (N,) and positions (N,)."""
+
+    number: int
+    hidden_ND: Tensor
+    gold_N: Tensor
+    positions_N: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Positions of one sequence whose logits are one matrix product."""
+
+    hidden_ND: Tensor
+    gold_N: Tensor
+    chance: Randomness | None
 
 
 @dataclass(frozen=True)
@@ -42,28 +87,71 @@ class Recorder:
     def record(
         self, hidden_ND: Tensor, gold_N: Tensor, number: int, positions_N: np.ndarray
     ) -> Records:
-        """Return the records of positions ``positions_N`` of sequence ``number``.
+        """Return the records of positions ``positions_N`` of sequence ``number``."""
+        return self.read([SequenceStates(number, hidden_ND, gold_N, positions_N)]).encode()
 
-        Positions are processed in parts of one sequence, so a record does not depend on the other
-        sequences of its micro-batch.
+    def read(self, rows: Sequence[SequenceStates]) -> TeacherReading:
+        """Compute what the records of some sequences, at least one, are made of.
+
+        A chunk of positions may span sequences. Logits are computed sequence by sequence, in parts
+        of a fixed size, so a record does not depend on the other sequences of its chunk.
         """
-        places = RecordPositions(np.full(len(positions_N), number), positions_N)
-        size = max(LOGIT_ELEMENTS[hidden_ND.device.type] // self.lm_head.vocabulary, 1)
-        chunks = [slice(start, start + size) for start in range(0, max(len(positions_N), 1), size)]
-        if not PROFILES[self.codec.profile].sampled:
-            return self._encode_whole(
-                [self._read(hidden_ND[rows], gold_N[rows]) for rows in chunks], places
-            )
+        device = rows[0].hidden_ND.device
+        sampled = PROFILES[self.codec.profile].sampled
         # Random numbers depend on sequence and position, so they do not depend on how parts are
-        # cut.
-        chance = Randomness.of(self.codec, number, positions_N, hidden_ND.device)
-        samples = [
-            self._sampler.sample(
-                self._compute_logits(hidden_ND[rows]), gold_N[rows], chance.select(rows)
-            )
-            for rows in chunks
+        # cut. They are made while the device computes the hidden states.
+        chances = [
+            Randomness.of(self.codec, row.number, row.positions_N, device) if sampled else None
+            for row in rows
         ]
-        return self.codec.encode_sample(join_samples(samples), places)
+        copies = [
+            HostCopy.start(self._sample(chunk) if sampled else self._read(chunk))
+            for chunk in self._cut(rows, chances)
+        ]
+        places = RecordPositions(
+            np.concatenate([np.full(len(row.positions_N), row.number) for row in rows]),
+            np.concatenate([row.positions_N for row in rows]),
+        )
+        encode = self._encode_sample if sampled else self._encode_whole
+        return TeacherReading(
+            len(rows),
+            len(places.position_N),
+            sum(each.nbytes for each in copies),
+            partial(encode, copies, places),
+        )
+
+    def _cut(
+        self, rows: Sequence[SequenceStates], chances: Sequence[Randomness | None]
+    ) -> Iterator[list[_Piece]]:
+        """Cut sequences into pieces, and yield chunks of consecutive pieces.
+
+        The logits of a chunk fit into ``LOGIT_ELEMENTS``.
+        """
+        most = LOGIT_ELEMENTS[rows[0].hidden_ND.device.type] // self.lm_head.vocabulary
+        size = max(most, 1)
+        chunk: list[_Piece] = []
+        held = 0
+        for row, chance in zip(rows, chances, strict=True):
+            # At least one piece, so that sequences without targets give records of no position.
+            for start in range(0, max(len(row.gold_N), 1), size):
+                cut = slice(start, start + size)
+                part = chance.select(cut) if chance is not None else None
+                piece = _Piece(row.hidden_ND[cut], row.gold_N[cut], part)
+                if chunk and held + len(piece.gold_N) > size:
+                    yield chunk
+                    chunk = []
+                    held = 0
+                chunk.append(piece)
+                held += len(piece.gold_N)
+        yield chunk
+
+    def _sample(self, chunk: Sequence[_Piece]) -> dict[str, Tensor]:
+        """Draw the sample of a chunk."""
+        chance = Randomness.join([piece.chance for piece in chunk if piece.chance is not None])
+        return self._sampler.draw(self._compute_logits(chunk), _join_gold(chunk), chance)
+
+    def _encode_sample(self, copies: Sequence[HostCopy], places: RecordPositions) -> Records:
+        return self.codec.encode_sample(make_sample([each.wait() for each in copies]), places)
 
     def make_lm_head_arrays(self) -> dict[str, np.ndarray]:
         """Return the LM head in the form that a hidden cache stores.
@@ -86,21 +174,38 @@ class Recorder:
             "transform": np.array([lm_head.scale, lm_head.softcap or 0.0]),
         }
 
-    def _compute_logits(self, hidden_ND: Tensor) -> Tensor:
-        """Return logits (N, V) in memory that the next call overwrites.
+    def _compute_logits(self, chunk: Sequence[_Piece]) -> Tensor:
+        """Return the logits (N, V) of a chunk, in memory that the next call overwrites.
 
         Allocating that memory anew would cost as much as a pass over it. The dtype is float32 or
         float64, except for kernels that convert the logits when they read them.
         """
-        room = self._rooms.get(hidden_ND.dtype)
-        if room is None or len(room) < len(hidden_ND):
-            self._rooms[hidden_ND.dtype] = room = hidden_ND.new_empty(
-                len(hidden_ND), self.lm_head.vocabulary
-            )
-        room_NV = room[: len(hidden_ND)]
+        positions = sum(len(piece.gold_N) for piece in chunk)
+        room_NV = self._find_room(chunk[0].hidden_ND, positions)
+        parts = []
+        start = 0
+        for piece in chunk:
+            stop = start + len(piece.gold_N)
+            parts.append(self._compute_piece(piece.hidden_ND, room_NV[start:stop]))
+            start = stop
+        if len(parts) == 1:
+            return parts[0]
+        # An LM head with a bias, a scale or a soft cap, or in half precision, uses other memory.
+        memory = room_NV.untyped_storage().data_ptr()
+        inside = all(part.untyped_storage().data_ptr() == memory for part in parts)
+        return room_NV if inside else torch.cat(parts)
+
+    def _compute_piece(self, hidden_ND: Tensor, room_NV: Tensor) -> Tensor:
         if self.codec.profile == "threshold" and self.lm_head.plain and can_run_kernels(hidden_ND):
             return self.lm_head.multiply(hidden_ND, room_NV)
         return self.lm_head.compute_logits(hidden_ND, room_NV)
+
+    def _find_room(self, hidden_ND: Tensor, positions: int) -> Tensor:
+        room = self._rooms.get(hidden_ND.dtype)
+        if room is None or len(room) < positions:
+            room = hidden_ND.new_empty(positions, self.lm_head.vocabulary)
+            self._rooms[hidden_ND.dtype] = room
+        return room[:positions]
 
     @cached_property
     def _rooms(self) -> dict[torch.dtype, Tensor]:
@@ -110,26 +215,21 @@ class Recorder:
     def _sampler(self) -> Sampler:
         return Sampler(self.codec, self.knots)
 
-    def _read(self, hidden_ND: Tensor, gold_N: Tensor) -> tuple[np.ndarray, ...]:
-        """Return the next token's log-probability, the entropy and the profile's own columns of N
-        positions.
+    def _read(self, chunk: Sequence[_Piece]) -> dict[str, Tensor]:
+        """Return the columns of N positions: the next token's log-probability, the entropy and the
+        profile's own, and whether all are finite.
         """
-        logp_NV = torch.log_softmax(self._compute_logits(hidden_ND), -1).clamp_(min=LOWEST)
+        logp_NV = torch.log_softmax(self._compute_logits(chunk), -1).clamp_(min=LOWEST)
         entropy_N = -reduce_by_row(torch.linalg.vecdot, logp_NV.exp(), logp_NV)
-        if not torch.isfinite(entropy_N).all():
-            remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
-            raise ModelError("The teacher's logits are NaN or infinite.", remedy)
-        kept = {
-            "topk": self._keep_top,
-            "dense": lambda _, logp_NV: (logp_NV,),
-            "hidden": self._keep_states,
+        kept = {"topk": self._keep_top, "dense": self._keep_all, "hidden": self._keep_states}
+        return {
+            "known": logp_NV.gather(1, _join_gold(chunk)[:, None]),
+            "entropy": entropy_N,
+            "finite": torch.isfinite(entropy_N).all(),
+            **kept[self.codec.profile](chunk, logp_NV),
         }
-        own = kept[self.codec.profile](hidden_ND, logp_NV)
-        return tuple(
-            each.cpu().numpy() for each in (logp_NV.gather(1, gold_N[:, None]), entropy_N, *own)
-        )
 
-    def _keep_top(self, hidden_ND: Tensor, logp_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _keep_top(self, _: Sequence[_Piece], logp_NV: Tensor) -> dict[str, Tensor]:
         """Return ids and log-probabilities (N, K), most probable first, and the log-mass (N,) of
         all other tokens.
 
@@ -138,21 +238,39 @@ class Recorder:
         """
         top_NK, ids_NK = logp_NV.topk(self.codec.k, dim=1)
         rest_N = reduce_by_row(reduce_log_sum_exp, logp_NV.scatter(1, ids_NK, -torch.inf))
-        return ids_NK, top_NK, rest_N
+        return {"ids": ids_NK, "logprobs": top_NK, "residual": rest_N}
 
-    def _keep_states(self, hidden_ND: Tensor, _: Tensor) -> tuple[Tensor]:
+    def _keep_all(self, _: Sequence[_Piece], logp_NV: Tensor) -> dict[str, Tensor]:
+        """Return all log-probabilities."""
+        return {"logprobs": logp_NV}
+
+    def _keep_states(self, chunk: Sequence[_Piece], _: Tensor) -> dict[str, Tensor]:
         """Return the hidden states or their cosines, in float32."""
-        states_ND = hidden_ND.float()
-        return (to_cosines(states_ND) if self.codec.cosines else states_ND,)
+        # Sequence by sequence, because the roundings of a matrix product depend on its shape.
+        parts = [piece.hidden_ND.float() for piece in chunk]
+        return {"states": torch.cat(list(map(to_cosines, parts)) if self.codec.cosines else parts)}
 
-    def _encode_whole(
-        self, parts: list[tuple[np.ndarray, ...]], places: RecordPositions
-    ) -> Records:
-        known, entropy, *own = (np.concatenate(column) for column in zip(*parts, strict=True))
+    def _encode_whole(self, copies: Sequence[HostCopy], places: RecordPositions) -> Records:
+        parts = [each.wait() for each in copies]
+        if not all(part["finite"] for part in parts):
+            remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
+            raise ModelError("The teacher's logits are NaN or infinite.", remedy)
+        found = {
+            name: np.concatenate([part[name] for part in parts])
+            for name in parts[0]
+            if name != "finite"
+        }
+        known = (found["known"], found["entropy"])
         if self.codec.profile == "topk":
-            ids, logprobs, residual = own
-            return self.codec.encode_top(known, entropy, (ids, logprobs), residual, places)
-        encode = (
-            self.codec.encode_dense if self.codec.profile == "dense" else self.codec.encode_hidden
-        )
-        return encode(known, entropy, own[0], places)
+            top = (found["ids"], found["logprobs"])
+            return self.codec.encode_top(*known, top, found["residual"], places)
+        if self.codec.profile == "dense":
+            return self.codec.encode_dense(*known, found["logprobs"], places)
+        return self.codec.encode_hidden(*known, found["states"], places)
+
+
+def _join_gold(chunk: Sequence[_Piece]) -> Tensor:
+    """Return the next tokens (N,) of a chunk."""
+    if len(chunk) == 1:
+        return chunk[0].gold_N
+    return torch.cat([piece.gold_N for piece in chunk])

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,6 +41,7 @@ from cache.codec import Codec, RecordPositions
 from cache.manifest import TokenizerProbe, encode_canonical_json
 from cache.records import Records, Sequences
 from kd.capture.log_mass import RESIDUAL_SLACK, log1mexp, log_sum_exp
+from kd.capture.recording import TeacherReading
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.progress import SILENT, Monitor
@@ -103,6 +105,11 @@ class TopEntries:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     @staticmethod
     def empty(k: int) -> TopEntries:
@@ -260,12 +267,18 @@ class RemoteTeacher:
             )
 
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (1, its records) for each sequence.
+        """Yield (1, its records) for each sequence, as ``deliver`` does."""
+        for delivery in self.deliver(sequences, first):
+            yield delivery.sequences, delivery.encode()
+
+    def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
+        """Yield what is delivered of each sequence.
 
         ``first`` is the number of the first sequence.
         """
         for number, top in enumerate(self.read_top(sequences, first), first):
-            yield 1, top.make_records(self.codec, number)
+            encode = partial(top.make_records, self.codec, number)
+            yield TeacherReading(1, len(top), top.nbytes, encode)
 
     def read_top(self, sequences: Sequences, first: int) -> Iterator[TopEntries]:
         """Yield the entries of each sequence, in order.

@@ -17,15 +17,16 @@ token lies under two points, because g <= tau <= R / m (or m = 1). Blocks of 64 
 order, the tokens within a block are not. Inclusion probabilities, and so the mean and the variance
 of each weight, are the same for any order.
 
-Shapes: N positions of one sequence, n positions of one pass, V vocabulary, Q blocks of V, U tokens
+Shapes: N positions of a chunk, n positions of one pass, V vocabulary, Q blocks of V, U tokens
 of a block, q blocks that are searched, A known ids of a position, R draws, H and M head and tail
 entries, m points of a position, J knots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -35,6 +36,7 @@ from torch import Tensor
 from cache.codec import Codec, Sample
 from cache.random import PURPOSE_TAIL, draw_permutation, draw_uniforms
 from kd.capture.block_sizes import BLOCK, LOWEST, BlockSizes
+from kd.capture.host_copy import HostCopy, copy_to_device
 from kd.errors import ModelError
 from kd.kernels.available import can_run_kernels
 
@@ -44,8 +46,10 @@ PASS_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 @dataclass(frozen=True)
 class Randomness:
-    """The random numbers of N positions of one sequence: ``uniform_NR`` in [0, 1), and the order of
-    the blocks.
+    """The random numbers of N positions: ``uniform_NR`` in [0, 1), and the order of the blocks.
+
+    The order is that of a sequence, ``order_Q`` (Q,). Where the positions belong to several
+    sequences it has a row for each position, (N, Q).
     """
 
     uniform_NR: Tensor
@@ -64,11 +68,38 @@ class Randomness:
         first = draw_uniforms(codec.seed, PURPOSE_TAIL, sequence, positions_N)
         uniform = (first[:, None] + np.arange(codec.draws) / codec.draws) % 1.0
         order = draw_permutation(codec.seed, sequence, -(-codec.vocabulary_size // BLOCK))
-        return cls(torch.from_numpy(uniform).to(device), torch.from_numpy(order).to(device))
+        return cls(copy_to_device(uniform, device), copy_to_device(order, device))
+
+    @classmethod
+    def join(cls, parts: Sequence[Randomness]) -> Randomness:
+        """Join the positions of ``parts``, of which there must be at least one, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        uniform_NR = torch.cat([part.uniform_NR for part in parts])
+        orders = [part.order_Q.expand(len(part.uniform_NR), -1) for part in parts]
+        return cls(uniform_NR, torch.cat(orders))
 
     def select(self, rows: slice) -> Randomness:
         """Return the random numbers of some of the positions."""
-        return Randomness(self.uniform_NR[rows], self.order_Q)
+        order = self.order_Q if self.order_Q.dim() == 1 else self.order_Q[rows]
+        return Randomness(self.uniform_NR[rows], order)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the vocabulary, Q."""
+        return self.order_Q.shape[-1]
+
+    def arrange(self, sums_NQ: Tensor) -> Tensor:
+        """Return the columns of each position in the order of its blocks, (N, Q)."""
+        if self.order_Q.dim() == 1:
+            return sums_NQ.index_select(1, self.order_Q)
+        return sums_NQ.gather(1, self.order_Q)
+
+    def find_blocks(self, rows_M: Tensor, places_M: Tensor) -> Tensor:
+        """Return the blocks (M,) at places of the order of positions ``rows_M``."""
+        if self.order_Q.dim() == 1:
+            return self.order_Q[places_M]
+        return self.order_Q[rows_M, places_M]
 
 
 @dataclass(frozen=True)
@@ -108,32 +139,40 @@ class Sampler:
 
         A logit of -inf is a token of probability 0. Raises ``ModelError`` for NaN and +inf.
         """
+        return make_sample([HostCopy.start(self.draw(logits_NV, gold_N, chance)).wait()])
+
+    def draw(self, logits_NV: Tensor, gold_N: Tensor, chance: Randomness) -> dict[str, Tensor]:
+        """Draw the sample of N positions, as tensors on the device of the logits.
+
+        The names are those of ``Sample``. On a GPU whether the logits are finite is a tensor too,
+        ``finite``, which ``make_sample`` checks: reading it here would wait for the device.
+        """
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         known_NA = self.list_known(gold_N)
         sizes: TokenSizes | BlockSizes
         if self.codec.profile == "threshold" and can_run_kernels(logits_NV):
             sizes = BlockSizes.of(logits_NV, known_NA, self.codec.threshold)
-            _require_finite(sizes)
             rows_H, ids_H = sizes.head
+            found = {"finite": _are_finite(sizes)}
         else:
             logits_NV = logits_NV.to(wide)
             sizes, (rows_H, ids_H) = self.split(logits_NV, known_NA)
+            found = {}
         # Sizes are 0 outside the tail now, so the draw can only find tokens of the tail.
-        tail_count, tail_ids = _draw_tail(sizes, chance, self.codec.threshold)
-        found = Sample(
-            known_logprobs=(logits_NV.gather(1, known_NA).to(wide) - sizes.lse_N[:, None])
-            .cpu()
-            .numpy(),
-            entropy=sizes.entropy_N.clone().cpu().numpy(),  # the next call writes over it
-            head_count=torch.bincount(rows_H, minlength=len(gold_N)).cpu().numpy(),
-            head_ids=ids_H.cpu().numpy(),
-            head_logprobs=(logits_NV[rows_H, ids_H].to(wide) - sizes.lse_N[rows_H]).cpu().numpy(),
-            tail_count=tail_count,
-            tail_ids=tail_ids,
-        )
-        return (
-            found if isinstance(sizes, BlockSizes) else self._add_tempered(found, logits_NV, sizes)
-        )
+        tail = _draw_tail(sizes, chance, self.codec.threshold)
+        heads_N = rows_H.new_zeros(len(gold_N)).scatter_add_(0, rows_H, torch.ones_like(rows_H))
+        found |= {
+            "known_logprobs": logits_NV.gather(1, known_NA).to(wide) - sizes.lse_N[:, None],
+            "entropy": sizes.entropy_N.clone(),  # the next call writes over it
+            "head_count": heads_N,
+            "head_ids": ids_H,
+            "head_logprobs": logits_NV[rows_H, ids_H].to(wide) - sizes.lse_N[rows_H],
+            "tail_count": tail.count_N,
+            "tail_ids": tail.ids_MR,
+        }
+        if self.codec.profile == "tempered" and isinstance(sizes, TokenSizes):
+            found |= self._add_tempered(logits_NV, sizes, tail)
+        return found
 
     def split(self, s_NV: Tensor, known_NA: Tensor) -> tuple[TokenSizes, tuple[Tensor, Tensor]]:
         """Return the sizes, set to 0 outside the tail, and the rows and ids (H,) of head tokens."""
@@ -175,7 +214,8 @@ class Sampler:
             if self.codec.profile == "tempered":
                 average_tempered_(size_nV, s_nV, self.codec.proposal_betas)
                 torch.amax(size_nQU, -1, out=largest_nQ)
-        _require_finite(sizes)
+        if not _are_finite(sizes):
+            raise _make_not_finite()
         return sizes
 
     def _find_room(self, s_NV: Tensor) -> TokenSizes:
@@ -197,25 +237,19 @@ class Sampler:
             )
         return TokenSizes(*(getattr(kept, field.name)[:positions] for field in fields(TokenSizes)))
 
-    def _add_tempered(self, found: Sample, s_NV: Tensor, sizes: TokenSizes) -> Sample:
-        """Add the tail's log-probabilities and log-partition, for profile tempered alone."""
-        if self.codec.profile == "threshold":
-            return found
+    def _add_tempered(self, s_NV: Tensor, sizes: TokenSizes, tail: _Tail) -> dict[str, Tensor]:
+        """Return the tail's log-probabilities and log-partition, for profile tempered."""
         betas = self.codec.nodes(self.knots)
-        rows_M = torch.from_numpy(np.repeat(np.arange(len(s_NV)), found.tail_count)).to(
-            s_NV.device
-        )[:, None]
-        tail_MR = (
-            s_NV[rows_M, torch.from_numpy(found.tail_ids).to(s_NV.device)] - sizes.lse_N[rows_M]
-        )
+        rows_M1 = tail.rows_M[:, None]
         parts = []
         # At least one pass, so that an empty sequence gives an empty partition of the right shape.
         for start in range(0, max(len(s_NV), 1), _choose_rows_per_pass(s_NV)):
             rows = slice(start, start + _choose_rows_per_pass(s_NV))
             parts.append(compute_partition(compute_tail_logprobs(s_NV[rows], sizes, rows), betas))
-        return replace(
-            found, tail_logprobs=tail_MR.cpu().numpy(), partition=torch.cat(parts).cpu().numpy()
-        )
+        return {
+            "tail_logprobs": s_NV[rows_M1, tail.ids_MR] - sizes.lse_N[rows_M1],
+            "partition": torch.cat(parts),
+        }
 
 
 def compute_tail_logprobs(s_nV: Tensor, sizes: TokenSizes, rows: slice) -> Tensor:
@@ -231,12 +265,15 @@ def _choose_rows_per_pass(s_NV: Tensor) -> int:
     return max(PASS_ELEMENTS[s_NV.device.type] // s_NV.shape[1], 1)
 
 
-def join_samples(parts: list[Sample]) -> Sample:
-    """Join the positions of ``parts``, of which there must be at least one, in order."""
-    names = [name for name, value in vars(parts[0]).items() if value is not None]
-    return Sample(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    )
+def make_sample(parts: Sequence[dict[str, np.ndarray]]) -> Sample:
+    """Make the sample of all positions of ``parts``, of which there must be at least one, in order.
+
+    Each part holds the arrays of ``Sampler.draw``. Raises ``ModelError`` where one is not finite.
+    """
+    if not all(part.get("finite", True) for part in parts):
+        raise _make_not_finite()
+    names = [name for name in parts[0] if name != "finite"]
+    return Sample(**{name: np.concatenate([part[name] for part in parts]) for name in names})
 
 
 def _find_heads(sizes: TokenSizes, threshold: float) -> tuple[Tensor, Tensor]:
@@ -249,76 +286,118 @@ def _find_heads(sizes: TokenSizes, threshold: float) -> tuple[Tensor, Tensor]:
     return rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
 
 
-def _require_finite(sizes: TokenSizes | BlockSizes) -> None:
-    if not (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all():
-        remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
-        raise ModelError(
-            f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy
-        )
+def _are_finite(sizes: TokenSizes | BlockSizes) -> Tensor:
+    """Return whether the logits of all positions are finite, as a tensor of no dimension."""
+    return (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all()
 
 
-def _draw_tail(
-    sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the tail: counts (N,), and ids (M, R) that ascend within each record and draw."""
-    order_Q = chance.order_Q
+def _make_not_finite() -> ModelError:
+    remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
+    return ModelError(
+        f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy
+    )
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """The drawn tail: counts (N,), the row of each entry (M,), and the ids (M, R).
+
+    The ids ascend within each record and draw.
+    """
+
+    count_N: Tensor
+    rows_M: Tensor
+    ids_MR: Tensor
+
+
+@dataclass(frozen=True)
+class _Points:
+    """The points of one draw: for all slots (N, m), and the rows and slots (M,) that are drawn."""
+
+    points_Nm: Tensor
+    rows_M: Tensor
+    slots_M: Tensor
+
+    def pick(self, values_Nm: Tensor) -> Tensor:
+        """Return the values of the points that are drawn, (M,)."""
+        return values_Nm[self.rows_M, self.slots_M]
+
+
+def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: float) -> _Tail:
+    """Draw the tail. On a GPU it waits for the device once, to know the number of entries."""
     # float64: points are compared with sums over the whole vocabulary.
-    running_NQ = sizes.sums_NQ.index_select(1, order_Q).cumsum(1, dtype=torch.float64)
+    running_NQ = chance.arrange(sizes.sums_NQ).cumsum(1, dtype=torch.float64)
     rest_N = running_NQ[:, -1]
     # Where every token of the vocabulary is known or in the head, the tail is empty.
     count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
-    slot_m = torch.arange(int(count_N.max()) if len(count_N) else 0, device=count_N.device)
-    drawn_Nm = slot_m < count_N[:, None]
+    slot_m = torch.arange(_count_slots(count_N, threshold), device=count_N.device)
+    rows_M, slots_M = (slot_m < count_N[:, None]).nonzero(as_tuple=True)
     apart_N = rest_N / count_N.clamp(min=1)
     # With more points than blocks, a search by blocks reads most blocks again and again, and a sum
     # over all of V costs less. Its rounding may move a point to the neighbouring token. So the
     # larger thresholds keep the search by blocks: the bytes of their caches must not change.
-    find: Callable[[Tensor, Tensor], Tensor]
-    if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / len(order_Q)):
-        find = partial(_find_by_tokens, _accumulate_sizes(sizes, order_Q))
+    find: Callable[[_Points], Tensor]
+    if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / chance.blocks):
+        find = partial(_find_by_tokens, _accumulate_sizes(sizes, chance))
     else:
-        find = partial(_find_by_blocks, sizes, running_NQ, order_Q)
-    draws = [
-        _order_ids(
-            find((uniform_N[:, None] + slot_m) * apart_N[:, None], drawn_Nm), drawn_Nm, order_Q
-        )
-        for uniform_N in chance.uniform_NR.unbind(1)
-    ]
-    return count_N.cpu().numpy(), np.stack(draws, axis=1)
+        find = partial(_find_by_blocks, sizes, running_NQ, chance)
+    draws = []
+    for uniform_N in chance.uniform_NR.unbind(1):
+        points_Nm = (uniform_N[:, None] + slot_m) * apart_N[:, None]
+        places_M = find(_Points(points_Nm, rows_M, slots_M))
+        draws.append(_order_ids(places_M, rows_M, chance))
+    return _Tail(count_N, rows_M, torch.stack(draws, 1))
 
 
-def _order_ids(place_M: Tensor, drawn_Nm: Tensor, order_Q: Tensor) -> np.ndarray:
-    """Turn places, counted in the order of blocks ``order_Q``, into token ids that ascend within
-    each row.
+def _count_slots(count_N: Tensor, threshold: float) -> int:
+    """Return a number of slots that holds the tail of every position.
+
+    On a CPU it is the largest count. A GPU would have to be waited for, so there it is the largest
+    count that any teacher can have: the sizes sum to 1, up to roundings.
+    """
+    if count_N.is_cuda:
+        return math.floor(1.001 / threshold) + 1
+    return int(count_N.max()) if len(count_N) else 0
+
+
+def _order_ids(place_M: Tensor, rows_M: Tensor, chance: Randomness) -> Tensor:
+    """Turn places, counted in the order of the blocks, into token ids that ascend within each
+    row.
     """
     block_M = place_M // BLOCK
-    vocabulary = len(order_Q) * BLOCK
-    ids_M = order_Q[block_M] * BLOCK + (place_M - block_M * BLOCK)
+    vocabulary = chance.blocks * BLOCK
+    ids_M = chance.find_blocks(rows_M, block_M) * BLOCK + (place_M - block_M * BLOCK)
     # Row and id in one number: one sort orders both.
-    keys = np.sort((drawn_Nm.nonzero()[:, 0] * vocabulary + ids_M).cpu().numpy())
-    return keys % vocabulary
+    keys_M = rows_M * vocabulary + ids_M
+    if keys_M.is_cuda:
+        return keys_M.sort().values % vocabulary
+    # numpy sorts numbers several times as fast as torch does.
+    return torch.from_numpy(np.sort(keys_M.numpy()) % vocabulary)
 
 
-def _accumulate_sizes(sizes: TokenSizes, order_Q: Tensor) -> Tensor:
-    """Return the running sum of sizes over all tokens, with blocks in the order ``order_Q``."""
-    return sizes.size_NQU[:, order_Q].flatten(1).cumsum(1, dtype=torch.float64)
+def _accumulate_sizes(sizes: TokenSizes, chance: Randomness) -> Tensor:
+    """Return the running sum of sizes over all tokens, with blocks in the order of ``chance``."""
+    rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
+    arranged_NQU = (
+        sizes.size_NQU[:, chance.order_Q]
+        if chance.order_Q.dim() == 1
+        else sizes.size_NQU[rows_N1, chance.order_Q]
+    )
+    return arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64)
 
 
-def _find_by_tokens(running_NV: Tensor, points_Nm: Tensor, drawn_Nm: Tensor) -> Tensor:
+def _find_by_tokens(running_NV: Tensor, points: _Points) -> Tensor:
     """Find the places (M,) under the drawn points, in a running sum over all tokens.
 
     A point beyond the end takes the last token with a size above 0.
     """
     last_N1 = (running_NV < running_NV[:, -1:]).sum(-1, keepdim=True)
-    return torch.minimum(torch.searchsorted(running_NV, points_Nm, right=True), last_N1)[drawn_Nm]
+    found_Nm = torch.searchsorted(running_NV, points.points_Nm, right=True)
+    return points.pick(torch.minimum(found_Nm, last_N1))
 
 
 def _find_by_blocks(
-    sizes: TokenSizes | BlockSizes,
-    running_NQ: Tensor,
-    order_Q: Tensor,
-    points_Nm: Tensor,
-    drawn_Nm: Tensor,
+    sizes: TokenSizes | BlockSizes, running_NQ: Tensor, chance: Randomness, points: _Points
 ) -> Tensor:
     """Find the places (M,) under the drawn points: first the block of each, then the place in the
     block.
@@ -327,11 +406,13 @@ def _find_by_blocks(
     small probabilities at its end. That would cost as much as the whole rest of the sampling. A
     point that rounding moves beyond its block takes the block's last token with a size above 0.
     """
-    block_Nm = torch.searchsorted(running_NQ, points_Nm, right=True).clamp_(max=len(order_Q) - 1)
+    block_Nm = torch.searchsorted(running_NQ, points.points_Nm, right=True)
+    block_Nm.clamp_(max=chance.blocks - 1)
     before_Nm = torch.nn.functional.pad(running_NQ, (1, -1)).gather(1, block_Nm)
-    block_M = block_Nm[drawn_Nm]
-    inside_MU = sizes.of_blocks(drawn_Nm.nonzero()[:, 0], order_Q[block_M]).double().cumsum(-1)
-    offset_M1 = (points_Nm - before_Nm)[drawn_Nm][:, None]
+    block_M = points.pick(block_Nm)
+    blocks_M = chance.find_blocks(points.rows_M, block_M)
+    inside_MU = sizes.of_blocks(points.rows_M, blocks_M).double().cumsum(-1)
+    offset_M1 = points.pick(points.points_Nm - before_Nm)[:, None]
     place_M = (inside_MU <= offset_M1).sum(-1)
     last_M = (inside_MU < inside_MU[:, -1:]).sum(-1)
     return block_M * BLOCK + torch.minimum(place_M, last_M)

@@ -3,19 +3,23 @@ shard.
 
     tokens -> hidden states -> logits of a few positions -> records -> shard on disk
 
+Records are encoded and shards sealed by other threads, while the teacher reads on
+(``kd.capture.shards``).
+
 Shapes: B sequences of a micro-batch, L positions of a sequence, N positions of one sequence with a
 target, D hidden width.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +35,11 @@ from kd.capture.estimate import require_space
 from kd.capture.fidelity import LiveTeacher, measure_fidelity, require_fidelity
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan, make_provenance
-from kd.capture.recording import Recorder
+from kd.capture.recording import Recorder, SequenceStates, TeacherReading
 from kd.capture.remote import RemoteTeacher
+from kd.capture.shards import CaptureReport, RecordReader, record_shards
 from kd.capture.usefulness import HeldOutWatch
+from kd.errors import OutOfMemory, is_out_of_memory
 from kd.models.attention.isolation import isolate_documents
 from kd.models.folder import ModelFolder
 from kd.models.layers import (
@@ -45,7 +51,7 @@ from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import float32_products, pick_device
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, make_token_map
-from kd.progress import Monitor, ProgressMeter
+from kd.progress import SILENT, Monitor
 from kd.text.batches import make_batch
 
 #: What a capture waits for while another one holds its lock; events show it.
@@ -133,54 +139,15 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
     watch = HeldOutWatch(plan)
     missing = writer.find_missing_shards()
     missing.sort(key=watch.holds_out, reverse=True)  # a stable sort: the rest keep their order
-    last_held_out = sum(map(watch.holds_out, missing))
-    sizes = [len(plan.identity.shard_range(index)) for index in range(plan.identity.shard_count)]
-    meter = ProgressMeter(
-        sum(sizes), "sequences", done=sum(sizes) - sum(sizes[index] for index in missing)
-    )
     if not missing:
         return None
     monitor.emit("stage", stage="precompute", phase="loading the teacher")
     with open_reader(plan, writer, monitor) as teacher:
         monitor.emit("stage", stage="precompute", phase="capturing")
-        # One shard is in memory at a time.
-        for number, index in enumerate(missing, start=1):
-            sequences = select_shard_sequences(plan, index)
-            parts = []
-            left = len(sequences)
-            for count, records in teacher.read(sequences, plan.identity.shard_range(index).start):
-                parts.append(records)
-                left -= count
-                monitor.emit("progress", **meter.advance(count, len(records)))
-                monitor.report_alive()
-                # After the last sequence the shard is written first: stopping here would lose it.
-                if left:
-                    monitor.check(
-                        f"in shard {index + 1} of {len(sizes)}; the {len(sequences) - left} of its "
-                        f"{len(sequences)} sequences that were read are read again"
-                    )
-            monitor.report_alive(stepping=False)
-            began = time.monotonic()
-            shard = Records.concatenate(parts)
-            written = writer.write_shard(index, sequences, shard)
-            monitor.emit("shard", bytes=written, seconds=time.monotonic() - began)
-            watch.add(index, sequences, shard)
-            if number == last_held_out and (message := watch.find_warning()):
-                monitor.emit("warning", message=message)
-            if index != missing[-1]:
-                monitor.check(f"after shard {index + 1} of {len(sizes)}")
+        report = CaptureReport(monitor, plan.identity, missing, watch)
+        work = ((index, select_shard_sequences(plan, index)) for index in missing)
+        record_shards(teacher, writer, work, report)
         return teacher
-
-
-class RecordReader(Protocol):
-    """A teacher that makes records of sequences: a local model, or a server."""
-
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch.
-
-        ``first`` is the number of the first sequence.
-        """
-        ...
 
 
 @contextmanager
@@ -203,8 +170,11 @@ def fit_recorder(
     Several caches can be captured with one loaded teacher. Profile hidden stores the LM head;
     profile tempered needs a number of knots.
     """
-    teacher = replace(teacher, recorder=Recorder(teacher.recorder.lm_head, writer.codec))
+    recorder = Recorder(teacher.recorder.lm_head, writer.codec)
+    teacher = replace(teacher, recorder=recorder, monitor=monitor)
     if plan.identity.codec.profile == "hidden":
+        # Only this profile has something to write before the first micro-batch is read.
+        teacher.require_memory(plan.corpus.train)
         writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
     if plan.identity.codec.profile != "tempered":
         return teacher
@@ -216,13 +186,17 @@ def fit_recorder(
     return replace(teacher, recorder=replace(teacher.recorder, knots=found.count))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Teacher:
-    """A loaded teacher, and the recorder of its outputs."""
+    """A loaded teacher, and the recorder of its outputs.
+
+    ``batch_size`` sequences are read in one forward pass; it is halved where memory runs out.
+    """
 
     model: PreTrainedModel
     recorder: Recorder
     batch_size: int
+    monitor: Monitor = SILENT
 
     @classmethod
     def load(cls, plan: CapturePlan) -> Teacher:
@@ -234,47 +208,107 @@ class Teacher:
             isolate_documents(model)
         return cls(model, Recorder(lm_head, plan.identity.record_codec()), plan.teacher.batch_size)
 
-    @torch.no_grad()
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch.
+        """Yield (sequences read, their records) per micro-batch, as ``deliver`` does."""
+        for delivery in self.deliver(sequences, first):
+            yield delivery.sequences, delivery.encode()
 
-        ``first`` is the number of the first sequence.
+    @torch.no_grad()
+    def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
+        """Yield what is delivered of each micro-batch.
+
+        ``first`` is the number of the first sequence. Raises ``OutOfMemory`` where not even one
+        sequence fits.
         """
-        for start in range(0, len(sequences), self.batch_size):
+        start = 0
+        while start < len(sequences):
             part = sequences.select(slice(start, start + self.batch_size))
-            records = [
-                self.recorder.record(hidden_ND, gold_N, first + start + row, positions_N)
-                for row, (hidden_ND, gold_N, positions_N) in enumerate(self.read_rows(part))
-            ]
-            yield len(part), Records.concatenate(records)
+            found = self._try_to_deliver(part, first + start)
+            if isinstance(found, TeacherReading):
+                yield found
+                start += len(part)
+            else:
+                self._halve(part, found)
+
+    def _try_to_deliver(self, part: Sequences, first: int) -> TeacherReading | Exception:
+        """Return the delivery of a micro-batch, or the error if memory ran out.
+
+        The error has no traceback, which would keep the tensors that filled the memory.
+        """
+        try:
+            return self.recorder.read(
+                [
+                    SequenceStates(number, *states)
+                    for number, states in enumerate(self.read_rows(part), first)
+                ]
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return error.with_traceback(None)
+
+    def _halve(self, part: Sequences, error: Exception) -> None:
+        """Read half as many sequences at once from now on; raise where it was only one."""
+        if len(part) == 1:
+            raise make_out_of_memory(part.length, error) from error
+        gc.collect()
+        self.batch_size = len(part) // 2
+        self.monitor.emit(
+            "warning",
+            message=(
+                f"Memory ran out while the teacher read {len(part)} sequences at once: from now on "
+                f"it reads {self.batch_size}. The random numbers of the records do not depend on "
+                f"this. Set teacher.batch_size to {self.batch_size} to avoid the failed attempt."
+            ),
+        )
+
+    def require_memory(self, sequences: Sequences) -> None:
+        """Read the first sequence, and raise ``OutOfMemory`` where the memory is not enough."""
+        for delivery in self.deliver(sequences.select(slice(0, 1)), 0):
+            delivery.encode()
 
     @torch.no_grad()
     def choose_knots(self, sequences: Sequences) -> KnotChoice:
-        """Choose the number of knots, by measuring the first training sequence that has targets."""
+        """Choose the number of knots, by measuring the first training sequence that has targets.
+
+        Raises ``OutOfMemory`` where the memory is not enough for it.
+        """
         # argmax of booleans is the first that is true.
         first = int(np.argmax(sequences.target_mask.any(axis=1)))
-        hidden_ND, gold_N, _ = next(self.read_rows(sequences.select(slice(first, first + 1))))
-        return choose_knots(hidden_ND, gold_N, self.recorder.lm_head, self.recorder.codec)
+        try:
+            hidden_ND, gold_N, _ = next(self.read_rows(sequences.select(slice(first, first + 1))))
+            return choose_knots(hidden_ND, gold_N, self.recorder.lm_head, self.recorder.codec)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise make_out_of_memory(sequences.length, error) from error
 
     def read_rows(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         """Yield each sequence's hidden states (N, D), next tokens (N,) and positions (N,), after
         one forward pass.
         """
-        batch = make_batch(sequences, None).to(self.model.device)
+        batch = make_batch(sequences, None)
+        counts = batch.count_targets()
+        device = self.model.device
+        batch = batch.pin().to(device) if device.type == "cuda" else batch
         hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL)
-        for row, (tokens_L, mask_L) in enumerate(
-            zip(sequences.tokens, sequences.target_mask, strict=True)
+        hidden_ND = hidden_BLD.flatten(0, 1)[batch.rows_N]
+        stops = np.cumsum(counts)
+        for mask_L, start, stop in zip(
+            sequences.target_mask, (stops - counts).tolist(), stops.tolist(), strict=True
         ):
-            # The target of position t is token t + 1.
-            positions_N = np.flatnonzero(mask_L)
-            gold_N = torch.from_numpy(tokens_L[positions_N + 1].astype(np.int64)).to(
-                hidden_BLD.device
-            )
-            yield (
-                hidden_BLD[row, torch.from_numpy(positions_N).to(hidden_BLD.device)],
-                gold_N,
-                positions_N,
-            )
+            yield hidden_ND[start:stop], batch.gold_N[start:stop], np.flatnonzero(mask_L)
+
+
+def make_out_of_memory(length: int, error: Exception) -> OutOfMemory:
+    """Make the error of a teacher that has no memory for one sequence of ``length`` tokens."""
+    reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return OutOfMemory(
+        f"Memory ran out while the teacher read one sequence of {length} tokens: {reason}.",
+        "Any of these needs less: a smaller data.sequence_length, teacher.dtype bfloat16 or "
+        "float16, or a smaller teacher. Or ask for more memory with resources.memory. Sealed "
+        "shards are kept.",
+    )
 
 
 def select_shard_sequences(plan: CapturePlan, index: int) -> Sequences:

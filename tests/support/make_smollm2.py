@@ -42,7 +42,8 @@ from torch import Tensor
 
 from bench.support.paths import AUSTEN, DATA
 from cache.codec import Codec, Sample
-from kd.capture.sampling import Randomness, Sampler, join_samples
+from kd.capture.host_copy import HostCopy
+from kd.capture.sampling import Randomness, Sampler, make_sample
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import LMHead
 from kd.models.loading import load_model
@@ -97,11 +98,13 @@ def sample(tokens: Tensor, states: Tensor, head: LMHead, codec: Codec) -> Sample
             slice(start, min(start + 128, LENGTH - 1)) for start in range(0, LENGTH - 1, 128)
         ):
             found.append(
-                sampler.sample(
-                    head.compute_logits(hidden[rows]), row[1:][rows], chance.select(rows)
-                )
+                HostCopy.start(
+                    sampler.draw(
+                        head.compute_logits(hidden[rows]), row[1:][rows], chance.select(rows)
+                    )
+                ).wait()
             )
-    return join_samples(found)
+    return make_sample(found)
 
 
 def steps(values: np.ndarray, step: float, dtype: Any) -> np.ndarray:

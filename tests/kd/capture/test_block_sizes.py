@@ -6,21 +6,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kd.capture.recording
 import kd.capture.sampling
 from cache.codec import Codec, Sample
 from kd.capture.block_sizes import BLOCK, BlockSizes
+from kd.capture.host_copy import pack_tensors
 from kd.capture.recording import Recorder
-from kd.capture.sampling import Sampler
+from kd.capture.sampling import Randomness, Sampler
 from kd.errors import ModelError
 from kd.models.lm_head import LMHead
 from tests.support.kd.samples import (
@@ -160,6 +164,47 @@ def weights(codec: Codec, found: Sample, gold_N: torch.Tensor) -> np.ndarray:
         rest, found.tail_count
     )
     return weight
+
+
+@dataclass
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch by name, without views."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_chunk_waits_for_the_device_three_times_and_copies_once() -> None:
+    """A GPU is waited for where the number of rows depends on its numbers: of blocks with a head
+    token, of head tokens and of tail tokens.
+
+    The largest count of a tail is asked for on a CPU alone. More draws do not wait more often.
+    """
+    logits = make_logits("normal", 8, 5 * BLOCK, 2.0, 0)
+    for draws in (1, 3):
+        codec = make_codec("threshold", 5 * BLOCK, draws=draws)
+        chance = Randomness.of(codec, 0, np.arange(8), torch.device("cpu"))
+        with kernels(), Operations() as seen:
+            found = Sampler(codec).draw(logits, torch.zeros(8, dtype=torch.int64), chance)
+            packed, _ = pack_tensors(found)
+        waits = {"nonzero": 3, "_local_scalar_dense": 1}
+        assert {name: seen.counts[name] for name in waits} == waits
+        assert not {"bincount", "masked_select", "unique", "repeat_interleave"} & {*seen.counts}
+        # Launches, in a chunk of any size; the interpreter of the kernels needs memory beside them.
+        launches = seen.counts.total() - sum(
+            seen.counts[name] for name in ("set_", "empty", "new_empty")
+        )
+        assert launches <= 105 + 45 * draws
+        assert packed.dtype == torch.uint8 and packed.nbytes == sum(
+            tensor.nbytes for tensor in found.values()
+        )
 
 
 @pytest.mark.filterwarnings(

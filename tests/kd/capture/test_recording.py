@@ -24,7 +24,7 @@ from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, open_writer, verify_cache
 from cache.testing import PROVENANCE, make_codec, make_identity
 from kd.capture import recording, sampling
-from kd.capture.recording import Recorder
+from kd.capture.recording import Recorder, SequenceStates
 from kd.errors import ModelError
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
@@ -331,6 +331,33 @@ def test_records_are_the_same_bits_however_they_are_cut(
     part = Recorder(head, codec, KNOTS).record(states[0][5:9], gold[0][5:9], 70, np.arange(5, 9))
     for name, column in whole[0].slice(5, 9).columns.items():
         assert np.array_equal(part[name], column), name
+
+
+@pytest.mark.parametrize("seed", [2, 3, 5], ids=["plain", "soft cap", "bias"])
+@pytest.mark.parametrize(
+    ("profile", "options"),
+    [*((profile, {}) for profile in PROFILES), ("threshold", {"threshold": 0.003})],
+)
+def test_a_chunk_that_spans_sequences_gives_the_records_of_each_alone(
+    profile: str, options: dict[str, float], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the sequences has no target, and one is cut into two chunks."""
+    case = make_case(profile, 300, seed, 2.0, **options)
+    recorder = case.recorder
+    parts = [case.parts(number % 3) for number in range(6)]
+    empty = (torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64))
+    rows = [
+        SequenceStates(number, *part) for number, part in enumerate([*parts[:2], empty, *parts[2:]])
+    ]
+    for positions in (1, 9, 1000):
+        monkeypatch.setitem(recording.LOGIT_ELEMENTS, "cpu", positions * 300)
+        delivery = recorder.read(rows)
+        alone = [
+            recorder.record(row.hidden_ND, row.gold_N, row.number, row.positions_N) for row in rows
+        ]
+        require_equal(delivery.encode(), Records.concatenate(alone))
+        assert (delivery.sequences, delivery.positions) == (7, sum(map(len, alone)))
+        assert delivery.nbytes > 0
 
 
 def test_a_cache_is_the_same_bytes_in_whatever_order_its_shards_are_captured(

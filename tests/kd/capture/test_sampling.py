@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from cache.codec import Codec, Sample
 from kd.capture import sampling
 from kd.capture.block_sizes import BLOCK, LOWEST
+from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import Randomness, Sampler, average_tempered_, compute_partition
 from kd.errors import ModelError
 from kd.loss.decoder import TargetDecoder
@@ -168,13 +169,10 @@ def test_both_ways_to_draw_find_the_same_tokens(case: Case) -> None:
     sizes, _ = sampler.split(case.logits_NV.double(), sampler.list_known(case.gold_N))
     running_NQ = sizes.sums_NQ[:, chance.order_Q].cumsum(1)
     points_Nm = torch.rand(len(sizes.lse_N), 50, dtype=torch.float64) * running_NQ[:, -1:]
-    drawn_Nm = (running_NQ[:, -1:] > 0).expand(-1, 50)
-    by_tokens = sampling._find_by_tokens(
-        sampling._accumulate_sizes(sizes, chance.order_Q), points_Nm, drawn_Nm
-    )
-    assert torch.equal(
-        by_tokens, sampling._find_by_blocks(sizes, running_NQ, chance.order_Q, points_Nm, drawn_Nm)
-    )
+    rows_M, slots_M = (running_NQ[:, -1:] > 0).expand(-1, 50).nonzero(as_tuple=True)
+    points = sampling._Points(points_Nm, rows_M, slots_M)
+    by_tokens = sampling._find_by_tokens(sampling._accumulate_sizes(sizes, chance), points)
+    assert torch.equal(by_tokens, sampling._find_by_blocks(sizes, running_NQ, chance, points))
 
 
 def test_variance_is_the_optimum_of_the_scheme() -> None:
@@ -262,8 +260,13 @@ def test_a_row_depends_on_itself_alone(
     for size in (1, 7, 13):
         cuts = [slice(start, start + size) for start in range(0, 20, size)]
         same(
-            sampling.join_samples(
-                [sampler.sample(logits[rows], gold[rows], chance.select(rows)) for rows in cuts]
+            sampling.make_sample(
+                [
+                    HostCopy.start(
+                        sampler.draw(logits[rows], gold[rows], chance.select(rows))
+                    ).wait()
+                    for rows in cuts
+                ]
             ),
             whole,
         )

@@ -1,0 +1,234 @@
+"""Seal the shards of a capture, while the teacher reads on.
+
+    teacher, this thread -> what it delivers -> encoders -> records -> sealer -> shard on disk
+
+Reading waits where ``IN_FLIGHT_BYTES`` of deliveries wait to be encoded, and where as much was read
+beside a shard that is being sealed. One shard at a time is sealed. A capture that is killed loses
+the shard that it reads; while a shard is sealed, it loses that one and what was read beside it.
+
+The same records make the same bytes: what threads do depends on their input alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from cache.manifest import CacheIdentity
+from cache.records import Records, Sequences
+from cache.store import CacheWriter
+from kd.capture.recording import TeacherReading
+from kd.capture.usefulness import HeldOutWatch
+from kd.progress import Monitor, ProgressMeter
+
+#: Bytes of deliveries that wait to be encoded, and bytes that are read beside a shard that is being
+#: sealed, each at the most. A million tokens of profile threshold, some ten seconds of the fastest
+#: GPU, and far less than sealing takes for itself.
+IN_FLIGHT_BYTES = 1 << 28
+#: Threads that encode. More gain little: numpy holds the interpreter's lock for part of its work.
+ENCODERS = 2
+
+
+class RecordReader(Protocol):
+    """A teacher that makes records of sequences: a local model, or a server."""
+
+    def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
+        """Yield what is delivered of each micro-batch; ``first`` is the first sequence's number."""
+        ...
+
+    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
+        """Yield (sequences read, their records) per micro-batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class SealedShard:
+    """A shard that lies on the disk: its index, bytes, and the seconds that writing it took."""
+
+    index: int
+    sequences: int
+    bytes: int
+    seconds: float
+
+
+class ShardPipeline:
+    """Encodes deliveries and seals shards in threads of its own.
+
+    As a context manager it leaves no thread behind. A shard that was whole at an error or at a
+    stop is sealed first, and nothing of another one is written. ``sealed`` is called with each
+    shard in the sealing thread; ``waiting`` before a wait that may be long.
+    """
+
+    def __init__(
+        self,
+        writer: CacheWriter,
+        sealed: Callable[[int, Sequences, Records], None] = lambda *_: None,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._writer = writer
+        self._sealed = sealed
+        self._waiting = waiting
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
+        # The parts of the shard that is read, and the bytes that they were delivered in.
+        self._parts: list[Future[Records]] = []
+        self._read = 0
+        # Parts of any shard that are not encoded yet, with their bytes, the oldest first.
+        self._queue: deque[tuple[Future[Records], int]] = deque()
+        self._sealing: Future[SealedShard] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        # Parts of an unfinished shard: their records would be of no use.
+        for part in self._parts:
+            part.cancel()
+        # The sealer first: it waits for encoders, and no encoder waits for it.
+        self._sealer.shutdown()
+        self._encoders.shutdown(cancel_futures=True)
+
+    def add(self, delivery: TeacherReading) -> None:
+        """Encode the next part of the shard that is read. Raises the error of an earlier part."""
+        while self._queue and self._queue[0][0].done():
+            self._queue.popleft()[0].result()
+        while self._queue and self._count_waiting() + delivery.nbytes > IN_FLIGHT_BYTES:
+            self._queue.popleft()[0].result()
+        if self._sealing is not None and self._read + delivery.nbytes > IN_FLIGHT_BYTES:
+            self._wait_for_seal()
+        part = self._encoders.submit(delivery.encode)
+        self._parts.append(part)
+        self._queue.append((part, delivery.nbytes))
+        self._read += delivery.nbytes
+
+    def seal(self, index: int, sequences: Sequences) -> None:
+        """Seal the parts that were added as shard ``index``, after the shard before it."""
+        self._wait_for_seal()
+        self._sealing = self._sealer.submit(self._write, index, sequences, self._parts)
+        self._parts = []
+        self._read = 0
+
+    def collect(self) -> SealedShard | None:
+        """Return the shard that was sealed since the last call, if any; raises its error."""
+        if self._sealing is None or not self._sealing.done():
+            return None
+        sealing = self._sealing
+        self._sealing = None
+        return sealing.result()
+
+    def finish(self) -> SealedShard | None:
+        """Wait until the last whole shard is sealed, and return it as ``collect`` does."""
+        self._wait_for_seal()
+        return self.collect()
+
+    def _count_waiting(self) -> int:
+        """Count the bytes that wait to be encoded."""
+        return sum(size for _, size in self._queue)
+
+    def _wait_for_seal(self) -> None:
+        if self._sealing is not None and not self._sealing.done():
+            self._waiting()
+            self._sealing.result()
+
+    def _write(self, index: int, sequences: Sequences, parts: list[Future[Records]]) -> SealedShard:
+        """Write and seal one shard, in the sealing thread."""
+        records = Records.concatenate(part.result() for part in parts)
+        parts.clear()  # the joined records are in memory now
+        began = time.monotonic()
+        size = self._writer.write_shard(index, sequences, records)
+        seconds = time.monotonic() - began
+        self._sealed(index, sequences, records)
+        return SealedShard(index, len(sequences), size, seconds)
+
+
+class CaptureReport:
+    """Tells a monitor what a capture does.
+
+    The share that is done counts sealed sequences alone; rate and ETA count those that were read.
+    """
+
+    def __init__(
+        self, monitor: Monitor, identity: CacheIdentity, missing: list[int], watch: HeldOutWatch
+    ) -> None:
+        self.monitor = monitor
+        self.watch = watch
+        self._identity = identity
+        self._last = missing[-1]
+        self._left_held_out = sum(map(watch.holds_out, missing))
+        total = identity.data.sequences
+        self._sealed = total - sum(len(identity.shard_range(index)) for index in missing)
+        self._meter = ProgressMeter(total, "sequences", done=self._sealed)
+
+    def tell_read(self, sequences: int, positions: int) -> None:
+        """Report sequences that were read, and their positions."""
+        found = self._meter.advance(sequences, positions)
+        done = {"done": self._sealed, "fraction": round(self._sealed / self._meter.total, 6)}
+        self.monitor.emit("progress", **found | done)
+        self.monitor.report_alive()
+
+    def tell_sealed(self, shard: SealedShard | None) -> None:
+        """Report a shard that was sealed, and a teacher that does not know the held-out text."""
+        if shard is None:
+            return
+        self._sealed += shard.sequences
+        self.monitor.emit("shard", bytes=shard.bytes, seconds=shard.seconds)
+        if not self.watch.holds_out(shard.index):
+            return
+        self._left_held_out -= 1
+        if not self._left_held_out and (message := self.watch.find_warning()):
+            self.monitor.emit("warning", message=message)
+
+    def describe_place(self, index: int, left: int, sequences: int) -> str:
+        """Say where in shard ``index`` a capture stops, of which ``left`` sequences are unread."""
+        where = f"shard {index + 1} of {self._identity.shard_count}"
+        if not left:
+            return f"after {where}"
+        return (
+            f"in {where}; the {sequences - left} of its {sequences} sequences that were read are "
+            "read again"
+        )
+
+    def is_end(self, index: int, left: int) -> bool:
+        """Whether nothing is left to read."""
+        return not left and index == self._last
+
+
+def record_shards(
+    reader: RecordReader,
+    writer: CacheWriter,
+    work: Iterable[tuple[int, Sequences]],
+    report: CaptureReport,
+) -> None:
+    """Read the sequences of each shard of ``work``, and seal it.
+
+    Raises the error of the reader, of the encoding or of the disk, and ``Interrupted`` where the
+    monitor asks to stop; shards that were read whole are sealed before.
+    """
+    monitor = report.monitor
+
+    def wait() -> None:
+        monitor.report_alive(stepping=False)
+
+    with ShardPipeline(writer, report.watch.add, wait) as pipeline:
+        for index, sequences in work:
+            left = len(sequences)
+            for delivery in reader.deliver(sequences, writer.identity.shard_range(index).start):
+                pipeline.add(delivery)
+                left -= delivery.sequences
+                if not left:
+                    report.tell_sealed(pipeline.finish())
+                    pipeline.seal(index, sequences)
+                report.tell_sealed(pipeline.collect())
+                report.tell_read(delivery.sequences, delivery.positions)
+                if not report.is_end(index, left) and monitor.should_stop():
+                    report.tell_sealed(pipeline.finish())
+                    monitor.check(report.describe_place(index, left, len(sequences)))
+        report.tell_sealed(pipeline.finish())
+        report.tell_read(0, 0)

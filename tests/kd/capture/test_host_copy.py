@@ -1,0 +1,59 @@
+"""Tensors reach the host as they are: packed into one buffer, or as they lie on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kd.capture.host_copy import HostCopy, copy_to_device, pack_tensors, unpack_arrays
+
+TENSORS = {
+    "odd bytes": torch.arange(7, dtype=torch.uint8),
+    "no rows": torch.zeros(0, 3),
+    "whether": torch.tensor(True),
+    "longs": torch.arange(6).view(3, 2).T,  # not contiguous
+    "floats": torch.randn(5),
+    "shorts": torch.arange(3, dtype=torch.int16),
+    "doubles": torch.randn(2, 2, 2, dtype=torch.float64),
+}
+
+
+def same(found: dict[str, np.ndarray], tensors: dict[str, Tensor]) -> None:
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor.numpy()
+        assert found[name].dtype == expected.dtype and found[name].shape == expected.shape
+        np.testing.assert_array_equal(found[name], expected)
+
+
+def test_a_packed_buffer_holds_each_tensor_at_a_multiple_of_its_width() -> None:
+    packed, places = pack_tensors(TENSORS)
+    assert packed.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
+    assert all(place.first % place.dtype.itemsize == 0 for place in places.values())
+    same(unpack_arrays(packed, places), TENSORS)
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    copy = HostCopy.start(TENSORS)
+    found = copy.wait()
+    same(found, TENSORS)
+    assert found["floats"].ctypes.data == TENSORS["floats"].data_ptr()
+    assert copy.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
+    values = np.arange(3.0)
+    assert copy_to_device(values, torch.device("cpu")).data_ptr() == values.ctypes.data
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_copies_once_beside_its_other_work() -> None:
+    device = torch.device("cuda")
+    tensors = {name: tensor.to(device) for name, tensor in TENSORS.items()}
+    copies = [HostCopy.start(tensors) for _ in range(3)]
+    for tensor in tensors.values():
+        tensor.zero_()  # the packed copy holds what was there before
+    for copy in copies:
+        same(copy.wait(), TENSORS)
+    sent = copy_to_device(np.arange(3.0), device)
+    assert sent.device.type == "cuda" and sent.tolist() == [0.0, 1.0, 2.0]
