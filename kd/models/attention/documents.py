@@ -64,9 +64,11 @@ class DocumentMask:
     spans: tuple[tuple[Span, ...], ...]
 
     @classmethod
-    def of(cls, first_BL: Tensor) -> DocumentMask:
-        """Find the spans; waits once for the device."""
+    def of(cls, first_BL: Tensor) -> DocumentMask | None:
+        """Find the spans; waits once for the device. None where a first key is -1."""
         rows = first_BL.cpu().numpy()
+        if rows.min() < 0:
+            return None
         return cls(first_BL, tuple(_split_row(row) for row in rows))
 
     @cached_property
@@ -148,13 +150,11 @@ def find_document_starts(positions_BL: Tensor) -> Tensor:
     return torch.where(begins_BL, place_BL, 0).cummax(dim=1).values
 
 
-def find_first_keys(
-    mask_function: MaskFunction, start_BL: Tensor, known: bool = True
-) -> Tensor | None:
-    """Return the first key of each query, (B, L), by halving: O(B L log L).
+def find_first_keys(mask_function: MaskFunction, start_BL: Tensor, known: bool = True) -> Tensor:
+    """Return the first key of each query, (B, L), by halving: O(B L log L), on the device alone.
 
     ``start_BL`` are the places where the documents start. ``known``: they are to be kept apart even
-    where ``mask_function`` does not know them. None where the keys of a query do not end at itself.
+    where ``mask_function`` does not know them. -1 where the keys of a query do not end at itself.
     """
     rows_B1 = torch.arange(len(start_BL), device=start_BL.device)[:, None]
     head = rows_B1.new_zeros(())
@@ -167,12 +167,11 @@ def find_first_keys(
     # A mask that knows the documents counts its places itself. One that does not knows nothing of
     # what came before the document, so its places count from the document's start.
     crosses_BL = reads(start_BL, (start_BL - 1).clamp(min=0)) & (start_BL > 0)
-    offset_BL = start_BL if known and bool(crosses_BL.any()) else torch.zeros_like(start_BL)
+    offset_BL = torch.where(crosses_BL.any() & known, start_BL, 0)
     query_BL = place_BL - offset_BL
     next_BL = (query_BL + 1).clamp(max=start_BL.shape[1] - 1)
-    sees_ahead = reads(query_BL, next_BL) & (next_BL > query_BL)
-    if bool(sees_ahead.any()) or not bool(reads(query_BL, query_BL).all()):
-        return None
+    sees_ahead_BL = reads(query_BL, next_BL) & (next_BL > query_BL)
+    ends_at_itself_BL = reads(query_BL, query_BL) & ~sees_ahead_BL
     low_BL = start_BL if known else torch.zeros_like(start_BL)
     high_BL = place_BL
     for _ in range(start_BL.shape[1].bit_length()):
@@ -180,4 +179,4 @@ def find_first_keys(
         read_BL = reads(query_BL, middle_BL - offset_BL)
         high_BL = torch.where(read_BL, middle_BL, high_BL)
         low_BL = torch.where(read_BL, low_BL, (middle_BL + 1).minimum(high_BL))
-    return low_BL
+    return torch.where(ends_at_itself_BL, low_BL, -1)

@@ -87,6 +87,8 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
     # torch.compile cannot follow bounds that depend on the text: it goes on after them.
     @torch.compiler.disable
     def make(**asked: Any) -> DocumentMask | Tensor | None:
+        if theirs == "sdpa" and _is_plain(**asked):
+            return own(**asked)
         mask = _find_document_mask(**asked)
         if mask is None:
             return own(**asked)
@@ -95,6 +97,21 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
         return mask
 
     return make
+
+
+def _is_plain(
+    *,
+    q_length: int,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    **_: Any,
+) -> bool:
+    """Whether rows are one document each and no window is shorter: a mask is hardly asked for.
+
+    transformers finds that without waiting for the device.
+    """
+    whole = local_size is None or q_length < local_size
+    return allow_is_causal_skip and whole and _positions.get() is None
 
 
 def _find_document_mask(
@@ -120,8 +137,7 @@ def _find_document_mask(
         start_BL = find_document_starts(positions_BL.expand(batch_size, -1))
     else:
         start_BL = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device)
-    first_BL = find_first_keys(mask_function, start_BL, known)
-    return None if first_BL is None else DocumentMask.of(first_BL)
+    return DocumentMask.of(find_first_keys(mask_function, start_BL, known))
 
 
 # ---------------------------------------------------------------------- attention

@@ -46,35 +46,37 @@ def expected_mask(kind: str) -> Tensor:
 def test_packed_rows_have_the_mask_of_transformers(kind: str) -> None:
     starts_BL = find_document_starts(POSITIONS_BL)
     first_BL = find_first_keys(make_packed(kind), starts_BL)
-    assert first_BL is not None
     assert torch.equal(expand(first_BL), expected_mask(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_hides_its_documents_has_them_told(kind: str) -> None:
     first_BL = find_first_keys(KINDS[kind], find_document_starts(POSITIONS_BL))
-    assert first_BL is not None
     assert torch.equal(expand(first_BL), expected_mask(kind))
 
 
 def test_documents_that_are_not_told_come_from_the_mask() -> None:
     unknown_BL = torch.zeros_like(POSITIONS_BL)
     first_BL = find_first_keys(make_packed("window 5"), unknown_BL, known=False)
-    assert first_BL is not None
     assert torch.equal(expand(first_BL), expected_mask("window 5"))
 
 
 def test_a_mask_that_sees_ahead_has_no_first_keys() -> None:
     starts_BL = torch.zeros_like(POSITIONS_BL)
-    assert find_first_keys(masks.bidirectional_mask_function, starts_BL, known=False) is None
     blocks = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(POSITIONS_BL // 8))
-    assert find_first_keys(blocks, starts_BL, known=False) is None
+    for function in (masks.bidirectional_mask_function, blocks):
+        assert DocumentMask.of(find_first_keys(function, starts_BL, known=False)) is None
+
+
+def make_mask(first_BL: Tensor) -> DocumentMask:
+    mask = DocumentMask.of(first_BL)
+    assert mask is not None
+    return mask
 
 
 def test_rows_are_cut_where_no_later_query_looks_back() -> None:
     first_BL = find_first_keys(make_packed("window 5"), find_document_starts(POSITIONS_BL))
-    assert first_BL is not None
-    mask = DocumentMask.of(first_BL)
+    mask = make_mask(first_BL)
     lengths = [[len(span) for span in row] for row in mask.spans]
     assert lengths == ROWS
     assert [span.causal for span in mask.spans[1]] == [True, True, True, False]
@@ -86,8 +88,7 @@ def test_rows_are_cut_where_no_later_query_looks_back() -> None:
 
 def test_chunks_are_spans_of_their_own() -> None:
     first_BL = find_first_keys(make_packed("chunks"), find_document_starts(POSITIONS_BL))
-    assert first_BL is not None
-    mask = DocumentMask.of(first_BL)
+    mask = make_mask(first_BL)
     assert [len(span) for span in mask.spans[2]] == [4, 4, 1, 4, 4, 4, 2]
     assert all(span.causal for row in mask.spans for span in row)
     assert mask.window is None
@@ -95,6 +96,6 @@ def test_chunks_are_spans_of_their_own() -> None:
 
 def test_windows_of_two_widths_are_not_regular() -> None:
     first_BL = torch.tensor([[0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 3]])
-    mask = DocumentMask.of(first_BL)
+    mask = make_mask(first_BL)
     assert not mask.regular
     assert mask.window is None

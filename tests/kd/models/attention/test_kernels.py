@@ -68,11 +68,16 @@ def test_the_kernel_fits_the_device_and_the_model(
     assert choose_kernel(replace(machine, **changes)) == kernel  # type: ignore[arg-type]
 
 
+def make_mask(first_keys: list[list[int]]) -> DocumentMask:
+    """Return the mask of rows whose queries have these first keys."""
+    mask = DocumentMask.of(torch.tensor(first_keys))
+    assert mask is not None
+    return mask
+
+
 #: Two rows of two documents, without and with a window of 3 keys.
-FULL = DocumentMask.of(torch.tensor([[0] * 5 + [5] * 7, [0] * 8 + [8] * 4]))
-WINDOWS = DocumentMask.of(
-    torch.tensor([[0, 0, 0, 1, 2, 5, 5, 5, 6, 7, 8, 9], [0, 0, 0, 1, 2, 3, 4, 5, 8, 8, 8, 9]])
-)
+FULL = make_mask([[0] * 5 + [5] * 7, [0] * 8 + [8] * 4])
+WINDOWS = make_mask([[0, 0, 0, 1, 2, 5, 5, 5, 6, 7, 8, 9], [0, 0, 0, 1, 2, 3, 4, 5, 8, 8, 8, 9]])
 
 
 def test_a_window_counts_the_keys_before_a_query() -> None:
@@ -119,7 +124,7 @@ def test_a_document_is_the_same_to_the_bit_whatever_is_beside_it() -> None:
     q, k, v = (each.detach() for each in make_inputs(dtype=torch.float32))
     scoring = Scoring(16**-0.5)
     packed = attend(torch.nn.Module(), q, k, v, FULL, scoring, None)
-    alone = DocumentMask.of(torch.zeros(1, 7, dtype=torch.int64))
+    alone = make_mask([[0] * 7])
     parts = (each[:1, :, 5:].contiguous() for each in (q, k, v))
     assert torch.equal(packed[0, 5:], attend(torch.nn.Module(), *parts, alone, scoring, None)[0])
 
