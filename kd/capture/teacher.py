@@ -40,7 +40,7 @@ from kd.capture.remote import RemoteTeacher
 from kd.capture.shards import CaptureReport, RecordReader, record_shards
 from kd.capture.usefulness import HeldOutWatch
 from kd.errors import OutOfMemory, is_out_of_memory
-from kd.models.attention.isolation import isolate_documents
+from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.folder import ModelFolder
 from kd.models.layers import (
     compute_hidden_states,
@@ -154,12 +154,15 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
 def open_reader(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Iterator[RecordReader]:
     """Open the teacher of ``plan``: load its model, or connect to its server."""
     if plan.teacher.backend == "local":
-        yield fit_recorder(Teacher.load(plan), plan, writer, monitor)
+        teacher = Teacher.load(plan)
+        if plan.config.data.packing:
+            warn_of_mask(teacher.model, plan.config.data.sequence_length, monitor)
+        yield fit_recorder(teacher, plan, writer, monitor)
         return
-    with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as teacher:
+    with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as remote:
         length = plan.config.data.sequence_length
-        teacher.require_same_tokenizer(encode_probes(plan.tokenizer, PROBE_TEXTS), length)
-        yield teacher
+        remote.require_same_tokenizer(encode_probes(plan.tokenizer, PROBE_TEXTS), length)
+        yield remote
 
 
 def fit_recorder(

@@ -28,7 +28,7 @@ from kd.memory.step_memory import (
     measure_free_memory,
     reset_peak_memory,
 )
-from kd.models.attention.isolation import isolate_documents
+from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.layers import require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import Precision, ScalerWatch, pick_device, set_tf32
@@ -130,6 +130,7 @@ def _prepare_student(
     lm_head = find_lm_head(student, vocabulary)
     if config.data.packing:
         isolate_documents(student)
+        warn_of_mask(student, config.data.sequence_length, monitor)
     # The estimate comes before activation checkpointing and compilation, which hide what autograd
     # keeps.
     memory = estimate_memory(student, options, config.data.sequence_length, vocabulary, precision)

@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError
-from kd.models.attention.interface import use_own_attention, use_packed_attention
+from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
 from kd.models.layers import compute_hidden_states
+from kd.progress import Monitor
 
 #: A packed row of two documents.
 POSITIONS = (0, 1, 2, 3, 0, 1, 2, 3)
@@ -18,6 +19,24 @@ TOKENS = (1, 2, 3, 4, 1, 2, 3, 4)
 #: what a layer that attends otherwise changes.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 5e-2
+#: Bytes of a sequence's mask from which on a run warns of it.
+LARGE_MASK = 2**26
+
+
+def warn_of_mask(model: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
+    """Emit a warning if ``model`` makes a large mask for each packed sequence.
+
+    Call it after ``isolate_documents``. A mask has a byte for each pair of tokens.
+    """
+    size = sequence_length**2
+    if size < LARGE_MASK or model.config._attn_implementation in NAMES.values():
+        return
+    monitor.emit(
+        "warning",
+        message=f"{type(model).__name__} computes its attention by its own code, with a mask of "
+        f"{size / 2**20:,.0f} MiB for each packed sequence of {sequence_length} tokens. If memory "
+        "runs out, set data.sequence_length lower or data.packing to false.",
+    )
 
 
 @torch.no_grad()

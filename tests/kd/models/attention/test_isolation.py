@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kd.errors import ModelError
-from kd.models.attention.isolation import isolate_documents
+from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.layers import compute_hidden_states
+from kd.progress import Monitor
 from tests.support.kd.zoo import LEAKS, LLAMA, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,6 +84,21 @@ def test_a_model_that_needs_its_mask_keeps_it() -> None:
     packed = compute_hidden_states(model, tokens, torch.tensor([[0, 1, 0, 1, 2]]))
     alone = compute_hidden_states(LlamaForCausalLM(model.config), tokens[:, 2:])
     assert packed.shape[1] == alone.shape[1] + 2
+
+
+def test_a_large_mask_is_told_before_the_run() -> None:
+    told: list[str] = []
+    monitor = Monitor(lambda event: told.append(event.data["message"]))
+    for kind in ("gptj bias", "llama tied"):
+        model = build(kind)
+        isolate_documents(model)
+        for length in (4096, 16_384):
+            warn_of_mask(model, length, monitor)
+    (message,) = told
+    assert message.startswith("GPTJForCausalLM computes its attention by its own code")
+    assert "256 MiB for each packed sequence of 16384 tokens" in message
+    assert "data.sequence_length" in message
+    assert "data.packing" in message
 
 
 def test_16_bit_models_use_it_too() -> None:
