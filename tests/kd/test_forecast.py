@@ -14,6 +14,7 @@ from kd.config.jobfile import parse_config
 from kd.evaluation.baseline import build_starting_student
 from kd.forecast import NEAR, GradientNoise, advise, estimate_job, measure_noise
 from kd.memory.step_memory import estimate_memory
+from kd.models.attention.isolation import isolate_documents
 from kd.models.loading import load_model
 from kd.models.precision import Precision
 from kd.pipeline import load_student_tokenizer
@@ -55,6 +56,7 @@ def test_steps_tokens_time_and_memory_are_those_of_the_whole_training(
     rounding = 0.05 + 9 * 0.00005  # of `seconds` to a tenth, of `step_seconds` to four decimals
     assert steps - rounding <= found.seconds <= 2 * steps + rounding
     student = build_starting_student(job, load_student_tokenizer(job))
+    isolate_documents(student)
     precision = Precision.choose("fp32", torch.device("cpu"))
     expected = estimate_memory(student, job.require_train(), 64, 2048, precision)
     assert found.memory_bytes == expected.total == sum(found.memory.values())

@@ -31,6 +31,8 @@ from kd.models.attention.documents import DocumentMask
 Kernel = Literal["plain", "varlen", "flash", "flex", "spans"]
 #: The widest head that the flash kernels compute.
 WIDEST_HEAD = 256
+#: The precisions that they compute in.
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def choose_kernel(traits: AttentionTraits) -> Kernel:
     if traits.capability is None or traits.capability < (8, 0):
         return "spans"
     fits = (
-        traits.dtype in (torch.bfloat16, torch.float16)
+        traits.dtype in HALVES
         and traits.width == traits.value_width
         and traits.width <= WIDEST_HEAD
         and traits.width % 8 == 0
@@ -75,6 +77,17 @@ def choose_kernel(traits: AttentionTraits) -> Kernel:
     if traits.flex and not traits.dropout and traits.width == traits.value_width:
         return "flex"
     return "spans"
+
+
+def shares_keys(traits: AttentionTraits) -> bool:
+    """Whether torch's attention reads the keys of several query heads without all scores in memory.
+
+    On a GPU only its flash kernel does; the others need a copy of the keys for each query head.
+    """
+    if traits.capability is None:
+        return True
+    in_flash = traits.width == traits.value_width <= WIDEST_HEAD
+    return in_flash and traits.capability >= (8, 0) and traits.dtype in HALVES
 
 
 def _needs_blocks(traits: AttentionTraits) -> bool:
@@ -99,6 +112,9 @@ def attend(
     q_BHLD, k_BKLD, v_BKLE = _match_precision(q_BHLD, k_BKLD, v_BKLE)
     traits = describe(q_BHLD, v_BKLE, mask, scoring, sink_H)
     kernel = choose_kernel(traits)
+    if kernel in ("plain", "spans") and not shares_keys(traits):
+        groups = q_BHLD.shape[1] // k_BKLD.shape[1]
+        k_BKLD, v_BKLE = (each.repeat_interleave(groups, dim=1) for each in (k_BKLD, v_BKLE))
     if kernel == "plain":
         return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2)
     if kernel == "varlen":

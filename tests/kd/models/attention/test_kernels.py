@@ -13,7 +13,14 @@ from torch import Tensor
 from kd.models.attention import kernels
 from kd.models.attention.blocks import Scoring
 from kd.models.attention.documents import DocumentMask
-from kd.models.attention.kernels import AttentionTraits, attend, choose_kernel, describe, get_window
+from kd.models.attention.kernels import (
+    AttentionTraits,
+    attend,
+    choose_kernel,
+    describe,
+    get_window,
+    shares_keys,
+)
 
 H100 = AttentionTraits(
     capability=(9, 0),
@@ -66,6 +73,31 @@ def test_the_kernel_fits_the_device_and_the_model(
     machine: AttentionTraits, changes: dict[str, object], kernel: str
 ) -> None:
     assert choose_kernel(replace(machine, **changes)) == kernel  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "shared"),
+    [
+        (H100, {}, True),
+        (H100, {"dtype": torch.float32}, False),
+        (H100, NARROW_VALUES, False),
+        (H100, {"width": 512, "value_width": 512}, False),
+        (T4, {}, False),
+        (CPU, {}, True),
+    ],
+)
+def test_keys_are_copied_for_each_query_head_where_a_kernel_needs_it(
+    machine: AttentionTraits, changes: dict[str, object], shared: bool
+) -> None:
+    assert shares_keys(replace(machine, **changes)) == shared  # type: ignore[arg-type]
+
+
+def test_copied_keys_give_the_same_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs()
+    expected = attend(torch.nn.Module(), *inputs, WINDOWS, Scoring(0.25, 2.0), torch.ones(4))
+    monkeypatch.setattr(kernels, "shares_keys", lambda traits: False)
+    copied = attend(torch.nn.Module(), *inputs, WINDOWS, Scoring(0.25, 2.0), torch.ones(4))
+    torch.testing.assert_close(copied, expected, rtol=1e-12, atol=1e-12)
 
 
 def make_mask(first_keys: list[list[int]]) -> DocumentMask:
