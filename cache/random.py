@@ -39,24 +39,31 @@ def apply_philox(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[
 
     All words, the two of ``key`` too, are below 2^32.
     """
-    words = counters
+    words = counters.copy()
+    # All is written in place: new memory for each step would cost three times the arithmetic.
+    product_0, product_1 = np.empty((2, *words.shape[1:]), np.uint64)
     for round_ in range(10):
         key_words = [
             np.uint64((word + round_ * step) & 0xFFFFFFFF)
             for word, step in zip(key, _KEY_STEPS, strict=True)
         ]
         # Words are below 2^32, so their products fit into 64 bits.
-        product_0 = words[0] * _MULTIPLIERS[0]
-        product_1 = words[2] * _MULTIPLIERS[1]
-        words = np.stack(
-            [
-                (product_1 >> _WORD_BITS) ^ words[1] ^ key_words[0],
-                product_1 & _LOW_WORD,
-                (product_0 >> _WORD_BITS) ^ words[3] ^ key_words[1],
-                product_0 & _LOW_WORD,
-            ]
-        )
+        np.multiply(words[0], _MULTIPLIERS[0], out=product_0)
+        np.multiply(words[2], _MULTIPLIERS[1], out=product_1)
+        _mix_high_word(product_1, words[1], key_words[0], words[0])
+        _mix_high_word(product_0, words[3], key_words[1], words[2])
+        np.bitwise_and(product_1, _LOW_WORD, out=words[1])
+        np.bitwise_and(product_0, _LOW_WORD, out=words[3])
     return words
+
+
+def _mix_high_word(
+    product: NDArray[np.uint64], word: NDArray[np.uint64], key: np.uint64, out: NDArray[np.uint64]
+) -> None:
+    """Mix the product's high word with a word of the counter and one of the key, into ``out``."""
+    np.right_shift(product, _WORD_BITS, out=out)
+    np.bitwise_xor(out, word, out=out)
+    np.bitwise_xor(out, key, out=out)
 
 
 def draw_uniforms(
@@ -75,27 +82,32 @@ def draw_uniforms(
     return bits.astype(np.float64) * 2.0**-53
 
 
-def draw_permutation(seed: int, sequence: int, size: int) -> NDArray[np.int64]:
-    """Draw a permutation of ``range(size)``, (size,), that depends on (seed, sequence) alone.
+def draw_permutations(seed: int, sequences: NDArray[Any], size: int) -> NDArray[np.int64]:
+    """Draw a permutation of ``range(size)`` for each of ``sequences`` (S,), (S, size).
 
-    It is a stable argsort of 64-bit Philox words, so it is the same in every numpy version.
+    Each depends on (seed, sequence) alone. It is a stable argsort of 64-bit Philox words, so it is
+    the same in every numpy version.
     """
     pairs = np.arange((size + 1) // 2)
-    words = apply_philox(_stack_counters(sequence, pairs, 0, PURPOSE_TAIL_ORDER), _split_seed(seed))
+    counters = _stack_counters(sequences[:, None], pairs, 0, PURPOSE_TAIL_ORDER)
+    words = apply_philox(counters, _split_seed(seed))
     sort_keys = (words[0::2] << _WORD_BITS) | words[1::2]
-    return np.argsort(sort_keys.T.reshape(-1)[:size], kind="stable")
+    sort_keys = np.moveaxis(sort_keys, 0, -1).reshape(len(sequences), -1)
+    return np.argsort(sort_keys[:, :size], axis=1, kind="stable")
 
 
 def _stack_counters(*axes: Any) -> NDArray[np.uint64]:
     """Broadcast the counter axes to one (4, ...) array; raise ``ValueError`` beyond 32 bits."""
-    words = np.stack(
-        np.broadcast_arrays(*(np.atleast_1d(np.asarray(axis, np.int64)) for axis in axes))
-    )
-    if words.size and (words.min() < 0 or words.max() >> 32):
-        raise ValueError(
-            f"Random counters must lie in [0, 2^32), but got {words.min()} to {words.max()}."
-        )
-    return words.astype(np.uint64)
+    given = [np.atleast_1d(np.asarray(axis, np.int64)) for axis in axes]
+    words = np.empty((len(given), *np.broadcast_shapes(*(axis.shape for axis in given))), np.uint64)
+    for word, axis in zip(words, given, strict=True):
+        # Checked before it is broadcast, which may repeat it many times.
+        if axis.size and (axis.min() < 0 or axis.max() >> 32):
+            raise ValueError(
+                f"Random counters must lie in [0, 2^32), but got {axis.min()} to {axis.max()}."
+            )
+        word[...] = axis
+    return words
 
 
 def _split_seed(seed: int) -> tuple[int, int]:

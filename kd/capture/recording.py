@@ -100,17 +100,20 @@ class Recorder:
         sampled = PROFILES[self.codec.profile].sampled
         # Random numbers depend on sequence and position, so they do not depend on how parts are
         # cut. They are made while the device computes the hidden states.
-        chances = [
-            Randomness.of(self.codec, row.number, row.positions_N, device) if sampled else None
-            for row in rows
-        ]
+        numbers = [row.number for row in rows]
+        positions = [row.positions_N for row in rows]
+        chances = (
+            Randomness.of_each(self.codec, numbers, positions, device)
+            if sampled
+            else [None] * len(rows)
+        )
         copies = [
             HostCopy.start(self._sample(chunk) if sampled else self._read(chunk))
             for chunk in self._cut(rows, chances)
         ]
         places = RecordPositions(
-            np.concatenate([np.full(len(row.positions_N), row.number) for row in rows]),
-            np.concatenate([row.positions_N for row in rows]),
+            np.repeat(np.array(numbers), [len(positions_N) for positions_N in positions]),
+            np.concatenate(positions),
         )
         encode = self._encode_sample if sampled else self._encode_whole
         return TeacherReading(

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec, Sample
-from cache.random import PURPOSE_TAIL, draw_permutation, draw_uniforms
+from cache.random import PURPOSE_TAIL, draw_permutations, draw_uniforms
 from kd.capture.block_sizes import BLOCK, LOWEST, BlockSizes
 from kd.capture.host_copy import HostCopy, copy_to_device
 from kd.errors import ModelError
@@ -59,16 +59,31 @@ class Randomness:
     def of(
         cls, codec: Codec, sequence: int, positions_N: np.ndarray, device: torch.device
     ) -> Randomness:
-        """Derive the random numbers from (seed, sequence, position) alone.
+        """Derive the random numbers from (seed, sequence, position) alone."""
+        return cls.of_each(codec, [sequence], [positions_N], device)[0]
+
+    @classmethod
+    def of_each(
+        cls,
+        codec: Codec,
+        sequences: Sequence[int],
+        positions: Sequence[np.ndarray],
+        device: torch.device,
+    ) -> list[Randomness]:
+        """Derive the random numbers of several sequences, as ``of`` does for each, at once.
 
         The R draws of a position share its order of blocks and start at equal distances. Together
         they are one systematic sample of R times the size, so their mean varies less than that of
         independent draws.
         """
-        first = draw_uniforms(codec.seed, PURPOSE_TAIL, sequence, positions_N)
+        counts = [len(positions_N) for positions_N in positions]
+        numbers_N = np.repeat(np.array(sequences), counts)
+        first = draw_uniforms(codec.seed, PURPOSE_TAIL, numbers_N, np.concatenate(positions))
         uniform = (first[:, None] + np.arange(codec.draws) / codec.draws) % 1.0
-        order = draw_permutation(codec.seed, sequence, -(-codec.vocabulary_size // BLOCK))
-        return cls(copy_to_device(uniform, device), copy_to_device(order, device))
+        blocks = -(-codec.vocabulary_size // BLOCK)
+        orders_SQ = draw_permutations(codec.seed, np.array(sequences), blocks)
+        parts = copy_to_device(uniform, device).split(counts)
+        return list(map(cls, parts, copy_to_device(orders_SQ, device)))
 
     @classmethod
     def join(cls, parts: Sequence[Randomness]) -> Randomness:

@@ -7,11 +7,17 @@ from cache.random import (
     PURPOSE_ROUNDING,
     PURPOSE_TAIL,
     apply_philox,
-    draw_permutation,
+    draw_permutations,
     draw_uniforms,
 )
 
 ONES = 0xFFFFFFFF
+
+
+def draw_permutation(seed, sequence, size):
+    return draw_permutations(seed, np.array([sequence]), size)[0]
+
+
 #: Counter, key and answer from Random123's kat_vectors, philox4x32 with 10 rounds.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -75,6 +81,8 @@ def test_a_permutation_holds_every_number_once(size):
 
 
 def test_a_permutation_depends_on_seed_and_sequence_alone():
+    together = draw_permutations(1, np.array([7, 2, 7]), 1001)
+    assert (together == [draw_permutation(1, number, 1001) for number in (7, 2, 7)]).all()
     first = draw_permutation(1, 2, 1000)
     assert first.dtype == np.int64
     assert (first == draw_permutation(1, 2, 1000)).all()

@@ -237,17 +237,21 @@ def test_a_biased_sampler_fails_the_capture(
     options: dict[str, Any],
 ) -> None:
     """Heads, gold tokens and entropies are right; only the tail is not drawn at random."""
-    fair = Randomness.of
+    fair = Randomness.of_each
 
-    def unfair(*arguments: Any) -> Randomness:
-        chance = fair(*arguments)
-        return replace(
-            chance, uniform_NR=chance.uniform_NR * 0.0, order_Q=torch.arange(len(chance.order_Q))
-        )
+    def unfair(*arguments: Any) -> list[Randomness]:
+        return [
+            replace(
+                chance,
+                uniform_NR=chance.uniform_NR * 0.0,
+                order_Q=torch.arange(len(chance.order_Q)),
+            )
+            for chance in fair(*arguments)
+        ]
 
     events: list[Event] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Randomness, "of", unfair)
+        patch.setattr(Randomness, "of_each", unfair)
         with pytest.raises(FidelityError, match="bias_z"):
             capture(tiny_teacher, tiny_text, tmp_path, Monitor(events.append), **options)
     (folder,) = (path for path in (tmp_path / "caches").iterdir() if path.is_dir())
