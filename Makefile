@@ -45,7 +45,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-reader bench-cache bench-bias bench-quality bench-train bench-temperature bench-service \
+.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-cache bench-bias bench-quality bench-train bench-temperature bench-service \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -103,6 +103,9 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 
 bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, beside a plain read of its files
 	$(BIN)/python bench/reader.py $(READER_FLAGS)
+
+bench-capture: $(STAMP) ## Measure how much of its work a capture hides behind a simulated device (3 minutes)
+	$(BIN)/python bench/capture.py $(BENCH_FLAGS)
 
 bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the formats of other tools
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)
