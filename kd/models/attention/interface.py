@@ -34,6 +34,9 @@ from kd.models.attention.kernels import attend
 #: such names: no name may hold sdpa, flash or flex.
 NAMES = {"sdpa": "potstill", "eager": "potstill_eager"}
 
+#: Why torch.compile breaks its graph here.
+_BREAK = "the documents of packed rows differ from batch to batch"
+
 _positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 
 
@@ -84,8 +87,7 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
     """Return a function that makes masks as ``theirs``, but document bounds for packed rows."""
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[theirs]
 
-    # torch.compile cannot follow bounds that depend on the text: it goes on after them.
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_BREAK)
     def make(**asked: Any) -> DocumentMask | Tensor | None:
         if theirs == "sdpa" and _is_plain(**asked):
             return own(**asked)
@@ -143,7 +145,7 @@ def _find_document_mask(
 # ---------------------------------------------------------------------- attention
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason=_BREAK)
 def _attend(
     module: nn.Module,
     query: Tensor,
