@@ -1,8 +1,5 @@
 """The bench of the capture prints its whole tables. Measured times are not judged: they vary."""
 
-import os
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -18,26 +15,12 @@ from bench.capture import (
     run_in_turn,
     run_overlapped,
 )
-from bench.support.harness import PATIENCE_SECONDS
-from bench.support.paths import ROOT
 from cache.disk import hash_file, list_file_sizes
 
 
 @pytest.mark.slow
-def test_every_row_is_there_with_rates_above_zero(tmp_path):
-    out = tmp_path / "page.md"
-    command = [sys.executable, "bench/capture.py", "--quick", "--rates", "1000", "1e6"]
-    found = subprocess.run(
-        [*command, "--out", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert found.returncode == 0, found.stderr
-    text = out.read_text(encoding="utf-8")
-    assert found.stdout == text and text.startswith("Machine: ")
+def test_every_row_is_there_with_rates_above_zero(print_page):
+    text = print_page("bench/capture.py", "--quick", "--rates", "1000", "1e6")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert tuple(rows[0]) == COLUMNS and [row[0] for row in rows[1:3]] == ["1,000", "1,000,000"]
     parts = ["random numbers", "encoding", "sealing", "writing", "all"]
