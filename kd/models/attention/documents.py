@@ -97,7 +97,7 @@ class DocumentMask:
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """The same for flex attention: which blocks of queries and keys hold something to read."""
+        """The blocks of queries and keys with something to read, as flex attention takes them."""
         first_BL = self.first_BL
 
         def reads(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -219,9 +219,10 @@ def _run_spans(
 # ---------------------------------------------------------------------- kernels of a GPU
 
 
-def _flatten(each_BHLD: Tensor) -> Tensor:
-    """Put the rows one after the other: (T, H, D)."""
-    return each_BHLD.transpose(1, 2).flatten(0, 1)
+def _lay_out(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: DocumentMask) -> tuple[Any, ...]:
+    """Return q, k, v as (T, H, D), the spans' bounds of q and k, and the longest span of each."""
+    rows = (each.transpose(1, 2).flatten(0, 1) for each in (q_BHLD, k_BKLD, v_BKLE))
+    return (*rows, mask.bounds_C, mask.bounds_C, mask.longest, mask.longest)
 
 
 def get_window(mask: DocumentMask) -> tuple[int, int]:
@@ -236,13 +237,7 @@ def _run_varlen(
     q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring
 ) -> Tensor:
     found: Any = varlen_attn(
-        _flatten(q_BHLD),
-        _flatten(k_BKLD),
-        _flatten(v_BKLE),
-        mask.bounds_C,
-        mask.bounds_C,
-        mask.longest,
-        mask.longest,
+        *_lay_out(q_BHLD, k_BKLD, v_BKLE, mask),
         scale=scoring.scale,
         window_size=get_window(mask),
         enable_gqa=q_BHLD.shape[1] != k_BKLD.shape[1],
@@ -255,13 +250,7 @@ def _run_flash(
     q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring
 ) -> Tensor:
     found: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
-        _flatten(q_BHLD),
-        _flatten(k_BKLD),
-        _flatten(v_BKLE),
-        mask.bounds_C,
-        mask.bounds_C,
-        mask.longest,
-        mask.longest,
+        *_lay_out(q_BHLD, k_BKLD, v_BKLE, mask),
         dropout_p=scoring.dropout,
         softmax_scale=scoring.scale,
         causal=True,
