@@ -51,7 +51,6 @@ class SealedShard:
     """A shard that lies on the disk: its index, bytes, and the seconds that writing it took."""
 
     index: int
-    sequences: int
     bytes: int
     seconds: float
 
@@ -145,14 +144,11 @@ class ShardPipeline:
         size = self._writer.write_shard(index, sequences, records)
         seconds = time.monotonic() - began
         self._sealed(index, sequences, records)
-        return SealedShard(index, len(sequences), size, seconds)
+        return SealedShard(index, size, seconds)
 
 
 class CaptureReport:
-    """Tells a monitor what a capture does.
-
-    The share that is done counts sealed sequences alone; rate and ETA count those that were read.
-    """
+    """Tells a monitor what a capture does. Its progress counts the sequences that were read."""
 
     def __init__(
         self, monitor: Monitor, identity: CacheIdentity, missing: list[int], watch: HeldOutWatch
@@ -163,21 +159,18 @@ class CaptureReport:
         self._last = missing[-1]
         self._left_held_out = sum(map(watch.holds_out, missing))
         total = identity.data.sequences
-        self._sealed = total - sum(len(identity.shard_range(index)) for index in missing)
-        self._meter = ProgressMeter(total, "sequences", done=self._sealed)
+        left = sum(len(identity.shard_range(index)) for index in missing)
+        self._meter = ProgressMeter(total, "sequences", done=total - left)
 
     def tell_read(self, sequences: int, positions: int) -> None:
         """Report sequences that were read, and their positions."""
-        found = self._meter.advance(sequences, positions)
-        done = {"done": self._sealed, "fraction": round(self._sealed / self._meter.total, 6)}
-        self.monitor.emit("progress", **found | done)
+        self.monitor.emit("progress", **self._meter.advance(sequences, positions))
         self.monitor.report_alive()
 
     def tell_sealed(self, shard: SealedShard | None) -> None:
         """Report a shard that was sealed, and a teacher that does not know the held-out text."""
         if shard is None:
             return
-        self._sealed += shard.sequences
         self.monitor.emit("shard", bytes=shard.bytes, seconds=shard.seconds)
         if not self.watch.holds_out(shard.index):
             return
@@ -231,4 +224,3 @@ def record_shards(
                     report.tell_sealed(pipeline.finish())
                     monitor.check(report.describe_place(index, left, len(sequences)))
         report.tell_sealed(pipeline.finish())
-        report.tell_read(0, 0)
