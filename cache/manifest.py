@@ -11,7 +11,8 @@ Manifest
 ├── shards             one ShardEntry for each shard, in order
 ├── head               FolderEntry         the teacher's LM head, in a hidden cache
 ├── fidelity           one FidelityRow for each temperature: closeness to the live teacher
-└── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
+├── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
+└── overruled          FidelityOverride    the verdict that the job overruled; only in format 4
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from cache.errors import CacheCorrupt, CacheMismatch
 from cache.profiles import PROFILES
 
 FORMAT = "potstill-cache"
-#: Version of the folder's layout.
-FORMAT_VERSION = 3
+#: Version of the folder's layout. It is written where the manifest has an overruled verdict, so
+#: that a program which does not know of verdicts refuses such a cache by name.
+FORMAT_VERSION = 4
+#: The version that all other caches have.
+PLAIN_FORMAT_VERSION = 3
 #: The oldest version that this program reads. A cache of it has no token map.
 OLDEST_FORMAT_VERSION = 2
 #: Version of sampling and rounding. It is part of the identity, because it changes the bytes.
@@ -275,6 +279,30 @@ class FidelityRow:
 
 
 @dataclass(frozen=True)
+class FidelityOverride:
+    """The verdict on a cache that differs from its teacher, and the field that overruled it.
+
+    ``noise``: the teacher's own noise as measured, in nats. ``problems``: one line for each value
+    that was out of bounds. ``field``: the job's field and its value.
+    """
+
+    noise: float
+    problems: tuple[str, ...]
+    field: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as plain JSON values."""
+        return {**asdict(self), "problems": list(self.problems)}
+
+    def describe(self) -> str:
+        """Return the verdict as one sentence."""
+        return (
+            f"The records of this cache differ from the teacher, and {self.field} accepted them: "
+            f"{'; '.join(self.problems)}. The teacher's own noise was {self.noise:.3g} nats."
+        )
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The description of a complete cache. It is written last, so with it every shard exists."""
 
@@ -284,6 +312,7 @@ class Manifest:
     head: FolderEntry = FolderEntry()
     fidelity: tuple[FidelityRow, ...] = ()
     token_map: FolderEntry = FolderEntry()
+    overruled: FidelityOverride | None = None
 
     @property
     def positions(self) -> int:
@@ -297,7 +326,12 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Encode the manifest's file, with a digest of itself; ``from_bytes`` is the inverse."""
-        return sign_json({"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)})
+        content = asdict(self)
+        version = FORMAT_VERSION
+        if self.overruled is None:
+            del content["overruled"]
+            version = PLAIN_FORMAT_VERSION
+        return sign_json({"format": FORMAT, "version": version, **content})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -317,6 +351,8 @@ class Manifest:
         _require(type(version) is int and version > 0, where, f"version must be {FORMAT_VERSION}")
         if version == OLDEST_FORMAT_VERSION:
             content["token_map"] = asdict(FolderEntry())
+        if version <= PLAIN_FORMAT_VERSION:
+            content.setdefault("overruled", None)
         manifest: Manifest = parse_as(cls, content, where)
         codec = manifest.identity.codec
         ours = choose_codec_version(codec.profile, codec.bits)

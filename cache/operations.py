@@ -29,6 +29,7 @@ from cache.manifest import (
     FORMAT_VERSION,
     OLDEST_FORMAT_VERSION,
     CacheIdentity,
+    FidelityOverride,
     choose_codec_version,
     encode_canonical_json,
     list_differences,
@@ -123,8 +124,20 @@ def merge_caches(
             writer.write_shard(index, *_read_merged(pieces, identity.shard_range(index)))
             if written is not None:
                 written(index + 1, identity.shard_count)
-        writer.finish(parts[0].manifest.provenance)
+        writer.finish(parts[0].manifest.provenance, overruled=_join_overruled(parts))
     return open_cache(folder, identity)
+
+
+def _join_overruled(parts: Sequence[Cache]) -> FidelityOverride | None:
+    """Join the overruled verdicts of ``parts``; None where no part has one."""
+    found = [part.manifest.overruled for part in parts if part.manifest.overruled]
+    if not found:
+        return None
+    return FidelityOverride(
+        noise=max(each.noise for each in found),
+        problems=tuple(line for each in found for line in each.problems),
+        field=found[0].field,
+    )
 
 
 def merge_identities(parts: Sequence[Cache]) -> CacheIdentity:

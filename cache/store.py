@@ -37,6 +37,7 @@ from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatc
 from cache.layout import Arrays, decode_arrays
 from cache.manifest import (
     CacheIdentity,
+    FidelityOverride,
     FidelityRow,
     FolderEntry,
     Manifest,
@@ -160,9 +161,14 @@ class CacheWriter:
                 return ArrayFolder(self.folder / _name_shard(index), seal).shape(name)
         return None
 
-    def finish(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...] = ()) -> Manifest:
+    def finish(
+        self,
+        provenance: Provenance,
+        fidelity: tuple[FidelityRow, ...] = (),
+        overruled: FidelityOverride | None = None,
+    ) -> Manifest:
         """Write the manifest; raise ``CacheIncomplete`` if a shard or the LM head is not sealed."""
-        manifest = self._make_manifest(provenance, fidelity)
+        manifest = replace(self._make_manifest(provenance, fidelity), overruled=overruled)
         with storage_errors(self.folder):
             write_file(self.folder / MANIFEST, manifest.to_bytes())
         return manifest
@@ -444,11 +450,12 @@ def read_manifest(folder: Path) -> Manifest:
 def replace_fidelity(folder: Path, fidelity: tuple[FidelityRow, ...]) -> Manifest:
     """Replace the fidelity rows in the manifest of a complete cache; raises as ``open_cache`` does.
 
-    The modification time of the file is kept, because it is shown as the time of the capture.
+    The rows were found good, so that an overruled verdict of the capture is taken out. The
+    modification time of the file is kept, because it is shown as the time of the capture.
     """
     path = folder / MANIFEST
     with locked(locate_lock(folder)), storage_errors(folder):
-        manifest = replace(read_manifest(folder), fidelity=fidelity)
+        manifest = replace(read_manifest(folder), fidelity=fidelity, overruled=None)
         times = path.stat()
         write_file(path, manifest.to_bytes())
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

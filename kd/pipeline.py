@@ -32,7 +32,7 @@ from cache.errors import CacheCorrupt
 from cache.reading.arrays import MEMORY_BYTES
 from cache.store import open_cache, verify_cache
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
-from kd.capture.teacher import capture_cache
+from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.evaluation.baseline import build_starting_student
@@ -227,6 +227,7 @@ def open_source(
     else:
         identity = plan_capture(config, monitor).identity
         store = open_cache(home / "caches" / identity.fingerprint, identity, memory)
+    warn_of_overruled(store, monitor)
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store))
     require_served(config, store.codec)
     return tokenizer, CachedRecords(store)

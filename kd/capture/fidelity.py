@@ -31,16 +31,27 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, Codec
-from cache.manifest import CacheIdentity, FidelityRow
+from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow
 from cache.profiles import PROFILES
 from cache.records import AXES, Records, Sequences
 from cache.store import Cache
 from kd.capture.knots import LARGEST_LOG_MASS_ERROR
+from kd.capture.noise import (
+    ALLOWED_NOISE,
+    LARGEST_NOISE,
+    SAFETY,
+    choose_allowed_noise,
+    measure_squared_noise,
+    read_together,
+    summarise_noise,
+)
 from kd.capture.recording import Recorder
+from kd.config.cache import CacheConfig
 from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError, ModelError
 from kd.loss.decoder import TargetDecoder
@@ -64,8 +75,6 @@ PER_SEQUENCE = 8
 SEQUENCES_PER_READ = 4
 #: The largest |z| of a faithful cache; the top of this file derives it.
 LARGEST_Z = 8.5
-#: Nats by which the log-probabilities of one teacher differ between batches of different shape.
-NOISE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 1e-1}
 #: The largest root mean square of |delta log p|, weighted by p, for profiles dense and hidden.
 EXACT_STEP = 2e-2
 #: The same bound for int8, where SmolLM2-135M has 0.03.
@@ -83,6 +92,8 @@ _BUCKETS = 8
 _LEVELS = 4
 #: The smallest probability whose logarithm is taken.
 _LEAST = 1e-30
+#: The field that overrules the verdict, and its value.
+OVERRULING_FIELD = "cache.fidelity: warn"
 _REMEDY = (
     "Check that the teacher has the weights and the code that were captured, "
     "and that it runs in the same precision."
@@ -136,7 +147,7 @@ class TeacherLocation:
         A name is a folder, a GGUF file or a hub id. Raises ``FidelityError`` for a cache whose
         teacher cannot be run, such as a remote one, and ``ModelError`` where no model is found.
         """
-        if store.identity.teacher.dtype not in NOISE:
+        if store.identity.teacher.dtype not in ALLOWED_NOISE:
             kind = store.identity.teacher.dtype
             raise FidelityError(
                 f"{store.folder} has no live teacher to compare with: its records are {kind}.",
@@ -175,6 +186,17 @@ def choose_temperatures(codec: Codec) -> tuple[float, ...]:
     return (0.5, 1.0, 2.0) if PROFILES[codec.profile].any_temperature else (1.0,)
 
 
+@dataclass(frozen=True)
+class FidelityMeasurement:
+    """How close the records are to the teacher, and the teacher's own noise in nats.
+
+    ``rows``: one for each temperature; empty where the chosen sequences have no target.
+    """
+
+    rows: tuple[FidelityRow, ...]
+    noise: float
+
+
 @torch.no_grad()
 def measure_fidelity(
     store: Cache,
@@ -182,12 +204,12 @@ def measure_fidelity(
     positions: int = POSITIONS,
     redraws: int = REDRAWS,
     waiting: Callable[[], None] = lambda: None,
-) -> tuple[FidelityRow, ...]:
-    """Compare about ``positions`` positions with the teacher; return one row per temperature.
+) -> FidelityMeasurement:
+    """Compare about ``positions`` positions with the teacher, at each temperature.
 
-    Positions come from sequences at equal distances over the cache. The same cache and teacher
-    always give the same rows. Empty if the chosen sequences have no target. ``waiting`` is called
-    between the parts of the work, and may raise to give up.
+    Positions come from sequences at equal distances over the cache. The teacher reads them one by
+    one, and once more together, which shows its own noise. The same cache and teacher always give
+    the same rows. ``waiting`` is called between the parts of the work, and may raise to give up.
     """
     codec = replace(store.codec, draws=1)  # one of the stored draws of each position is read
     device = live.model.device
@@ -198,7 +220,11 @@ def measure_fidelity(
     )
     decoders = [_Decoder(codec, lm_head, temperature) for temperature in choose_temperatures(codec)]
     found: list[list[_Measurements]] = [[] for _ in decoders]
+    squared: list[Tensor] = []
     for number, part in enumerate(_read_samples(store, live, positions)):
+        waiting()
+        again = part.measure_noise(live, [decoder.temperature for decoder in decoders])
+        squared += again
         fresh = (
             part.redraw(codec, live.lm_head, number, redraws, waiting)
             if PROFILES[codec.profile].sampled
@@ -206,13 +232,15 @@ def measure_fidelity(
         )
         for decoder, list_ in zip(decoders, found, strict=True):
             waiting()
-            list_.append(_compare(part, fresh, decoder))
-    noise = NOISE[store.identity.teacher.dtype]
-    return tuple(
-        _make_row(each, decoder, noise)
+            list_.append(_compare(part, fresh, decoder, summarise_noise(again)))
+    noise = summarise_noise(squared)
+    allowed = choose_allowed_noise(store.identity.teacher.dtype, noise)
+    rows = tuple(
+        _make_row(each, decoder, allowed)
         for each, decoder in zip(found, decoders, strict=True)
         if each
     )
+    return FidelityMeasurement(rows, noise)
 
 
 # ---------------------------------------------------------------------- the sample
@@ -220,12 +248,32 @@ def measure_fidelity(
 
 @dataclass(frozen=True)
 class _PositionSample:
-    """Some of the compared positions, with their stored records and the teacher's log p."""
+    """Some of the compared positions, with their stored records and the teacher's log p.
+
+    ``sequences`` holds the sequences of the positions, and ``rows_N`` the place of each position
+    among all targets of these.
+    """
 
     hidden_ND: Tensor
     gold_N: Tensor
     stored: Records
     logp_NV: Tensor
+    sequences: Sequences
+    rows_N: Tensor
+
+    def measure_noise(self, live: LiveTeacher, temperatures: list[float]) -> list[Tensor]:
+        """Read all sequences together; return the squared noise of the positions.
+
+        A lone sequence is read twice at once. Empty where memory holds only one at a time.
+        """
+        read = self.sequences
+        if len(read) == 1:
+            read = Sequences.concatenate([read, read])
+        hidden_ND = read_together(lambda part: live.compute_states(part)[0], read)
+        if hidden_ND is None:
+            return []
+        again_NV = live.lm_head.compute_logits(hidden_ND[self.rows_N]).double().log_softmax(1)
+        return [measure_squared_noise(self.logp_NV, again_NV, self.gold_N, temperatures)]
 
     def redraw(
         self,
@@ -262,35 +310,54 @@ def _read_samples(store: Cache, live: LiveTeacher, positions: int) -> Iterator[_
     for start in range(0, len(numbers), SEQUENCES_PER_READ):
         chosen = numbers[start : start + SEQUENCES_PER_READ]
         share = math.ceil(positions / len(numbers))
-        states, golds, stored = zip(
-            *(_read_positions(store, live, number, share) for number in chosen), strict=True
-        )
-        gold_N = torch.cat(golds)
+        found = [_read_positions(store, live, number, share) for number in chosen]
+        gold_N = torch.cat([each.gold_N for each in found])
         if len(gold_N) == 0:
             continue
-        hidden_ND = torch.cat(states)
+        hidden_ND = torch.cat([each.hidden_ND for each in found])
         logits_NV = live.lm_head.compute_logits(hidden_ND)
         if not torch.isfinite(logits_NV.logsumexp(1)).all():
             raise ModelError(
                 "The teacher's logits are NaN or infinite.", "Run it in float32 or bfloat16."
             )
+        starts = np.cumsum([0] + [each.targets for each in found])
+        rows = [each.places + start for each, start in zip(found, starts, strict=False)]
         yield _PositionSample(
-            hidden_ND, gold_N, Records.concatenate(stored), logits_NV.double().log_softmax(1)
+            hidden_ND,
+            gold_N,
+            Records.concatenate(each.stored for each in found),
+            logits_NV.double().log_softmax(1),
+            Sequences.concatenate(each.sequences for each in found),
+            torch.from_numpy(np.concatenate(rows)),
         )
 
 
-def _read_positions(
-    store: Cache, live: LiveTeacher, number: int, count: int
-) -> tuple[Tensor, Tensor, Records]:
-    """Read ``count`` positions of sequence ``number``, at equal distances.
+@dataclass(frozen=True)
+class _SequenceSample:
+    """Some positions of one sequence: ``places`` among its ``targets`` positions with a target."""
 
-    Returns their hidden states, next tokens and records.
-    """
+    sequences: Sequences
+    targets: int
+    places: NDArray[np.int64]
+    hidden_ND: Tensor
+    gold_N: Tensor
+    stored: Records
+
+
+def _read_positions(store: Cache, live: LiveTeacher, number: int, count: int) -> _SequenceSample:
+    """Read ``count`` positions of sequence ``number``, at equal distances."""
     sequences, records = store.read([number], draws=number)
     places = _space_evenly(len(records), count)
     hidden_ND, gold_N = live.compute_states(sequences)
     picked = Records.concatenate([records.slice(place, place + 1) for place in places] or [records])
-    return hidden_ND[places], gold_N[places], picked
+    return _SequenceSample(
+        sequences,
+        len(records),
+        np.array(places, np.int64),
+        hidden_ND[places],
+        gold_N[places],
+        picked,
+    )
 
 
 def _space_evenly(size: int, count: int) -> list[int]:
@@ -434,18 +501,22 @@ class _Decoder:
         return teacher.take_chunk(slice(0, len(gold_N)))
 
 
-def _compare(part: _PositionSample, fresh: Records | None, decoder: _Decoder) -> _Measurements:
-    """Compare the stored records of ``part`` with the teacher, at the decoder's temperature."""
+def _compare(
+    part: _PositionSample, fresh: Records | None, decoder: _Decoder, noise: float
+) -> _Measurements:
+    """Compare the stored records of ``part`` with the teacher, at the decoder's temperature.
+
+    ``noise`` is the teacher's own, in nats.
+    """
     codec = decoder.codec
     p_NV = (part.logp_NV / decoder.temperature).softmax(1)
     target = decoder.decode(part.stored, part.gold_N)
     kept = _KnownTokens.of(target, part.stored, p_NV)
     best_N = target.find_best_N()
     log_N = part.logp_NV.amax(1)
-    # Two tokens whose log-probabilities differ by less than the rounding may change places.
-    near_N = part.logp_NV.gather(1, best_N.clamp(min=0)[:, None])[:, 0] >= log_N - _find_tie_width(
-        codec
-    )
+    # Two tokens whose log-probabilities differ by less than rounding and noise may change places.
+    width = _find_tie_width(codec) + 2 * SAFETY * noise
+    near_N = part.logp_NV.gather(1, best_N.clamp(min=0)[:, None])[:, 0] >= log_N - width
     live_entropy_N = torch.special.entr(p_NV).sum(1)
     return _Measurements(
         kept_mass_N=kept.p_NV.sum(1),
@@ -712,18 +783,41 @@ def _find_tie_width(codec: Codec) -> float:
     return 2 * _find_step(codec) * (4 if codec.profile == "hidden" else 1)
 
 
-def find_out_of_bounds(store: Cache, rows: tuple[FidelityRow, ...]) -> list[str]:
+def find_out_of_bounds(store: Cache, found: FidelityMeasurement) -> list[str]:
     """Return one line for each value that is out of the bounds of a faithful cache."""
-    bounds = _Bounds(store.codec, NOISE[store.identity.teacher.dtype])
-    return [line for row in rows for line in bounds.find_problems(row)]
+    bounds = _Bounds(store.codec, choose_allowed_noise(store.identity.teacher.dtype, found.noise))
+    lines = [line for row in found.rows for line in bounds.find_problems(row)]
+    if not found.noise <= LARGEST_NOISE:
+        lines.append(
+            f"the teacher's own noise between two batches is {found.noise:.3g} nats, but must be "
+            f"at most {LARGEST_NOISE:g}"
+        )
+    return lines
 
 
-def require_fidelity(store: Cache, rows: tuple[FidelityRow, ...]) -> None:
+def require_fidelity(store: Cache, found: FidelityMeasurement) -> None:
     """Raise ``FidelityError`` naming every value that is out of bounds."""
-    if lines := find_out_of_bounds(store, rows):
+    if lines := find_out_of_bounds(store, found):
         raise FidelityError(
             f"{store.folder}: the records differ from the teacher: {'; '.join(lines)}.",
             _REMEDY
             + _REMEDY_BY_PROFILE.get(store.codec.profile, "")
-            + f" To capture it again, delete {store.folder} first.",
+            + f" To capture it again, delete {store.folder} first. To accept the records as they "
+            f"are, set {OVERRULING_FIELD}: the cache keeps the verdict.",
         )
+
+
+def judge_fidelity(
+    store: Cache, found: FidelityMeasurement, config: CacheConfig
+) -> FidelityOverride | None:
+    """Raise ``FidelityError`` as ``require_fidelity`` does, unless ``config`` overrules that.
+
+    Returns the verdict that was overruled; None for a faithful cache.
+    """
+    if config.fidelity == "refuse":
+        require_fidelity(store, found)
+        return None
+    lines = find_out_of_bounds(store, found)
+    if not lines:
+        return None
+    return FidelityOverride(_round_number(found.noise), tuple(lines), OVERRULING_FIELD)

@@ -27,12 +27,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cache.errors import CacheError
-from cache.manifest import CacheIdentity, FidelityRow, Manifest
+from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
 from cache.records import Records, Sequences
 from cache.store import Cache, CacheWriter, locate_lock, open_cache, verify_cache
 from cache.store import open_writer as open_for_capture
 from kd.capture.estimate import require_space
-from kd.capture.fidelity import LiveTeacher, measure_fidelity, require_fidelity
+from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.recording import Recorder, SequenceStates, TeacherReading
@@ -69,6 +69,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
     folder = root / plan.identity.fingerprint
     reading = partial(monitor.check, "while the cache was read")
     if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
+        warn_of_overruled(found, monitor)
         return summarise_cache(found, reused=True)
 
     lock = locate_lock(folder)
@@ -76,16 +77,18 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
     with float32_products(), open_for_capture(root, plan.identity, waiting) as writer:
         # Another capture may have sealed the cache while this one waited for the lock.
         if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
+            warn_of_overruled(found, monitor)
             return summarise_cache(found, reused=True)
         positions = plan.corpus.train.positions + plan.corpus.validation.positions
         require_space(folder, plan.identity, positions, ModelFolder(plan.folder).hidden_width or 0)
         teacher = capture_shards(writer, plan, monitor)
         size = plan.identity.tokenizer.vocabulary_size
         writer.write_token_map(make_token_map(plan.tokenizer, size).to_arrays())
-        writer.finish(
-            make_provenance(plan), check_fidelity(writer.open_sealed(), plan, teacher, monitor)
-        )
-    return summarise_cache(open_cache(folder, plan.identity), reused=False)
+        verdict = check_fidelity(writer.open_sealed(), plan, teacher, monitor)
+        writer.finish(make_provenance(plan), *verdict)
+    sealed = open_cache(folder, plan.identity)
+    warn_of_overruled(sealed, monitor)
+    return summarise_cache(sealed, reused=False)
 
 
 def find_sealed_cache(
@@ -105,14 +108,15 @@ def find_sealed_cache(
 
 def check_fidelity(
     store: Cache, plan: CapturePlan, teacher: RecordReader | None, monitor: Monitor
-) -> tuple[FidelityRow, ...]:
+) -> tuple[tuple[FidelityRow, ...], FidelityOverride | None]:
     """Compare a few records with the teacher, before the manifest seals the cache.
 
-    Returns no rows for a remote teacher, whose distributions are not available. Raises
-    ``FidelityError`` where records differ: then the shards stay, but the cache is not sealed.
+    Returns the rows, and the verdict if the job overruled it. There are no rows for a remote
+    teacher, whose distributions are not available. Raises ``FidelityError`` where records differ
+    and the job does not accept that: then the shards stay, but the cache is not sealed.
     """
     if plan.teacher.backend != "local":
-        return ()
+        return (), None
     monitor.emit("stage", stage="precompute", phase="checking fidelity")
     # The model is loaded already, unless all shards were sealed by an earlier attempt.
     if isinstance(teacher, Teacher):
@@ -121,12 +125,21 @@ def check_fidelity(
         live = LiveTeacher.load(plan.identity, plan.teacher, plan.folder)
     began = time.monotonic()
     with stopping_forward(monitor, FIDELITY_STOP):
-        rows = measure_fidelity(store, live, waiting=lambda: monitor.check(FIDELITY_STOP))
-    require_fidelity(store, rows)
+        found = measure_fidelity(store, live, waiting=lambda: monitor.check(FIDELITY_STOP))
+    overruled = judge_fidelity(store, found, plan.config.cache)
     monitor.emit(
-        "stage", stage="precompute", phase=f"fidelity checked in {time.monotonic() - began:.1f} s"
+        "stage",
+        stage="precompute",
+        phase=f"fidelity checked in {time.monotonic() - began:.1f} s, the teacher's own noise is "
+        f"{found.noise:.2g} nats",
     )
-    return rows
+    return found.rows, overruled
+
+
+def warn_of_overruled(store: Cache, monitor: Monitor) -> None:
+    """Warn once if the cache was sealed although its records differ from the teacher."""
+    if (overruled := store.manifest.overruled) is not None:
+        monitor.warn_once(f"{store.folder}: {overruled.describe()}")
 
 
 def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> RecordReader | None:
@@ -329,10 +342,12 @@ def select_shard_sequences(plan: CapturePlan, index: int) -> Sequences:
 def summarise_cache(store: Cache, reused: bool) -> dict[str, Any]:
     """Return the summary of a cache that events and reports show."""
     manifest: Manifest = store.manifest
+    overruled = manifest.overruled
     return {
         "fingerprint": manifest.identity.fingerprint,
         "bytes_per_token": round(store.bytes_per_token, 3),
         "entries_per_token": round(manifest.entries / max(manifest.positions, 1), 3),
         "tokens": manifest.positions,
         "reused": reused,
+        **({} if overruled is None else {"overruled": overruled.to_json()}),
     }

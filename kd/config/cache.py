@@ -96,6 +96,14 @@ class CacheConfig(Section):
             "Sequences per shard. A shard is written whole; a capture resumes after the last one."
         ),
     )
+    fidelity: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description=(
+            "If records of a finished capture differ from the teacher by more than its own noise "
+            "and the profile explain: refuse = the capture fails; warn = the cache is sealed with "
+            "the verdict in its manifest, and every job that uses it warns."
+        ),
+    )
     fingerprint: str | None = Field(
         None,
         pattern=FINGERPRINT_PATTERN,

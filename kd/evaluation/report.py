@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
 from cache.inspection import sum_gold_losses
+from cache.manifest import FidelityOverride
 from cache.perplexity import BlockLosses
 from kd.capture.teacher import summarise_cache
 from kd.config.job import JobConfig
@@ -372,7 +373,17 @@ def _describe_cache(report: Report) -> str:
     return (
         f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything counted, "
         f"for {report['entries_per_token']:.1f} entries per token (`{report['fingerprint']}`)."
+        + _describe_overruled(report)
     )
+
+
+def _describe_overruled(report: Report) -> str:
+    """Return the verdict on a cache that differs from its teacher; empty for a faithful cache."""
+    overruled = report.get("overruled")
+    if not overruled:
+        return ""
+    verdict = FidelityOverride(overruled["noise"], tuple(overruled["problems"]), overruled["field"])
+    return f" **{verdict.describe()}**"
 
 
 def _describe_speed(report: Report) -> str:

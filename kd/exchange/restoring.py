@@ -245,7 +245,7 @@ def restore_cache(
             monitor.check(f"after shard {index + 1} of {identity.shard_count}")
         if origins[0].token_map is not None:
             writer.write_token_map(origins[0].token_map.to_arrays())
-        writer.finish(provenance, manifest.fidelity)
+        writer.finish(provenance, manifest.fidelity, manifest.overruled)
     return summarise_cache(open_cache(folder, identity), reused=False)
 
 

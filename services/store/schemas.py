@@ -315,6 +315,14 @@ class Fidelity(View):
     entropy_error: float = Field(description="Mean decoded minus live entropy, nats.")
 
 
+class OverruledVerdict(View):
+    """A verdict that the records differ from the teacher, and the field that overruled it."""
+
+    noise: float = Field(description="The teacher's own noise between two batches, nats.")
+    problems: list[str] = Field(description="One line for each value that is out of bounds.")
+    field: str = Field(description="The job's field, and its value.")
+
+
 class CacheDetail(CacheEntry):
     """One cache, with its identity and its fidelity."""
 
@@ -323,6 +331,10 @@ class CacheDetail(CacheEntry):
     )
     fidelity: list[Fidelity] = Field(
         default_factory=list, description="One row for each temperature; empty if not measured."
+    )
+    overruled: OverruledVerdict | None = Field(
+        None,
+        description="Present if the cache was sealed although it differs from its teacher.",
     )
 
 

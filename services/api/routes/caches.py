@@ -28,7 +28,14 @@ from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, WRITE
 from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
 from services.api.service import TheCaller, TheService
-from services.store.schemas import CacheDetail, CacheEntry, CacheList, Fidelity, Job
+from services.store.schemas import (
+    CacheDetail,
+    CacheEntry,
+    CacheList,
+    Fidelity,
+    Job,
+    OverruledVerdict,
+)
 
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
@@ -87,7 +94,13 @@ def get_cache(folder: KnownCache) -> CacheDetail:
         return CacheDetail(**summary.to_json())
     manifest = read_manifest(folder)
     rows = [Fidelity(**asdict(row)) for row in manifest.fidelity]
-    return CacheDetail(**summary.to_json(), identity=manifest.identity.to_json(), fidelity=rows)
+    overruled = manifest.overruled
+    return CacheDetail(
+        **summary.to_json(),
+        identity=manifest.identity.to_json(),
+        fidelity=rows,
+        overruled=OverruledVerdict(**overruled.to_json()) if overruled else None,
+    )
 
 
 @router.delete(

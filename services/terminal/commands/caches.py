@@ -68,12 +68,18 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
                 **summary,
                 "identity": identity,
                 "fidelity": _list_rows(manifest.fidelity) if manifest else [],
+                "overruled": manifest.overruled.to_json()
+                if manifest and manifest.overruled
+                else None,
             }
         )
         return
     print_facts(summary)
     if summary["complete"]:
-        _print_fidelity(_list_rows(read_manifest(folder).fidelity))
+        manifest = read_manifest(folder)
+        _print_fidelity(_list_rows(manifest.fidelity))
+        if manifest.overruled:
+            err.print(f"warning: {manifest.overruled.describe()}")
 
 
 @cache_app.command("verify")
@@ -124,10 +130,11 @@ def cache_fidelity(
     hide_progress_bars()
     store = open_cache(find_cache_folder(fingerprint, home))
     origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
-    rows = measure_fidelity(
+    found = measure_fidelity(
         store, LiveTeacher.load(store.identity, origin.config, origin.folder), positions, redraws
     )
-    problems = find_out_of_bounds(store, rows)
+    rows = found.rows
+    problems = find_out_of_bounds(store, found)
     written = origin.genuine and not problems
     if written:
         replace_fidelity(store.folder, rows)
@@ -136,12 +143,14 @@ def cache_fidelity(
             {
                 "path": str(store.folder),
                 "fidelity": _list_rows(rows),
+                "noise": found.noise,
                 "problems": problems,
                 "written": written,
             }
         )
     else:
         _print_fidelity(_list_rows(rows))
+        out.print(f"The teacher's own noise between two batches is {found.noise:.2g} nats.")
         if problems:
             print_error(
                 "\n".join(problems),

@@ -30,6 +30,7 @@ from cache.store import (
 from cache.testing import make_cache
 from kd.capture.fidelity import (
     LARGEST_Z,
+    FidelityMeasurement,
     LiveTeacher,
     TeacherLocation,
     choose_temperatures,
@@ -106,14 +107,14 @@ def test_a_capture_ends_with_its_fidelity(stores: dict[str, Cache], name: str) -
     for row in rows:
         assert (row.kl is None) == sampled == (row.bias_z is not None) == (row.stored_z is not None)
         assert 0 < row.kept_mass <= 1 + 1e-9
-    assert find_out_of_bounds(store, rows) == []
+    assert find_out_of_bounds(store, FidelityMeasurement(rows, 0.0)) == []
     assert verify_cache(store.folder) == []
 
 
 def test_what_is_measured_is_true(stores: dict[str, Cache], tiny_teacher: Path) -> None:
     """Kept mass, KL and gold error of topk are computed from the teacher's own logits."""
     store = stores["topk"]
-    (row,) = measure_fidelity(store, live(tiny_teacher), positions=24 * 64)
+    (row,) = measure_fidelity(store, live(tiny_teacher), positions=24 * 64).rows
     sequences, records = store.read(range(len(store)))
     assert row.positions == len(records)
     with torch.no_grad():
@@ -140,7 +141,8 @@ def test_what_is_measured_is_true(stores: dict[str, Cache], tiny_teacher: Path) 
 def test_the_same_teacher_gives_the_same_rows(
     stores: dict[str, Cache], tiny_teacher: Path, name: str
 ) -> None:
-    assert measure_fidelity(stores[name], live(tiny_teacher)) == stores[name].manifest.fidelity
+    found = measure_fidelity(stores[name], live(tiny_teacher))
+    assert found.rows == stores[name].manifest.fidelity
 
 
 @pytest.mark.parametrize("gain", [0.3, 1.0, 4.0, 12.0])
@@ -206,7 +208,8 @@ class Shifted(LiveTeacher):
 
     def compute_states(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         hidden_ND, gold_N = super().compute_states(sequences)
-        return hidden_ND.roll(-1, 0), gold_N
+        counts = sequences.target_mask.sum(1).tolist()
+        return torch.cat([part.roll(-1, 0) for part in hidden_ND.split(counts)]), gold_N
 
 
 @pytest.mark.parametrize("change", [other_weights, other_head])
@@ -224,8 +227,9 @@ def test_another_teacher_fails(
 @pytest.mark.parametrize("name", PROFILES)
 def test_shifted_positions_fail(stores: dict[str, Cache], tiny_teacher: Path, name: str) -> None:
     right = live(tiny_teacher)
-    rows = measure_fidelity(stores[name], Shifted(right.model, right.lm_head))
-    assert find_out_of_bounds(stores[name], rows)
+    found = measure_fidelity(stores[name], Shifted(right.model, right.lm_head))
+    assert found.noise < 1e-4, "the same shift in every batch is no noise"
+    assert find_out_of_bounds(stores[name], found)
 
 
 @pytest.mark.parametrize("options", [PROFILES["threshold"], PROFILES["tempered"]])
@@ -400,6 +404,6 @@ def test_sequences_without_targets_are_passed_over(
         return replace(sequences, target_mask=mask), records.slice(0, int(mask.sum()))
 
     monkeypatch.setattr(Cache, "read", first_only)
-    (row,) = measure_fidelity(store, live(tiny_teacher), positions=80)
-    assert row.positions == 1
-    assert find_out_of_bounds(store, (row,)) == []
+    found = measure_fidelity(store, live(tiny_teacher), positions=80)
+    assert [row.positions for row in found.rows] == [1]
+    assert find_out_of_bounds(store, found) == []
