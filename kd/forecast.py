@@ -5,6 +5,8 @@ independent samples of the same teacher. The student takes a few real steps on t
 
     time      the fastest of these steps, times the steps of the job
     memory    what ``kd.memory.step_memory`` estimates before a training starts
+    phases    memory, time and cost of capture, training and evaluation (``kd.memory.phases``), on
+              this device by the timed steps, and on a named kind of GPU by its rates
     noise     what the sampled tails add to the gradient's variance, beside its own size
 
 The gradient of a position with respect to its logits is q - p, and g = W q - w with a sample w of p
@@ -30,16 +32,39 @@ from transformers import PreTrainedModel
 
 from cache.disk import make_folder, storage_errors
 from kd.capture.estimate import Estimate
-from kd.capture.probe import open_trial
+from kd.capture.plan import resolve_teacher_folder
+from kd.capture.probe import TrialCaches, open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
 from kd.loss.decoder import TargetDecoder
 from kd.loss.targets import TeacherTarget, subtract_target_
-from kd.memory.step_memory import StepMemoryEstimate
+from kd.memory.devices import CUDA_CONTEXT, DeviceRates
+from kd.memory.phases import (
+    CapturePhase,
+    DeviceForecast,
+    Place,
+    TrainingPhase,
+    forecast_phases,
+)
+from kd.memory.rates import measure_rates
+from kd.memory.step_memory import StepMemoryEstimate, read_resident_memory
+from kd.models.attention.isolation import isolate_documents
+from kd.models.folder import require_allowed_remote_code
 from kd.models.lm_head import LMHead, find_lm_head
-from kd.models.precision import Precision, compute_target_hidden_states, pick_device
+from kd.models.loading import choose_teacher_dtype, load_hollow
+from kd.models.precision import (
+    Precision,
+    compute_target_hidden_states,
+    find_hardware,
+    pick_device,
+)
 from kd.models.vocabulary import choose_run_vocabulary
-from kd.pipeline import adopt_cache_layout, load_student_tokenizer, open_source
+from kd.pipeline import (
+    adopt_cache_layout,
+    choose_chunk_memory,
+    load_student_tokenizer,
+    open_source,
+)
 from kd.progress import SILENT, Monitor
 from kd.text.batches import Batch, CachedRecords, Source, TimedIterator, make_batch
 from kd.tracking.trace import Trace
@@ -53,6 +78,13 @@ STEPS = 3
 SECONDS = 10.0
 #: Training sequences whose targets are counted where the capture did not count all.
 _COUNTED_SEQUENCES = 64
+#: Bytes that a process takes beside its imports and its models: what libraries load at their first
+#: use, the tokenizer and the text. Measured on the example's job.
+_FIRST_USE_BYTES = 64 << 20
+#: Training sequences whose records' bytes are measured.
+_RECORD_SEQUENCES = 16
+#: Times that the records of a shard are in memory while it is sealed.
+_SHARD_COPIES = 3
 #: Elements of (N, V) that exist at once, several times.
 _CHUNK_ELEMENTS = 1 << 22
 #: Noise above this share of the gradient slows a student down from the start: in
@@ -109,14 +141,38 @@ class TrainingForecast:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class JobForecast:
+    """The forecast of a job: of its capture, of its training, and of its phases on each device.
+
+    A job without a capture or without a training has no such estimate.
+    """
+
+    capture: Estimate | None
+    training: TrainingForecast | None
+    devices: tuple[DeviceForecast, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked beside the device at hand: a kind of GPU, and the price of a device's hour.
+
+    The price is that of the named kind where one is named, else that of the device at hand.
+    """
+
+    kind: DeviceRates | None = None
+    price: float | None = None
+
+
 def estimate_job(
-    config: JobConfig, home: Path, monitor: Monitor = SILENT
-) -> tuple[Estimate | None, TrainingForecast | None]:
+    config: JobConfig, home: Path, monitor: Monitor = SILENT, question: Question | None = None
+) -> JobForecast:
     """Estimate a job's capture by a trial, and its training by a few steps on the trial's records.
 
-    A job without a capture or without a training has no such estimate. Leaves no files behind, and
-    raises what the capture and the training would raise.
+    Leaves no files behind, and raises what the capture and the training would raise.
     """
+    question = question or Question()
+    here = _describe_device(pick_device())
     if config.kind == "train":
         with storage_errors(home):
             make_folder(home)
@@ -124,15 +180,77 @@ def estimate_job(
             _, source = open_source(config, home, Path(name), monitor)
             monitor.emit("stage", stage="train", phase="taking a few steps")
             config = adopt_cache_layout(source, config)
-            return None, forecast_training(config, source, None, _Text.of(source), Path(name))
+            text = _Text.of(source)
+            training, phase = forecast_training(config, source, None, text, Path(name), here)
+            return _put_together(None, (training, phase), None, here, question)
     with open_trial(config, home, monitor) as trial:
+        capture = make_capture_phase(config, trial)
         if config.train is None:
-            return trial.estimate, None
+            return _put_together(trial.estimate, None, capture, here, question)
         monitor.emit("stage", stage="train", phase="taking a few steps")
         first = CachedRecords(trial.first)
         second = None if trial.second is None else CachedRecords(trial.second)
         text = _Text.planned(trial.estimate)
-        return trial.estimate, forecast_training(config, first, second, text, trial.folder)
+        found = forecast_training(config, first, second, text, trial.folder, here)
+        return _put_together(trial.estimate, found, capture, here, question)
+
+
+def _put_together(
+    capture: Estimate | None,
+    training: tuple[TrainingForecast, TrainingPhase] | None,
+    phase: CapturePhase | None,
+    here: Place,
+    question: Question,
+) -> JobForecast:
+    forecast, learning = training or (None, None)
+    seconds = None if forecast is None else forecast.steps * forecast.step_seconds
+    own_price = question.price if question.kind is None else None
+    devices = [forecast_phases(here, phase, learning, seconds, own_price)]
+    if question.kind is not None:
+        there = Place.named(question.kind)
+        devices.append(forecast_phases(there, phase, learning, None, question.price))
+    return JobForecast(capture, forecast, tuple(devices))
+
+
+def _describe_device(device: torch.device) -> Place:
+    """Measure the rates of ``device``, and what this process takes of it by now."""
+    is_gpu = device.type == "cuda"
+    process = CUDA_CONTEXT if is_gpu else read_resident_memory() + _FIRST_USE_BYTES
+    rates = measure_rates(device)
+    return Place(rates, is_gpu, process, find_hardware(device).precision, is_timed=True)
+
+
+def make_capture_phase(config: JobConfig, trial: TrialCaches) -> CapturePhase | None:
+    """Describe the capture of a job by its teacher's shape and a trial; None for a remote one."""
+    teacher = config.teacher
+    if teacher is None or teacher.backend != "local":
+        return None
+    folder = resolve_teacher_folder(teacher, teacher.gguf_file)
+    dtype = choose_teacher_dtype(teacher, folder, pick_device())
+    with torch.device("meta"):
+        hollow = load_hollow(folder, dtype, teacher.gguf_file, require_allowed_remote_code(teacher))
+    found = trial.estimate
+    sequences = found.train_sequences + found.validation_sequences
+    shard = min(config.cache.shard_sequences, sequences) * found.positions / max(sequences, 1)
+    return CapturePhase(
+        teacher=hollow,
+        vocabulary=trial.first.identity.tokenizer.vocabulary_size,
+        batch_size=teacher.batch_size,
+        length=config.data.sequence_length,
+        sequences=sequences,
+        targets=found.positions / max(sequences, 1),
+        item_bytes=dtype.itemsize,
+        records=round(_SHARD_COPIES * shard * measure_record_bytes(CachedRecords(trial.first))),
+        seconds=found.seconds,
+    )
+
+
+def measure_record_bytes(source: Source) -> float:
+    """The bytes of a decoded record in memory, of the first sequences; 0 for plain text."""
+    some, records = source.read(np.arange(min(source.train_count, _RECORD_SEQUENCES)))
+    if records is None or not some.positions:
+        return 0.0
+    return sum(column.nbytes for column in records.columns.values()) / some.positions
 
 
 @dataclass(frozen=True)
@@ -157,12 +275,18 @@ class _Text:
 
 
 def forecast_training(
-    config: JobConfig, source: Source, second: CachedRecords | None, text: _Text, folder: Path
-) -> TrainingForecast:
+    config: JobConfig,
+    source: Source,
+    second: CachedRecords | None,
+    text: _Text,
+    folder: Path,
+    here: Place,
+) -> tuple[TrainingForecast, TrainingPhase]:
     """Take a few steps of the job's training on ``source``, and measure its noise with ``second``.
 
     ``second`` has some of the sequences of ``source`` with another sample; None if the profile has
-    no sample, or if it is not known.
+    no sample, or if it is not known. Returns the forecast, and the training as a phase of a job on
+    any device.
     """
     tokenizer = load_student_tokenizer(config)
     student = build_starting_student(config, tokenizer)
@@ -172,13 +296,13 @@ def forecast_training(
         noise = measure_noise(config, source, second, student, vocabulary)
     options = config.require_train()
     steps = count_total_steps(options, text.train)
+    phase = _make_training_phase(config, source, text, student, vocabulary)
     probe = _make_probe_job(config, steps)
     seconds, memory = _time_steps(probe, source, student, vocabulary, folder / "training")
     sequences = options.batch_size * options.gradient_accumulation_steps
     step_seconds = seconds * options.gradient_accumulation_steps
-    # An evaluation only reads, which is about a third of the work of a step.
-    reading = text.validation / sequences * step_seconds / 3
-    whole = steps * step_seconds + (2 + steps // options.eval_steps) * reading
+    phases = forecast_phases(here, None, phase, steps * step_seconds).phases
+    whole = sum(each.seconds for each in phases)
     tokens = round(sequences * text.targets)
     return TrainingForecast(
         steps=steps,
@@ -192,6 +316,30 @@ def forecast_training(
         memory=asdict(memory),
         noise=noise,
         advice=() if noise is None else tuple(advise(config, noise, tokens)),
+    ), phase
+
+
+def _make_training_phase(
+    config: JobConfig, source: Source, text: _Text, student: PreTrainedModel, vocabulary: int
+) -> TrainingPhase:
+    """Measure what autograd keeps of ``student``, as the job and a GPU would train it."""
+    options = config.require_train()
+    nn.Module.to(student, pick_device())
+    if config.data.packing:
+        isolate_documents(student)
+    steps = count_total_steps(options, text.train)
+    records = (text.train + text.validation) * text.targets * measure_record_bytes(source)
+    return TrainingPhase.measure(
+        student,
+        options,
+        vocabulary=vocabulary,
+        length=config.data.sequence_length,
+        targets=text.targets,
+        steps=steps,
+        # Before the first step, after the last, and every eval_steps between.
+        evaluations=2 + steps // options.eval_steps,
+        held_out=text.validation,
+        loader=round(min(records, choose_chunk_memory(options))),
     )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 
 from cache.codec import Codec
 from cache.disk import list_file_sizes, make_folder, storage_errors
@@ -32,7 +31,7 @@ from kd.capture.plan import CapturePlan, make_provenance, plan_capture
 from kd.capture.shards import RecordReader
 from kd.capture.teacher import Teacher, open_reader
 from kd.config.job import JobConfig
-from kd.models.precision import pick_device
+from kd.models.precision import name_device, pick_device
 from kd.progress import SILENT, Monitor
 
 #: A trial ends after this many seconds of reading.
@@ -107,7 +106,7 @@ def _run_trial(
         counted=True,
         held_out=planned.describe_held_out(),
     )
-    pace = (trial.seconds / len(trial.sequences), _name_device())
+    pace = (trial.seconds / len(trial.sequences), name_device(pick_device()))
     free = measure_free_bytes(folder.parent)
     estimate = Estimate.of(work, storage, config.cache.shard_sequences, free, pace)
     return TrialCaches(estimate, folder, first, second)
@@ -204,10 +203,3 @@ def _measure_shard(folder: Path, sequences: Sequences, records: Records, codec: 
     with storage_errors(folder):
         write_arrays(folder, make_shard_arrays(sequences, records, codec))
         return Seal.of(folder, sequences, records).bytes
-
-
-def _name_device() -> str:
-    device = pick_device()
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"

@@ -128,6 +128,14 @@ def choose_chunk_positions(vocabulary: int, device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0]
     # Memory that torch holds but does not use is free for us, and the driver counts it as taken.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return choose_gpu_chunk_positions(vocabulary, free)
+
+
+def choose_gpu_chunk_positions(vocabulary: int, free: int) -> int:
+    """Return how many positions have their logits in memory at a time, on a GPU.
+
+    ``free`` are its bytes that are free.
+    """
     return max(min(int(free * GPU_SHARE) // 4, GPU_ELEMENTS) // vocabulary, 1)
 
 

@@ -71,20 +71,30 @@ def estimate_memory(
     sequence_length: int,
     vocabulary: int,
     precision: Precision,
+    saved: SavedBytesFit | None = None,
+    chunk: int | None = None,
 ) -> StepMemoryEstimate:
     """Estimate the memory of a step of ``student``, from what autograd keeps of short passes.
 
     Call it before ``checkpoint_activations`` and ``compile_student``, which hide those tensors. No
-    state of the model changes.
+    state of the model changes. ``saved`` is given where those passes were made before. ``chunk`` is
+    the default of ``train.logits_chunk``; None means that of this device.
     """
+    saved = saved or fit_saved_bytes(student, sequence_length, precision)
     parameters = list(student.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return StepMemoryEstimate(
         weights=sum(_count_bytes(each) for each in (*parameters, *student.buffers())),
         gradients=sum(map(_count_bytes, trained)),
         optimizer=estimate_optimizer_bytes(student, options),
-        activations=_estimate_activation_bytes(student, options, sequence_length, precision),
-        head=_estimate_lm_head_bytes(student, options, sequence_length, vocabulary, precision),
+        activations=_estimate_activation_bytes(student, options, sequence_length, saved),
+        head=_estimate_lm_head_bytes(
+            student,
+            options.batch_size * sequence_length,
+            options.logits_chunk or chunk or choose_chunk_positions(vocabulary, student.device),
+            vocabulary,
+            precision,
+        ),
     )
 
 
@@ -103,8 +113,8 @@ def _count_bytes(tensor: Tensor) -> int:
 
 def _estimate_lm_head_bytes(
     student: PreTrainedModel,
-    options: TrainConfig,
-    sequence_length: int,
+    positions: int,
+    chunk: int,
     vocabulary: int,
     precision: Precision,
 ) -> int:
@@ -114,10 +124,7 @@ def _estimate_lm_head_bytes(
     the others, the weight cast to the precision, and the hidden states with their gradient.
     """
     weight = student.get_output_embeddings().weight
-    positions = options.batch_size * sequence_length
-    chunk = min(
-        options.logits_chunk or choose_chunk_positions(vocabulary, student.device), positions
-    )
+    chunk = min(chunk, positions)
     cast = _count_bytes(weight) // 2 if precision.dtype.itemsize == 2 else 0
     states = 2 * positions * weight.shape[1] * precision.dtype.itemsize
     return 2 * 4 * chunk * vocabulary + _count_bytes(weight) * weight.requires_grad + cast + states
@@ -138,11 +145,32 @@ class _SavedBytes:
     boundary: float
 
 
+@dataclass(frozen=True)
+class SavedBytesFit:
+    """The bytes that a pass of B sequences of L positions keeps: c + B (a L + b L^2).
+
+    The constant c is weights that autocast casts, b is attention masks, and the rest grows with
+    the length. Each tuple holds c, a and b of one field of ``_SavedBytes``.
+    """
+
+    layers: tuple[float, float, float]
+    outside: tuple[float, float, float]
+    boundary: tuple[float, float, float]
+
+    def at(self, batch: int, length: int) -> _SavedBytes:
+        """The bytes that ``batch`` sequences of ``length`` positions keep."""
+        kept = (
+            fixed + batch * (linear * length + square * length**2)
+            for fixed, linear, square in (self.layers, self.outside, self.boundary)
+        )
+        return _SavedBytes(*kept)
+
+
 def _estimate_activation_bytes(
-    student: PreTrainedModel, options: TrainConfig, sequence_length: int, precision: Precision
+    student: PreTrainedModel, options: TrainConfig, sequence_length: int, saved: SavedBytesFit
 ) -> int:
     """Bytes of all activations, with checkpointing as configured, while one group is recomputed."""
-    kept = _extrapolate_saved_bytes(student, options.batch_size, sequence_length, precision)
+    kept = saved.at(options.batch_size, sequence_length)
     count = max(len(find_decoder_layers(student)), 1)
     layer = kept.layers / count
     groups = compute_group_sizes(count, options.gradient_checkpointing)
@@ -153,28 +181,20 @@ def _estimate_activation_bytes(
     return round(kept.outside + unchecked + len(groups) * kept.boundary + recomputed + layer / 2)
 
 
-def _extrapolate_saved_bytes(
-    student: PreTrainedModel, batch: int, length: int, precision: Precision
-) -> _SavedBytes:
-    """Fit c + B (a L + b L^2) to passes of one sequence at three lengths.
-
-    The constant is weights that autocast casts, the square is attention masks, and the rest grows
-    with the length.
-    """
-    step = max(min(64, length // 3), 2)
+def fit_saved_bytes(
+    student: PreTrainedModel, sequence_length: int, precision: Precision
+) -> SavedBytesFit:
+    """Fit what autograd keeps to passes of one sequence at three lengths."""
+    step = max(min(64, sequence_length // 3), 2)
     lengths = [step, 2 * step, 3 * step]
     measured = [_measure_saved_bytes(student, each, precision) for each in lengths]
 
-    def at(values: list[float]) -> float:
+    def fit(name: str) -> tuple[float, float, float]:
+        values = [getattr(each, name) for each in measured]
         fixed, linear, square = np.linalg.solve(np.vander(lengths, 3, increasing=True), values)
-        return float(fixed + batch * (linear * length + square * length**2))
+        return float(fixed), float(linear), float(square)
 
-    return _SavedBytes(
-        *(
-            at([getattr(each, name) for each in measured])
-            for name in ("layers", "outside", "boundary")
-        )
-    )
+    return SavedBytesFit(fit("layers"), fit("outside"), fit("boundary"))
 
 
 def _measure_saved_bytes(
@@ -264,6 +284,13 @@ def read_peak_memory(device: torch.device) -> int:
         return _read_field("/proc/self/status", "VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def read_resident_memory() -> int:
+    """The bytes of this process that are in memory now; 0 if the system does not say."""
+    with suppress(OSError):
+        return _read_field("/proc/self/status", "VmRSS")
+    return 0
 
 
 def measure_free_memory(device: torch.device) -> int | None:

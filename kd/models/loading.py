@@ -100,7 +100,7 @@ def _build_without_adapters(
 
     With ``hollow`` its weights are neither read nor computed.
     """
-    read = _load_hollow if hollow else load_model
+    read = load_hollow if hollow else load_model
     cut = cut_hollow_student if hollow else cut_student
     if config.init is not None:
         return _make_fresh_llama(config.init, tokenizer, context)
@@ -207,7 +207,7 @@ def require_trainable_student(
         return student if config.lora is None else add_adapters(student, config.lora)
 
 
-def _load_hollow(
+def load_hollow(
     folder: Path, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build the model in ``folder`` from its configuration alone.

@@ -23,6 +23,13 @@ def pick_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def name_device(device: torch.device) -> str:
+    """Return the name of a GPU, or "cpu" with the number of torch's threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
 @dataclass(frozen=True)
 class Hardware:
     """A kind of device: the precision of "auto", and whether float32 products can use TF32."""

@@ -11,21 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-#: Peak of dense matrix products in TFLOP/s (bf16 or fp16 with float32 sums), from the
-#: manufacturers' data sheets.
-PEAK_TERAFLOPS = {
-    "V100": 125.0,
-    "T4": 65.0,
-    "A10": 125.0,
-    "A100": 312.0,
-    "L4": 121.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.0,
-    "RTX 3090": 71.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "B200": 2250.0,
-}
+from kd.memory.devices import find_device_kind
+from kd.memory.model_work import count_model_work
+from kd.memory.work import Pass, Work
 
 
 @dataclass(frozen=True)
@@ -100,24 +88,12 @@ class Stopwatch:
 
 
 def count_flops_per_token(student: PreTrainedModel, vocabulary: int, sequence_length: int) -> float:
-    """Floating-point operations of forward and backward pass for one token: 6 (P + D V) + 6 M D L.
+    """Floating-point operations of forward and backward pass for one token.
 
-    P are the parameters of the body (embeddings are looked up, not multiplied), D V those of the LM
-    head, and M layers of width D attend over L positions. Kaplan et al. 2020 (arXiv 2001.08361);
-    attention as in appendix B of PaLM, halved for the causal mask. Recomputed activations do not
-    count.
+    ``kd.memory.work`` has the formula. Recomputed activations do not count.
     """
-    width = student.config.hidden_size
-    layers = student.config.num_hidden_layers
-    tables = {
-        id(layer.weight)
-        for layer in (student.get_input_embeddings(), student.get_output_embeddings())
-        if layer is not None
-    }
-    body = sum(
-        parameter.numel() for parameter in student.parameters() if id(parameter) not in tables
-    )
-    return 6.0 * (body + width * vocabulary) + 6.0 * layers * width * sequence_length
+    run = Pass(tokens=1, targets=1, context=sequence_length, micro_batches=0, trains=True)
+    return Work.of(count_model_work(student, vocabulary), run, 0).flops
 
 
 def compute_utilisation(
@@ -126,11 +102,5 @@ def compute_utilisation(
     """Model FLOP/s utilisation (MFU) of the device; None where its peak is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    # Longest names first: L40S is no L4.
-    peaks = [
-        peak
-        for key, peak in sorted(PEAK_TERAFLOPS.items(), key=lambda item: -len(item[0]))
-        if key in name
-    ]
-    return tokens_per_second * flops / (peaks[0] * 1e12) if peaks else None
+    kind = find_device_kind(torch.cuda.get_device_name(device))
+    return None if kind is None else tokens_per_second * flops / kind.half

@@ -12,7 +12,8 @@ from kd.capture.probe import open_trial
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.evaluation.baseline import build_starting_student
-from kd.forecast import NEAR, GradientNoise, advise, estimate_job, measure_noise
+from kd.forecast import NEAR, GradientNoise, Question, advise, estimate_job, measure_noise
+from kd.memory.devices import DEVICE_KINDS
 from kd.memory.step_memory import estimate_memory
 from kd.models.attention.isolation import isolate_documents
 from kd.models.loading import load_model
@@ -45,7 +46,8 @@ def test_steps_tokens_time_and_memory_are_those_of_the_whole_training(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     job = make_job(tiny_teacher, tiny_text)
-    capture, found = estimate_job(job, tmp_path)
+    forecast = estimate_job(job, tmp_path)
+    capture, found = forecast.capture, forecast.training
     assert capture is not None and found is not None and list(tmp_path.iterdir()) == []
     assert (capture.train_sequences, found.steps) == (24, 9)
     assert found.tokens_per_step == round(
@@ -61,6 +63,24 @@ def test_steps_tokens_time_and_memory_are_those_of_the_whole_training(
     expected = estimate_memory(student, job.require_train(), 64, 2048, precision)
     assert found.memory_bytes == expected.total == sum(found.memory.values())
     assert found.parameters == student.num_parameters()
+    (device,) = forecast.devices
+    phases = {each.phase: each for each in device.phases}
+    assert list(phases) == ["capture", "training", "evaluation"] and not device.expected
+    assert phases["capture"].seconds == pytest.approx(capture.seconds, abs=0.06)
+    together = phases["training"].seconds + phases["evaluation"].seconds
+    assert together == pytest.approx(found.seconds, abs=0.06)
+    assert phases["training"].memory.weights == found.memory["weights"]
+
+
+def test_a_kind_of_gpu_and_a_price_are_answered_too(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    job = make_job(tiny_teacher, tiny_text)
+    question = Question(DEVICE_KINDS["h100"], price=3.0)
+    here, there = estimate_job(job, tmp_path, question=question).devices
+    assert (here.expected, there.expected, there.device) == (False, True, "h100")
+    assert all(each.cost is None for each in here.phases)
+    assert all(each.cost is not None for each in there.phases)
 
 
 def test_a_training_on_plain_text_and_a_capture_alone_are_estimated_too(
@@ -70,12 +90,14 @@ def test_a_training_on_plain_text_and_a_capture_alone_are_estimated_too(
         "kind": "train", "teacher": None, "loss": {"alpha": 1.0},
         "student": {"init": {**FRESH["init"], "tokenizer": str(tiny_teacher)}},
     }  # fmt: skip
-    capture, found = estimate_job(make_job(tiny_teacher, tiny_text, **alone), tmp_path)
+    forecast = estimate_job(make_job(tiny_teacher, tiny_text, **alone), tmp_path)
+    capture, found = forecast.capture, forecast.training
     assert capture is None and found is not None
     assert (found.steps, found.noise, found.advice) == (9, None, ())
     assert found.tokens_per_step == pytest.approx(8 * 63, rel=0.05)
     without = {"kind": "precompute", "student": None, "train": None}
-    capture, found = estimate_job(make_job(tiny_teacher, tiny_text, **without), tmp_path)
+    forecast = estimate_job(make_job(tiny_teacher, tiny_text, **without), tmp_path)
+    capture, found = forecast.capture, forecast.training
     assert capture is not None and found is None and list(tmp_path.iterdir()) == []
 
 
@@ -110,7 +132,7 @@ def test_other_profiles_are_measured_at_the_temperature_of_the_job(
     profile: str, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     changes = {"cache": {"profile": profile}, "loss": {"temperature": 2.0, "alpha": 0.0}}
-    _, found = estimate_job(make_job(tiny_teacher, tiny_text, **changes), tmp_path)
+    found = estimate_job(make_job(tiny_teacher, tiny_text, **changes), tmp_path).training
     assert found is not None and found.steps == 9 and found.step_seconds > 0
     assert (found.noise is None) == (profile == "hidden"), "hidden states are no sample"
     assert found.noise is None or found.noise.now > 0
@@ -120,7 +142,7 @@ def test_a_student_like_its_teacher_drowns_in_noise_and_is_told_what_to_set(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     job = make_job(tiny_teacher, tiny_text, student={"model": str(tiny_teacher)})
-    _, found = estimate_job(job, tmp_path)
+    found = estimate_job(job, tmp_path).training
     assert found is not None and found.noise is not None and found.noise.now > 10
     assert found.noise.near == pytest.approx(NEAR * found.noise.now)
     said = " ".join(found.advice)

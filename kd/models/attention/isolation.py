@@ -49,6 +49,8 @@ def isolate_documents(model: PreTrainedModel) -> None:
     """
     training = model.training
     model.eval()
+    # A model that uses our attention already would find nothing to replace.
+    use_own_attention(model)
     try:
         if use_packed_attention(model) and _computes_as_alone(model):
             return

@@ -13,18 +13,21 @@ from services.terminal.console import (
     JobFile,
     Overrides,
     err,
+    format_value,
     load_job_file,
     make_settings,
     out,
     print_error,
     print_facts,
     print_json,
+    print_table,
 )
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from kd.capture.estimate import Estimate
     from kd.config.job import JobConfig
+    from kd.memory.devices import DeviceRates
     from services.settings import Settings
 
 app = typer.Typer()
@@ -41,28 +44,50 @@ def estimate(
             help="Estimate by table and arithmetic: load no model, and read a sample of the text.",
         ),
     ] = False,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Also tell what is expected on a kind of GPU, by its maker's figures: v100, t4, "
+            "a10, l4, l40s, rtx3090, rtx4090, a100-40gb, a100-80gb, h100, h200 or b200.",
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Price of an hour of that device, or of this one if none is named; the cost is in "
+            "the same currency.",
+        ),
+    ] = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate a job's capture and its training: tokens, bytes, memory, and hours on this device.
+    """Estimate a job's capture, training and evaluation: tokens, bytes, memory, hours and cost.
 
-    With --fast the training has no hours, because no step of it is timed.
+    With --fast no model runs: the training has no hours then, and the phases are left out.
     """
     from kd.preflight.problems import Folders, require_no_problems
 
+    rates = _find_kind(kind, price, fast)
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
-    capture, training = (
-        _estimate_by_table(config, settings) if fast else _estimate_by_trial(config, settings)
-    )
+    devices: list[dict[str, Any]] = []
+    if fast:
+        capture, training = _estimate_by_table(config, settings)
+    else:
+        capture, training, devices = _estimate_by_trial(config, settings, rates, price)
     found = {} if capture is None else capture.to_json()
     if as_json:
-        print_json(found if training is None else {**found, "training": training})
+        more = {"training": training, "devices": devices}
+        print_json({**found, **{name: value for name, value in more.items() if value}})
     else:
         # The hours are left out, because the seconds are printed in readable units.
         print_facts({name: value for name, value in found.items() if name != "hours"})
         _print_training(training)
+        for device in devices:
+            _print_device(device)
     fits = capture is None or capture.fits
     if not fits:
         print_error(
@@ -71,6 +96,59 @@ def estimate(
             " or fewer sequences.",
         )
     raise typer.Exit(0 if fits else FAILED)
+
+
+def _find_kind(name: str | None, price: float | None, fast: bool) -> DeviceRates | None:
+    """Find the kind of GPU called ``name``; refuse what --fast cannot tell."""
+    from kd.memory.devices import DEVICE_KINDS
+
+    if fast and (name is not None or price is not None):
+        raise typer.BadParameter(
+            "--device and --price need a trial of the job, which --fast leaves out: give either."
+        )
+    if name is not None and name not in DEVICE_KINDS:
+        raise typer.BadParameter(
+            f"--device is {name!r}, but only these kinds are known: {', '.join(DEVICE_KINDS)}."
+        )
+    return None if name is None else DEVICE_KINDS[name]
+
+
+def _print_device(device: dict[str, Any]) -> None:
+    """Print the phases of a job on a device, and its training with other settings."""
+    how = "expected, by its maker's figures" if device["expected"] else "by steps that were timed"
+    size = format_value(device["device_bytes"], "bytes")
+    out.print(f"\nOn {device['device']} with {size} ({how}):", markup=False, soft_wrap=True)
+    columns = ["", "memory", "fits", "time", "cost", "TFLOP", "rate reached"]
+    print_table(
+        columns,
+        [
+            [
+                phase["phase"],
+                *_format_need(phase),
+                f"{phase['flops'] / 1e12:.3g}",
+                f"{phase['utilization']:.0%}",
+            ]
+            for phase in device["phases"]
+        ],
+    )
+    for phase in device["phases"]:
+        parts = {f"{name}_bytes": size for name, size in phase["memory"].items() if size}
+        out.print(f"{phase['phase']}: {format_value(parts)}", markup=False, soft_wrap=True)
+    if device["strategies"]:
+        print_table(
+            ["training with", *columns[1:5]],
+            [[each["setting"], *_format_need(each)] for each in device["strategies"]],
+        )
+
+
+def _format_need(found: dict[str, Any]) -> list[str]:
+    """Format the memory of a phase or of a setting, whether it fits, its time and its cost."""
+    return [
+        format_value(found["memory_bytes"], "bytes"),
+        format_value(found["fits"]),
+        format_value(found["seconds"], "seconds"),
+        "-" if found["cost"] is None else f"{found['cost']:.4g}",
+    ]
 
 
 def _print_training(training: dict[str, Any] | None) -> None:
@@ -115,10 +193,10 @@ def _estimate_by_table(
 
 
 def _estimate_by_trial(
-    config: JobConfig, settings: Settings
-) -> tuple[Estimate | None, dict[str, Any] | None]:
+    config: JobConfig, settings: Settings, kind: DeviceRates | None, price: float | None
+) -> tuple[Estimate | None, dict[str, Any] | None, list[dict[str, Any]]]:
     """Estimate the capture by running the teacher, and the training by a few steps."""
-    from kd.forecast import estimate_job
+    from kd.forecast import Question, estimate_job
     from kd.models.loading import hide_progress_bars
     from kd.progress import Event, Monitor
 
@@ -128,5 +206,6 @@ def _estimate_by_trial(
 
     hide_progress_bars()
     os.chdir(settings.root)  # a job's relative paths start there
-    capture, training = estimate_job(config, settings.home, Monitor(show))
-    return capture, None if training is None else training.to_json()
+    found = estimate_job(config, settings.home, Monitor(show), Question(kind, price))
+    training = None if found.training is None else found.training.to_json()
+    return found.capture, training, [each.to_json() for each in found.devices]

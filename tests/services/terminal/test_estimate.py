@@ -48,7 +48,9 @@ def add_training(job_file: Path) -> None:
 @pytest.mark.long
 def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: Path) -> None:
     add_training(job_file)
-    done = kd("estimate", job_file, "--home", tmp_path / "home", "--json", OMP_NUM_THREADS="1")
+    asked = ("--device", "l4", "--price", "0.8")
+    command = ("estimate", job_file, "--home", tmp_path / "home", *asked)
+    done = kd(*command, "--json", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     found = JobEstimate.model_validate_json(done.stdout)
     assert found.method == "trial" and found.tokens_counted and found.fits
@@ -59,6 +61,12 @@ def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: 
     assert training["seconds"] > 90 * training["step_seconds"] > 0
     assert training["memory_bytes"] == sum(training["memory"].values())
     assert training["noise"].keys() == {"now", "near"}
+    devices = json.loads(done.stdout)["devices"]
+    assert [each["device"] for each in devices] == ["cpu, 1 threads", "l4"]
+    assert [each["phase"] for each in devices[1]["phases"]] == ["capture", "training", "evaluation"]
+    shown = kd(*command, OMP_NUM_THREADS="1").stdout
+    assert "On l4 with" in shown and "expected, by its maker's figures" in shown
+    assert "train.gradient_checkpointing full" in shown
 
 
 def test_kd_estimate_fast_takes_the_table(job_file: Path, tmp_path: Path) -> None:
@@ -79,6 +87,14 @@ def test_kd_estimate_fast_takes_the_table(job_file: Path, tmp_path: Path) -> Non
         and re.search(r"^size +[\d.]+ KiB$", shown, re.MULTILINE)
         and "hours" not in shown
     )
+
+
+def test_an_unknown_kind_of_device_and_a_price_without_a_trial_are_refused(job_file: Path) -> None:
+    done = kd("estimate", job_file, "--device", "h1000")
+    assert done.returncode == 2
+    assert "h1000" in done.stderr and "h100" in done.stderr and "rtx4090" in done.stderr
+    done = kd("estimate", job_file, "--fast", "--price", "2")
+    assert done.returncode == 2 and "--fast" in done.stderr
 
 
 def test_a_cache_that_the_disk_cannot_hold_is_refused(tiny_teacher: Path, tmp_path: Path) -> None:

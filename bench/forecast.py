@@ -1,0 +1,165 @@
+"""Compare what ``kd estimate`` tells with what a job then takes, on the device at hand.
+
+    python bench/forecast.py [--jobs example cut lora] [--teacher FOLDER] [--gguf FILE] [--out FILE]
+
+The jobs:
+
+    example   the job of examples/austen, with fewer steps
+    cut       a student of eight layers cut out of a larger teacher: the model in ``--teacher``, for
+              instance SmolLM2-135M; without the flag this job is left out
+    lora      adapters on the example's teacher, with packed rows of 2,048 tokens
+
+Each job is forecast in one process; capture and training then run in processes of their own, as in
+the service. The memory is that above the imports: the forecast's total and the peak of the process,
+each less what the process took after its imports. The seconds are those
+of reading the text (capture) and of all steps (training).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.speed import read_cpu_name
+from bench.support.paths import ROOT
+from bench.timing import MIB, fresh_processes
+from kd.config.job import JobConfig
+from kd.config.jobfile import load_config, parse_config
+from kd.forecast import estimate_job
+from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
+from kd.models.loading import hide_progress_bars
+from kd.pipeline import run_stage
+from kd.progress import Event, Monitor
+
+CPU = torch.device("cpu")
+AUSTEN = ROOT / "examples/austen"
+#: Layers of the student that is cut out of the larger teacher.
+CUT_LAYERS = 8
+COLUMNS = ("job", "phase", "memory told", "measured", "ratio", "seconds told", "measured", "ratio")
+
+
+def make_jobs(arguments: argparse.Namespace) -> dict[str, JobConfig]:
+    """Make the jobs that the flags name."""
+    text = {
+        "train": str(AUSTEN / "text/prideprejudice.txt"),
+        "validation": str(AUSTEN / "text/persuasion.txt"),
+    }
+    train = {"max_steps": arguments.steps, "eval_steps": arguments.steps}
+    jobs = {"example": load_config(AUSTEN / "job.yaml", [
+        f"teacher.model={AUSTEN / 'teacher'}", f"data.train={text['train']}",
+        f"data.validation={text['validation']}", "data.max_train_samples=128",
+        "data.max_eval_samples=16", f"train.max_steps={4 * arguments.steps}",
+        f"train.eval_steps={4 * arguments.steps}", "train.warmup_steps=1",
+    ])}  # fmt: skip
+    if arguments.teacher is not None:
+        jobs["cut"] = parse_config({
+            "teacher": {"model": arguments.teacher, "gguf_file": arguments.gguf, "batch_size": 4},
+            "student": {"from_teacher": {"layers": CUT_LAYERS}},
+            "data": {
+                **text, "sequence_length": 256, "max_train_samples": 24, "max_eval_samples": 4,
+            },
+            "train": {**train, "batch_size": 4},
+        })  # fmt: skip
+    jobs["lora"] = parse_config({
+        "teacher": {"model": str(AUSTEN / "teacher"), "batch_size": 2},
+        "student": {"model": str(AUSTEN / "teacher"), "lora": {"rank": 16}},
+        "data": {**text, "sequence_length": 2048, "max_train_samples": 12, "max_eval_samples": 2},
+        "train": {**train, "batch_size": 4},
+    })  # fmt: skip
+    return {name: job for name, job in jobs.items() if name in arguments.jobs}
+
+
+# ---------------------------------------------------------------------- told and measured
+
+
+def tell(config: dict[str, Any], home: str) -> dict[str, tuple[float, float]]:
+    """Forecast the job: bytes above the imports, and seconds, by phase."""
+    hide_progress_bars()
+    before = read_resident_memory()
+    (device,) = estimate_job(parse_config(config), Path(home)).devices
+    return {each.phase: (each.memory_bytes - before, each.seconds) for each in device.phases}
+
+
+def measure(config: dict[str, Any], home: str, stage: str) -> tuple[float, float]:
+    """Run one stage: its peak above the imports, in bytes, and the seconds of its phase."""
+    times: dict[str, float] = {}
+    peaks: list[int] = []
+
+    def listen(event: Event) -> None:
+        phase = event.data.get("phase")
+        # The phase ends here: what a report or a check takes later is not part of it.
+        if phase in ("checking fidelity", "saving"):
+            peaks.append(read_peak_memory(CPU))
+        if event.type == "stage" and phase is not None:
+            times.setdefault(phase, time.monotonic())
+
+    before = read_resident_memory()
+    reset_peak_memory(CPU)
+    run = Path(home) / "run"
+    run_stage(stage, parse_config(config), Path(home), run, Monitor(listen))
+    if stage == "precompute":
+        return peaks[0] - before, times["checking fidelity"] - times["capturing"]
+    profile = json.loads((run / "profile.json").read_text(encoding="utf-8"))
+    seconds = sum(
+        each["seconds"]
+        for each in profile["phases"]
+        if each["name"] not in ("evaluation", "checkpoint")
+    )
+    return peaks[0] - before, seconds
+
+
+def compare(pool: Executor, name: str, config: JobConfig) -> list[list[str]]:
+    """The rows of a job."""
+    job = config.model_dump(mode="json")
+    with tempfile.TemporaryDirectory() as home:
+        told = pool.submit(tell, job, home).result()
+        rows = []
+        for phase, stage in (("capture", "precompute"), ("training", "train")):
+            memory, seconds = pool.submit(measure, job, home, stage).result()
+            rows.append(format_row(name, phase, told[phase], (memory, seconds)))
+    return rows
+
+
+def format_row(
+    name: str, phase: str, told: tuple[float, float], measured: tuple[float, float]
+) -> list[str]:
+    """Format one row: sizes in MiB, times in seconds, and told over measured."""
+    cells = [name, phase]
+    for place, unit in enumerate((MIB, 1.0)):
+        digits = ".0f" if place == 0 else ".1f"
+        cells += [f"{told[place] / unit:{digits}}", f"{measured[place] / unit:{digits}}"]
+        cells.append(f"{told[place] / measured[place]:.2f}")
+    return cells
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", nargs="+", default=["example", "cut", "lora"])
+    parser.add_argument("--teacher", help="folder of the larger teacher of the job cut")
+    parser.add_argument("--gguf", help="GGUF file in that folder, where it has no safetensors")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a training (example: 4x)")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    arguments = parser.parse_args()
+    lines = [f"{read_cpu_name()}, {torch.get_num_threads()} threads; memory in MiB.", ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "--:|" * (len(COLUMNS) - 2)]
+    with fresh_processes(["torch", "kd.forecast"]) as pool:
+        for name, job in make_jobs(arguments).items():
+            lines += [f"| {' | '.join(row)} |" for row in compare(pool, name, job)]
+            print(lines[-2:], file=sys.stderr)
+    text = "\n".join(lines) + "\n"
+    sys.stdout.write(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Kinds of devices, by the figures of their makers. Imports no torch.
+
+The figures are those of dense products with sums in float32. A job never reaches them: see
+``kd.memory.work.ASSUMED_UTILIZATION``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What a device can do at most.
+
+    ``memory`` is in bytes, ``half`` and ``single`` are FLOP/s of products in bfloat16 (float16
+    where there is no bfloat16) and in float32, ``tf32`` is that of float32 products in TF32, and
+    ``bandwidth`` is in bytes/s.
+    """
+
+    name: str
+    memory: int
+    half: float
+    single: float
+    tf32: float
+    bandwidth: float
+    has_bfloat16: bool = True
+
+    def find_rate(self, dtype: str, tf32: bool) -> float:
+        """The FLOP/s of products in ``dtype``: fp32, bf16 or fp16."""
+        if dtype != "fp32":
+            return self.half
+        return self.tf32 if tf32 else self.single
+
+
+#: Memory is the total that nvidia-smi prints. Rates are without sparsity, from NVIDIA's data sheets
+#: and, for GeForce, from the white papers of Ampere GA102 and Ada (float16 with sums in float32).
+DEVICE_KINDS = {
+    each.name: each
+    for each in (
+        DeviceRates("v100", 16_160 * MIB, 125e12, 15.7e12, 15.7e12, 900e9, has_bfloat16=False),
+        DeviceRates("t4", 15_360 * MIB, 65e12, 8.1e12, 8.1e12, 320e9, has_bfloat16=False),
+        DeviceRates("a10", 23_028 * MIB, 125e12, 31.2e12, 62.5e12, 600e9),
+        DeviceRates("l4", 23_034 * MIB, 121e12, 30.3e12, 60e12, 300e9),
+        DeviceRates("l40s", 46_068 * MIB, 362e12, 91.6e12, 183e12, 864e9),
+        DeviceRates("rtx3090", 24_576 * MIB, 71e12, 35.6e12, 35.6e12, 936e9),
+        DeviceRates("rtx4090", 24_564 * MIB, 165e12, 82.6e12, 82.6e12, 1_008e9),
+        DeviceRates("a100-40gb", 40_960 * MIB, 312e12, 19.5e12, 156e12, 1_555e9),
+        DeviceRates("a100-80gb", 81_920 * MIB, 312e12, 19.5e12, 156e12, 2_039e9),
+        DeviceRates("h100", 81_559 * MIB, 989e12, 67e12, 494e12, 3_350e9),
+        DeviceRates("h200", 143_771 * MIB, 989e12, 67e12, 494e12, 4_800e9),
+        DeviceRates("b200", 183_359 * MIB, 2_250e12, 80e12, 1_125e12, 8_000e9),
+    )
+}
+#: Bytes that the CUDA context and the libraries' own kernels take of a GPU: an assumption.
+CUDA_CONTEXT = 512 * MIB
+
+
+def find_device_kind(name: str) -> DeviceRates | None:
+    """Find the kind of the GPU that torch calls ``name``; None if it is not in the table.
+
+    Kinds that differ in their memory alone count as one.
+    """
+    plain = name.lower().replace(" ", "")
+    # Longest names first: L40S is no L4.
+    kinds = sorted(DEVICE_KINDS.values(), key=lambda each: -len(each.name.partition("-")[0]))
+    return next((each for each in kinds if each.name.partition("-")[0] in plain), None)

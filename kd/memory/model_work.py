@@ -1,0 +1,62 @@
+"""What a token costs in a model: its products, and the tensors of a pass without gradients.
+
+The model's weights may have no memory (``torch.device("meta")``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kd.memory.work import ModelWork
+from kd.models.adapters import find_expert_weights, has_adapters
+from kd.models.layers import find_decoder_layers
+
+#: Widths of a layer's tensors that are in memory at once in a pass without gradients: of the
+#: hidden states (the residual, its norm, queries, output) and of the MLP (gate, up, product).
+_HIDDEN_COPIES = 4
+_MLP_COPIES = 3
+
+
+def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
+    """Count what a token costs in ``model``, whose weights may have no memory.
+
+    Of the experts of a layer a token meets only those that its router picks.
+    """
+    config = model.config.get_text_config()
+    experts = find_expert_weights(model)
+    inside = {id(p) for layer in find_decoder_layers(model) for p in layer.parameters()}
+    share = _find_expert_share(config)
+    products = sum(
+        parameter.numel() * (share if name in experts else 1.0)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside and parameter.ndim >= 2
+    )
+    heads = getattr(config, "num_attention_heads", 1)
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return ModelWork(
+        products=round(products),
+        attention=len(find_decoder_layers(model)) * width,
+        head=config.hidden_size * vocabulary,
+        vocabulary=vocabulary,
+        stored=sum(parameter.numel() for parameter in model.parameters()),
+        frozen=has_adapters(model),
+    )
+
+
+def _find_expert_share(config: Any) -> float:
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    picks = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    count = next((n for name in counts if isinstance(n := getattr(config, name, None), int)), 1)
+    picked = next((n for name in picks if isinstance(n := getattr(config, name, None), int)), 1)
+    return min(picked / max(count, 1), 1.0)
+
+
+def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int) -> int:
+    """Bytes of the tensors of one layer in a pass without gradients over ``tokens``."""
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    inner = getattr(config, "intermediate_size", None)
+    inner = inner if isinstance(inner, int) else 4 * width
+    return tokens * (_HIDDEN_COPIES * width + _MLP_COPIES * inner) * item_bytes

@@ -1,0 +1,438 @@
+"""Memory, time and cost of a job's phases on a device: capture, training, evaluation.
+
+    memory   of a training step by ``kd.memory.step_memory``; of a pass without gradients from the
+             widths of the model
+    time     FLOP and bytes by ``kd.memory.work``, at the share of the device's rates that a timed
+             step reached, or at an assumed one
+    cost     the time at a price of an hour
+
+``kd estimate`` prints them of a job as it is written, and of the same job with one lever moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kd.capture.recording import LOGIT_ELEMENTS
+from kd.capture.sampling import PASS_ELEMENTS
+from kd.config.train import TrainConfig
+from kd.loss.fused import choose_chunk_positions, choose_gpu_chunk_positions
+from kd.memory.activation_checkpointing import compute_group_sizes
+from kd.memory.auto_batch import resize_micro_batch
+from kd.memory.devices import CUDA_CONTEXT, DeviceRates
+from kd.memory.model_work import count_model_work, estimate_forward_bytes
+from kd.memory.step_memory import (
+    SavedBytesFit,
+    StepMemoryEstimate,
+    estimate_memory,
+    fit_saved_bytes,
+)
+from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, compute_cost
+from kd.models.layers import find_decoder_layers
+from kd.models.precision import Precision
+
+#: Copies of a chunk of logits in a pass without gradients.
+_LOGIT_COPIES = 2
+#: Copies of the elements of a pass of the sampler, in float32.
+_PASS_COPIES = 16
+#: Positions of the chunk of the row that lowers train.logits_chunk.
+_SMALL_CHUNK = 256
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes at the peak of a phase.
+
+    ``loader`` are decoded or unsealed records, which lie on the host, and ``process`` is what the
+    process takes anyway: its libraries, or on a GPU the CUDA context.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    loader: int
+    process: int
+
+    def count_device_bytes(self, is_gpu: bool) -> int:
+        """The bytes that the device must have: a GPU does not hold the loader's."""
+        return sum(asdict(self).values()) - (self.loader if is_gpu else 0)
+
+    @classmethod
+    def of_step(cls, step: StepMemoryEstimate, loader: int, process: int) -> PhaseMemory:
+        """Add what lies beside a training step."""
+        return cls(**asdict(step), loader=loader, process=process)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that a job is forecast for.
+
+    ``process`` are the bytes that a process takes of it anyway, and ``auto`` is what the precision
+    "auto" means on it. ``is_timed`` says that steps are timed on it; the times of another device
+    are expected and not measured.
+    """
+
+    rates: DeviceRates
+    is_gpu: bool
+    process: int
+    auto: str
+    is_timed: bool
+
+    @classmethod
+    def named(cls, kind: DeviceRates) -> Place:
+        """A GPU that is not at hand."""
+        auto = "bf16" if kind.has_bfloat16 else "fp16"
+        return cls(kind, True, CUDA_CONTEXT, auto, is_timed=False)
+
+    def choose_precision(self, name: str) -> str:
+        """The precision that "auto" means here."""
+        return self.auto if name == "auto" else name
+
+    def choose_chunk(self, vocabulary: int, used: int) -> int:
+        """Positions whose logits are in memory at once, where ``used`` bytes are in use."""
+        if not self.is_gpu:
+            return choose_chunk_positions(vocabulary, torch.device("cpu"))
+        return choose_gpu_chunk_positions(vocabulary, max(self.rates.memory - used, 0))
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    """The memory, work, time and cost of one phase on one device."""
+
+    phase: str
+    memory: PhaseMemory
+    memory_bytes: int
+    fits: bool
+    flops: float
+    moved_bytes: int
+    utilization: float
+    seconds: float
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The training with one lever moved: its bytes on the device, and its seconds."""
+
+    setting: str
+    memory_bytes: int
+    fits: bool
+    seconds: float
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class DeviceForecast:
+    """The phases of a job on a device, and its training with other settings.
+
+    ``expected`` is true where no step was timed on it.
+    """
+
+    device: str
+    device_bytes: int
+    expected: bool
+    phases: tuple[PhaseForecast, ...]
+    strategies: tuple[Strategy, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the forecast as JSON values."""
+        return asdict(self)
+
+
+# ---------------------------------------------------------------------- the capture
+
+
+@dataclass(frozen=True)
+class CapturePhase:
+    """A capture: its teacher (without weights), the text, and the bytes of unsealed records."""
+
+    teacher: PreTrainedModel
+    vocabulary: int
+    batch_size: int
+    length: int
+    sequences: int
+    targets: float
+    item_bytes: int
+    records: int
+    #: Seconds of the whole capture as they were timed at hand; None where no teacher ran.
+    seconds: float | None
+
+    @cached_property
+    def work(self) -> Work:
+        """The FLOP and bytes of the whole capture."""
+        run = Pass(
+            tokens=self.sequences * self.length,
+            targets=self.sequences * self.targets,
+            context=self.length,
+            micro_batches=self.sequences / self.batch_size,
+        )
+        return Work.of(count_model_work(self.teacher, self.vocabulary), run, self.item_bytes)
+
+    def estimate_memory(self, place: Place) -> PhaseMemory:
+        """The bytes at the peak of the capture on ``place``."""
+        tokens = self.batch_size * self.length
+        elements = LOGIT_ELEMENTS["cuda" if place.is_gpu else "cpu"]
+        rows = min(max(elements // self.vocabulary, 1), tokens)
+        passes = _PASS_COPIES * PASS_ELEMENTS["cuda" if place.is_gpu else "cpu"]
+        passes = min(passes, _PASS_COPIES * rows * self.vocabulary)
+        numbers = sum(parameter.numel() for parameter in self.teacher.parameters())
+        return PhaseMemory(
+            weights=numbers * self.item_bytes,
+            gradients=0,
+            optimizer=0,
+            activations=estimate_forward_bytes(self.teacher, tokens, self.item_bytes),
+            head=4 * (rows * self.vocabulary + passes),
+            loader=self.records,
+            process=place.process,
+        )
+
+
+# ---------------------------------------------------------------------- the training
+
+
+@dataclass(frozen=True)
+class TrainingPhase:
+    """A training: its student, its text, and what autograd keeps of it in each precision."""
+
+    student: PreTrainedModel
+    options: TrainConfig
+    vocabulary: int
+    length: int
+    targets: float
+    steps: int
+    #: Passes over the held-out sequences, and their number.
+    evaluations: int
+    held_out: int
+    loader: int
+    saved: Mapping[str, SavedBytesFit]
+    model: ModelWork
+
+    @classmethod
+    def measure(cls, student: PreTrainedModel, options: TrainConfig, **sizes: Any) -> TrainingPhase:
+        """Run short passes of ``student`` in float32 and in bfloat16, and count its work.
+
+        Call it before ``checkpoint_activations``; nothing of the student changes.
+        """
+        saved = {
+            name: fit_saved_bytes(student, sizes["length"], _make_precision(name, student.device))
+            for name in ("fp32", "bf16")
+        }
+        model = count_model_work(student, sizes["vocabulary"])
+        return cls(student=student, options=options, saved=saved, model=model, **sizes)
+
+    def change(self, **settings: Any) -> TrainingPhase:
+        """The same training with other settings of ``train``."""
+        return replace(self, options=self.options.model_copy(update=settings))
+
+    def estimate_step(self, place: Place) -> StepMemoryEstimate:
+        """The bytes of a training step on ``place``."""
+        name = place.choose_precision(self.options.precision)
+        precision = _make_precision(name, self.student.device)
+        parts = (self.student, self.options, self.length, self.vocabulary, precision)
+        saved = self._find_saved(place)
+        least = estimate_memory(*parts, saved, chunk=1)
+        chunk = place.choose_chunk(self.vocabulary, place.process + least.total)
+        return estimate_memory(*parts, saved, chunk)
+
+    def _find_saved(self, place: Place) -> SavedBytesFit:
+        """What autograd keeps on ``place``; float16 takes the bytes of bfloat16."""
+        name = place.choose_precision(self.options.precision)
+        return self.saved["fp32" if name == "fp32" else "bf16"]
+
+    def estimate_training_memory(self, place: Place) -> PhaseMemory:
+        """The bytes at the peak of the training on ``place``."""
+        return PhaseMemory.of_step(self.estimate_step(place), self.loader, place.process)
+
+    def estimate_evaluation_memory(self, place: Place) -> PhaseMemory:
+        """The bytes at the peak of an evaluation between two steps: no gradient is in memory."""
+        step = self.estimate_step(place)
+        item = _ITEM_BYTES[place.choose_precision(self.options.precision)]
+        tokens = self.options.batch_size * self.length
+        chunk = min(place.choose_chunk(self.vocabulary, place.process + step.total), tokens)
+        return PhaseMemory(
+            weights=step.weights,
+            gradients=0,
+            optimizer=step.optimizer,
+            activations=estimate_forward_bytes(self.student, tokens, item),
+            head=_LOGIT_COPIES * 4 * chunk * self.vocabulary,
+            loader=self.loader,
+            process=place.process,
+        )
+
+    def count_training(self, place: Place) -> Work:
+        """The FLOP and bytes of all steps."""
+        options = self.options
+        micro_batches = self.steps * options.gradient_accumulation_steps
+        sequences = micro_batches * options.batch_size
+        step = self.estimate_step(place)
+        kept = self._find_saved(place).at(options.batch_size, self.length)
+        # A step reads weights, gradients and state, and writes weights and state.
+        update = 2 * (step.gradients + step.optimizer) + step.gradients
+        run = Pass(
+            tokens=sequences * self.length,
+            targets=sequences * self.targets,
+            context=self.length,
+            micro_batches=micro_batches,
+            trains=True,
+            recomputed=self._count_recomputed(),
+            saved_bytes=micro_batches * (kept.layers + kept.outside),
+            updated_bytes=self.steps * update,
+        )
+        return Work.of(self.model, run, 4)
+
+    def _count_recomputed(self) -> float:
+        """The share of the layers whose forward pass runs twice."""
+        count = max(len(find_decoder_layers(self.student)), 1)
+        return sum(compute_group_sizes(count, self.options.gradient_checkpointing)) / count
+
+    def count_evaluation(self) -> Work:
+        """The FLOP and bytes of all evaluations on the held-out text."""
+        sequences = self.evaluations * self.held_out
+        run = Pass(
+            tokens=sequences * self.length,
+            targets=sequences * self.targets,
+            context=self.length,
+            micro_batches=sequences / self.options.batch_size,
+        )
+        return Work.of(self.model, run, 4)
+
+
+def _make_precision(name: str, device: torch.device) -> Precision:
+    """The precision ``name`` for passes here; float16, which CPUs lack, takes bfloat16's bytes."""
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.bfloat16}
+    return Precision(device.type, dtypes[name])
+
+
+# ---------------------------------------------------------------------- the forecast
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How fast a place works: the precision of its products, and its share of the rates."""
+
+    place: Place
+    precision: str
+    tf32: bool
+    utilization: float
+    price: float | None
+
+    @classmethod
+    def of(
+        cls,
+        place: Place,
+        precision: str,
+        tf32: bool,
+        timed: tuple[Work, float | None],
+        price: float | None,
+    ) -> _Pace:
+        """Take the utilisation from ``timed``, work and its seconds, or assume one."""
+        work, seconds = timed
+        utilization = ASSUMED_UTILIZATION
+        if place.is_timed and seconds:
+            utilization = work.seconds(place.rates, precision, tf32, 1.0) / seconds
+        return cls(place, precision, tf32, utilization, price)
+
+    def compute_seconds(self, work: Work) -> float:
+        return work.seconds(self.place.rates, self.precision, self.tf32, self.utilization)
+
+    def forecast(self, phase: str, memory: PhaseMemory, work: Work) -> PhaseForecast:
+        """Put the figures of one phase together."""
+        needed = memory.count_device_bytes(self.place.is_gpu)
+        seconds = self.compute_seconds(work)
+        return PhaseForecast(
+            phase=phase,
+            memory=memory,
+            memory_bytes=needed,
+            fits=needed <= self.place.rates.memory,
+            flops=work.flops,
+            moved_bytes=round(work.bytes),
+            utilization=round(self.utilization, 4),
+            seconds=round(seconds, 3),
+            cost=_round_cost(compute_cost(seconds, self.price)),
+        )
+
+
+def forecast_phases(
+    place: Place,
+    capture: CapturePhase | None,
+    training: TrainingPhase | None,
+    seconds: float | None = None,
+    price: float | None = None,
+) -> DeviceForecast:
+    """Forecast a job on ``place``.
+
+    ``seconds`` are those of all training steps, as timed on the device at hand; ``price`` is that
+    of an hour of the device.
+    """
+    phases = []
+    strategies: tuple[Strategy, ...] = ()
+    if capture is not None:
+        precision = "fp32" if capture.item_bytes == _ITEM_BYTES["fp32"] else "bf16"
+        pace = _Pace.of(place, precision, False, (capture.work, capture.seconds), price)
+        phases.append(pace.forecast("capture", capture.estimate_memory(place), capture.work))
+    if training is not None:
+        precision = place.choose_precision(training.options.precision)
+        work = training.count_training(place)
+        pace = _Pace.of(place, precision, training.options.tf32, (work, seconds), price)
+        memory = training.estimate_training_memory(place)
+        phases.append(pace.forecast("training", memory, work))
+        memory = training.estimate_evaluation_memory(place)
+        phases.append(pace.forecast("evaluation", memory, training.count_evaluation()))
+        strategies = tuple(_forecast_strategies(training, pace))
+    return DeviceForecast(
+        place.rates.name, place.rates.memory, not place.is_timed, tuple(phases), strategies
+    )
+
+
+def _forecast_strategies(training: TrainingPhase, pace: _Pace) -> Iterator[Strategy]:
+    """Forecast the training with one lever moved at a time, the job as written first."""
+    place = pace.place
+    for setting, changed in list_strategies(training):
+        precision = place.choose_precision(changed.options.precision)
+        moved = replace(pace, precision=precision)
+        memory = changed.estimate_training_memory(place).count_device_bytes(place.is_gpu)
+        seconds = moved.compute_seconds(changed.count_training(place))
+        yield Strategy(
+            setting=setting,
+            memory_bytes=memory,
+            fits=memory <= place.rates.memory,
+            seconds=round(seconds, 3),
+            cost=_round_cost(compute_cost(seconds, pace.price)),
+        )
+
+
+def list_strategies(training: TrainingPhase) -> Iterator[tuple[str, TrainingPhase]]:
+    """Yield the settings that lower memory, each with the training that has it."""
+    options = training.options
+    yield "as written", training
+    for name in ("bf16", "fp32"):
+        if options.precision != name:
+            yield f"train.precision {name}", training.change(precision=name)
+    for how in ("sqrt", "full"):
+        if options.gradient_checkpointing != how:
+            yield (
+                f"train.gradient_checkpointing {how}",
+                training.change(gradient_checkpointing=how),
+            )
+    if options.batch_size > 1:
+        single = resize_micro_batch(options, 1)
+        accumulated = single.gradient_accumulation_steps
+        yield (
+            f"train.batch_size 1, train.gradient_accumulation_steps {accumulated}",
+            replace(training, options=single),
+        )
+    if options.logits_chunk is None or options.logits_chunk > _SMALL_CHUNK:
+        yield f"train.logits_chunk {_SMALL_CHUNK}", training.change(logits_chunk=_SMALL_CHUNK)
+
+
+def _round_cost(cost: float | None) -> float | None:
+    return None if cost is None else round(cost, 4)

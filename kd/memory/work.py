@@ -1,0 +1,98 @@
+"""The arithmetic of a job's work: FLOP, bytes that are moved, seconds and cost. Imports no torch.
+
+For a model whose layers have N parameters that a token meets, D hidden width, V vocabulary, A the
+width of all heads of all layers, C tokens of context:
+
+    forward   2 N + 4 A C / 2 for each token (causal attention sees half of the context),
+              2 D V for each position with a target
+    backward  twice that; once where the weights are frozen
+    again     a forward pass of the layers that activation checkpointing recomputes
+
+These are the 6 N D of Kaplan et al. 2020 (arXiv 2001.08361), with the attention and the LM head
+apart. A phase takes the longer of two times: that of its FLOP, and that of its bytes, each at a
+share of the device's rate, the utilisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kd.memory.devices import DeviceRates
+
+#: Share of a device's rate that a phase is expected to reach where no step of it was timed. Dense
+#: transformers are trained at 0.3 to 0.5 of the rate (PaLM: 0.46, Chowdhery et al. 2022).
+ASSUMED_UTILIZATION = 0.4
+#: Times that the logits of a chunk are written or read, with and without their gradient.
+_LOGIT_PASSES = {True: 4, False: 2}
+#: Bytes of a logit.
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What one token costs in a model.
+
+    ``products`` are the parameters of its layers that a token meets, ``attention`` is the width of
+    all heads, summed over the layers, ``head`` is D V, and ``stored`` counts all parameters.
+    ``frozen`` says that adapters are trained and not these weights.
+    """
+
+    products: int
+    attention: int
+    head: int
+    vocabulary: int
+    stored: int
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over ``tokens`` in rows of ``context`` tokens, of which ``targets`` are scored.
+
+    ``micro_batches`` is how often the weights are read. ``recomputed`` is the share of the layers
+    whose forward pass runs twice; ``saved_bytes`` are the activations that are kept for the
+    backward pass of all tokens.
+    """
+
+    tokens: float
+    targets: float
+    context: int
+    micro_batches: float
+    trains: bool = False
+    recomputed: float = 0.0
+    saved_bytes: float = 0.0
+    #: Bytes that the optimiser reads and writes, in all steps.
+    updated_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOP of products, and bytes that are moved between memory and processor."""
+
+    flops: float
+    bytes: float
+
+    @classmethod
+    def of(cls, model: ModelWork, run: Pass, weight_bytes: int) -> Work:
+        """Count the work of ``run``; ``weight_bytes`` are those of a number of the weights."""
+        body = run.tokens * (2 * model.products + 2 * model.attention * run.context)
+        head = run.targets * 2 * model.head
+        backward = (1 if model.frozen else 2) if run.trains else 0
+        reads = 1 + 2 * run.trains + run.recomputed
+        moved = (
+            run.micro_batches * reads * model.stored * weight_bytes
+            + run.targets * model.vocabulary * _LOGIT_BYTES * _LOGIT_PASSES[run.trains]
+            + 2 * run.saved_bytes
+            + run.updated_bytes
+        )
+        return cls(body * (1 + backward + run.recomputed) + head * (1 + backward), moved)
+
+    def seconds(self, rates: DeviceRates, dtype: str, tf32: bool, utilization: float) -> float:
+        """The time on a device of these ``rates`` at the share ``utilization`` of them."""
+        products = self.flops / rates.find_rate(dtype, tf32)
+        return max(products, self.bytes / rates.bandwidth) / utilization
+
+
+def compute_cost(seconds: float, price: float | None) -> float | None:
+    """The cost of ``seconds`` at ``price`` an hour, in the currency of the price."""
+    return None if price is None else seconds / 3600 * price

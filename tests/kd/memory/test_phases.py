@@ -1,0 +1,190 @@
+"""Memory, time and cost of a job's phases, against counts that are made in another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kd.config.train import TrainConfig
+from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, DeviceRates, find_device_kind
+from kd.memory.model_work import count_model_work
+from kd.memory.phases import (
+    CapturePhase,
+    DeviceForecast,
+    Place,
+    Strategy,
+    TrainingPhase,
+    forecast_phases,
+)
+from kd.memory.rates import measure_rates
+from kd.memory.step_memory import estimate_memory
+from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, compute_cost
+from kd.models.layers import compute_hidden_states
+from kd.models.precision import Precision
+from tests.support.kd.students import make_llama
+from tests.support.kd.zoo import build
+
+CPU = torch.device("cpu")
+#: A device of round figures: 1 TFLOP/s in halves, a quarter of that in float32, 100 GB/s.
+RATES = DeviceRates("round", 2**30, 1e12, 0.25e12, 0.5e12, 1e11)
+HERE = Place(RATES, is_gpu=False, process=1000, auto="fp32", is_timed=True)
+MODEL = ModelWork(products=1000, attention=64, head=800, vocabulary=50, stored=2000)
+
+
+def make_training(**changes: Any) -> TrainingPhase:
+    options = TrainConfig(max_steps=10, batch_size=4).model_copy(update=changes)
+    sizes = {"vocabulary": 50, "length": 48, "targets": 47.0, "steps": 10}
+    rest = {"evaluations": 2, "held_out": 8, "loader": 100}
+    student = make_llama(layers=4)
+    return TrainingPhase.measure(student, options, **sizes, **rest)
+
+
+def make_capture() -> CapturePhase:
+    return CapturePhase(
+        teacher=make_llama(layers=2), vocabulary=50, batch_size=2, length=48, sequences=10,
+        targets=47.0, item_bytes=4, records=500, seconds=2.0,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- work
+
+
+def test_a_training_token_costs_six_flop_for_each_parameter() -> None:
+    run = Pass(tokens=100, targets=90, context=0, micro_batches=1)
+    reading = Work.of(MODEL, run, 4)
+    assert reading.flops == 2 * (100 * 1000 + 90 * 800)
+    training = Work.of(MODEL, replace(run, trains=True), 4)
+    assert training.flops == 3 * reading.flops
+    again = Work.of(MODEL, replace(run, trains=True, recomputed=1.0), 4)
+    assert again.flops == training.flops + 2 * 100 * 1000
+    adapters = Work.of(replace(MODEL, frozen=True), replace(run, trains=True), 4)
+    assert adapters.flops == 2 * reading.flops
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_products_of_a_model_are_those_that_torch_counts(name: str) -> None:
+    """A token of a mixture of experts meets those experts only that its router picks."""
+    model = make_llama(layers=3) if name == "llama" else build(name)
+    if name == "mixtral":
+        # torch does not count the grouped products that are the default.
+        model.set_experts_implementation("eager")
+    tokens_BL = torch.arange(24).remainder(model.config.vocab_size)[None]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        compute_hidden_states(model.eval(), tokens_BL)
+    counted = sum(
+        flops
+        for operation, flops in counter.get_flop_counts()["Global"].items()
+        if "attention" not in str(operation)
+    )
+    found = 2 * count_model_work(model, 50).products
+    assert found == pytest.approx(counted / 24, rel=0.05)
+
+
+def test_a_phase_takes_the_longer_of_products_and_bytes() -> None:
+    work = Work(flops=1e12, bytes=1e10)
+    assert work.seconds(RATES, "bf16", True, 1.0) == 1.0
+    assert work.seconds(RATES, "fp32", True, 0.5) == 4.0
+    assert work.seconds(RATES, "fp32", False, 1.0) == 4.0
+    assert Work(flops=0.0, bytes=1e12).seconds(RATES, "bf16", True, 1.0) == 10.0
+
+
+def test_the_cost_is_that_of_the_hours() -> None:
+    assert compute_cost(1800, 3.0) == 1.5
+    assert compute_cost(1800, None) is None
+
+
+# ---------------------------------------------------------------------- devices
+
+
+def test_a_gpu_is_found_by_the_name_that_torch_gives_it() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA L40S": "l40s", "NVIDIA L4": "l4",
+        "NVIDIA GeForce RTX 4090": "rtx4090", "Tesla T4": "t4", "NVIDIA B200": "b200",
+    }  # fmt: skip
+    found = {name: find_device_kind(name) for name in names}
+    assert {name: kind and kind.name for name, kind in found.items()} == names
+    a100 = find_device_kind("NVIDIA A100-SXM4-80GB")
+    assert a100 is not None and a100.half == 312e12
+    assert find_device_kind("Radeon") is None
+
+
+def test_the_rates_of_this_machine_are_measured() -> None:
+    found = measure_rates(CPU)
+    assert found.name.startswith("cpu, ") and found.memory > 2**28
+    assert min(found.half, found.single, found.bandwidth) > 0
+
+
+# ---------------------------------------------------------------------- phases
+
+
+def test_the_device_at_hand_takes_the_seconds_that_were_timed() -> None:
+    found = forecast_phases(HERE, make_capture(), make_training(), seconds=5.0, price=36.0)
+    capture, training, evaluation = found.phases
+    assert not found.expected
+    assert (capture.phase, capture.seconds) == ("capture", 2.0)
+    assert (training.phase, training.seconds, training.cost) == ("training", 5.0, 0.05)
+    assert evaluation.utilization == training.utilization
+    assert 0 < evaluation.flops < training.flops
+
+
+def test_the_memory_of_a_training_is_the_step_s_and_what_lies_beside_it() -> None:
+    training = make_training()
+    phase = forecast_phases(HERE, None, training, seconds=5.0).phases[0]
+    options = training.options
+    step = estimate_memory(training.student, options, 48, 50, Precision("cpu", torch.float32))
+    assert phase.memory_bytes == step.total + 100 + 1000
+    evaluation = forecast_phases(HERE, None, training, seconds=5.0).phases[1].memory
+    assert (evaluation.gradients, evaluation.weights) == (0, phase.memory.weights)
+
+
+def test_another_device_is_expected_by_its_figures() -> None:
+    kind = DEVICE_KINDS["t4"]
+    training = make_training()
+    found = forecast_phases(Place.named(kind), make_capture(), training, 5.0, price=1.0)
+    assert found.expected and found.device == "t4"
+    assert {each.utilization for each in found.phases} == {ASSUMED_UTILIZATION}
+    # A GPU does not hold the loader's records, and its CUDA context is counted.
+    phase = found.phases[1]
+    memory = phase.memory
+    parts = memory.weights + memory.gradients + memory.optimizer + memory.activations + memory.head
+    assert phase.memory_bytes == parts + CUDA_CONTEXT
+    assert all(each.fits for each in found.phases)
+    # float16 is the default there, and a T4 has no bfloat16.
+    assert Place.named(kind).choose_precision("auto") == "fp16"
+    assert Place.named(DEVICE_KINDS["l4"]).choose_precision("auto") == "bf16"
+
+
+def read(found: DeviceForecast) -> dict[str, Strategy]:
+    return {each.setting: each for each in found.strategies}
+
+
+def test_each_strategy_moves_one_lever() -> None:
+    training = make_training(logits_chunk=300)
+    found = read(forecast_phases(HERE, None, training, seconds=5.0))
+    written = found.pop("as written")
+    assert written.seconds == 5.0
+    full = found["train.gradient_checkpointing full"]
+    assert full.memory_bytes < written.memory_bytes and full.seconds > written.seconds
+    single = found["train.batch_size 1, train.gradient_accumulation_steps 4"]
+    assert single.memory_bytes < written.memory_bytes
+    assert found["train.precision bf16"].seconds < written.seconds
+    assert found.keys() >= {"train.gradient_checkpointing sqrt", "train.logits_chunk 256"}
+
+
+def test_a_lever_that_is_pulled_already_is_left_out() -> None:
+    training = make_training(gradient_checkpointing="full", batch_size=1, logits_chunk=8)
+    found = read(forecast_phases(HERE, None, training, seconds=5.0))
+    assert found.keys() == {
+        "as written", "train.precision bf16", "train.precision fp32",
+        "train.gradient_checkpointing sqrt",
+    }  # fmt: skip
+
+
+def test_what_does_not_fit_is_told() -> None:
+    small = replace(HERE, rates=replace(RATES, memory=10_000))
+    found = forecast_phases(small, None, make_training(), seconds=5.0)
+    assert not found.phases[0].fits and not found.strategies[0].fits
