@@ -140,6 +140,17 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
+    def _base_has_the_precision_of_products(self) -> Self:
+        lora = self.student.lora if self.student is not None else None
+        precision = self.train.precision if self.train is not None else "auto"
+        if lora is not None and lora.base == "bfloat16" and precision in ("fp32", "fp16"):
+            raise ValueError(
+                "student.lora.base bfloat16 needs products in bfloat16, but train.precision is "
+                f"{precision}: set it to bf16, or student.lora.base to float32"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _temperature_can_learn(self) -> Self:
         temperature = self.loss.temperature
         if not isinstance(temperature, LearnedTemperature):

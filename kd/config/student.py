@@ -134,6 +134,13 @@ class LoraConfig(Section):
             "get adapters; default all but the LM head. Routers get none."
         ),
     )
+    base: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description=(
+            "Precision of the frozen weights in memory. bfloat16 halves their size and needs "
+            "train.precision bf16; the adapters stay in float32."
+        ),
+    )
     merge: bool = Field(
         True,
         description=(

@@ -72,8 +72,10 @@ def estimate_least_memory(config: JobConfig, root: Path) -> int | None:
 def _count_student_bytes(config: JobConfig, parameters: list[ParameterShape]) -> int:
     """Count the bytes of weights, gradients, optimiser state and moving average, in float32."""
     weights = FLOAT32 * sum(each.size for each in parameters)
-    if config.train is None or (config.student is not None and config.student.lora is not None):
-        return weights  # LoRA trains only the adapters, which are small beside the weights
+    lora = None if config.student is None else config.student.lora
+    if config.train is None or lora is not None:
+        # LoRA trains only the adapters, which are small beside the weights.
+        return weights // 2 if lora is not None and lora.base == "bfloat16" else weights
     average = weights if config.train.ema_decay is not None else 0
     return 2 * weights + count_optimizer_bytes(config.train.optim, parameters) + average
 

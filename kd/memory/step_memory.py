@@ -125,7 +125,8 @@ def _estimate_lm_head_bytes(
     """
     weight = student.get_output_embeddings().weight
     chunk = min(chunk, positions)
-    cast = _count_bytes(weight) // 2 if precision.dtype.itemsize == 2 else 0
+    is_cast = precision.dtype.itemsize < weight.element_size()
+    cast = weight.numel() * precision.dtype.itemsize if is_cast else 0
     states = 2 * positions * weight.shape[1] * precision.dtype.itemsize
     return 2 * 4 * chunk * vocabulary + _count_bytes(weight) * weight.requires_grad + cast + states
 

@@ -29,7 +29,7 @@ from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
 from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
 from kd.models.inheritance import cut_hollow_student, cut_student
-from kd.models.precision import choose_weight_dtype
+from kd.models.precision import choose_weight_dtype, round_parameters
 from kd.models.tokenizers import get_vocabulary_size
 
 
@@ -79,14 +79,18 @@ def build_student(
     context: int,
     teacher: TeacherConfig | None = None,
 ) -> PreTrainedModel:
-    """Return the student in float32 on the CPU, with adapters where ``config`` asks for them.
+    """Return the student on the CPU, with adapters where ``config`` asks for them.
 
-    It is loaded from its folder, cut out of the teacher, or built fresh. Fresh weights and
-    adapters are drawn from torch's current random state.
+    Its weights are float32, or under adapters what ``student.lora.base`` says. It is loaded from
+    its folder, cut out of the teacher, or built fresh. Fresh weights and adapters are drawn from
+    torch's current random state.
     """
     assert config is not None, "JobConfig refuses a training job without a student"
     student = _build_without_adapters(config, tokenizer, context, teacher)
-    return student if config.lora is None else add_adapters(student, config.lora)
+    if config.lora is None:
+        return student
+    round_parameters(student, getattr(torch, config.lora.base))
+    return add_adapters(student, config.lora)
 
 
 def _build_without_adapters(
@@ -106,7 +110,9 @@ def _build_without_adapters(
         return _make_fresh_llama(config.init, tokenizer, context)
     if config.from_teacher is None:
         assert config.model is not None
-        return read(resolve_model(config.model, config.revision), torch.float32)
+        # Read as it is kept: two copies of a large base need not exist.
+        dtype = torch.float32 if config.lora is None else getattr(torch, config.lora.base)
+        return read(resolve_model(config.model, config.revision), dtype)
     assert teacher is not None, "JobConfig refuses a student from a teacher without a teacher"
     folder = resolve_model(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
     whole = read(folder, torch.float32, teacher.gguf_file, require_allowed_remote_code(teacher))

@@ -89,6 +89,11 @@ class Precision:
         )
 
     @property
+    def name(self) -> str:
+        """Its name in a configuration: bf16, fp16 or fp32."""
+        return next(name for name, dtype in _DTYPES.items() if dtype == self.dtype)
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss must be scaled; true for float16 alone, where gradients underflow."""
         return self.dtype == torch.float16
@@ -112,6 +117,15 @@ def choose_weight_dtype(stored: torch.dtype, device: torch.device) -> torch.dtyp
     best = _DTYPES[find_hardware(device).precision]
     lacks_it = stored == torch.bfloat16 or best == torch.float32
     return best if stored.itemsize == 2 and lacks_it else stored
+
+
+def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters of ``model`` to ``dtype``, in place.
+
+    Buffers stay as they are: rotary frequencies need all of float32.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def set_tf32(device: torch.device, wanted: bool) -> None:

@@ -20,7 +20,7 @@ from kd.models.adapters import (
 )
 from kd.models.folder import resolve_model
 from kd.models.loading import load_model
-from kd.models.precision import Precision
+from kd.models.precision import Precision, round_parameters
 
 #: The folder of the adapters, below the student's.
 ADAPTER_FOLDER = "adapter"
@@ -75,6 +75,8 @@ def _save_adapters(
     assert plan is not None and plan.lora is not None, "only student.lora gives a student adapters"
     if plan.lora.merge:
         save_adapters(student, folder / ADAPTER_FOLDER, plan.model, plan.revision)
+        # In 16 bits the adapters' part would be rounded before the sum is.
+        round_parameters(student, torch.float32)
         merge_adapters(student)
         return folder
     save_adapters(student, folder / ADAPTER_FOLDER, plan.model or BASE_FOLDER, plan.revision)

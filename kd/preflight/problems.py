@@ -156,14 +156,24 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:
-    """Find a precision that ``device`` lacks, before a capture is spent on the job."""
+    """Find a precision that ``device`` or the student's base does not have, before a capture."""
     if device is None or config.train is None:
         return []
     # This imports torch, which a caller that has a device has imported already.
     from kd.models.precision import Precision
 
     try:
-        Precision.choose(config.train.precision, device)
+        precision = Precision.choose(config.train.precision, device)
     except ConfigError as error:
         return error.problems
+    lora = None if config.student is None else config.student.lora
+    if lora is not None and lora.base == "bfloat16" and precision.name != "bf16":
+        return [
+            Problem(
+                "/student/lora/base",
+                f"bfloat16 needs products in bfloat16, but train.precision is "
+                f"{config.train.precision}, which means {precision.name} on this device.",
+                "Set train.precision to bf16, or student.lora.base to float32.",
+            )
+        ]
     return []

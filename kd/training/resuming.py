@@ -28,9 +28,14 @@ def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
     """
     train = config.require_train()
     # A field that is left out counts as before it existed.
-    unset = {"loss": {"router_balance"}} if config.loss.router_balance is None else None
+    unset: dict[str, Any] = {}
+    if config.loss.router_balance is None:
+        unset["loss"] = {"router_balance"}
+    lora = None if config.student is None else config.student.lora
+    if lora is not None and lora.base == "float32":
+        unset["student"] = {"lora": {"base"}}
     content = [
-        config.model_dump_json(include=_list_shaping_sections(config), exclude=unset),
+        config.model_dump_json(include=_list_shaping_sections(config), exclude=unset or None),
         train.model_dump_json(exclude=FREE_FIELDS),
         source_identity,
     ]
