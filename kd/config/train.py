@@ -136,6 +136,16 @@ class TrainConfig(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
     adam_epsilon: float = Field(1e-8, gt=0, le=1, description="AdamW epsilon.")
+    lm_head_floor: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description=(
+            "AdamW, muon and schedule_free: weights of the LM head whose gradients are below this "
+            "share of the root mean square of all move in proportion to them, so that rows of rare "
+            "words move little; 0 = as AdamW does, where all move alike."
+        ),
+    )
     max_grad_norm: float = Field(
         1.0, ge=0, le=1e6, description="Clip the gradient's global norm to this; 0 = do not clip."
     )

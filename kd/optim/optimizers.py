@@ -7,6 +7,8 @@
     schedule_free  schedulefree's AdamW, which keeps an average of the weights for evaluation
 
 The loop sees one ``torch.optim.Optimizer`` each time: groups with rates, ``step``, ``zero_grad``.
+Where AdamW or schedule-free trains the LM head, rows of rare words move little
+(``kd.optim.rare_rows``).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from transformers.optimization import Adafactor
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 from kd.models.layers import find_decoder_layers, list_layer_parameters
+from kd.optim.rare_rows import keep_floor
 
 ParameterGroup = dict[str, Any]
 
@@ -41,8 +44,12 @@ def make_optimizer(
     """
     groups = _make_groups(student, list(extra), options)
     if options.optim == "muon":
-        return _make_muon(student, groups, options, device)
-    return _make_one_optimizer(options.optim, groups, options, device)
+        optimizer: Optimizer = _make_muon(student, groups, options, device)
+    else:
+        optimizer = _make_one_optimizer(options.optim, groups, options, device)
+    if options.lm_head_floor:
+        keep_floor(optimizer, student.get_output_embeddings().weight, options.lm_head_floor)
+    return optimizer
 
 
 # ---------------------------------------------------------------------- layers

@@ -131,6 +131,7 @@ BOUNDS = [
     ("train.adam_beta1", [-0.1, 1.0], [0]),
     ("train.adam_beta2", [-0.1, 1.0], [0]),
     ("train.adam_epsilon", [0, 2], [1]),
+    ("train.lm_head_floor", [-0.1, 1.0], [0]),
     ("train.max_grad_norm", [-1], [0]),
     ("train.precision", ["int8", "bfloat16"], ["bf16"]),
     (

@@ -81,10 +81,12 @@ def gradient(parameter: Tensor, step: int) -> Tensor:
 # Every function takes a start, the gradients, a rate and a decay, and returns where three steps
 # end.
 
-Reference = Callable[[Tensor, list[Tensor], float, float], Tensor]
+Reference = Callable[..., Tensor]
 
 
-def adamw(w: Tensor, gradients: list[Tensor], rate: float, decay: float) -> Tensor:
+def adamw(
+    w: Tensor, gradients: list[Tensor], rate: float, decay: float, floor: float = 0.0
+) -> Tensor:
     m = v = torch.zeros_like(w)
     for step, g in enumerate(gradients, 1):
         m = 0.9 * m + 0.1 * g
@@ -94,6 +96,7 @@ def adamw(w: Tensor, gradients: list[Tensor], rate: float, decay: float) -> Tens
             - rate * decay * w
             - rate * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
         )
+        v = torch.maximum(v, floor**2 * v.mean())
     return w
 
 
@@ -133,7 +136,9 @@ def lars(w: Tensor, gradients: list[Tensor], rate: float, decay: float) -> Tenso
     return w
 
 
-def schedule_free(w: Tensor, gradients: list[Tensor], rate: float, decay: float) -> Tensor:
+def schedule_free(
+    w: Tensor, gradients: list[Tensor], rate: float, decay: float, floor: float = 0.0
+) -> Tensor:
     """Defazio et al. 2024: gradients at y, steps of z, x their mean; where it is evaluated is x."""
     x = z = y = w
     v = torch.zeros_like(w)
@@ -142,6 +147,7 @@ def schedule_free(w: Tensor, gradients: list[Tensor], rate: float, decay: float)
         z = z - rate * (g / ((v / (1 - 0.95**step)).sqrt() + 1e-8) + decay * y)
         x = x + (z - x) / step
         y = 0.1 * z + 0.9 * x
+        v = torch.maximum(v, floor**2 * v.mean())
     return y
 
 
@@ -165,18 +171,85 @@ def trained(student: nn.Module, chosen: TrainConfig, steps: int = 3) -> None:
 @pytest.mark.parametrize("name", REFERENCES)
 def test_three_steps_are_those_of_the_paper(name: str) -> None:
     student = llama()
-    expected = {
+    expected = take_reference_steps(name, student)
+    trained(student, options(optim=name, lm_head_floor=0))
+    for key, parameter in student.named_parameters():
+        assert torch.allclose(parameter, expected[key], rtol=1e-10, atol=1e-12), key
+
+
+def take_reference_steps(
+    name: str, student: nn.Module, floors: dict[str, float] | None = None
+) -> dict[str, Tensor]:
+    """Three steps by hand for every parameter; ``floors`` are those of some, by name."""
+    floors = floors or {}
+    return {
         key: REFERENCES[name](
             parameter.detach().clone(),
             [gradient(parameter, step) for step in range(3)],
             0.01,
             0.1 * (parameter.ndim > 1),
+            **({"floor": floors[key]} if key in floors else {}),
         )
         for key, parameter in student.named_parameters()
     }
+
+
+# ---------------------------------------------------------------------- the floor of the LM head
+
+
+@pytest.mark.parametrize("name", ["adamw", "schedule_free"])
+@pytest.mark.parametrize(("tied", "key"), [(False, "lm_head"), (True, "model.embed_tokens")])
+def test_the_floor_is_that_of_the_lm_head_alone(name: str, tied: bool, key: str) -> None:
+    student = llama(tied)
+    plain = take_reference_steps(name, student)
+    expected = take_reference_steps(name, student, {f"{key}.weight": 0.7})
+    assert not torch.allclose(plain[f"{key}.weight"], expected[f"{key}.weight"], rtol=1e-3)
+    trained(student, options(optim=name, lm_head_floor=0.7))
+    for each, parameter in student.named_parameters():
+        assert torch.allclose(parameter, expected[each], rtol=1e-10, atol=1e-12), each
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "schedule_free"])
+def test_rows_with_small_gradients_move_in_proportion_to_them(name: str) -> None:
+    """Adam alone moves each row by the rate, and so would enlarge the noise of rare words."""
+
+    def measure_steps(floor: float) -> Tensor:
+        student = llama()
+        start = student.lm_head.weight.detach().clone()
+        chosen = options(optim=name, lm_head_floor=floor, weight_decay=0)
+        optimizer = make_optimizer(student, (), chosen, CPU)
+        for step in range(20):
+            for parameter in student.parameters():
+                parameter.grad = gradient(parameter, 0) * (0.9**step + 1)
+            student.lm_head.weight.grad[:] = 1 + step % 2
+            student.lm_head.weight.grad[:12] *= 1e-4
+            optimizer.step()
+        return (student.lm_head.weight.detach() - start).abs().mean(1)
+
+    plain = measure_steps(0)
+    assert plain[0] == pytest.approx(float(plain[-1]), rel=0.01)
+    floored = measure_steps(0.1)
+    assert floored[-1] == pytest.approx(float(plain[-1]), rel=1e-6)
+    # The first step is taken before there is a floor.
+    assert floored[0] < 0.1 * floored[-1]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lion", "lars"])
+def test_optimisers_without_a_mean_square_have_no_floor(name: str) -> None:
+    with_floor = llama()
+    without = llama()
+    trained(with_floor, options(optim=name, lm_head_floor=0.7))
+    trained(without, options(optim=name, lm_head_floor=0))
+    assert torch.equal(with_floor.lm_head.weight, without.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frozen_lm_head_needs_no_floor(name: str) -> None:
+    student = llama()
+    student.lm_head.requires_grad_(False)
+    before = student.lm_head.weight.clone()
     trained(student, options(optim=name))
-    for key, parameter in student.named_parameters():
-        assert torch.allclose(parameter, expected[key], rtol=1e-10, atol=1e-12), key
+    assert torch.equal(student.lm_head.weight, before)
 
 
 def test_muon_orthogonalises_the_matrices_of_the_layers_and_nothing_else() -> None:
