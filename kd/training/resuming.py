@@ -27,16 +27,17 @@ def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
     A job may resume from a checkpoint of the same identity.
     """
     train = config.require_train()
-    # A field that is left out counts as before it existed.
+    # A field whose value means what was done before it existed is left out.
     unset: dict[str, Any] = {}
     if config.loss.router_balance is None:
         unset["loss"] = {"router_balance"}
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}
+    free = FREE_FIELDS if train.lm_head_floor else {*FREE_FIELDS, "lm_head_floor"}
     content = [
         config.model_dump_json(include=_list_shaping_sections(config), exclude=unset or None),
-        train.model_dump_json(exclude=FREE_FIELDS),
+        train.model_dump_json(exclude=free),
         source_identity,
     ]
     return hashlib.sha256("\n".join(content).encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.lookahead import LookAhead
 from kd.training.loop import train
+from kd.training.resuming import FREE_FIELDS, compute_resume_identity
 from tests.support.kd.students import copy_weights
 from tests.support.kd.training import stop_after
 
@@ -137,6 +139,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "optim_args": {"train": {"optim_args": {"amsgrad": 1}}},
     "weight_decay": {"train": {"weight_decay": 0.5}},
     "layer_lr_decay": {"train": {"layer_lr_decay": 0.5}},
+    "lm_head_floor": {"train": {"lm_head_floor": 0.0}},
     "onecycle": {"train": {"lr_scheduler_type": "onecycle"}},
     "warm-up, stable, decay": {
         "train": {
@@ -368,3 +371,17 @@ def test_the_slope_that_looks_ahead_is_that_of_the_loss(
         up, down = (float(end.detach()) for end in ends)
         found = ahead._slope(batch, objective, temperature)
         assert found == pytest.approx((up - down) / (2 * step), rel=2e-3)
+
+
+def test_without_the_floor_a_job_may_resume_what_was_begun_before_it_existed(
+    taught: Taught,
+) -> None:
+    plain = taught.config(train={"lm_head_floor": 0.0})
+    content = [
+        plain.model_dump_json(include={"student", "loss"}, exclude={"loss": {"router_balance"}}),
+        plain.require_train().model_dump_json(exclude={*FREE_FIELDS, "lm_head_floor"}),
+        "source",
+    ]
+    before = hashlib.sha256("\n".join(content).encode()).hexdigest()
+    assert compute_resume_identity(plain, "source") == before
+    assert compute_resume_identity(taught.config(), "source") != before

@@ -75,6 +75,14 @@ def test_relative_positions_need_no_position_ids() -> None:
     assert model.config._attn_implementation == "potstill"
 
 
+def test_a_second_isolation_changes_nothing() -> None:
+    """A forecast and a training may isolate the documents of one student after each other."""
+    model = build("llama tied")
+    isolate_documents(model)
+    isolate_documents(model)
+    assert model.config._attn_implementation == "potstill"
+
+
 def test_a_model_that_needs_its_mask_keeps_it() -> None:
     torch.manual_seed(0)
     model = Particular(LlamaConfig(**LLAMA)).eval()
