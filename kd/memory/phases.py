@@ -230,7 +230,7 @@ class TrainingPhase:
         return cls(student=student, options=options, saved=saved, model=model, **sizes)
 
     def change(self, **settings: Any) -> TrainingPhase:
-        """The same training with other settings of ``train``."""
+        """Return this training with ``settings`` in place of those of the job's section train."""
         return replace(self, options=self.options.model_copy(update=settings))
 
     def estimate_step(self, place: Place) -> StepMemoryEstimate:
@@ -244,7 +244,10 @@ class TrainingPhase:
         return estimate_memory(*parts, saved, chunk)
 
     def _find_saved(self, place: Place) -> SavedBytesFit:
-        """What autograd keeps on ``place``; float16 takes the bytes of bfloat16."""
+        """Return the bytes that autograd keeps in the precision of ``place``.
+
+        Those of float16 are taken from bfloat16, which is as wide.
+        """
         name = place.choose_precision(self.options.precision)
         return self.saved["fp32" if name == "fp32" else "bf16"]
 

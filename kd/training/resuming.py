@@ -36,7 +36,7 @@ def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
         unset["student"] = {"lora": {"base"}}
     free = FREE_FIELDS if train.lm_head_floor else {*FREE_FIELDS, "lm_head_floor"}
     content = [
-        config.model_dump_json(include=_list_shaping_sections(config), exclude=unset or None),
+        config.model_dump_json(include=_list_shaping_sections(config), exclude=unset),
         train.model_dump_json(exclude=free),
         source_identity,
     ]
