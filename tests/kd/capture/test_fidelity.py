@@ -40,59 +40,15 @@ from kd.capture.fidelity import (
 )
 from kd.capture.sampling import Randomness
 from kd.config.jobfile import parse_config
-from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError
 from kd.models.layers import compute_hidden_states
-from kd.models.lm_head import find_lm_head
-from kd.models.loading import load_teacher
 from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
 from tests.support.commands import kd
+from tests.support.kd.captures import PROFILES, capture, live
 from tests.support.kd.zoo import write_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PROFILES: dict[str, dict[str, Any]] = {
-    "threshold": {"threshold": 0.02, "always_keep": [0, 7], "draws": 2},
-    "tempered": {"profile": "tempered"},
-    "topk": {"profile": "topk", "k": 16},
-    "dense": {"profile": "dense"},
-    "dense32": {"profile": "dense", "dtype": "float32"},
-    "hidden": {"profile": "hidden"},
-    "int8": {"profile": "hidden", "dtype": "int8"},
-}
-
-
-def capture(
-    teacher: Path, text: Path, home: Path, monitor: Monitor = SILENT, **options: Any
-) -> Path:
-    data = {
-        "train": str(text),
-        "sequence_length": 64,
-        "max_train_samples": 20,
-        "max_eval_samples": 4,
-    }
-    job = {"kind": "precompute", "teacher": {"model": str(teacher)}, "data": data}
-    config = parse_config(job | {"cache": {"shard_sequences": 7, **options}})
-    summary = run_precompute(config, home, home / "run", monitor)["cache"]
-    return home / "caches" / str(summary["fingerprint"])
-
-
-@pytest.fixture(scope="module")
-def stores(
-    tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Cache]:
-    home = tmp_path_factory.mktemp("home")
-    return {
-        name: open_cache(capture(tiny_teacher, tiny_text, home, **PROFILES[name]))
-        for name in PROFILES
-    }
-
-
-def live(folder: Path) -> LiveTeacher:
-    model = load_teacher(TeacherConfig(model=str(folder)), folder, torch.device("cpu"))
-    return LiveTeacher(model, find_lm_head(model, 2048))
-
 
 # ---------------------------------------------------------------------- the right teacher
 

@@ -33,61 +33,21 @@ from kd.capture.fidelity import (
 )
 from kd.capture.noise import LARGEST_NOISE, read_together
 from kd.capture.sampling import Randomness
-from kd.config.jobfile import parse_config
-from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError
-from kd.models.lm_head import find_lm_head
-from kd.models.loading import load_teacher
-from kd.pipeline import run_precompute
-from kd.progress import SILENT, Event, Monitor
+from kd.progress import Event, Monitor
+from tests.support.kd.captures import PROFILES, capture, live
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Readings of the noise that each test judges, with a seed each.
 TRIALS = 3
+NAMES = ("threshold", "tempered", "topk", "dense", "hidden")
 Fault = Callable[[Tensor, Sequences], Tensor]
 
 
 def leave(states_ND: Tensor, _: Sequences) -> Tensor:
     """Change nothing."""
     return states_ND
-
-
-def make_job(teacher: Path, text: Path, **options: Any) -> dict[str, Any]:
-    data = {"train": str(text), "sequence_length": 64}
-    data |= {"max_train_samples": 20, "max_eval_samples": 4}
-    job = {"kind": "precompute", "teacher": {"model": str(teacher)}, "data": data}
-    return job | {"cache": {"shard_sequences": 7, **options}}
-
-
-def capture(job: dict[str, Any], home: Path, monitor: Monitor = SILENT) -> Cache:
-    summary = run_precompute(parse_config(job), home, home / "run", monitor)["cache"]
-    return open_cache(home / "caches" / str(summary["fingerprint"]))
-
-
-PROFILES = {
-    "threshold": {"threshold": 0.02},
-    "tempered": {"profile": "tempered"},
-    "topk": {"profile": "topk", "k": 16},
-    "dense": {"profile": "dense"},
-    "hidden": {"profile": "hidden"},
-}
-
-
-@pytest.fixture(scope="module")
-def stores(
-    tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Cache]:
-    home = tmp_path_factory.mktemp("home")
-    return {
-        name: capture(make_job(tiny_teacher, tiny_text, **options), home)
-        for name, options in PROFILES.items()
-    }
-
-
-def load(folder: Path) -> LiveTeacher:
-    model = load_teacher(TeacherConfig(model=str(folder)), folder, torch.device("cpu"))
-    return LiveTeacher(model, find_lm_head(model, 2048))
 
 
 def find_key(sequences: Sequences, row: int) -> int:
@@ -140,12 +100,12 @@ def judge(
 
 
 @pytest.mark.parametrize("nats", [0.0, 0.05, 0.1, 0.15, 0.3])
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_honest_cache_passes_at_any_noise(
     stores: dict[str, Cache], tiny_teacher: Path, name: str, nats: float
 ) -> None:
     store = as_bfloat16(stores[name])
-    teacher = load(tiny_teacher)
+    teacher = live(tiny_teacher)
     assert [judge(store, teacher, nats, seed) for seed in range(TRIALS)] == [[]] * TRIALS
 
 
@@ -177,7 +137,7 @@ def revise(states_ND: Tensor, _: Sequences) -> Tensor:
 def test_a_fault_is_found_at_any_noise(
     stores: dict[str, Cache], tiny_teacher: Path, name: str, fault: Fault, nats: float
 ) -> None:
-    assert judge(as_bfloat16(stores[name]), load(tiny_teacher), nats, 0, fault)
+    assert judge(as_bfloat16(stores[name]), live(tiny_teacher), nats, 0, fault)
 
 
 def test_a_teacher_that_is_nothing_but_noise_proves_nothing(
@@ -232,12 +192,12 @@ def test_a_field_overrules_the_verdict_and_the_cache_keeps_it(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, unfair: None
 ) -> None:
     with pytest.raises(FidelityError, match="bias_z") as refusal:
-        capture(make_job(tiny_teacher, tiny_text), tmp_path)
+        capture(tiny_teacher, tiny_text, tmp_path)
     assert "cache.fidelity: warn" in refusal.value.remedy
 
     events: list[Event] = []
-    job = make_job(tiny_teacher, tiny_text, fidelity="warn")
-    store = capture(job, tmp_path, Monitor(events.append))
+    monitor = Monitor(events.append)
+    store = open_cache(capture(tiny_teacher, tiny_text, tmp_path, monitor, fidelity="warn"))
     overruled = store.manifest.overruled
     assert overruled is not None and overruled.field == "cache.fidelity: warn"
     assert 0 <= overruled.noise < 1e-3 and overruled.problems[0].startswith("bias_z at temperature")
@@ -250,7 +210,7 @@ def test_a_field_overrules_the_verdict_and_the_cache_keeps_it(
 
     # A job that uses the cache and does not overrule the verdict itself is warned, too.
     later: list[Event] = []
-    capture(make_job(tiny_teacher, tiny_text), tmp_path, Monitor(later.append))
+    capture(tiny_teacher, tiny_text, tmp_path, Monitor(later.append))
     messages = [str(event.data["message"]) for event in later if event.type == "warning"]
     assert any(overruled.describe() in message for message in messages)
 
@@ -262,8 +222,8 @@ def test_a_field_overrules_the_verdict_and_the_cache_keeps_it(
 def test_a_faithful_cache_is_the_same_with_the_field(
     stores: dict[str, Cache], tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    job = make_job(tiny_teacher, tiny_text, fidelity="warn", **PROFILES["threshold"])
-    store = capture(job, tmp_path)
+    options = {"fidelity": "warn", **PROFILES["threshold"]}
+    store = open_cache(capture(tiny_teacher, tiny_text, tmp_path, **options))
     plain = stores["threshold"].folder
     assert store.folder.name == plain.name
     manifest = (store.folder / "manifest.json").read_bytes()
