@@ -30,6 +30,30 @@ if TYPE_CHECKING:
     from kd.memory.devices import DeviceRates
     from services.settings import Settings
 
+Fast = Annotated[
+    bool,
+    typer.Option(
+        "--fast/--no-fast",
+        help="Estimate by table and arithmetic: load no model, and read a sample of the text.",
+    ),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="Also tell what is expected on a kind of GPU, by its maker's figures: v100, t4, "
+        "a10, l4, l40s, rtx3090, rtx4090, a100-40gb, a100-80gb, h100, h200 or b200.",
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Price of an hour of that device, or of this one if none is named; the cost is in "
+        "the same currency.",
+    ),
+]
+
 app = typer.Typer()
 
 
@@ -37,29 +61,9 @@ app = typer.Typer()
 def estimate(
     job_file: JobFile,
     overrides: Overrides = None,
-    fast: Annotated[
-        bool,
-        typer.Option(
-            "--fast/--no-fast",
-            help="Estimate by table and arithmetic: load no model, and read a sample of the text.",
-        ),
-    ] = False,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            help="Also tell what is expected on a kind of GPU, by its maker's figures: v100, t4, "
-            "a10, l4, l40s, rtx3090, rtx4090, a100-40gb, a100-80gb, h100, h200 or b200.",
-        ),
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Price of an hour of that device, or of this one if none is named; the cost is in "
-            "the same currency.",
-        ),
-    ] = None,
+    fast: Fast = False,
+    kind: Kind = None,
+    price: Price = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
