@@ -9,6 +9,7 @@ shard's token table and coded as gaps (``cache.idcode``); their log-probabilitie
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,12 @@ def read_one_sequence(read: Callable[[str, int], NDArray[Any]], codec: Codec, dr
     }
     values = ("symbols", "logprobs") if codec.profile == "tempered" else ("symbols",)
     return found | {f"tail_{name}": read(f"{tail}_{name}", _TAILS) for name in values}
+
+
+def find_draw(name: str) -> int | None:
+    """Find the draw whose tails the array ``name`` holds; None if it serves all draws."""
+    found = re.fullmatch(r"tail_(\d+)_\w+", name)
+    return None if found is None else int(found[1])
 
 
 def decode_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec) -> Arrays:

@@ -303,6 +303,16 @@ class Cache:
             size = measure_cache_bytes(self.folder, self.manifest)
         return size / max(self.manifest.positions, 1)
 
+    def measure_decoded_sequence(self) -> int:
+        """Measure the bytes of memory that a decoded sequence takes, on average over a shard.
+
+        One sample of its tails counts, as an epoch reads one. The metadata of the first shard's
+        arrays tell, so no chunk is decoded. Raises as ``read`` does.
+        """
+        with reading(self.folder):
+            shard = self._open_shard(0)
+            return -(-shard.count_decoded_bytes() // shard.shape("tokens")[0])
+
     def read(
         self, indices: Iterable[int], draws: int | NDArray[Any] = 0
     ) -> tuple[Sequences, Records]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from cache.codec import Codec
 from cache.errors import CacheCorrupt
-from cache.layout import TOKEN_CLASSES, Arrays, make_token_order, read_one_sequence
+from cache.layout import TOKEN_CLASSES, Arrays, find_draw, make_token_order, read_one_sequence
 from cache.profiles import PROFILES
 from cache.reading.chunks import StoredArray
 from cache.reading.memory import KeptValues
@@ -133,6 +134,12 @@ class Shard(ArrayFolder):
         super().__init__(folder, seal, sound, memory)
         self.codec = codec
         self._offsets = self.read_array("offsets")
+
+    def count_decoded_bytes(self) -> int:
+        """Count the bytes of all sequences with one sample of the tails, from metadata alone."""
+        names = {path.partition("/")[0] for path in self.seal.files if "/" in path}
+        arrays = [self._get_array(name) for name in names if find_draw(name) in (None, 0)]
+        return sum(each.dtype.itemsize * math.prod(each.shape) for each in arrays)
 
     def read_order(self) -> NDArray[Any]:
         """Read the token at each rank, (V,); it is empty in profiles without sampled ids."""

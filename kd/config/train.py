@@ -213,12 +213,12 @@ class TrainConfig(Section):
     order: Literal["shuffled", "windows", "length", "curriculum"] = Field(
         "shuffled",
         description=(
-            "Order of an epoch's sequences: shuffled; windows = shards in random order, and the "
-            "sequences of about four million tokens of them at a time shuffled: a larger cache is "
-            "then read from disk once an epoch, if dataloader_memory holds such a window (some 200 "
-            "MiB of profile threshold; other profiles need more); length = batches of similar "
-            "length; curriculum = in the first epoch from low to high entropy of the teacher, then "
-            "shuffled."
+            "Order of an epoch's sequences: shuffled; windows = shards, or parts of large ones, in "
+            "random order, and the sequences of some of them at a time shuffled: of about four "
+            "million tokens, or of fewer that take 256 MiB decoded, so that a larger cache is read "
+            "from disk once an epoch if dataloader_memory is 512 MiB or more; length = batches of "
+            "similar length; curriculum = in the first epoch from low to high entropy of the "
+            "teacher, then shuffled."
         ),
     )
     dataloader_num_workers: int | None = Field(

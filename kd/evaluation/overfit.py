@@ -94,6 +94,11 @@ class RepeatedSubset:
         return len(self.numbers)
 
     @property
+    def sequence_bytes(self) -> int:
+        """Bytes of memory that a decoded sequence takes on average."""
+        return self.source.sequence_bytes
+
+    @property
     def identity(self) -> str:
         """A name for the content."""
         return f"{self.source.identity} {self.numbers.tolist()}"

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY, Codec
+from cache.reading.arrays import MEMORY_BYTES
 from cache.records import Records, Sequences
 from cache.store import Cache
 from kd.config.train import TrainConfig
@@ -35,6 +36,12 @@ Item = TypeVar("Item")
 #: Tokens of a window of ``train.order`` windows, about: in memory they take some 200 MiB of profile
 #: ``threshold``.
 WINDOW_TOKENS = 1 << 22
+#: Bytes of a window, decoded: half of the memory that a reader has by default, so that it holds a
+#: window and the beginning of the next. It is a constant, because a host's memory, or a field that
+#: may change between two attempts, would change the order of a resumed run.
+WINDOW_BYTES = MEMORY_BYTES // 2
+#: Pieces of a window where not even two shards fit into it.
+WINDOW_PIECES = 8
 
 
 class SequenceOrder(Protocol):
@@ -72,6 +79,11 @@ class Source(Protocol):
     @property
     def shard_sequences(self) -> int:
         """Number of consecutive sequences that are read together at little more than one's cost."""
+        ...
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of memory that a decoded sequence takes on average; 0 if all are in memory."""
         ...
 
     @property
@@ -119,6 +131,11 @@ class PlainText:
     def shard_sequences(self) -> int:
         """All training sequences, because they are in memory."""
         return max(self.train_count, 1)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """0, because all sequences are in memory."""
+        return 0
 
     @property
     def identity(self) -> str:
@@ -243,7 +260,7 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
     if not steps:
         return shuffle_epoch
     if options.order == "windows":
-        return partial(order_by_windows, source.shard_sequences, choose_window_width(source))
+        return partial(order_by_windows, *choose_window(source))
     # An order by content depends on the epoch alone: a few epochs in memory serve all threads.
     if options.order == "length":
         lengths = [
@@ -270,14 +287,24 @@ def shuffle_epoch(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def order_by_windows(
     shard_size: int, width: int, count: int, seed: int, epoch: int
 ) -> EpochWindows:
-    """Order by windows of ``width`` shards of ``shard_size`` sequences; lists no sequences."""
+    """Order by windows of ``width`` pieces of ``shard_size`` sequences; lists no sequences."""
     return EpochWindows(count, shard_size, width, seed, epoch)
 
 
-def choose_window_width(source: Source) -> int:
-    """Choose the shards of a window, by the source alone, so that every machine has one order."""
-    tokens = source.read(np.arange(1))[0].tokens.shape[1] * source.shard_sequences
-    return max(WINDOW_TOKENS // tokens, 2)
+def choose_window(source: Source) -> tuple[int, int]:
+    """Choose the sequences of a piece and the pieces of a window.
+
+    A piece is a shard where two of them fit into ``WINDOW_BYTES``, else a part of one. The choice
+    depends on the source alone, so that every machine has one order.
+    """
+    shard = source.shard_sequences
+    most = WINDOW_BYTES // max(source.sequence_bytes, 1)
+    if most < 2 * shard:
+        piece = max(most // WINDOW_PIECES, 1)
+        return piece, max(most // piece, 2)
+    length = source.read(np.arange(1))[0].length
+    wanted = WINDOW_TOKENS // (length * shard)
+    return shard, max(min(wanted, most // shard), 2)
 
 
 def order_by_difficulty(
@@ -487,6 +514,11 @@ class CachedRecords:
     def shard_sequences(self) -> int:
         """Sequences of a shard."""
         return self.store.identity.codec.shard_sequences
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of memory that a decoded sequence takes, on average over the first shard."""
+        return self.store.measure_decoded_sequence()
 
     @property
     def identity(self) -> str:

@@ -3,6 +3,7 @@
 A cache that is larger than memory is read by *windows*. The shards are put in random order, every
 ``width`` of them in a row are one window, and the sequences of a window come in random order. So
 the shards of one window are in memory at a time, and each is read from the disk once an epoch.
+Where shards are too large for memory, a part of a shard takes the place of a shard.
 
     place      position in the epoch's order, 0 to count - 1
     sequence   number of a training sequence; a shard holds ``shard_size`` consecutive ones, and the

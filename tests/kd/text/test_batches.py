@@ -492,6 +492,7 @@ class CachedLike:
     reads: int = 0
     validation_count: int = 0
     shard_sequences: int = 2
+    sequence_bytes: int = 64
     identity: str = "given"
 
     @property

@@ -1,9 +1,12 @@
 """Batches by windows of shards: each chunk is decoded once an epoch, and the mixing is good."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from cache import shard
 from cache.reading.arrays import ArrayFolder
 from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity
@@ -83,7 +86,8 @@ def count_decoded(folder, order: str, memory_bytes: int, monkeypatch) -> tuple[i
     with monkeypatch.context() as patch:
         patch.setattr(ArrayFolder, "_decode", watched)
         source = CachedRecords(open_cache(folder, memory_bytes=memory_bytes))
-        list(read_training_batches(source, options(order, batch_size=3), range(TRAIN // 6)))
+        steps = range(source.train_count // 6)
+        list(read_training_batches(source, options(order, batch_size=3), steps))
     return len(decoded), len(set(decoded))
 
 
@@ -100,9 +104,55 @@ def test_a_cache_larger_than_memory_is_decoded_once_an_epoch(folder, monkeypatch
 
 def test_the_order_is_that_of_the_source_on_every_machine(folder):
     """Neither memory nor threads have a part in it."""
-    assert batches.choose_window_width(CachedRecords(open_cache(folder))) == 2
+    assert batches.choose_window(CachedRecords(open_cache(folder))) == (4, 2)
     source = CachedRecords(open_cache(folder, memory_bytes=0))
-    assert batches.choose_window_width(source) == 2
+    assert batches.choose_window(source) == (4, 2)
+
+
+LARGE = {
+    "hidden": make_codec("hidden"),
+    "dense": make_codec("dense"),
+    "draws": make_codec(draws=8),
+    "threshold": make_codec(),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_window_of_any_profile_takes_the_bytes_it_may(name, tmp_path, monkeypatch):
+    """Shards are larger than a window: parts of them take their place."""
+    identity = make_identity(2048, 64, 64, 0, LARGE[name])
+    identity = replace(identity, codec=replace(identity.codec, shard_sequences=32))
+    store = open_cache(make_cache(tmp_path, identity))
+    source = CachedRecords(store)
+    store.read(range(64))
+    whole = store._memory.size
+    estimate = source.sequence_bytes
+    assert 0.8 * whole < 64 * estimate < 1.25 * whole
+    monkeypatch.setattr(batches, "WINDOW_BYTES", whole // 4)
+    piece, width = batches.choose_window(source)
+    assert piece < 32 and width >= 2
+    assert piece * width * estimate <= whole // 4
+    order = batches.choose_epoch_order(source, options(), range(1))(64, 5, 0)
+    assert sorted(order[np.arange(64)].tolist()) == list(range(64))
+
+
+def test_a_cache_with_shards_larger_than_memory_is_decoded_little_more_than_once(
+    tmp_path, monkeypatch
+):
+    """Memory holds a quarter of the cache, whose two shards are one window by their tokens."""
+    monkeypatch.setattr(shard, "CHUNK_BYTES", 2048 * LENGTH)  # about two sequences
+    identity = make_identity(256, LENGTH, 768, 0, make_codec("dense"))
+    folder = make_cache(
+        tmp_path, replace(identity, codec=replace(identity.codec, shard_sequences=384))
+    )
+    source = CachedRecords(open_cache(folder))
+    quarter = 768 * source.sequence_bytes // 4
+    decoded, different = count_decoded(folder, "windows", quarter, monkeypatch)
+    assert decoded > 1.5 * different, "by tokens alone"
+    monkeypatch.setattr(batches, "WINDOW_BYTES", quarter // 2)
+    assert batches.choose_window(source) == (12, 8)
+    decoded, different = count_decoded(folder, "windows", quarter, monkeypatch)
+    assert decoded < 1.3 * different
 
 
 def measure_spread(order: np.ndarray, label_S: np.ndarray, batch: int) -> float:

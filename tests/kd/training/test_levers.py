@@ -27,6 +27,7 @@ from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
 from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
+from kd.training import resuming
 from kd.training.lookahead import LookAhead
 from kd.training.loop import train
 from kd.training.resuming import FREE_FIELDS, compute_resume_identity
@@ -385,3 +386,15 @@ def test_without_the_floor_a_job_may_resume_what_was_begun_before_it_existed(
     before = hashlib.sha256("\n".join(content).encode()).hexdigest()
     assert compute_resume_identity(plain, "source") == before
     assert compute_resume_identity(taught.config(), "source") != before
+
+
+def test_a_run_by_windows_of_an_earlier_rule_is_not_resumed(
+    taught: Taught, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read some sequences of its epoch twice and others never."""
+    jobs = {order: taught.config(train={"order": order}) for order in ("shuffled", "windows")}
+    before = {name: compute_resume_identity(job, "source") for name, job in jobs.items()}
+    monkeypatch.setattr(resuming, "WINDOWS", "another rule")
+    after = {name: compute_resume_identity(job, "source") for name, job in jobs.items()}
+    assert after["shuffled"] == before["shuffled"]
+    assert after["windows"] != before["windows"]
