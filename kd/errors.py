@@ -115,9 +115,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The class of torch is found by its name, because this module does not import torch.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(
-        phrase in str(error).lower() for phrase in _OUT_OF_MEMORY_PHRASES
-    )
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether ``text``, a message or the end of a log, says that memory ran out."""
+    return any(phrase in text.lower() for phrase in _OUT_OF_MEMORY_PHRASES)
 
 
 def format_first_line(error: Exception) -> str:

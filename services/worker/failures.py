@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cache.errors import PotstillError
+from kd.errors import is_out_of_memory, says_out_of_memory
 from kd.files import format_bytes
 
 #: Bytes of the log that an error quotes.
@@ -28,8 +29,6 @@ MEMORY_REMEDY = (
     "Lower train.batch_size, teacher.batch_size or data.sequence_length, or ask for more with "
     "resources.memory."
 )
-#: Phrases of libraries that have no class for this error.
-NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 DISK_REMEDY = (
     "Free space on the disk (kd cache gc, kd cache rm), or raise its quota, then retry the job."
 )
@@ -43,7 +42,7 @@ Failure = dict[str, str]
 
 def describe_error(error: BaseException) -> Failure:
     """The error as the job's record shows it. An unexpected error names its class and place."""
-    if any(map(_is_out_of_memory, _list_causes(error))):
+    if any(map(is_out_of_memory, _list_causes(error))):
         return _describe_memory_error(error)
     if any(map(_is_out_of_space, _list_causes(error))):
         return _describe_disk_error(error)
@@ -129,7 +128,7 @@ def describe_crash(code: int, where: str, log_file: Path) -> Failure:
     tail = log_file.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
     shown = tail or "its log is empty"
     detail = f"The process of {where} ended with exit code {code}: {shown}"
-    if _says_no_memory(shown):
+    if says_out_of_memory(shown):
         return make_failure(OUT_OF_MEMORY, detail, MEMORY_REMEDY)
     if any(phrase in shown for phrase in NO_SPACE_PHRASES):
         return make_failure(DISK_FULL, detail, DISK_REMEDY)
@@ -149,17 +148,6 @@ def _list_causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(found))
         yield found
         found = found.__cause__ or found.__context__
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. torch's class is found by its name: torch is not imported here."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and _says_no_memory(str(error))
-
-
-def _says_no_memory(text: str) -> bool:
-    return any(phrase in text for phrase in NO_MEMORY)
 
 
 def _is_out_of_space(error: BaseException) -> bool:

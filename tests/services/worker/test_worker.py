@@ -22,7 +22,7 @@ from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker.child_process import Outbox, build_child_environment
-from services.worker.failures import describe_error
+from services.worker.failures import describe_crash, describe_error
 from tests.support.runs import MakeParts, attempted, started, steps_done
 
 
@@ -445,6 +445,8 @@ def test_memory_and_disk_have_words_of_their_own(service: Parts, name: str, word
             "out_of_memory",
         ),
         (type("OutOfMemoryError", (RuntimeError,), {})("no room"), "out_of_memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (RuntimeError("std::bad_alloc"), "out_of_memory"),
         (ValueError("out of memory"), "internal"),
         (RuntimeError("shape mismatch"), "internal"),
     ],
@@ -454,6 +456,14 @@ def test_the_libraries_words_for_it_are_known(error: Exception, word: str) -> No
     assert found["type"] == word
     assert "\n" not in found["detail"]
     assert found["remedy"]
+
+
+def test_a_crash_whose_log_ends_without_memory_is_told_as_such(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("terminate called after throwing an instance of 'std::bad_alloc'\n")
+    assert describe_crash(-6, "the run", log)["type"] == "out_of_memory"
+    log.write_text("Segmentation fault\n")
+    assert describe_crash(-11, "the run", log)["type"] == "internal"
 
 
 def test_a_run_that_the_kernel_killed_for_its_memory_says_so(parts: Parts) -> None:
