@@ -36,6 +36,7 @@ from kd.capture.plan import resolve_teacher_folder
 from kd.capture.probe import TrialCaches, open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
+from kd.evaluation.known_quality import describe_known_quality
 from kd.loss.decoder import TargetDecoder
 from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
@@ -135,6 +136,7 @@ class TrainingForecast:
     memory: dict[str, int]
     noise: GradientNoise | None
     advice: tuple[str, ...]
+    known_quality: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""
@@ -316,6 +318,7 @@ def forecast_training(
         memory=asdict(memory),
         noise=noise,
         advice=() if noise is None else tuple(advise(config, noise, tokens)),
+        known_quality=describe_known_quality(source.codec, vocabulary, steps, tokens),
     ), phase
 
 

@@ -22,6 +22,7 @@ from kd.capture.teacher import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.comparison import TEACHER
 from kd.evaluation.doubts import find_perplexity, judge_teacher
+from kd.evaluation.known_quality import describe_known_quality
 from kd.evaluation.measure import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.files import read_json, write_json, write_text
@@ -60,6 +61,9 @@ def make_report(
         **_measure_teacher(source, config.require_train().batch_size),
         **_measure_student(config, source, saved, progress, vocabulary),
         **_describe_progress(config, progress, saved),
+        "known_quality": describe_known_quality(
+            source.codec, vocabulary, progress.step, progress.tokens // max(progress.step, 1)
+        ),
     }
     if run is not None:
         report |= {
@@ -254,6 +258,7 @@ def render_report(report: Report) -> str:
         _describe_closeness(report),
         _describe_temperature(report),
         _describe_cache(report),
+        f"- Sampled records: {known}" if (known := report.get("known_quality")) else "",
         _describe_speed(report),
     )
     lines += [fact for fact in facts if fact]

@@ -171,7 +171,8 @@ def _print_training(training: dict[str, Any] | None) -> None:
         "gradient_noise": training.get("noise"),
     }
     print_facts({name: value for name, value in facts.items() if value is not None})
-    for line in training.get("advice") or ():
+    known = training.get("known_quality")
+    for line in (*(training.get("advice") or ()), *([known] if known else [])):
         out.print(line, markup=False, soft_wrap=True)
 
 

@@ -197,6 +197,8 @@ def test_without_a_run_there_is_what_the_records_tell(trained: Trained) -> None:
     report = make_report(config, trained.source, trained.student, trained.progress, vocabulary)
     assert "evaluation" not in report and report["validation_kl"] > 0
     assert f"| {STUDENT} | {report['student_perplexity']:,.2f} |" in render_report(report)
+    steps = trained.progress.step
+    assert f"a vocabulary of {vocabulary:,} and {steps:,} steps of" in report["known_quality"]
 
 
 # ---------------------------------------------------------------------- the page
@@ -247,6 +249,7 @@ NGRAMS = {"counted_tokens": 1000, "unigram_loss": 3.0, "bigram_loss": 2.0}
             {"evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
             "a bigram has perplexity 7.39 and a unigram 20.09 on 2,500 held-out tokens.",
         ),
+        ({"known_quality": "It closed 98%."}, "- Sampled records: It closed 98%."),
     ],
 )
 def test_the_page_says(changes: dict[str, Any], line: str) -> None:
