@@ -15,7 +15,8 @@ from cache.codec import Codec
 class KnownShare:
     """A measured share of the gap: 1 is as good as training on all probabilities.
 
-    ``threshold`` is that of the records, and ``tokens`` are those of a step.
+    ``threshold`` is that of the records, and ``tokens`` are those of a step, with and without a
+    target.
     """
 
     vocabulary: int
@@ -37,15 +38,18 @@ KNOWN_SHARES = (
     KnownShare(vocabulary=49_152, threshold=0.04, steps=82, tokens=2_048, share=0.97),
 )
 
+#: Part of a step's tokens that have a target, at least: the last of a sequence has none.
+_COUNTED = 0.9
+
 
 def describe_known_quality(
     codec: Codec | None, vocabulary: int, steps: int, tokens: int
 ) -> str | None:
     """Say where students of such records were measured, and how that differs from this training.
 
-    ``vocabulary`` and ``steps`` are those of the training, ``tokens`` those of its step. None for
-    records without a sample, for a temperature of their own (profile ``tempered``), and without
-    records.
+    ``vocabulary`` and ``steps`` are those of the training, ``tokens`` are the targets of a step.
+    None for records without a sample, for a temperature of their own (profile ``tempered``), and
+    without records.
     """
     if codec is None or codec.profile != "threshold":
         return None
@@ -56,7 +60,7 @@ def describe_known_quality(
     )
     here = (
         f"This training has a threshold of {codec.threshold:g}, a vocabulary of {vocabulary:,} and "
-        f"{steps:,} steps of {tokens:,} tokens"
+        f"{steps:,} steps of {tokens:,} targets"
     )
     beyond = _list_beyond(codec.threshold, vocabulary, steps, tokens)
     if not beyond:
@@ -75,6 +79,6 @@ def _list_beyond(threshold: float, vocabulary: int, steps: int, tokens: int) -> 
         "a larger threshold": threshold > max(each.threshold for each in known),
         "a larger vocabulary": vocabulary > max(each.vocabulary for each in known),
         "more steps": steps > max(each.steps for each in known),
-        "smaller steps": tokens < min(each.tokens for each in known),
+        "smaller steps": tokens < _COUNTED * min(each.tokens for each in known),
     }
     return [what for what, is_beyond in beyond.items() if is_beyond]
