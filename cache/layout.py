@@ -9,7 +9,6 @@ shard's token table and coded as gaps (``cache.idcode``); their log-probabilitie
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -93,29 +92,31 @@ def _code_ids(
     ), packed.starts
 
 
+def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
+    """List the stored arrays of each part of the records, with the tails of one draw.
+
+    Each comes with the column of ``offsets`` that cuts it into sequences.
+    """
+    found = {name: (name, _POSITIONS) for name in _list_plain_columns(codec)}
+    if not PROFILES[codec.profile].sampled:
+        return found
+    tail = f"tail_{draw}"
+    found |= {f"head_{name}": (f"head_{name}", _HEADS) for name in ("symbols", "logprobs")}
+    found |= {
+        "head_bits": ("head_bits", _HEAD_BITS),
+        "tail_bits": (f"{tail}_bits", _FIRST_TAIL_BITS + draw),
+    }
+    values = ("symbols", "logprobs") if codec.profile == "tempered" else ("symbols",)
+    return found | {f"tail_{name}": (f"{tail}_{name}", _TAILS) for name in values}
+
+
 def read_one_sequence(read: Callable[[str, int], NDArray[Any]], codec: Codec, draw: int) -> Arrays:
     """Read the arrays of one sequence as they are stored, with the tails of one draw.
 
     ``read(name, column)`` returns the rows of an array that the given column of ``offsets`` assigns
     to the sequence.
     """
-    found = {name: read(name, _POSITIONS) for name in _list_plain_columns(codec)}
-    if not PROFILES[codec.profile].sampled:
-        return found
-    tail = f"tail_{draw}"
-    found |= {f"head_{name}": read(f"head_{name}", _HEADS) for name in ("symbols", "logprobs")}
-    found |= {
-        "head_bits": read("head_bits", _HEAD_BITS),
-        "tail_bits": read(f"{tail}_bits", _FIRST_TAIL_BITS + draw),
-    }
-    values = ("symbols", "logprobs") if codec.profile == "tempered" else ("symbols",)
-    return found | {f"tail_{name}": read(f"{tail}_{name}", _TAILS) for name in values}
-
-
-def find_draw(name: str) -> int | None:
-    """Find the draw whose tails the array ``name`` holds; None if it serves all draws."""
-    found = re.fullmatch(r"tail_(\d+)_\w+", name)
-    return None if found is None else int(found[1])
+    return {part: read(name, cut) for part, (name, cut) in list_arrays(codec, draw).items()}
 
 
 def decode_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec) -> Arrays:

@@ -304,10 +304,10 @@ class Cache:
         return size / max(self.manifest.positions, 1)
 
     def measure_decoded_sequence(self) -> int:
-        """Measure the bytes of memory that a decoded sequence takes, on average over a shard.
+        """Measure the bytes of a sequence in decoded chunks, on average over the first shard.
 
-        One sample of its tails counts, as an epoch reads one. The metadata of the first shard's
-        arrays tell, so no chunk is decoded. Raises as ``read`` does.
+        One sample of its tails counts, because an epoch reads one. The metadata of the arrays tells
+        it, so no chunk of them is decoded. Raises as ``read`` does.
         """
         with reading(self.folder):
             shard = self._open_shard(0)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cache.codec import Codec
 from cache.errors import CacheCorrupt
-from cache.layout import TOKEN_CLASSES, Arrays, find_draw, make_token_order, read_one_sequence
+from cache.layout import TOKEN_CLASSES, Arrays, list_arrays, make_token_order, read_one_sequence
 from cache.profiles import PROFILES
 from cache.reading.chunks import StoredArray
 from cache.reading.memory import KeptValues
@@ -137,8 +137,8 @@ class Shard(ArrayFolder):
 
     def count_decoded_bytes(self) -> int:
         """Count the bytes of all sequences with one sample of the tails, from metadata alone."""
-        names = {path.partition("/")[0] for path in self.seal.files if "/" in path}
-        arrays = [self._get_array(name) for name in names if find_draw(name) in (None, 0)]
+        names = [name for name, _ in list_arrays(self.codec, 0).values()]
+        arrays = [self._get_array(name) for name in (*PER_SEQUENCE, *names)]
         return sum(each.dtype.itemsize * math.prod(each.shape) for each in arrays)
 
     def read_order(self) -> NDArray[Any]:

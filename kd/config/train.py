@@ -216,9 +216,9 @@ class TrainConfig(Section):
             "Order of an epoch's sequences: shuffled; windows = shards, or parts of large ones, in "
             "random order, and the sequences of some of them at a time shuffled: of about four "
             "million tokens, or of fewer that take 256 MiB decoded, so that a larger cache is read "
-            "from disk once an epoch if dataloader_memory is 512 MiB or more; length = batches of "
-            "similar length; curriculum = in the first epoch from low to high entropy of the "
-            "teacher, then shuffled."
+            "from disk about once an epoch if dataloader_memory is 512 MiB or more; length = "
+            "batches of similar length; curriculum = in the first epoch from low to high entropy "
+            "of the teacher, then shuffled."
         ),
     )
     dataloader_num_workers: int | None = Field(

@@ -284,11 +284,9 @@ def shuffle_epoch(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return _make_generator(seed, epoch).permutation(count)
 
 
-def order_by_windows(
-    shard_size: int, width: int, count: int, seed: int, epoch: int
-) -> EpochWindows:
-    """Order by windows of ``width`` pieces of ``shard_size`` sequences; lists no sequences."""
-    return EpochWindows(count, shard_size, width, seed, epoch)
+def order_by_windows(piece: int, width: int, count: int, seed: int, epoch: int) -> EpochWindows:
+    """Order by windows of ``width`` pieces of ``piece`` sequences; lists no sequences."""
+    return EpochWindows(count, piece, width, seed, epoch)
 
 
 def choose_window(source: Source) -> tuple[int, int]:
