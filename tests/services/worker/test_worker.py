@@ -458,7 +458,7 @@ def test_the_libraries_words_for_it_are_known(error: Exception, word: str) -> No
     assert found["remedy"]
 
 
-def test_a_crash_whose_log_ends_without_memory_is_told_as_such(tmp_path: Path) -> None:
+def test_a_crash_for_want_of_memory_is_known_by_its_log(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("terminate called after throwing an instance of 'std::bad_alloc'\n")
     assert describe_crash(-6, "the run", log)["type"] == "out_of_memory"
