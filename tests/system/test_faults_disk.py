@@ -40,6 +40,7 @@ def tmpfs() -> Iterator[Callable[[Path, str], Path]]:
         yield lambda folder, size: disks.enter_context(small_disk(folder, size))
 
 
+@pytest.mark.long
 def test_a_full_disk_fails_the_job_and_a_retry_continues(
     new_parts: MakeParts, tmpfs: Callable[[Path, str], Path], tmp_path: Path
 ) -> None:
@@ -275,6 +276,7 @@ def _named(name: str, text: str) -> bool:
     )
 
 
+@pytest.mark.long
 def test_a_job_that_meets_damage_fails_and_another_repairs_it(
     new_parts: MakeParts, tmp_path: Path
 ) -> None:

@@ -206,6 +206,7 @@ def test_a_terminated_supervisor_saves_and_loses_nothing(
     ), "nothing was in flight"
 
 
+@pytest.mark.long
 def test_a_host_that_sleeps_past_its_lease_writes_nothing_more(
     cluster: Callable[..., Cluster], spare: Path
 ) -> None:
@@ -257,6 +258,7 @@ def test_a_child_that_stays_stopped_is_killed_and_replaced(
     assert find_job_violations(one.parts, job_id, name, spare) == []
 
 
+@pytest.mark.long
 def test_a_job_that_always_dies_has_its_attempts_and_other_jobs_run(new_parts: MakeParts) -> None:
     parts = new_parts(child_module="bench.support.light_child", max_attempts=1000)
     parts.start_worker()

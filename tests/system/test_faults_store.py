@@ -327,6 +327,7 @@ def test_a_damaged_journal_is_reported_and_repaired_as_documented(
 # ---------------------------------------------------------------------- hints and doubles
 
 
+@pytest.mark.long
 def test_a_hundred_hints_make_one_run(parts: Parts, tmp_path: Path) -> None:
     for _ in range(2):
         parts.start_worker()
@@ -370,6 +371,7 @@ runpy.run_module("services.api", run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_a_job_whose_api_was_killed_before_its_hint_starts(parts: Parts, inputs: Path) -> None:
     dying = subprocess.Popen(
         [sys.executable, "-c", DYING_API], cwd=ROOT, env=os.environ | parts.settings.environment()

@@ -83,6 +83,7 @@ def second(job: JobConfig, home: Path, monitor: Monitor) -> dict[str, Any]:
     return run_stage("precompute", job, home, home / "second", monitor)["cache"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_without_patience_it_is_told_whose_lock_to_wait_for(job: JobConfig, tmp_path: Path) -> None:
     events: list[Event] = []
     with captured_elsewhere(job, tmp_path) as finish:

@@ -166,6 +166,7 @@ def test_other_requests_are_answered_while_a_plan_hangs(
     assert find_child(api) == child
 
 
+@pytest.mark.long
 def test_a_plan_that_takes_too_long_is_given_up_and_the_next_one_is_made(
     planner: Callable[..., tuple[Parts, int]], tmp_path: Path
 ) -> None:

@@ -575,6 +575,7 @@ def kill_everything(parts: Parts) -> None:
         process.wait()
 
 
+@pytest.mark.long
 def test_a_search_survives_kill_9_of_api_and_worker(live: Parts) -> None:
     changes = search_job(train={"max_steps": 20, "eval_steps": 1}, search={"trials": 3})
     job_id = live.submit("sweep", "search", **changes)
@@ -629,6 +630,7 @@ print(sorted({"torch", "transformers", "scipy"} & {*sys.modules}))
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.long
 def test_a_real_search_through_the_service(
     new_parts: Any, tiny_teacher: Path, tiny_text: Path
 ) -> None:

@@ -136,6 +136,7 @@ def test_all_of_it_is_there_again(parts: Parts, home: Path, other: Parts, folder
     assert contents(run) == kept
 
 
+@pytest.mark.long
 def test_a_job_that_was_running_goes_on_without_losing_an_attempt(
     new_parts: NewParts, other: Parts, folder: Path
 ) -> None:

@@ -157,6 +157,7 @@ print(json.dumps([[answer.status_code for answer in answers], heavy]))
 """
 
 
+@pytest.mark.long
 def test_a_dry_run_needs_neither_torch_nor_redis(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def job_file(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> Path:
     return tmp_path / "job.yaml"
 
 
+@pytest.mark.long
 def test_a_model_is_measured_and_the_report_printed(
     job_file: Path, tiny_teacher: Path, tmp_path: Path
 ) -> None:
@@ -51,6 +52,7 @@ def test_a_model_is_measured_and_the_report_printed(
     assert {path.name for path in folder.glob("*.png")} == {"reliability.png", "kl_by_context.png"}
 
 
+@pytest.mark.long
 def test_as_json_into_a_folder_of_ones_own(
     job_file: Path, tiny_teacher: Path, tmp_path: Path
 ) -> None:
