@@ -11,7 +11,7 @@ block, A known ids of a position (the next token and always_keep), H head entrie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,15 +55,24 @@ class BlockSizes:
         found = cls(
             logits_NV, known_NA, threshold, rows.lse_N, entropy_N, sums_NQ, (none_H, none_H)
         )
-        size_qU = found._compute_sizes(rows_q, blocks_q)
-        which_H, place_H = (size_qU > threshold).nonzero(as_tuple=True)
-        found._write_sums(rows_q, blocks_q)
-        everywhere_NA = torch.arange(len(known_NA), device=known_NA.device)[:, None].expand_as(
-            known_NA
-        )
-        found._write_sums(everywhere_NA.flatten(), known_NA.flatten() // BLOCK)
-        head = rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
-        return cls(logits_NV, known_NA, threshold, rows.lse_N, entropy_N, sums_NQ, head)
+        return replace(found, head=found._separate_heads(rows_q, blocks_q))
+
+    def _separate_heads(self, rows_q: Tensor, blocks_q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows and ids (H,) of the head tokens, which lie in the blocks given.
+
+        The sums of blocks with head or known tokens become those of their tails alone. Such blocks
+        are computed together, because each operation is a launch of its own.
+        """
+        positions, known = self.known_NA.shape
+        rows_N = torch.arange(positions, device=rows_q.device)
+        # A block may be listed twice; it gets the same sum both times.
+        all_rows_q = torch.cat([rows_q, rows_N.repeat_interleave(known)])
+        all_blocks_q = torch.cat([blocks_q, self.known_NA.flatten() // BLOCK])
+        size_qU = self._compute_sizes(all_rows_q, all_blocks_q)
+        is_head_qU = size_qU > self.threshold
+        which_H, place_H = is_head_qU[: len(rows_q)].nonzero(as_tuple=True)
+        self.sums_NQ[all_rows_q, all_blocks_q] = size_qU.masked_fill_(is_head_qU, 0.0).sum(1)
+        return rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
 
     def of_blocks(self, rows_q: Tensor, blocks_q: Tensor) -> Tensor:
         """Return the sizes (q, U) of some blocks; 0 for tokens outside the tail."""
@@ -82,10 +91,3 @@ class BlockSizes:
         for known_q in self.known_NA[rows_q].unbind(1):
             size_qU.masked_fill_(ids_qU == known_q[:, None], 0.0)
         return size_qU
-
-    def _write_sums(self, rows_q: Tensor, blocks_q: Tensor) -> None:
-        """Replace the sums of blocks with head or known tokens by the sums of their tails alone.
-
-        A block may be listed twice; it gets the same sum both times.
-        """
-        self.sums_NQ[rows_q, blocks_q] = self.of_blocks(rows_q, blocks_q).sum(1)

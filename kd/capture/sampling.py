@@ -39,6 +39,7 @@ from kd.capture.block_sizes import BLOCK, LOWEST, BlockSizes
 from kd.capture.host_copy import HostCopy, copy_to_device
 from kd.errors import ModelError
 from kd.kernels.available import can_run_kernels
+from kd.loss.targets import list_kept_ids
 
 #: Logits of one pass. On a CPU they should stay in its cache, because several steps read them.
 PASS_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
@@ -199,10 +200,8 @@ class Sampler:
 
     def list_known(self, gold_N: Tensor) -> Tensor:
         """Return the next token and the always_keep ids of each position, (N, A)."""
-        return torch.cat(
-            [gold_N[:, None], gold_N.new_tensor([self.codec.always_keep]).expand(len(gold_N), -1)],
-            1,
-        )
+        kept_A = list_kept_ids(self.codec.always_keep, gold_N.device)
+        return torch.cat([gold_N[:, None], kept_A.expand(len(gold_N), -1)], 1)
 
     def _read(self, s_NV: Tensor) -> TokenSizes:
         """Compute all sizes, a few rows at a time, so that later steps find the logits in the CPU's

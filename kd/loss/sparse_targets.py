@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import KNOWN_STEP, PARTITION_STEP, Codec
-from kd.loss.targets import Columns, decode_entropies, detach_number
+from kd.loss.targets import Columns, decode_entropies, detach_number, list_kept_ids
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _SampledEntries:
 
     @classmethod
     def of(cls, codec: Codec, columns: Columns, gold_N: Tensor) -> _SampledEntries:
-        kept_A = torch.tensor(codec.always_keep, dtype=torch.int64, device=gold_N.device)
+        kept_A = list_kept_ids(codec.always_keep, gold_N.device)
         kept_NA = kept_A.expand(len(gold_N), -1)
         # An always_keep id that is the gold token must not count twice.
         gold_N1 = gold_N[:, None]

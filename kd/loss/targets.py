@@ -16,6 +16,7 @@ Shapes: N positions that have a target, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,6 +111,15 @@ def subtract_target_(q_NV: Tensor, target: TargetChunk) -> Tensor:
 def detach_number(temperature: float | Tensor) -> float:
     """``temperature`` without its gradient."""
     return float(temperature.detach()) if isinstance(temperature, Tensor) else temperature
+
+
+@functools.lru_cache(maxsize=16)
+def list_kept_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the always_keep ``ids`` on ``device``, as int64.
+
+    They are made once, because a GPU has to be waited for when numbers are copied to it.
+    """
+    return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 def decode_entropies(codes_N: Tensor, unknown: float) -> Tensor:
