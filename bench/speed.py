@@ -481,12 +481,11 @@ def make_random_documents(sizes: BenchmarkSizes, sequences: int) -> Sequences:
 
 
 def make_cache_identity(
-    sizes: BenchmarkSizes, sequences: Sequences, profile: str, seed: int = 0
+    sizes: BenchmarkSizes, sequences: Sequences, profile: str, seed: int = 0, **options: Any
 ) -> CacheIdentity:
     """Make the identity of a cache of ``sequences``, with shards as large as a job's."""
-    codec = make_codec(
-        profile, threshold=THRESHOLD, shard_sequences=CacheConfig().shard_sequences, seed=seed
-    )
+    shard = CacheConfig().shard_sequences
+    codec = make_codec(profile, threshold=THRESHOLD, shard_sequences=shard, seed=seed, **options)
     return make_identity(sizes.vocabulary, sizes.length, len(sequences), 0, codec)
 
 
@@ -506,9 +505,11 @@ def make_teacher(model: LlamaForCausalLM, identity: CacheIdentity, sequences: Se
     )
 
 
-def seal_cache(sizes: BenchmarkSizes, folder: Path, sequences: Sequences, profile: str) -> Cache:
+def seal_cache(
+    sizes: BenchmarkSizes, folder: Path, sequences: Sequences, profile: str, **options: Any
+) -> Cache:
     """Capture a cache of ``sequences`` below ``folder`` from a small teacher."""
-    identity = make_cache_identity(sizes, sequences, profile)
+    identity = make_cache_identity(sizes, sequences, profile, **options)
     teacher = make_teacher(make_frozen_llama(sizes, SMALL), identity, sequences)
     with open_writer(folder, identity) as writer:
         for index in range(identity.shard_count):
