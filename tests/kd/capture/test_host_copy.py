@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from cache.testing import make_codec, make_identity
 from kd.capture.host_copy import HostCopy, copy_to_device, pack_tensors, unpack_arrays
+from kd.capture.recording import Recorder, SequenceStates
+from kd.models.lm_head import LMHead
 
 TENSORS = {
     "odd bytes": torch.arange(7, dtype=torch.uint8),
@@ -57,3 +63,33 @@ def test_a_gpu_copies_once_beside_its_other_work() -> None:
         same(copy.wait(), TENSORS)
     sent = copy_to_device(np.arange(3.0), device)
     assert sent.device.type == "cuda" and sent.tolist() == [0.0, 1.0, 2.0]
+
+
+def count_waits(run: Callable[[], object]) -> int:
+    """Count how often ``run`` waits for the device, as torch itself tells."""
+    run()  # kernels are compiled, and memory is taken
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("profile", "most"), [("threshold", 3), ("tempered", 4), ("topk", 0)])
+def test_a_gpu_is_waited_for_no_oftener_than_is_counted_on_a_cpu(profile: str, most: int) -> None:
+    """``tests/bench/test_launches.py`` pins the same numbers."""
+    options = {} if profile == "topk" else {"always_keep": (3,)}
+    codec = make_identity(5000, codec=make_codec(profile, **options)).record_codec()
+    weight_VD = torch.randn(5000, 64, device="cuda", dtype=torch.bfloat16)
+    lm_head = LMHead(weight_VD, None, 1.0, None, 5000)
+    recorder = Recorder(lm_head, codec, 5 if profile == "tempered" else 0)
+    hidden_ND = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16)
+    states = SequenceStates(0, hidden_ND, torch.arange(40, device="cuda"), np.arange(40))
+    with torch.no_grad():
+        assert count_waits(lambda: recorder.read([states])) <= most

@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+)
 
 from kd.models.attention import kernels
 from kd.models.attention.blocks import Scoring
 from kd.models.attention.documents import DocumentMask
+from kd.models.attention.isolation import isolate_documents
 from kd.models.attention.kernels import (
     AttentionTraits,
     attend,
@@ -21,6 +29,7 @@ from kd.models.attention.kernels import (
     get_window,
     shares_keys,
 )
+from kd.models.layers import compute_hidden_states
 
 H100 = AttentionTraits(
     capability=(9, 0),
@@ -266,3 +275,57 @@ def test_each_kernel_of_a_gpu_computes_what_spans_compute(
         strict=True,
     ):
         torch.testing.assert_close(mine.double().cpu(), theirs, rtol=5e-2, atol=5e-2)
+
+
+def make_small_model(name: str) -> PreTrainedModel:
+    """A random model; on a GPU its packed rows take varlen, or flex attention for soft caps."""
+    sizes = {
+        "vocab_size": 101,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    configs = {
+        "llama": LlamaConfig(**sizes),
+        "windows": MistralConfig(**sizes, sliding_window=24),
+        "soft caps": Gemma2Config(**sizes, head_dim=32, sliding_window=24),
+    }
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(configs[name])
+
+
+def measure_packed_difference(model: PreTrainedModel) -> float:
+    """How far hidden states of packed documents are from those of each alone, of the largest."""
+    isolate_documents(model)
+    lengths = (70, 7, 51)
+    device = model.device
+    tokens_1L = torch.randint(1, 101, (1, sum(lengths)), device=device)
+    positions_1L = torch.cat([torch.arange(each) for each in lengths])[None].to(device)
+    with torch.no_grad():
+        packed_1LD = compute_hidden_states(model, tokens_1L, positions_1L)
+        documents = tokens_1L.split(lengths, 1)
+        alone_1LD = torch.cat([compute_hidden_states(model, each) for each in documents], 1)
+    return float((packed_1LD - alone_1LD).abs().max() / alone_1LD.abs().max())
+
+
+MODELS = pytest.mark.parametrize("name", ["llama", "windows", "soft caps"])
+
+
+@MODELS
+def test_packed_rows_of_a_model_are_their_documents_alone(name: str) -> None:
+    assert measure_packed_difference(make_small_model(name).eval()) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)], ids=["fp32", "bf16"]
+)
+@MODELS
+def test_packed_rows_of_a_model_are_their_documents_alone_on_a_gpu(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = make_small_model(name).to("cuda", dtype).eval()
+    assert measure_packed_difference(model) < tolerance
