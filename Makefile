@@ -10,6 +10,7 @@
 # BENCH_FLAGS  passed to `make bench` and the other benches, for example BENCH_FLAGS="--out table.md"
 # TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
 # READER_FLAGS  passed to bench/reader.py, for example READER_FLAGS="--quick"
+# ROOFLINE_FLAGS  passed to bench/roofline.py, for example ROOFLINE_FLAGS="--measure"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # EXAMPLE_SECONDS  how long `make examples` begins new runs
 # LONG=1       `make test` also runs the tests marked long, as the check of every commit does
@@ -22,6 +23,7 @@ TEST_FLAGS  ?=
 BENCH_FLAGS ?=
 TEMPERATURE_FLAGS ?=
 READER_FLAGS ?=
+ROOFLINE_FLAGS ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 4
 EXAMPLE_SECONDS ?= 3600
@@ -45,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-service \
+.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-service bench-roofline bench-kernels \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -128,6 +130,13 @@ bench-temperature: $(STAMP) ## Compare learned temperatures with the best fixed 
 
 bench-service: $(STAMP) ## Measure the API under load, with thousands of jobs stored and hundreds of streams open
 	$(BIN)/python bench/service.py $(BENCH_FLAGS)
+
+bench-roofline: $(STAMP) ## Print the expected rates of some GPUs; ROOFLINE_FLAGS=--measure runs the stages here, beside them
+	$(BIN)/python bench/roofline.py $(ROOFLINE_FLAGS)
+
+bench-kernels: $(STAMP) ## Print launches and waits of the hot path, and the kernels as compiled for some GPUs; needs no GPU
+	$(BIN)/python bench/gpu/launches.py
+	$(BIN)/python bench/gpu/kernel_builds.py
 
 chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs run; print what broke (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python bench/chaos.py $(CHAOS_FLAGS)

@@ -12,8 +12,9 @@ from collections import Counter
 import pytest
 import torch
 
-from bench.gpu.launches import count_capture, count_training
+from bench.gpu.launches import count_capture, count_training, render
 from bench.support.launches import DeviceWork, as_on_a_gpu, count_device_work
+from bench.support.paths import ROOT
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off beside a GPU"),
@@ -48,18 +49,29 @@ def require_no_more(counts: dict[str, DeviceWork], bounds: dict[str, tuple[int, 
         assert found.waits.total() <= waits, (what, found.waits)
 
 
+def require_printed(counts: dict[str, DeviceWork]) -> None:
+    """The page has the rows that the command prints."""
+    page = (ROOT / "docs/benchmarks/gpu.md").read_text(encoding="utf-8")
+    lines = render(counts).splitlines()
+    assert len(lines) == len(counts) + 2
+    for line in lines:
+        assert line in page
+
+
 @pytest.mark.long
 def test_a_chunk_of_a_capture_launches_and_waits_no_oftener() -> None:
     counts = count_capture()
     require_no_more(counts, CAPTURE)
     kernels = counts["capture: a chunk, threshold"].launches
     assert kernels["_reduce_rows_kernel"] == kernels["_reduce_blocks_kernel"] == 1
+    require_printed(counts)
 
 
 @pytest.mark.long
 def test_a_micro_batch_and_a_step_launch_and_wait_no_oftener() -> None:
     counts = count_training()
     require_no_more(counts, TRAINING)
+    require_printed(counts)
     kernels = counts["loss: a chunk with records"].launches
     assert kernels["_reduce_rows_kernel"] == kernels["_write_gradient_kernel"] == 1
 
