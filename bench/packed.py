@@ -119,7 +119,7 @@ def read(row: Row) -> None:
     """Compute the teacher's hidden states of ``row``."""
     batch = make_row(row)
     with torch.no_grad():
-        compute_hidden_states(make_model(row).eval(), batch.tokens_BL, batch.positions_BL)
+        compute_hidden_states(make_model(row).eval(), batch.tokens_BL, batch.packed)
 
 
 def measure(row: Row) -> tuple[float, float]:

@@ -125,7 +125,7 @@ class LiveTeacher:
     def compute_states(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Return hidden states (N, D) and next tokens (N,) of all targets of ``sequences``."""
         batch = make_batch(sequences, None).to(self.model.device)
-        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL)
+        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
         return hidden_BLD.flatten(0, 1)[batch.rows_N], batch.gold_N
 
 

@@ -307,7 +307,7 @@ class Teacher:
         counts = batch.count_targets()
         device = self.model.device
         batch = batch.pin().to(device) if device.type == "cuda" else batch
-        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL)
+        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
         hidden_ND = hidden_BLD.flatten(0, 1)[batch.rows_N]
         stops = np.cumsum(counts)
         for mask_L, start, stop in zip(

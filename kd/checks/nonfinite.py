@@ -57,10 +57,10 @@ def _find_nonfinite_module(
     # Compiled code runs no hooks, hence the eager stance.
     with _hook_modules(student, found), torch.compiler.set_stance("force_eager"):
         if precision is None:
-            compute_hidden_states(student, batch.tokens_BL, batch.positions_BL)
+            compute_hidden_states(student, batch.tokens_BL, batch.packed)
         else:
             with precision.autocast():
-                compute_hidden_states(student, batch.tokens_BL, batch.positions_BL)
+                compute_hidden_states(student, batch.tokens_BL, batch.packed)
     return found[0] if found else None
 
 

@@ -59,9 +59,8 @@ class EvaluatedModel:
 
     def compute_hidden_states(self, batch: Batch) -> Tensor:
         """Hidden states (N, D) of the positions that have a target."""
-        return compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL).flatten(0, 1)[
-            batch.rows_N
-        ]
+        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
+        return hidden_BLD.flatten(0, 1)[batch.rows_N]
 
 
 @dataclass(frozen=True)

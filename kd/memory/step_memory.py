@@ -27,6 +27,7 @@ from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision
 from kd.optim.optimizers import find_layer_matrices
 from kd.optim.state_size import ParameterShape, count_optimizer_bytes
+from kd.text.packed_rows import PackedRows
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,9 @@ def _measure_saved_bytes(
     training = student.training
     device = student.device
     ledger = _StorageCounter({each.untyped_storage().data_ptr() for each in student.parameters()})
-    positions_BL = torch.cat([torch.arange(length - length // 2), torch.arange(length // 2)])[
-        None
-    ].to(device)
+    lengths = (length - length // 2, length // 2)
+    positions_BL = torch.cat([torch.arange(each) for each in lengths])[None]
+    packed = PackedRows.of(positions_BL).map(lambda each: each.to(device))
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.enable_grad(),
@@ -216,7 +217,7 @@ def _measure_saved_bytes(
         with ledger.watching(find_decoder_layers(student)):
             try:
                 hidden = compute_hidden_states(
-                    student.train(), torch.zeros_like(positions_BL), positions_BL
+                    student.train(), torch.zeros_like(packed.positions_BL), packed
                 )
             finally:
                 student.train(training)

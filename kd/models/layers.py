@@ -16,28 +16,30 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError
-from kd.models.attention.interface import packed_positions
+from kd.models.attention.interface import reading_rows
 from kd.progress import Monitor
+from kd.text.packed_rows import PackedRows
 
 
 def compute_hidden_states(
-    model: nn.Module, tokens_BL: Tensor, positions_BL: Tensor | None = None
+    model: nn.Module, tokens_BL: Tensor, packed: PackedRows | None = None
 ) -> Tensor:
     """Return the final hidden states (B, L, D), after the last norm.
 
-    Where ``positions_BL`` restart within a row, attention stays inside each document: transformers
-    makes a mask from them, or after ``kd.models.attention.isolation.isolate_documents`` our
-    attention computes one document after the other. None means one document in each row.
+    Attention stays inside each document of ``packed``: transformers makes a mask from the
+    positions, or after ``kd.models.attention.isolation.isolate_documents`` our attention computes
+    one document after the other. None means one document in each row.
     """
-    hidden_BLD: Tensor = run_body(model, tokens_BL, positions_BL).last_hidden_state
+    hidden_BLD: Tensor = run_body(model, tokens_BL, packed).last_hidden_state
     return hidden_BLD
 
 
 def run_body(
-    model: nn.Module, tokens_BL: Tensor, positions_BL: Tensor | None = None, **wanted: Any
+    model: nn.Module, tokens_BL: Tensor, packed: PackedRows | None = None, **wanted: Any
 ) -> Any:
     """Run ``model`` up to its last norm, and return its output with what else is ``wanted``."""
-    with packed_positions(positions_BL):
+    positions_BL = None if packed is None else packed.positions_BL
+    with reading_rows(model, packed):
         return find_body(model)(
             input_ids=tokens_BL, position_ids=positions_BL, use_cache=False, **wanted
         )

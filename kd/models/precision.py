@@ -156,7 +156,7 @@ def float32_products() -> Iterator[None]:
 def compute_target_hidden_states(forward: nn.Module, batch: Batch, precision: Precision) -> Tensor:
     """Return the hidden states (N, D) of positions with a target, in the dtype of ``precision``."""
     with precision.autocast():
-        hidden_BLD = compute_hidden_states(forward, batch.tokens_BL, batch.positions_BL)
+        hidden_BLD = compute_hidden_states(forward, batch.tokens_BL, batch.packed)
     return hidden_BLD.flatten(0, 1)[batch.rows_N].to(precision.dtype)
 
 

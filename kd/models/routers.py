@@ -45,9 +45,7 @@ class RouterBalance:
         The loss is a mean over these positions, times N: the losses of tokens are summed too.
         """
         with precision.autocast():
-            output = run_body(
-                student, batch.tokens_BL, batch.positions_BL, output_router_logits=True
-            )
+            output = run_body(student, batch.tokens_BL, batch.packed, output_router_logits=True)
         mask = torch.zeros(batch.tokens_BL.numel(), device=batch.tokens_BL.device)
         mask[batch.rows_N] = 1.0
         logits = tuple(each.float() for each in output.router_logits)

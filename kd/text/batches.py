@@ -29,6 +29,7 @@ from cache.store import Cache
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.text.corpus import Corpus
+from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids, measure_text_lengths, needs_isolation
 from kd.text.shuffling import EpochWindows
 
@@ -163,19 +164,24 @@ class Batch:
     """The input of one forward pass.
 
     ``rows_N``: the flat places (b * L + l) of the positions with a target. ``gold_N``: the ids of
-    their targets. ``positions_BL``: None if every row is one document, so that attention takes its
-    plain causal path. ``teacher``: the columns of the N records as they are stored
+    their targets. ``packed``: None if every row is one document, so that attention takes its plain
+    causal path. ``teacher``: the columns of the N records as they are stored
     (``kd.loss.targets`` decodes them); None without a teacher.
     """
 
     tokens_BL: Tensor
-    positions_BL: Tensor | None
+    packed: PackedRows | None
     rows_N: Tensor
     gold_N: Tensor
     teacher: dict[str, Tensor] | None
 
     def __len__(self) -> int:
         return self.gold_N.shape[0]
+
+    @property
+    def positions_BL(self) -> Tensor | None:
+        """The place of each token in its document; None if every row is one document."""
+        return None if self.packed is None else self.packed.positions_BL
 
     def count_targets(self) -> NDArray[np.int64]:
         """Count the targets of each sequence, (B,)."""
@@ -197,7 +203,7 @@ class Batch:
         teacher = self.teacher
         return Batch(
             tokens_BL=change(self.tokens_BL),
-            positions_BL=None if self.positions_BL is None else change(self.positions_BL),
+            packed=None if self.packed is None else self.packed.map(change),
             rows_N=change(self.rows_N),
             gold_N=change(self.gold_N),
             teacher=None
@@ -217,7 +223,7 @@ def make_batch(sequences: Sequences, records: Records | None) -> Batch:
     columns = records.columns if records is not None else {}
     return Batch(
         tokens_BL=torch.from_numpy(tokens.astype(np.int64)),
-        positions_BL=torch.from_numpy(positions)
+        packed=PackedRows.of(torch.from_numpy(positions))
         if needs_isolation(positions, target).any()
         else None,
         rows_N=torch.from_numpy(rows),

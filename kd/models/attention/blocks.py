@@ -60,6 +60,25 @@ def attend_in_blocks(
     return output
 
 
+def differentiate_in_blocks(
+    grad_KGlE: Tensor,
+    q_KGlD: Tensor,
+    k_KlD: Tensor,
+    v_KlE: Tensor,
+    sink_KG: Tensor | None,
+    first_l: NDArray[np.int64],
+    scoring: Scoring,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and the sinks of one span, from that of its output.
+
+    ``seed`` is that of the dropout in the forward pass.
+    """
+    with torch.autocast(q_KGlD.device.type, enabled=False):
+        work = _Work(q_KGlD, k_KlD, v_KlE, sink_KG, scoring, seed)
+        return work.differentiate(grad_KGlE, first_l)
+
+
 @dataclass(frozen=True)
 class _Block:
     """Queries ``start`` to ``stop``, which read keys from ``first`` on."""
@@ -121,9 +140,9 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_KGlE: Tensor) -> tuple[Tensor | None, ...]:
         q_KGlD, k_KlD, v_KlE, sink_KG = ctx.saved_tensors
-        with torch.autocast(q_KGlD.device.type, enabled=False):
-            work = _Work(q_KGlD, k_KlD, v_KlE, sink_KG, ctx.scoring, ctx.seed)
-            found = work.differentiate(grad_KGlE, ctx.first_l)
+        found = differentiate_in_blocks(
+            grad_KGlE, q_KGlD, k_KlD, v_KlE, sink_KG, ctx.first_l, ctx.scoring, ctx.seed
+        )
         return (*found, None, None)
 
 

@@ -2,14 +2,17 @@
 
 In every mask of a causal language model a query reads consecutive keys that end at itself: all of
 its document, a sliding window of it, or a chunk of it. So the number of its first key says it all.
+The documents are known where batches are made (``kd.text.packed_rows``); what a query reads of its
+own is a ``Reach``, which a model does not change.
 
-Shapes: B rows, L positions of a row, C spans of a batch.
+Shapes: B rows, L positions of a row, C spans of a batch, P positions of a probe.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +23,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from kd.text.packed_rows import PackedRows
+
 #: Says for (rows, heads, queries, keys) which of the keys the queries read.
 MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which keys of its document a query reads, of those up to itself.
+
+    The last ``window`` ones, or those of its own chunk of ``chunk`` tokens; else all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @classmethod
+    def find(
+        cls, mask_function: MaskFunction, size: int | None, device: torch.device
+    ) -> Reach | None:
+        """Find the reach of a mask whose windows or chunks have ``size`` tokens; waits once.
+
+        ``mask_function`` must not know the documents. None for a mask of another form.
+        """
+        if size == 0:
+            return None
+        length = 2 * (size or 1) + 1
+        place_1P = torch.arange(length, device=device)[None]
+        first_1P = find_first_keys(mask_function, torch.zeros_like(place_1P), known=False)
+        for each in (cls(), cls(window=size), cls(chunk=size)):
+            if torch.equal(first_1P, place_1P - each.count_before(place_1P)):
+                return each
+        return None
+
+    def count_before(self, position_BL: Tensor) -> Tensor:
+        """Return how many keys before its own a query reads, from its place in its document."""
+        if self.window is not None:
+            return position_BL.clamp(max=self.window - 1)
+        return position_BL if self.chunk is None else position_BL % self.chunk
+
+    def cut(self, start: int, stop: int) -> Iterator[Span]:
+        """Yield the spans of a document that lies at ``start`` to ``stop`` of its row."""
+        step = self.chunk or stop - start
+        for first in range(start, stop, step):
+            place_l = np.arange(min(step, stop - first))
+            shift = len(place_l) if self.window is None else self.window - 1
+            yield Span(first, first + len(place_l), np.maximum(place_l - shift, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +105,28 @@ class DocumentMask:
     """What the queries of packed rows read. Layers get it in the place of a mask.
 
     ``first_BL``: the number of the first key of each query, within its row. ``spans``: the spans of
-    each row, in order, which cover the row.
+    each row, in order, which cover the row. ``packed``: the documents, where they are the spans.
     """
 
     first_BL: Tensor
     spans: tuple[tuple[Span, ...], ...]
+    packed: PackedRows | None = None
+
+    @classmethod
+    def of_packed(cls, packed: PackedRows, reach: Reach) -> DocumentMask:
+        """Make the mask of known documents, without waiting for the device."""
+        position_BL = packed.positions_BL
+        batch, length = position_BL.shape
+        place_BL = torch.arange(length, device=position_BL.device).expand(batch, length)
+        spans: list[list[Span]] = [[] for _ in range(batch)]
+        for start, stop in itertools.pairwise(packed.host_bounds_C.tolist()):
+            row, first = divmod(start, length)
+            spans[row].extend(reach.cut(first, first + stop - start))
+        return cls(
+            place_BL - reach.count_before(position_BL),
+            tuple(map(tuple, spans)),
+            packed if reach.chunk is None else None,
+        )
 
     @classmethod
     def of(cls, first_BL: Tensor) -> DocumentMask | None:
@@ -113,11 +178,18 @@ class DocumentMask:
     @cached_property
     def bounds_C(self) -> Tensor:
         """The first position of each span in the flattened batch, and B L: (C + 1,), int32."""
+        if self.packed is not None:
+            return self.packed.bounds_C
         length = self.first_BL.shape[1]
         starts = [number * length + span.start for number, row in enumerate(self.spans)
                   for span in row]  # fmt: skip
-        return torch.tensor(
-            [*starts, self.first_BL.numel()], dtype=torch.int32, device=self.first_BL.device
+        bounds_C = torch.tensor([*starts, self.first_BL.numel()], dtype=torch.int32)
+        device = self.first_BL.device
+        # Only from pinned memory a copy does not wait for what the device still computes.
+        return (
+            bounds_C.pin_memory().to(device, non_blocking=True)
+            if device.type == "cuda"
+            else (bounds_C)
         )
 
 

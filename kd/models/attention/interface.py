@@ -8,14 +8,14 @@ by the implementation that the model had before.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -23,34 +23,53 @@ from transformers.masking_utils import (
 )
 
 from kd.models.attention.blocks import Scoring
+from kd.models.attention.compiled import GraphMask, attend_in_graph
 from kd.models.attention.documents import (
     DocumentMask,
+    MaskFunction,
+    Reach,
     find_document_starts,
     find_first_keys,
 )
 from kd.models.attention.kernels import attend
+from kd.text.packed_rows import PackedRows
 
 #: Our names, by the name of the implementation that they replace. transformers reads other parts of
 #: such names: no name may hold sdpa, flash or flex.
 NAMES = {"sdpa": "potstill", "eager": "potstill_eager"}
 
 #: Why torch.compile breaks its graph here.
-_BREAK = "the documents of packed rows differ from batch to batch"
+_BREAK = "what a mask lets each query read is found outside the graph"
 
-_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
+
+class _Reading(threading.local):
+    """The rows that this thread's forward pass reads, if ``reading_rows`` began it.
+
+    ``ours``: the model uses our attention. ``packed``: None where each row is one document.
+    """
+
+    ours = False
+    packed: PackedRows | None = None
+
+
+# Not a ContextVar, which torch.compile cannot read.
+_reading = _Reading()
 
 
 @contextmanager
-def packed_positions(positions_BL: Tensor | None) -> Iterator[None]:
-    """Tell the masks of the forward pass in the block that rows are packed as ``positions_BL`` say.
+def reading_rows(model: nn.Module, packed: PackedRows | None) -> Iterator[None]:
+    """Tell the masks of the forward pass of ``model`` in the block where its documents lie.
 
     Some models (gpt-oss) do not hand their positions to their masks.
     """
-    before = _positions.set(positions_BL)
+    before = _reading.ours, _reading.packed
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    _reading.ours = name in NAMES.values()
+    _reading.packed = packed
     try:
         yield
     finally:
-        _positions.reset(before)
+        _reading.ours, _reading.packed = before
 
 
 def use_packed_attention(model: nn.Module) -> bool:
@@ -88,40 +107,105 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[theirs]
 
     @torch.compiler.disable(reason=_BREAK)
-    def make(**asked: Any) -> DocumentMask | Tensor | None:
-        if theirs == "sdpa" and _is_plain(**asked):
-            return own(**asked)
-        mask = _find_document_mask(**asked)
-        if mask is None:
-            return own(**asked)
-        if theirs == "sdpa" and mask.causal:
-            return None if asked.get("allow_is_causal_skip", True) else own(**asked)
-        return mask
+    def search(**asked: Any) -> DocumentMask | Tensor | None:
+        mask = _search_document_mask(**asked)
+        return own(**_show_documents(asked)) if mask is None else mask
+
+    def make(**asked: Any) -> DocumentMask | GraphMask | Tensor | None:
+        skips = theirs == "sdpa"
+        usual = _is_usual(**asked)
+        if usual and skips and _is_plain(**asked):
+            return None
+        reach = _get_reach(**asked) if usual else None
+        if reach is None:
+            return search(**asked)
+        mask = _make_document_mask(reach, asked)
+        return None if skips and mask.causal else mask
 
     return make
 
 
-def _is_plain(
-    *,
-    q_length: int,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    **_: Any,
-) -> bool:
-    """Whether rows are one document each and no window is shorter: a mask is hardly asked for.
-
-    transformers finds that without waiting for the device.
-    """
-    whole = local_size is None or q_length < local_size
-    return allow_is_causal_skip and whole and _positions.get() is None
-
-
-def _find_document_mask(
+def _is_usual(
     *,
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: Callable[..., Tensor],
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether the mask is that of the rows of ``reading_rows``, with nothing of the model's own.
+
+    Only causal masks are asked for with ``allow_is_causal_skip``.
+    """
+    if not _reading.ours or not allow_is_causal_skip or use_vmap or attention_mask is not None:
+        return False
+    packed = _reading.packed
+    known = packed is None or packed.positions_BL.shape == (batch_size, q_length)
+    return known and q_length == kv_length and _begins(q_offset, kv_offset)
+
+
+def _begins(q_offset: int | Tensor, kv_offset: int | Tensor) -> bool:
+    """Whether queries and keys are those of whole rows. A tensor would have to be waited for."""
+    return isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+
+
+def _is_plain(*, q_length: int, local_size: int | None = None, **_: Any) -> bool:
+    """Whether rows are one document each and no window is shorter: no mask is needed."""
+    return _reading.packed is None and (local_size is None or q_length < local_size)
+
+
+def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> DocumentMask | GraphMask:
+    """Return the bounds of the rows of ``reading_rows``, without waiting for the device."""
+    packed = _reading.packed
+    if packed is None:
+        packed = PackedRows.whole(asked["batch_size"], asked["q_length"], asked["device"])
+    if not torch.compiler.is_compiling():
+        return DocumentMask.of_packed(packed, reach)
+    return GraphMask(packed, reach) if reach.chunk is None else _make_chunks(packed, reach)
+
+
+@torch.compiler.disable(reason="documents are cut into chunks outside the graph")
+def _make_chunks(packed: PackedRows, reach: Reach) -> DocumentMask:
+    return DocumentMask.of_packed(packed, reach)
+
+
+#: What a query reads in the models of a configuration's class, whose windows or chunks are so long;
+#: None where that is no ``Reach``.
+_reaches: dict[tuple[type, int | None], Reach | None] = {}
+
+
+def _get_reach(
+    *,
+    mask_function: MaskFunction,
+    device: torch.device,
+    config: Any,
+    local_size: int | None = None,
+    **_: Any,
+) -> Reach | None:
+    kind = (type(config), local_size)
+    if kind not in _reaches:
+        _find_reach(kind, mask_function, device)
+    return _reaches[kind]
+
+
+@torch.compiler.disable(reason=_BREAK)
+def _find_reach(
+    kind: tuple[type, int | None], mask_function: MaskFunction, device: torch.device
+) -> None:
+    """Find what the queries of a kind read, once: this waits for the device."""
+    _reaches[kind] = Reach.find(mask_function, kind[1], device)
+
+
+def _search_document_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskFunction,
     device: torch.device,
     q_offset: int | Tensor = 0,
     kv_offset: int | Tensor = 0,
@@ -129,29 +213,45 @@ def _find_document_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> DocumentMask | None:
-    """Return the bounds in place of a mask; None where a mask is needed."""
-    begins = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+    """Return the bounds of a mask that is not usual; waits for the device. None where it has none.
+
+    So it is with the masks of a forward pass that ``reading_rows`` did not begin.
+    """
+    begins = _begins(q_offset, kv_offset)
     if not begins or q_length != kv_length or attention_mask is not None or use_vmap:
         return None
-    positions_BL = _positions.get()
-    known = positions_BL is not None and positions_BL.shape[-1] == q_length
-    if positions_BL is not None and known:
-        start_BL = find_document_starts(positions_BL.expand(batch_size, -1))
+    packed = _reading.packed
+    known = packed is not None and packed.positions_BL.shape[-1] == q_length
+    if packed is not None and known:
+        start_BL = find_document_starts(packed.positions_BL.expand(batch_size, -1))
     else:
         start_BL = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device)
     return DocumentMask.of(find_first_keys(mask_function, start_BL, known))
 
 
+def _show_documents(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what was ``asked`` for, with the documents that were hidden from transformers."""
+    packed = _reading.packed
+    if not _reading.ours or packed is None:
+        return asked
+    document_BL = (packed.positions_BL == 0).cumsum(dim=1)
+    known = masking_utils.packed_sequence_mask_function(document_BL)
+    return asked | {
+        "mask_function": masking_utils.and_masks(known, asked["mask_function"]),
+        "allow_is_causal_skip": False,
+        "allow_is_bidirectional_skip": False,
+    }
+
+
 # ---------------------------------------------------------------------- attention
 
 
-@torch.compiler.disable(reason=_BREAK)
 def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: DocumentMask | GraphMask,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -163,6 +263,8 @@ def _attend(
         raise NotImplementedError("attention with a bias for each pair of positions needs a mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, softcap, dropout)
+    if isinstance(attention_mask, GraphMask):
+        return attend_in_graph(module, query, key, value, attention_mask, scoring, s_aux), None
     return attend(module, query, key, value, attention_mask, scoring, s_aux), None
 
 
@@ -175,7 +277,8 @@ def _attend_or_sdpa(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Any]:
-    compute: Any = _attend if isinstance(attention_mask, DocumentMask) else sdpa_attention_forward
+    ours = isinstance(attention_mask, DocumentMask | GraphMask)
+    compute: Any = _attend if ours else sdpa_attention_forward
     found: tuple[Tensor, Any] = compute(module, query, key, value, attention_mask, *rest, **more)
     return found
 
@@ -189,7 +292,8 @@ def _attend_or_eager(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Any]:
-    compute: Any = _attend if isinstance(attention_mask, DocumentMask) else _find_eager(module)
+    ours = isinstance(attention_mask, DocumentMask | GraphMask)
+    compute: Any = _attend if ours else _find_eager(module)
     found: tuple[Tensor, Any] = compute(module, query, key, value, attention_mask, *rest, **more)
     return found
 
@@ -201,11 +305,25 @@ def _find_eager(module: nn.Module) -> Any:
     return next(each for each in found if each is not None)
 
 
+def _hide_documents() -> None:
+    """Keep transformers from looking for documents in the positions that our attention knows.
+
+    It would wait for the device in each forward pass, and for each kind of mask.
+    """
+    find: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
+
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        return None if _reading.ours else find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+
+
 def _register() -> None:
     computing = {"sdpa": _attend_or_sdpa, "eager": _attend_or_eager}
     for theirs, ours in NAMES.items():
         AttentionInterface.register(ours, computing[theirs])
         AttentionMaskInterface.register(ours, _make_masks(theirs))
+    _hide_documents()
 
 
 _register()

@@ -10,6 +10,7 @@ from kd.errors import ModelError
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
 from kd.models.layers import compute_hidden_states
 from kd.progress import Monitor
+from kd.text.packed_rows import PackedRows
 
 #: A packed row of two documents.
 POSITIONS = (0, 1, 2, 3, 0, 1, 2, 3)
@@ -100,4 +101,5 @@ def _compute(
     tokens_1L = torch.tensor([tokens], device=model.device)
     if positions is None:
         return compute_hidden_states(model, tokens_1L)
-    return compute_hidden_states(model, tokens_1L, torch.tensor([positions], device=model.device))
+    packed = PackedRows.of(torch.tensor([positions])).map(lambda each: each.to(model.device))
+    return compute_hidden_states(model, tokens_1L, packed)

@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +54,35 @@ class AttentionTraits:
     dropout: bool
     flash: bool
     flex: bool
+
+
+class Spans(Protocol):
+    """What the kernels for rows of variable length are told of a mask, as in ``DocumentMask``."""
+
+    @property
+    def causal(self) -> bool:
+        """Every row is one span, and its queries read all earlier keys."""
+        ...
+
+    @property
+    def regular(self) -> bool:
+        """All spans that are not causal are sliding windows of one width."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """The width of the sliding windows, if there are any."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Positions that no span exceeds."""
+        ...
+
+    @property
+    def bounds_C(self) -> Tensor:
+        """The first position of each span in the flattened batch, and B L."""
+        ...
 
 
 def choose_kernel(traits: AttentionTraits) -> Kernel:
@@ -109,7 +137,7 @@ def attend(
     sink_H: Tensor | None,
 ) -> Tensor:
     """Return the output of the layer ``module``, (B, L, H, E)."""
-    q_BHLD, k_BKLD, v_BKLE = _match_precision(q_BHLD, k_BKLD, v_BKLE)
+    q_BHLD, k_BKLD, v_BKLE = match_precision(q_BHLD, k_BKLD, v_BKLE)
     traits = describe(q_BHLD, v_BKLE, mask, scoring, sink_H)
     kernel = choose_kernel(traits)
     if kernel in ("plain", "spans") and not shares_keys(traits):
@@ -118,7 +146,7 @@ def attend(
     if kernel == "plain":
         return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2)
     if kernel == "varlen":
-        return _run_varlen(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
+        return run_varlen(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
     if kernel == "flash":
         return _run_flash(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
     if kernel == "flex":
@@ -137,7 +165,7 @@ def attend(
 
 
 def describe(
-    q_BHLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring, sink_H: Tensor | None
+    q_BHLD: Tensor, v_BKLE: Tensor, mask: Spans, scoring: Scoring, sink_H: Tensor | None
 ) -> AttentionTraits:
     """Return what decides about the kernel."""
     device = q_BHLD.device
@@ -162,13 +190,13 @@ def _finds(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _match_precision(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yield ``tensors`` in the precision of autocast, as torch's own attention takes them."""
+def match_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return ``tensors`` in the precision of autocast, as torch's own attention takes them."""
     device = tensors[0].device.type
     dtype = tensors[0].dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    return (each.to(dtype) for each in tensors)
+    return tuple(each.to(dtype) for each in tensors)
 
 
 def _run_torch(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, scoring: Scoring) -> Tensor:
@@ -219,13 +247,13 @@ def _run_spans(
 # ---------------------------------------------------------------------- kernels of a GPU
 
 
-def _lay_out(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: DocumentMask) -> tuple[Any, ...]:
+def _lay_out(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: Spans) -> tuple[Any, ...]:
     """Return q, k, v as (T, H, D), the spans' bounds of q and k, and the longest span of each."""
     rows = (each.transpose(1, 2).flatten(0, 1) for each in (q_BHLD, k_BKLD, v_BKLE))
     return (*rows, mask.bounds_C, mask.bounds_C, mask.longest, mask.longest)
 
 
-def get_window(mask: DocumentMask) -> tuple[int, int]:
+def get_window(mask: Spans) -> tuple[int, int]:
     """Return how many keys before and after its own a query reads; -1 means all.
 
     The kernels count the keys before a query's own one, so a window of w keys is w - 1.
@@ -233,16 +261,17 @@ def get_window(mask: DocumentMask) -> tuple[int, int]:
     return (-1 if mask.window is None else mask.window - 1, 0)
 
 
-def _run_varlen(
-    q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: DocumentMask, scoring: Scoring
+def run_varlen(
+    q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: Spans, scoring: Scoring
 ) -> Tensor:
+    """Return torch's variable-length attention, (B, L, H, E)."""
     found: Any = varlen_attn(
         *_lay_out(q_BHLD, k_BKLD, v_BKLE, mask),
         scale=scoring.scale,
         window_size=get_window(mask),
         enable_gqa=q_BHLD.shape[1] != k_BKLD.shape[1],
     )
-    output_BLHE: Tensor = found.unflatten(0, mask.first_BL.shape)
+    output_BLHE: Tensor = found.unflatten(0, (-1, q_BHLD.shape[2]))
     return output_BLHE
 
 
@@ -257,4 +286,4 @@ def _run_flash(
         window_size=get_window(mask),
         softcap=scoring.softcap or 0.0,
     )
-    return found.unflatten(0, mask.first_BL.shape)
+    return found.unflatten(0, (-1, q_BHLD.shape[2]))

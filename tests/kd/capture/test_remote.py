@@ -39,6 +39,7 @@ from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_model
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes
 from kd.progress import Event, Monitor
+from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids
 from tests.support.remote_server import RemoteServer, entry, error
 
@@ -97,7 +98,7 @@ def local(folder: Path, sequences: Sequences) -> torch.Tensor:
     head = find_lm_head(model, VOCABULARY)
     tokens_BL = torch.from_numpy(sequences.tokens.astype(np.int64))
     positions_BL = torch.from_numpy(compute_position_ids(sequences.document_start))
-    hidden_BLD = compute_hidden_states(model, tokens_BL, positions_BL)
+    hidden_BLD = compute_hidden_states(model, tokens_BL, PackedRows.of(positions_BL))
     return (
         head.compute_logits(hidden_BLD[torch.from_numpy(sequences.target_mask)])
         .double()

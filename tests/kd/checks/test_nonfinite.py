@@ -99,7 +99,7 @@ def test_an_overflow_of_half_precision_is_found_where_it_happens(batch: Batch) -
 
 def compute_loss(student: PreTrainedModel) -> Callable[[Batch], torch.Tensor]:
     def compute(batch: Batch) -> torch.Tensor:
-        hidden_BLD = compute_hidden_states(student, batch.tokens_BL, batch.positions_BL)
+        hidden_BLD = compute_hidden_states(student, batch.tokens_BL, batch.packed)
         return student.get_output_embeddings()(hidden_BLD).logsumexp(-1).sum()
 
     return compute

@@ -27,6 +27,7 @@ from kd.config.train import Checkpointing
 from kd.errors import ModelError
 from kd.memory.activation_checkpointing import checkpoint_activations, compute_group_sizes
 from kd.models.layers import compute_hidden_states, find_decoder_layers
+from kd.text.packed_rows import PackedRows
 
 LAYERS = 7
 SHAPE: dict[str, Any] = {
@@ -78,7 +79,7 @@ def passes(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
     tokens_BL = torch.arange(48).remainder(60).reshape(2, 24)
     positions_BL = torch.cat([torch.arange(15), torch.arange(9)]).expand(2, 24)
     torch.manual_seed(5)
-    hidden_BLD = compute_hidden_states(model, tokens_BL, positions_BL)
+    hidden_BLD = compute_hidden_states(model, tokens_BL, PackedRows.of(positions_BL))
     (hidden_BLD**3).sum().backward()
     gradients = {
         name: each.grad for name, each in model.named_parameters() if each.grad is not None

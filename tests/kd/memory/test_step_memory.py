@@ -24,6 +24,7 @@ from kd.memory.step_memory import (
 )
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
+from kd.text.packed_rows import PackedRows
 from tests.support.kd.memory_script import run_memory_script
 from tests.support.kd.optimizers import measure_optimizer_bytes
 from tests.support.kd.students import make_llama
@@ -101,7 +102,9 @@ def kept_by_a_pass(student: PreTrainedModel, batch: int, length: int) -> int:
     )
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         hidden = compute_hidden_states(
-            student.train(), torch.zeros(batch, length, dtype=torch.int64), positions_BL
+            student.train(),
+            torch.zeros(batch, length, dtype=torch.int64),
+            PackedRows.of(positions_BL),
         )
     assert hidden.requires_grad
     return sum(kept.values())
@@ -213,6 +216,7 @@ from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.step_memory import estimate_memory, read_peak_memory, reset_peak_memory
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
+from kd.text.packed_rows import PackedRows
 
 CPU = torch.device("cpu")
 B = 4
@@ -238,7 +242,7 @@ for name, ways in {"float32": ("full", "sqrt", 3, "none"), "bfloat16": ("sqrt", 
             before = read_peak_memory(CPU)
             with precision.autocast():
                 tokens_BL = torch.zeros(B, L, dtype=torch.int64)
-                hidden = compute_hidden_states(student, tokens_BL, positions_BL)
+                hidden = compute_hidden_states(student, tokens_BL, PackedRows.of(positions_BL))
             hidden.float().square().mean().backward()
             del hidden
         found[f"{name} {how}"] = [expected, read_peak_memory(CPU) - before]

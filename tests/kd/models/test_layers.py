@@ -9,6 +9,7 @@ import transformers
 from kd.errors import ModelError
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, require_context
+from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import (
     PACKS,
     SINGLE,
@@ -30,7 +31,7 @@ def test_packed_documents_are_computed_as_if_alone(name):
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(cuts)])[
         None
     ]
-    packed = compute_hidden_states(model, tokens, positions)
+    packed = compute_hidden_states(model, tokens, PackedRows.of(positions))
     for start, stop in itertools.pairwise(cuts):
         alone = compute_hidden_states(model, tokens[:, start:stop])
         torch.testing.assert_close(packed[:, start:stop], alone, rtol=tolerance, atol=tolerance)

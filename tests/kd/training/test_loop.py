@@ -295,7 +295,7 @@ def test_optimizer_is_adamw(tmp_path: Path) -> None:
 
     source = make_source()
     batch = make_batch(*source.read(list_step_indices(source.train_count, 4, 42, 0)))
-    hidden = compute_hidden_states(reference, batch.tokens_BL, batch.positions_BL).flatten(0, 1)[
+    hidden = compute_hidden_states(reference, batch.tokens_BL, batch.packed).flatten(0, 1)[
         batch.rows_N
     ]
     head = find_lm_head(reference, VOCABULARY)

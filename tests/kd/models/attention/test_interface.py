@@ -8,15 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from kd.config.student import LoraConfig
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.models.adapters import add_adapters
 from kd.models.attention.documents import DocumentMask
-from kd.models.attention.interface import use_own_attention, use_packed_attention
+from kd.models.attention.interface import (
+    reading_rows,
+    use_own_attention,
+    use_packed_attention,
+)
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states
+from kd.text.packed_rows import PackedRows
+from kd.training.compiling import Compilation, CompileReport, _read_counts
 from tests.support.kd.zoo import build, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +45,7 @@ def make(kind: str, **changes: Any) -> PreTrainedModel:
 
 def run(model: PreTrainedModel, positions_BL: Tensor = POSITIONS_BL) -> list[Tensor]:
     """Return the packed hidden states and the gradients."""
-    hidden_BLD = compute_hidden_states(model, TOKENS_BL, positions_BL)
+    hidden_BLD = compute_hidden_states(model, TOKENS_BL, PackedRows.of(positions_BL))
     trained = [each for each in model.parameters() if each.requires_grad]
     gradients = torch.autograd.grad(hidden_BLD.square().sum(), trained, allow_unused=True)
     return [hidden_BLD, *(each for each in gradients if each is not None)]
@@ -51,7 +60,7 @@ def test_no_mask_is_built(kind: str) -> None:
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
             )
-    compute_hidden_states(model, TOKENS_BL, POSITIONS_BL)
+    compute_hidden_states(model, TOKENS_BL, PackedRows.of(POSITIONS_BL))
     assert seen
     assert all(isinstance(each, DocumentMask) for each in seen)
 
@@ -101,6 +110,94 @@ def test_a_compiled_model_keeps_documents_apart(kind: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("llama tied", "aot_eager"), ("gemma2 windows", "eager"), ("gpt-oss", "eager")],
+)
+def test_documents_break_no_graph_and_two_graphs_serve_all_of_them(kind: str, backend: str) -> None:
+    """The second graph is that for any number of documents."""
+    model = make(kind)
+    packings = [
+        torch.cat([torch.arange(each) for each in lengths]).expand(2, -1)
+        for lengths in [(3, 1, 9, 7), (5, 5, 5, 5), (8, 6, 6), (9, 11), (2, 4, 8, 2, 4)]
+    ]
+    expected = [run(model, each) for each in packings]
+    torch._dynamo.reset()
+    compilation = Compilation(*_read_counts())
+    model.base_model.compile(backend=backend)
+    for positions_BL, wanted in zip(packings, expected, strict=True):
+        for mine, theirs in zip(run(model, positions_BL), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert compilation.report() == CompileReport(2, ())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch looks at the inputs of a graph that begins behind a break
+def test_dropout_breaks_the_graph_and_is_drawn() -> None:
+    model = make("gemma2 windows", attention_dropout=0.5).train()
+    torch._dynamo.reset()
+    compilation = Compilation(*_read_counts())
+    model.base_model.compile(backend="eager")
+    first, second = (run(model)[0] for _ in range(2))
+    assert not torch.allclose(first, second)
+    assert "dropout, flash-attn and flex attention run outside the graph" in str(
+        compilation.report()
+    )
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors: on a GPU it would wait for each."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+#: Models without experts, whose counts of tokens the host reads.
+DENSE = ("llama tied", "gemma2 windows", "mistral", "gpt2")
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_layer_reads_a_number_from_the_device(kind: str, packed: bool) -> None:
+    model = make(kind)
+    rows = PackedRows.of(POSITIONS_BL) if packed else None
+    with _HostReads() as reads:
+        compute_hidden_states(model, TOKENS_BL, rows).square().sum().backward()
+    assert reads.count == 0
+
+
+@pytest.mark.parametrize("kind", [*DENSE, "llama4"])
+def test_documents_are_found_without_the_values_of_the_device(kind: str) -> None:
+    """Tensors without values stand for a device that nobody waits for."""
+    model = make(kind)
+    known = PackedRows.of(POSITIONS_BL)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        rows = known.map(mode.from_tensor)
+        hidden_BLD = compute_hidden_states(model, mode.from_tensor(TOKENS_BL), rows)
+        hidden_BLD.square().sum().backward()
+    assert hidden_BLD.shape == (2, 20, 32)
+
+
+def test_a_mask_that_sees_ahead_is_not_taken_for_a_causal_one() -> None:
+    """What the queries of a model read is found once, but not for masks of another form."""
+    model = make("llama tied")
+    embedded_BLD = model.get_input_embeddings()(TOKENS_BL)
+    with reading_rows(model, PackedRows.of(POSITIONS_BL)):
+        causal = create_causal_mask(model.config, embedded_BLD, None, None)
+        both_ways = create_bidirectional_mask(model.config, embedded_BLD, None)
+    assert isinstance(causal, DocumentMask)
+    document_BL = (POSITIONS_BL == 0).cumsum(dim=1)
+    expected_BLL = document_BL[:, :, None] == document_BL[:, None]
+    assert torch.equal(both_ways[:, 0], expected_BLL)
+
+
 @pytest.mark.parametrize("kind", ["llama tied", "gemma2 windows"])
 def test_adapters_get_the_gradients_of_the_own_attention(kind: str) -> None:
     torch.manual_seed(0)
@@ -141,7 +238,9 @@ def test_a_row_of_one_document_is_the_same_to_the_bit() -> None:
     before = compute_hidden_states(model, TOKENS_BL)
     isolate_documents(model)
     assert torch.equal(compute_hidden_states(model, TOKENS_BL), before)
-    in_one_row = compute_hidden_states(model, TOKENS_BL, torch.arange(20).expand(2, -1))
+    in_one_row = compute_hidden_states(
+        model, TOKENS_BL, PackedRows.of(torch.arange(20).expand(2, -1))
+    )
     assert torch.equal(in_one_row, before)
 
 

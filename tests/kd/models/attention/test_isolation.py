@@ -11,6 +11,7 @@ from kd.errors import ModelError
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.layers import compute_hidden_states
 from kd.progress import Monitor
+from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import LEAKS, LLAMA, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +90,7 @@ def test_a_model_that_needs_its_mask_keeps_it() -> None:
     isolate_documents(model)
     assert model.config._attn_implementation == "sdpa"
     tokens = torch.tensor([[3, 4, 5, 6, 7]])
-    packed = compute_hidden_states(model, tokens, torch.tensor([[0, 1, 0, 1, 2]]))
+    packed = compute_hidden_states(model, tokens, PackedRows.of(torch.tensor([[0, 1, 0, 1, 2]])))
     alone = compute_hidden_states(LlamaForCausalLM(model.config), tokens[:, 2:])
     assert packed.shape[1] == alone.shape[1] + 2
 

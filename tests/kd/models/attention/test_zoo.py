@@ -15,6 +15,7 @@ from kd.models.attention.interface import use_own_attention
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
+from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import ROWS, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,7 +107,7 @@ def compute_loss(model: PreTrainedModel, hidden_BLD: Tensor) -> float:
 def test_packed_hidden_states_and_loss_are_those_of_documents_alone(kind: str) -> None:
     model = make(kind)
     assert model.config._attn_implementation.startswith("potstill") == (kind in OURS)
-    packed = compute_hidden_states(model, TOKENS_BL, POSITIONS_BL)
+    packed = compute_hidden_states(model, TOKENS_BL, PackedRows.of(POSITIONS_BL))
     alone = compute_alone(model)
     assert float((packed - alone).abs().max()) <= 1e-5 * float(alone.abs().max())
     assert math.isclose(compute_loss(model, packed), compute_plain_loss(model), rel_tol=1e-5)
@@ -121,7 +122,7 @@ def test_gradients_are_those_of_documents_alone(kind: str) -> None:
         found: Any = torch.autograd.grad(hidden_BLD.square().sum(), trained, allow_unused=True)
         return [each for each in found if each is not None]
 
-    ours = differentiate(compute_hidden_states(model, TOKENS_BL, POSITIONS_BL))
+    ours = differentiate(compute_hidden_states(model, TOKENS_BL, PackedRows.of(POSITIONS_BL)))
     theirs = differentiate(compute_alone(model))
     assert len(ours) == len(theirs)
     for mine, expected in zip(ours, theirs, strict=True):

@@ -1,0 +1,199 @@
+"""Attention of packed rows inside a graph of torch.compile.
+
+The documents differ from batch to batch. So a graph holds one operation for each layer, which reads
+their bounds when it runs; it is not broken, and not compiled again for other documents.
+
+Shapes: B rows, H query heads, K key heads, L positions, D width of a head, E width of a value,
+C documents of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kd.models.attention.blocks import Scoring, differentiate_in_blocks
+from kd.models.attention.documents import DocumentMask, Reach
+from kd.models.attention.kernels import attend, choose_kernel, describe, match_precision, run_varlen
+from kd.text.packed_rows import PackedRows
+
+
+@dataclass(frozen=True, eq=False)
+class GraphMask:
+    """What queries read, as far as a graph may know it: ``packed`` differs between batches.
+
+    ``reach`` has no chunks, so that the spans are the documents.
+    """
+
+    packed: PackedRows
+    reach: Reach
+    #: A graph must serve rows of one document too.
+    causal: ClassVar[bool] = False
+    regular: ClassVar[bool] = True
+
+    @property
+    def bounds_C(self) -> Tensor:
+        """The bounds of the documents, on the device."""
+        return self.packed.bounds_C
+
+    @property
+    def longest(self) -> int:
+        """Positions that no document exceeds."""
+        return self.packed.longest
+
+    @property
+    def window(self) -> int | None:
+        """The width of the sliding windows, if there are any."""
+        return self.reach.window
+
+
+def attend_in_graph(
+    module: nn.Module,
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    mask: GraphMask,
+    scoring: Scoring,
+    sink_H: Tensor | None,
+) -> Tensor:
+    """Return the output of the layer ``module``, (B, L, H, E), while torch traces a graph.
+
+    The graph breaks for dropout, and for the kernels flash and flex.
+    """
+    q_BHLD, k_BKLD, v_BKLE = match_precision(q_BHLD, k_BKLD, v_BKLE)
+    kernel = choose_kernel(describe(q_BHLD, v_BKLE, mask, scoring, sink_H))
+    if kernel == "varlen":
+        return run_varlen(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
+    if kernel == "spans" and not scoring.dropout:
+        found: Tensor = _attend_spans(
+            q_BHLD,
+            k_BKLD,
+            v_BKLE,
+            sink_H,
+            mask.packed.positions_BL,
+            mask.packed.host_bounds_C,
+            mask.window,
+            scoring.scale,
+            scoring.softcap,
+        )
+        return found
+    return _attend_outside(module, q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H)
+
+
+@torch.compiler.disable(reason="dropout, flash-attn and flex attention run outside the graph")
+def _attend_outside(
+    module: nn.Module,
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    mask: GraphMask,
+    scoring: Scoring,
+    sink_H: Tensor | None,
+) -> Tensor:
+    whole = DocumentMask.of_packed(mask.packed, mask.reach)
+    return attend(module, q_BHLD, k_BKLD, v_BKLE, whole, scoring, sink_H)
+
+
+# ---------------------------------------------------------------------- the operation
+
+
+@torch.library.custom_op("potstill::attend_spans", mutates_args=())
+def _attend_spans(
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    sink_H: Tensor | None,
+    positions_BL: Tensor,
+    host_bounds_C: Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    mask = _make_mask(positions_BL, host_bounds_C, window)
+    scoring = Scoring(scale, softcap)
+    with torch.autocast(q_BHLD.device.type, enabled=False):
+        return attend(nn.Module(), q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H).contiguous()
+
+
+@_attend_spans.register_fake
+def _(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, *_: Any) -> Tensor:
+    batch, heads, length = q_BHLD.shape[:3]
+    return v_BKLE.new_empty(batch, length, heads, v_BKLE.shape[-1])
+
+
+@torch.library.custom_op("potstill::differentiate_spans", mutates_args=())
+def _differentiate_spans(
+    grad_BLHE: Tensor,
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    sink_H: Tensor | None,
+    positions_BL: Tensor,
+    host_bounds_C: Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and the sinks; the last is empty where there are none.
+
+    No autograd: a kernel of an operation runs below it.
+    """
+    groups = q_BHLD.shape[1] // k_BKLD.shape[1]
+    dq_BHLD, dk_BKLD, dv_BKLE = (each.new_empty(each.shape) for each in (q_BHLD, k_BKLD, v_BKLE))
+    sink_KG = None if sink_H is None else sink_H.view(-1, groups)
+    dsink_H = q_BHLD.new_zeros(0) if sink_H is None else torch.zeros_like(sink_H)
+    mask = _make_mask(positions_BL, host_bounds_C, window)
+    for row, spans in enumerate(mask.spans):
+        for span in spans:
+            places = slice(span.start, span.stop)
+            found = differentiate_in_blocks(
+                grad_BLHE[row, places].transpose(0, 1).unflatten(0, (-1, groups)),
+                q_BHLD[row, :, places].unflatten(0, (-1, groups)),
+                k_BKLD[row, :, places],
+                v_BKLE[row, :, places],
+                sink_KG,
+                span.first_l,
+                Scoring(scale, softcap),
+            )
+            dq_BHLD[row, :, places] = found[0].flatten(0, 1)
+            dk_BKLD[row, :, places] = found[1]
+            dv_BKLE[row, :, places] = found[2]
+            if found[3] is not None:
+                dsink_H += found[3].flatten()
+    return dq_BHLD, dk_BKLD, dv_BKLE, dsink_H
+
+
+@_differentiate_spans.register_fake
+def _(
+    grad_BLHE: Tensor,
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    sink_H: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    rows = (each.new_empty(each.shape) for each in (q_BHLD, k_BKLD, v_BKLE))
+    return (*rows, q_BHLD.new_empty(0) if sink_H is None else torch.empty_like(sink_H))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.settings = inputs[6:]
+
+
+def _backward(ctx: Any, grad_BLHE: Tensor) -> tuple[Tensor | None, ...]:
+    sink_H = ctx.saved_tensors[3]
+    *rows, dsink_H = _differentiate_spans(grad_BLHE, *ctx.saved_tensors, *ctx.settings)
+    return (*rows, None if sink_H is None else dsink_H, None, None, None, None, None)
+
+
+_attend_spans.register_autograd(_backward, setup_context=_keep)
+
+
+def _make_mask(positions_BL: Tensor, host_bounds_C: Tensor, window: int | None) -> DocumentMask:
+    length = positions_BL.shape[1]
+    packed = PackedRows(positions_BL, host_bounds_C, host_bounds_C, length)
+    return DocumentMask.of_packed(packed, Reach(window))
