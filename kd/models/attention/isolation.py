@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
@@ -12,9 +14,18 @@ from kd.models.layers import compute_hidden_states
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
 
-#: A packed row of two documents.
-POSITIONS = (0, 1, 2, 3, 0, 1, 2, 3)
-TOKENS = (1, 2, 3, 4, 1, 2, 3, 4)
+#: Tokens of a document of the short trial.
+SHORT_TOKENS = 4
+#: Tokens of a document of the long trial, at least and at most. A few of them are read at the start
+#: of a run. A window of a mask may be longer: there the mask itself is compared
+#: (``kd.models.attention.documents.Reach``).
+LEAST_TOKENS = 32
+MOST_TOKENS = 256
+#: Parts of the names of a configuration's fields that say how far back a layer reads, in tokens.
+REACHES = ("window", "chunk", "conv", "kernel", "dilation", "stride", "block_size", "compress")
+#: The ids of the tokens that are tried: small, because every vocabulary has them.
+LEAST_ID = 1
+MOST_ID = 5
 #: The largest difference between a document in a packed row and alone, as a share of the largest
 #: hidden state. Much more than rounding, also that of 16 bits over many layers, and much less than
 #: what a layer that attends otherwise changes.
@@ -53,10 +64,11 @@ def isolate_documents(model: PreTrainedModel) -> None:
     # A model that uses our attention already would find nothing to replace.
     use_own_attention(model)
     try:
-        if use_packed_attention(model) and _computes_as_alone(model):
+        trials = _make_trials(model)
+        if use_packed_attention(model) and all(_computes_as_alone(model, each) for each in trials):
             return
         use_own_attention(model)
-        if not _isolates(model):
+        if not all(_isolates(model, each) for each in trials):
             raise ModelError(
                 f"{type(model).__name__} attends across the documents of a packed sequence.",
                 "Set data.packing to false, or use a model whose attention follows position_ids.",
@@ -65,41 +77,109 @@ def isolate_documents(model: PreTrainedModel) -> None:
         model.train(training)
 
 
-def _computes_as_alone(model: PreTrainedModel) -> bool:
+@dataclass(frozen=True)
+class _Trial:
+    """Two packed documents: ``tokens_L`` in a row, of which the first document has ``first``."""
+
+    tokens_L: Tensor
+    first: int
+
+    @classmethod
+    def of(cls, wanted: int, context: int) -> _Trial:
+        """Make documents of ``wanted`` tokens, or as many as the context of a model holds.
+
+        The first is longer by an eighth, so that the second does not begin where a chunk does.
+        """
+        second = min(wanted, context * 8 // 17)
+        first = second + second // 8
+        random = torch.Generator().manual_seed(0)
+        return cls(torch.randint(LEAST_ID, MOST_ID, (first + second,), generator=random), first)
+
+    def read_packed(self, model: PreTrainedModel, change: int = 0) -> Tensor:
+        """Return the hidden states of the row; ``change`` is added to the first document's ids."""
+        place_1L = torch.arange(len(self.tokens_L))[None]
+        in_first_1L = place_1L < self.first
+        packed = PackedRows.of(torch.where(in_first_1L, place_1L, place_1L - self.first))
+        return compute_hidden_states(
+            model,
+            (self.tokens_L + change * in_first_1L).to(model.device),
+            packed.map(lambda each: each.to(model.device)),
+        )
+
+    def read_alone(self, model: PreTrainedModel) -> Tensor:
+        """Return the hidden states of the documents, read one after the other."""
+        documents = self.tokens_L.tensor_split([self.first])
+        return torch.cat(
+            [compute_hidden_states(model, each[None].to(model.device)) for each in documents], dim=1
+        )
+
+    def read_beside(self, model: PreTrainedModel, change: int = 0) -> Tensor:
+        """Return the second document's hidden states, beside the first one in a row of its own."""
+        second = len(self.tokens_L) - self.first
+        rows_BL = torch.stack([self.tokens_L[:second] + change, self.tokens_L[self.first :]])
+        return compute_hidden_states(model, rows_BL.to(model.device))[1:]
+
+
+def _make_trials(model: PreTrainedModel) -> list[_Trial]:
+    """Make a short trial, and one of documents longer than what a layer reads back."""
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or 2 * MOST_TOKENS
+    wanted = max(_find_longest_reach(config) + 2, LEAST_TOKENS)
+    return [_Trial.of(each, context) for each in (SHORT_TOKENS, wanted)]
+
+
+def _find_longest_reach(config: PreTrainedConfig) -> int:
+    """Return the most tokens that a field says a layer reads back, of those that can be tried."""
+    sizes = (
+        size
+        for name, size in config.to_dict().items()
+        if isinstance(size, int) and any(part in name for part in REACHES)
+    )
+    return max((size for size in sizes if size <= MOST_TOKENS - 2), default=0)
+
+
+def _computes_as_alone(model: PreTrainedModel, trial: _Trial) -> bool:
     """Whether documents in a packed row are as the model's own attention computes each alone."""
     try:
-        packed = _compute(model, TOKENS, POSITIONS)
-        kept_apart = _isolates(model)
+        packed = trial.read_packed(model)
+        kept_apart = _isolates(model, trial)
     # The model's own code may raise anything when it gets document bounds in place of a mask.
     except Exception:
         return False
     if not kept_apart:
         return False
     use_own_attention(model)
-    alone = torch.cat([_compute(model, TOKENS[:4]), _compute(model, TOKENS[4:])], dim=1)
+    alone = trial.read_alone(model)
+    difference = float((packed - alone).abs().max())
+    tolerance = TOLERANCES.get(packed.dtype, TOLERANCE_16_BIT) * float(alone.abs().max())
+    if difference > tolerance and packed.dtype.itemsize < 4:
+        tolerance = 2.0 * _measure_rounding(model, trial, alone)
     use_packed_attention(model)
-    tolerance = TOLERANCES.get(packed.dtype, TOLERANCE_16_BIT)
-    return bool((packed - alone).abs().max() <= tolerance * alone.abs().max())
+    return difference <= tolerance
 
 
-def _isolates(model: PreTrainedModel) -> bool:
+def _measure_rounding(model: PreTrainedModel, trial: _Trial, alone: Tensor) -> float:
+    """Return how much 16 bits round in packed documents, with the model's own attention and mask.
+
+    0 where that cannot read them: for some models only our attention can.
+    """
+    try:
+        return float((trial.read_packed(model) - alone).abs().max())
+    except Exception:
+        return 0.0
+
+
+def _isolates(model: PreTrainedModel, trial: _Trial) -> bool:
     """Whether other tokens in the first of two packed documents leave the second as it was."""
-    packed = _compute(model, TOKENS, POSITIONS)
-    other = tuple(token + (place < 4) for place, token in enumerate(TOKENS))
-    changed = _compute(model, other, POSITIONS)
-    difference = float((packed[:, 4:] - changed[:, 4:]).abs().max())
+    packed = trial.read_packed(model)
+    difference = float((packed - trial.read_packed(model, 1))[:, trial.first :].abs().max())
     # Experts are multiplied in groups of tokens, and the size of a group changes the rounding.
-    # float32 separates that rounding from a real leak, which can be as small as 5e-4. bfloat16
-    # cannot, so there any difference counts as a leak.
-    tolerance = 1e-5 if packed.dtype.itemsize >= 4 else 0.0
-    return difference <= tolerance * float(packed.abs().max())
-
-
-def _compute(
-    model: PreTrainedModel, tokens: tuple[int, ...], positions: tuple[int, ...] | None = None
-) -> Tensor:
-    tokens_1L = torch.tensor([tokens], device=model.device)
-    if positions is None:
-        return compute_hidden_states(model, tokens_1L)
-    packed = PackedRows.of(torch.tensor([positions])).map(lambda each: each.to(model.device))
-    return compute_hidden_states(model, tokens_1L, packed)
+    # float32 separates that rounding from a real leak, which can be as small as 5e-4. In 16 bits
+    # any difference counts as a leak in the short trial, which hardly changes the groups. In the
+    # long one it must be more than between rows of one document, where nothing can leak.
+    if packed.dtype.itemsize >= 4:
+        return difference <= 1e-5 * float(packed.abs().max())
+    if not difference or trial.first <= SHORT_TOKENS:
+        return not difference
+    rounding = float((trial.read_beside(model) - trial.read_beside(model, 1)).abs().max())
+    return difference <= 4.0 * rounding

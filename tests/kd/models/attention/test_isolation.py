@@ -5,10 +5,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from kd.errors import ModelError
-from kd.models.attention.isolation import isolate_documents, warn_of_mask
+from kd.models.attention.interface import use_packed_attention
+from kd.models.attention.isolation import (
+    _computes_as_alone,
+    _make_trials,
+    isolate_documents,
+    warn_of_mask,
+)
 from kd.models.layers import compute_hidden_states
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
@@ -27,6 +34,46 @@ class ReadsAhead(nn.Module):
     def forward(self, tokens_BL: Tensor) -> Tensor:
         found: Tensor = self.embedding(tokens_BL) + 0.1 * self.embedding(tokens_BL.roll(1, dims=1))
         return found
+
+
+class ReadsFarAhead(nn.Module):
+    """Adds a share of the embedding of the token ``distance`` before, whatever its document."""
+
+    def __init__(self, embedding: nn.Embedding, distance: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.distance = distance
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        found: Tensor = self.embedding(tokens_BL)
+        earlier_BLD = functional.pad(found, (0, 0, self.distance, 0))[:, : found.shape[1]]
+        return found + 0.1 * earlier_BLD
+
+
+class WindowInTensor(LlamaForCausalLM):
+    """A model whose layers narrow their mask to a window of 16 tokens, if it is a tensor."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            whole = layer.forward
+
+            def forward(
+                hidden_BLD: Tensor, attention_mask: Any, whole: Any = whole, **more: Any
+            ) -> Any:
+                return whole(hidden_BLD, attention_mask=narrow(hidden_BLD, attention_mask), **more)
+
+            layer.forward = forward
+
+
+def narrow(hidden_BLD: Tensor, mask: Any) -> Any:
+    """Return ``mask`` with a window of 16 tokens; bounds of documents stay as they are."""
+    if mask is not None and not isinstance(mask, Tensor):
+        return mask
+    place_L = torch.arange(hidden_BLD.shape[1])
+    distance_LL = place_L[:, None] - place_L
+    window_LL = (distance_LL >= 0) & (distance_LL < 16)
+    return window_LL[None, None] if mask is None else mask & window_LL
 
 
 class Forgetful(LlamaForCausalLM):
@@ -68,6 +115,40 @@ def test_a_leak_outside_the_attention_is_found() -> None:
     model.model.embed_tokens = ReadsAhead(model.model.embed_tokens)  # type: ignore[assignment]
     with pytest.raises(ModelError, match="LlamaForCausalLM attends across the documents"):
         isolate_documents(model)
+
+
+@pytest.mark.parametrize("distance", [16, 100])
+@torch.no_grad()
+def test_a_leak_from_far_back_is_found(distance: int) -> None:
+    """Documents of four tokens do not show it. Fields of the configuration name long distances."""
+    config = LlamaConfig(**LLAMA | {"max_position_embeddings": 512, "memory_window": distance})
+    model = LlamaForCausalLM(config).eval()
+    model.model.embed_tokens = ReadsFarAhead(model.model.embed_tokens, distance)  # type: ignore[assignment]
+    short, long = _make_trials(model)
+    assert _computes_as_alone(model, short)
+    assert long.first > distance
+    with pytest.raises(ModelError, match="LlamaForCausalLM attends across the documents"):
+        isolate_documents(model)
+
+
+@torch.no_grad()
+def test_a_model_whose_long_window_needs_its_mask_keeps_it() -> None:
+    torch.manual_seed(0)
+    model = WindowInTensor(LlamaConfig(**LLAMA)).eval()
+    short, _ = _make_trials(model)
+    assert use_packed_attention(model)
+    assert _computes_as_alone(model, short)
+    isolate_documents(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_documents_that_are_tried_fit_the_context_and_a_bound() -> None:
+    for context, window, expected in ((64, 4096, 30), (512, 4096, 32), (2048, 128, 130)):
+        changes = {"max_position_embeddings": context, "sliding_window": window}
+        model = MistralForCausalLM(MistralConfig(**LLAMA | changes))
+        _, long = _make_trials(model)
+        assert len(long.tokens_L) <= context
+        assert len(long.tokens_L) - long.first == expected
 
 
 def test_relative_positions_need_no_position_ids() -> None:
