@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -53,6 +54,7 @@ from cache.reading.arrays import (
     Shard,
     make_chunk_memory,
 )
+from cache.reading.disk import DiskReads
 from cache.reading.memory import KeptValues
 from cache.records import Records, Sequences
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
@@ -106,6 +108,8 @@ class CacheWriter:
         self.folder = folder
         self.identity = identity
         self.codec = identity.record_codec()
+        #: Seconds in which the disk took what was written so far, encoding and compression apart.
+        self.disk_seconds = 0.0
         with storage_errors(folder):
             self._prepare()
 
@@ -148,7 +152,9 @@ class CacheWriter:
                 remove_path(_locate_seal(self.folder, name))
                 write_arrays(temporary, arrays)
                 seal = make_seal(temporary)
+                began = time.perf_counter()
                 publish_folder(temporary, self.folder / name)
+                self.disk_seconds += time.perf_counter() - began
             finally:
                 remove_path(temporary)
             write_file(_locate_seal(self.folder, name), seal.to_bytes())
@@ -272,6 +278,8 @@ class Cache:
         self.folder = folder
         self.manifest = manifest
         self.codec = manifest.identity.record_codec()
+        #: What ``read`` took from the disk so far.
+        self.disk_reads = DiskReads()
         self._memory = memory
         self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS, lambda _: 1)
         # Flags of the files whose sha256 was checked, of dropped shards too, so that none is hashed
@@ -379,7 +387,7 @@ class Cache:
         name = _name_shard(index)
         seal = _read_seal(self.folder, name, self.manifest.shards[index].digest)
         sound = self._sound.setdefault(index, bytearray(len(seal.files)))
-        return Shard(self.folder / name, seal, self.codec, sound, self._memory)
+        return Shard(self.folder / name, seal, self.codec, sound, self._memory, self.disk_reads)
 
 
 @contextmanager

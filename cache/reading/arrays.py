@@ -15,6 +15,7 @@ from cache.errors import CacheCorrupt
 from cache.layout import TOKEN_CLASSES, Arrays, list_arrays, make_token_order, read_one_sequence
 from cache.profiles import PROFILES
 from cache.reading.chunks import StoredArray
+from cache.reading.disk import DiskReads
 from cache.reading.memory import KeptValues
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
 
@@ -35,8 +36,8 @@ class ArrayFolder:
     A file is compared with the seal's sha256 when it is read for the first time, and the crc32c of
     a chunk each time: a chunk's crc32c proves that its bytes are whole, not that they belong here.
     ``sound`` has a flag for each file of the seal, which is 1 once the file has passed, so that a
-    folder that is opened again is not hashed again. Decoded chunks stay in ``memory``. Any failure
-    raises ``CacheCorrupt`` that names the array.
+    folder that is opened again is not hashed again. Decoded chunks stay in ``memory``; ``reads``
+    counts what comes from the disk. Any failure raises ``CacheCorrupt`` that names the array.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class ArrayFolder:
         seal: Seal,
         sound: bytearray | None = None,
         memory: ChunkMemory | None = None,
+        reads: DiskReads | None = None,
     ) -> None:
         self.folder = folder
         self.seal = seal
         self.memory = make_chunk_memory() if memory is None else memory
+        self._reads = DiskReads() if reads is None else reads
         self._sound = bytearray(len(seal.files)) if sound is None else sound
         self._places = {name: place for place, name in enumerate(seal.files)}
         # A string, because the hash of a path is slow.
@@ -111,7 +114,7 @@ class ArrayFolder:
 
         Callers turn its errors into ``CacheCorrupt``.
         """
-        data = (self.folder / path).read_bytes()
+        data = self._reads.read(self.folder / path)
         place = self._places[path]
         if not self._sound[place]:
             if hashlib.sha256(data).hexdigest() != self.seal.files[path].sha256:
@@ -129,9 +132,15 @@ class Shard(ArrayFolder):
     """One sealed shard, open for reading."""
 
     def __init__(
-        self, folder: Path, seal: Seal, codec: Codec, sound: bytearray, memory: ChunkMemory
+        self,
+        folder: Path,
+        seal: Seal,
+        codec: Codec,
+        sound: bytearray,
+        memory: ChunkMemory,
+        reads: DiskReads,
     ) -> None:
-        super().__init__(folder, seal, sound, memory)
+        super().__init__(folder, seal, sound, memory, reads)
         self.codec = codec
         self._offsets = self.read_array("offsets")
 

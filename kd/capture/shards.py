@@ -30,6 +30,8 @@ from kd.progress import Monitor, ProgressMeter
 #: sealed, each at the most. A million tokens of profile threshold, some ten seconds of the fastest
 #: GPU, and far less than sealing takes for itself.
 IN_FLIGHT_BYTES = 1 << 28
+#: Seconds below which a disk is not called slow: small shards are hardly worth a warning.
+LEAST_DISK_SECONDS = 1.0
 #: Threads that encode. More gain little: numpy holds the interpreter's lock for part of its work.
 ENCODERS = 2
 
@@ -48,11 +50,32 @@ class RecordReader(Protocol):
 
 @dataclass(frozen=True)
 class SealedShard:
-    """A shard that lies on the disk: its index, bytes, and the seconds that writing it took."""
+    """A shard that lies on the disk: its index, its bytes, and how long it took.
+
+    ``seconds`` are those of writing it, of which the disk took ``disk_seconds``; ``read_seconds``
+    are those of the teacher.
+    """
 
     index: int
     bytes: int
     seconds: float
+    disk_seconds: float
+    read_seconds: float
+
+    def describe_slow_disk(self) -> str | None:
+        """Describe a disk that takes less than the teacher gives; None if it takes enough."""
+        if self.disk_seconds <= max(self.read_seconds, LEAST_DISK_SECONDS):
+            return None
+        taken, given = (
+            self.bytes / max(seconds, 1e-9) / 1e6
+            for seconds in (self.disk_seconds, self.read_seconds)
+        )
+        return (
+            f"The disk of the cache is slow: it takes {taken:.3g} MB/s, and the teacher gives "
+            f"{given:.3g} MB/s, so that the capture waits for the disk. Move KD_HOME to a local "
+            "disk and copy the cache when it is complete, or store fewer bytes for a token: set "
+            "cache.threshold higher, or choose another cache.profile."
+        )
 
 
 class ShardPipeline:
@@ -77,6 +100,7 @@ class ShardPipeline:
         # The parts of the shard that is read, and the bytes that they were delivered in.
         self._parts: list[Future[Records]] = []
         self._read = 0
+        self._began = time.monotonic()
         # Parts of any shard that are not encoded yet, with their bytes, the oldest first.
         self._queue: deque[tuple[Future[Records], int]] = deque()
         self._sealing: Future[SealedShard] | None = None
@@ -109,10 +133,14 @@ class ShardPipeline:
 
     def seal(self, index: int, sequences: Sequences) -> None:
         """Seal the parts that were added as shard ``index``, after the shard before it."""
+        read_seconds = time.monotonic() - self._began
         self._wait_for_seal()
-        self._sealing = self._sealer.submit(self._write, index, sequences, self._parts)
+        self._sealing = self._sealer.submit(
+            self._write, index, sequences, self._parts, read_seconds
+        )
         self._parts = []
         self._read = 0
+        self._began = time.monotonic()
 
     def collect(self) -> SealedShard | None:
         """Return the shard that was sealed since the last call, if any; raises its error."""
@@ -136,15 +164,19 @@ class ShardPipeline:
             self._waiting()
             self._sealing.result()
 
-    def _write(self, index: int, sequences: Sequences, parts: list[Future[Records]]) -> SealedShard:
+    def _write(
+        self, index: int, sequences: Sequences, parts: list[Future[Records]], read_seconds: float
+    ) -> SealedShard:
         """Write and seal one shard, in the sealing thread."""
         records = Records.concatenate(part.result() for part in parts)
         parts.clear()  # the joined records are in memory now
         began = time.monotonic()
+        disk_before = self._writer.disk_seconds
         size = self._writer.write_shard(index, sequences, records)
         seconds = time.monotonic() - began
+        disk_seconds = self._writer.disk_seconds - disk_before
         self._sealed(index, sequences, records)
-        return SealedShard(index, size, seconds)
+        return SealedShard(index, size, seconds, disk_seconds, read_seconds)
 
 
 class CaptureReport:
@@ -158,6 +190,7 @@ class CaptureReport:
         self._identity = identity
         self._last = missing[-1]
         self._left_held_out = sum(map(watch.holds_out, missing))
+        self._judged_disk = False
         total = identity.data.sequences
         left = sum(len(identity.shard_range(index)) for index in missing)
         self._meter = ProgressMeter(total, "sequences", done=total - left)
@@ -172,6 +205,10 @@ class CaptureReport:
         if shard is None:
             return
         self.monitor.emit("shard", bytes=shard.bytes, seconds=shard.seconds)
+        # The first shard alone: while a later one is read, the reading waits for the disk too.
+        if not self._judged_disk and (warning := shard.describe_slow_disk()):
+            self.monitor.emit("warning", message=warning)
+        self._judged_disk = True
         if not self.watch.holds_out(shard.index):
             return
         self._left_held_out -= 1

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cache.codec import Codec
+from cache.reading.disk import DiskReads
 from cache.records import Records, Sequences
 from kd.checks.parity import take_first_positions
 from kd.checks.verdict import Verdict
@@ -107,6 +108,11 @@ class RepeatedSubset:
     def codec(self) -> Codec | None:
         """The codec of the records' columns."""
         return self.source.codec
+
+    @property
+    def disk_reads(self) -> DiskReads | None:
+        """What was read from the disk so far."""
+        return self.source.disk_reads
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """The teacher's LM head, from a hidden cache."""

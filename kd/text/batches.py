@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY, Codec
 from cache.reading.arrays import MEMORY_BYTES
+from cache.reading.disk import DiskReads
 from cache.records import Records, Sequences
 from cache.store import Cache
 from kd.config.train import TrainConfig
@@ -97,6 +98,11 @@ class Source(Protocol):
         """The codec of the records; None if there are no records."""
         ...
 
+    @property
+    def disk_reads(self) -> DiskReads | None:
+        """What was read from the disk so far; None if all sequences are in memory."""
+        ...
+
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Return the teacher's LM head, if the records are its hidden states."""
         ...
@@ -146,6 +152,11 @@ class PlainText:
     @property
     def codec(self) -> None:
         """Plain text has no records."""
+        return None
+
+    @property
+    def disk_reads(self) -> None:
+        """All sequences are in memory."""
         return None
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
@@ -533,6 +544,11 @@ class CachedRecords:
     def codec(self) -> Codec:
         """The codec of the records."""
         return self.store.codec
+
+    @property
+    def disk_reads(self) -> DiskReads:
+        """What was read from the disk so far."""
+        return self.store.disk_reads
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Return the teacher's LM head, which a cache of profile hidden holds."""

@@ -60,7 +60,8 @@ def report_step(run: Run, step: Step) -> None:
     seconds = StepSeconds(step.waited, time.monotonic() - step.began)
     alarms = run.watch.observe_step(step.loss, step.ce_loss, step.grad_norm, seconds)
     run.log.write_verdicts(progress.step, alarms)
-    for alarm in (temperature.describe_alarm(), run.scale_watch.describe_alarm()):
+    slow_disk = run.disk_watch.observe_step(step.tokens, seconds)
+    for alarm in (temperature.describe_alarm(), run.scale_watch.describe_alarm(), slow_disk):
         if alarm is not None:
             run.monitor.emit("warning", message=alarm)
     if temperature.learned:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cache.codec import UNKNOWN_ENTROPY, Codec
+from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
@@ -101,6 +102,7 @@ def prepare(
         average=average,
         look_ahead=_make_look_ahead(loss, source, options, device),
         watch=_restore_watch(config, state.progress),
+        disk_watch=DiskWatch(config, source.disk_reads),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
         log=_open_log(folder, monitor, state.progress),
         meter=ProgressMeter(loss.steps, "steps", done=state.progress.step),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
@@ -53,6 +54,7 @@ class Run:
     average: Averager | None
     look_ahead: LookAhead | None
     watch: TrainingWatch
+    disk_watch: DiskWatch
     scale_watch: ScalerWatch
     log: MetricsLog
     meter: ProgressMeter

@@ -4,6 +4,8 @@ errors and stops that leave nothing behind.
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -365,3 +367,36 @@ def limit_sequences(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception
 
     monkeypatch.setattr(reading, "compute_hidden_states", compute)
     return passes
+
+
+def find_slow_disk_warnings(capture: Capture) -> list[str]:
+    capture.run()
+    warnings = (event.data["message"] for event in capture.events if event.type == "warning")
+    return [message for message in warnings if "disk of the cache" in message]
+
+
+def test_a_disk_that_takes_less_than_the_teacher_gives_is_named_after_the_first_shard(
+    make_plan: Callable[..., CapturePlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes a tenth of a second to make each file durable."""
+    assert find_slow_disk_warnings(Capture(make_plan(), tmp_path / "fast")) == []
+    sync = os.fsync
+
+    def sync_slowly(handle: int) -> None:
+        time.sleep(0.1)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    capture = Capture(make_plan(), tmp_path / "slow")
+    (message,) = find_slow_disk_warnings(capture)
+    kinds = [event.type for event in capture.events if event.type in ("shard", "warning")]
+    assert kinds[:2] == ["shard", "warning"]
+    shard = next(event.data for event in capture.events if event.type == "shard")
+    found = re.search(r"takes ([\d.e-]+) MB/s, and the teacher gives ([\d.e-]+) MB/s", message)
+    assert found is not None
+    taken, given = map(float, found.groups())
+    assert shard["bytes"] / shard["seconds"] / 1e6 <= taken * 1.01
+    assert taken == pytest.approx(shard["bytes"] / shard["seconds"] / 1e6, rel=0.5)
+    assert taken < given
+    assert "Move KD_HOME to a local disk" in message
+    assert "cache.threshold" in message

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY, Codec
+from cache.reading.disk import DiskReads
 from cache.records import Records, Sequences
 from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity, make_records, make_sequences
@@ -493,6 +494,7 @@ class CachedLike:
     validation_count: int = 0
     shard_sequences: int = 2
     sequence_bytes: int = 64
+    disk_reads: DiskReads | None = None
     identity: str = "given"
 
     @property
