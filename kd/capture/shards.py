@@ -4,7 +4,9 @@
 
 Reading waits where ``IN_FLIGHT_BYTES`` of deliveries wait to be encoded, and where as much was read
 beside a shard that is being sealed. One shard at a time is sealed. A capture that is killed loses
-the shard that it reads; while a shard is sealed, it loses that one and what was read beside it.
+the shard that it reads; while a shard is sealed, it loses that one and what was read beside it,
+two shards at most. The ids of a shard are coded by how frequent each token is in all of it
+(``cache.layout``), so that nothing can be sealed before its last sequence is read.
 
 The same records make the same bytes: what threads do depends on their input alone.
 """
