@@ -41,14 +41,19 @@ OLDEST_FORMAT_VERSION = 2
 CODEC_VERSION = 2
 #: Codec version of hidden states in int8, which are stored as cosines.
 COSINES_VERSION = 3
+#: Added to the codec version of a teacher in half precision, because its logits are now sums in
+#: float32. A cache without it holds logits that were rounded to the teacher's dtype.
+WIDE_LOGITS = 2
+_HALF_DTYPES = ("bfloat16", "float16")
 _REMEDY = "Delete the cache's folder and capture it again."
 #: Bits of a number that a user may choose, for the profiles that have a choice.
 _BITS = {"dense": (16, 32), "hidden": (8, 16)}
 
 
-def choose_codec_version(profile: str, bits: int) -> int:
-    """Choose the codec version that this program reads and writes for a profile."""
-    return COSINES_VERSION if (profile, bits) == ("hidden", 8) else CODEC_VERSION
+def choose_codec_version(profile: str, bits: int, dtype: str = "") -> int:
+    """Choose the codec version that this program writes for a profile and its teacher's dtype."""
+    version = COSINES_VERSION if (profile, bits) == ("hidden", 8) else CODEC_VERSION
+    return version + WIDE_LOGITS if dtype in _HALF_DTYPES else version
 
 
 @dataclass(frozen=True)
@@ -354,9 +359,8 @@ class Manifest:
         if version <= PLAIN_FORMAT_VERSION:
             content.setdefault("overruled", None)
         manifest: Manifest = parse_as(cls, content, where)
-        codec = manifest.identity.codec
-        ours = choose_codec_version(codec.profile, codec.bits)
-        _refuse_other_version("codec", codec.version, range(ours, ours + 1), where)
+        readable = _list_codec_versions(manifest.identity)
+        _refuse_other_version("codec", manifest.identity.codec.version, readable, where)
         expected = [
             len(manifest.identity.shard_range(index))
             for index in range(manifest.identity.shard_count)
@@ -406,6 +410,14 @@ def _parse_json_object(data: bytes, where: str) -> dict[str, Any]:
         raise CacheCorrupt(f"{where} is not JSON: {error}.", _REMEDY) from error
     _require(isinstance(document, dict), where, "it must be a JSON object")
     return dict(document)
+
+
+def _list_codec_versions(identity: CacheIdentity) -> range:
+    """Return the codec versions that this program reads for the profile and the teacher's dtype."""
+    codec = identity.codec
+    oldest = choose_codec_version(codec.profile, codec.bits)
+    newest = choose_codec_version(codec.profile, codec.bits, identity.teacher.dtype)
+    return range(oldest, newest + 1, WIDE_LOGITS)
 
 
 def _refuse_other_version(what: str, version: object, ours: range, where: str) -> None:

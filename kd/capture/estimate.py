@@ -31,7 +31,7 @@ import numpy as np
 from cache.codec import Codec, choose_id_dtype
 from cache.disk import list_file_sizes
 from cache.errors import PotstillError, StorageError
-from cache.manifest import CacheIdentity, CodecIdentity
+from cache.manifest import CacheIdentity, CodecIdentity, choose_codec_version
 from cache.profiles import PROFILES
 from kd.config.cache import CacheConfig
 from kd.config.job import JobConfig
@@ -261,8 +261,11 @@ def measure_free_bytes(folder: Path) -> int:
 # ---------------------------------------------------------------------- bytes
 
 
-def make_codec_identity(options: CacheConfig) -> CodecIdentity:
-    """Return what a job stores for each position, and the seed of its random numbers."""
+def make_codec_identity(options: CacheConfig, dtype: str = "") -> CodecIdentity:
+    """Return what a job stores for each position, and the seed of its random numbers.
+
+    ``dtype`` is that of the teacher, where it is known.
+    """
     return CodecIdentity(
         profile=options.profile,
         threshold=options.threshold if options.sampled else 0.0,
@@ -273,6 +276,7 @@ def make_codec_identity(options: CacheConfig) -> CodecIdentity:
         bits=options.bits,
         seed=options.seed,
         shard_sequences=options.shard_sequences,
+        version=choose_codec_version(options.profile, options.bits, dtype),
     )
 
 

@@ -97,8 +97,9 @@ def make_capture_plan(
     """
     assert config.teacher is not None
     vocabulary = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
+    teacher = _identify_teacher(config, folder, monitor)
     identity = CacheIdentity(
-        _identify_teacher(config, folder, monitor),
+        teacher,
         TokenizerIdentity(vocabulary, hash_tokenizer(tokenizer)),
         DataIdentity(
             sha256=corpus.compute_sha256(),
@@ -107,7 +108,7 @@ def make_capture_plan(
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
         ),
-        make_codec_identity(config.cache),
+        make_codec_identity(config.cache, teacher.dtype),
     )
     # Only tokenizer and model show which ids exist: the job alone cannot be checked for this.
     _require_vocabulary(identity)

@@ -31,7 +31,6 @@ from kd.capture.sampling import (
     reduce_log_sum_exp,
 )
 from kd.errors import ModelError
-from kd.kernels.available import can_run_kernels
 from kd.models.cosines import to_cosines
 from kd.models.lm_head import LMHead
 
@@ -180,34 +179,21 @@ class Recorder:
     def _compute_logits(self, chunk: Sequence[_Piece]) -> Tensor:
         """Return the logits (N, V) of a chunk, in memory that the next call overwrites.
 
-        Allocating that memory anew would cost as much as a pass over it. The dtype is float32 or
-        float64, except for kernels that convert the logits when they read them.
+        Allocating that memory anew would cost as much as a pass over it. The dtype is float32, or
+        float64 where the hidden states have it.
         """
-        positions = sum(len(piece.gold_N) for piece in chunk)
-        room_NV = self._find_room(chunk[0].hidden_ND, positions)
-        parts = []
-        start = 0
-        for piece in chunk:
-            stop = start + len(piece.gold_N)
-            parts.append(self._compute_piece(piece.hidden_ND, room_NV[start:stop]))
-            start = stop
-        if len(parts) == 1:
-            return parts[0]
-        # An LM head with a bias, a scale or a soft cap, or in half precision, uses other memory.
-        memory = room_NV.untyped_storage().data_ptr()
-        inside = all(part.untyped_storage().data_ptr() == memory for part in parts)
-        return room_NV if inside else torch.cat(parts)
-
-    def _compute_piece(self, hidden_ND: Tensor, room_NV: Tensor) -> Tensor:
-        if self.codec.profile == "threshold" and self.lm_head.plain and can_run_kernels(hidden_ND):
-            return self.lm_head.multiply(hidden_ND, room_NV)
-        return self.lm_head.compute_logits(hidden_ND, room_NV)
+        room_NV = self._find_room(chunk[0].hidden_ND, sum(len(piece.gold_N) for piece in chunk))
+        parts = room_NV.split([len(piece.gold_N) for piece in chunk])
+        for piece, part_NV in zip(chunk, parts, strict=True):
+            self.lm_head.compute_logits(piece.hidden_ND, part_NV)
+        return room_NV
 
     def _find_room(self, hidden_ND: Tensor, positions: int) -> Tensor:
-        room = self._rooms.get(hidden_ND.dtype)
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        room = self._rooms.get(wide)
         if room is None or len(room) < positions:
-            room = hidden_ND.new_empty(positions, self.lm_head.vocabulary)
-            self._rooms[hidden_ND.dtype] = room
+            room = hidden_ND.new_empty(positions, self.lm_head.vocabulary, dtype=wide)
+            self._rooms[wide] = room
         return room[:positions]
 
     @cached_property

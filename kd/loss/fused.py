@@ -39,6 +39,7 @@ from kd.loss.student_rows import StudentRows
 from kd.loss.targets import TargetChunk, Targets, subtract_target_
 from kd.loss.whole_targets import Distribution, TopTarget
 from kd.models.lm_head import LMHead
+from kd.models.products.wide import add_product_
 
 #: Logits of a chunk on a CPU, 48 MiB in float32. With half as many, products take a tenth longer.
 CPU_ELEMENTS = 12 * 2**20
@@ -531,7 +532,7 @@ class _LossPass:
         if self.d_hidden_ND is not None:
             torch.mm(g_NV, lm_head.weight, out=self.d_hidden_ND[rows])
         if self.d_weight is not None:
-            _add_product(self.d_weight[: lm_head.vocabulary], g_NV.T, hidden_ND[rows])
+            add_product_(self.d_weight[: lm_head.vocabulary], g_NV.T, hidden_ND[rows])
 
 
 def _compute_softmax(s_NV: Tensor, out_NV: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -582,28 +583,6 @@ def _scale_gradient(
 ) -> Tensor | None:
     """The gradient times ``factor``, in place, then cast to ``dtype``, that of its input."""
     return None if gradient is None else gradient.mul_(factor.to(gradient.device)).to(dtype)
-
-
-def _add_product(sum_VD: Tensor, a_VN: Tensor, b_ND: Tensor) -> None:
-    """sum += a b, in place; a b is not rounded first where dtypes and device allow it."""
-    if a_VN.dtype == sum_VD.dtype:
-        sum_VD.addmm_(a_VN, b_ND)
-    elif a_VN.is_cuda and sum_VD.dtype == torch.float32 and _can_add_wide(a_VN.device, a_VN.dtype):
-        torch.addmm(sum_VD, a_VN, b_ND, out_dtype=torch.float32, out=sum_VD)
-    else:
-        sum_VD += a_VN @ b_ND
-
-
-@functools.cache
-def _can_add_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this GPU adds products of ``dtype`` to float32: not every build of torch can."""
-    sum_DD = torch.ones(16, 16, device=device)
-    ones_DD = torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        torch.addmm(sum_DD, ones_DD, ones_DD, out_dtype=torch.float32, out=sum_DD)
-    except RuntimeError:
-        return False
-    return bool((sum_DD == 17.0).all())  # 1 + 16 products of 1
 
 
 def _subtract_gold_(g_NV: Tensor, gold_N: Tensor, share: float) -> None:

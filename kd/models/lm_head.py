@@ -15,10 +15,13 @@ from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
 from kd.models.layers import compute_hidden_states
+from kd.models.products.wide import multiply_into, sums_wide
 
 #: Tokens of the vocabulary in one matrix product on a CPU. One product over all 49,152 tokens of a
 #: vocabulary took a quarter longer.
 BLOCK_TOKENS = 512
+#: Tokens whose weights are converted at a time, on a GPU that cannot sum in a wider dtype.
+CONVERTED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -41,43 +44,62 @@ class LMHead:
         return self.bias is None and self.scale == 1.0 and not self.softcap
 
     def multiply(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
-        """Return x Wᵀ (N, V) in the dtype of ``hidden_ND``, without padding tokens.
+        """Return x Wᵀ (N, V) without padding tokens, in the dtype of ``room_NV``.
 
-        ``room_NV`` is memory of that dtype for the result. It is used only where no gradient is
-        needed.
+        ``room_NV`` is memory for the result, in the dtype of ``hidden_ND`` or a wider one; no
+        gradient is possible then. Without it the dtype is that of ``hidden_ND``. W is always
+        rounded to the dtype of ``hidden_ND``.
         """
         weight_VD = self.weight[: self.vocabulary].to(hidden_ND.dtype)
         if room_NV is None:
             if torch.is_grad_enabled():
                 return nn.functional.linear(hidden_ND, weight_VD)
             room_NV = hidden_ND.new_empty(len(hidden_ND), self.vocabulary)
-        columns = self.vocabulary if hidden_ND.is_cuda else BLOCK_TOKENS
+        columns = self.vocabulary
+        if not hidden_ND.is_cuda:
+            columns = BLOCK_TOKENS
+        elif room_NV.dtype != hidden_ND.dtype and not sums_wide(hidden_ND, room_NV.dtype):
+            columns = CONVERTED_TOKENS
         for block_cD, out_Nc in zip(
             weight_VD.split(columns), room_NV.split(columns, 1), strict=True
         ):
-            torch.mm(hidden_ND, block_cD.T, out=out_Nc)
+            multiply_into(hidden_ND, block_cD.T, out_Nc)
         return room_NV
 
     def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
         """Return z = x Wᵀ + b (N, V), in float32 or float64.
 
-        The result may use the memory ``room_NV``.
+        The sums of x Wᵀ are rounded to the dtype of ``hidden_ND`` only where a gradient is
+        enabled, or where ``room_NV`` has that dtype. The result may use the memory ``room_NV``.
         """
-        z_NV = self.multiply(hidden_ND, room_NV)
-        z_NV = z_NV.to(torch.promote_types(z_NV.dtype, torch.float32))
-        return z_NV if self.bias is None else z_NV + self.bias[: self.vocabulary]
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        if room_NV is None and not torch.is_grad_enabled():
+            room_NV = hidden_ND.new_empty(len(hidden_ND), self.vocabulary, dtype=wide)
+        z_NV = self.multiply(hidden_ND, room_NV).to(wide)
+        if self.bias is None:
+            return z_NV
+        out_NV = None if room_NV is None else z_NV
+        return torch.add(z_NV, self.bias[: self.vocabulary], out=out_NV)
 
-    def transform_logits(self, z_NV: Tensor) -> Tensor:
-        """Apply the scale and the soft cap to the output of the linear layer."""
-        z_NV = z_NV * self.scale if self.scale != 1.0 else z_NV
-        return self.softcap * torch.tanh(z_NV / self.softcap) if self.softcap else z_NV
+    def transform_logits(self, z_NV: Tensor, out_NV: Tensor | None = None) -> Tensor:
+        """Apply the scale and the soft cap to the output of the linear layer.
+
+        ``out_NV`` is memory for the result, and may be ``z_NV``.
+        """
+        if self.scale != 1.0:
+            z_NV = torch.mul(z_NV, self.scale, out=out_NV)
+        if not self.softcap:
+            return z_NV
+        s_NV = torch.tanh(torch.div(z_NV, self.softcap, out=out_NV), out=out_NV)
+        return torch.mul(s_NV, self.softcap, out=out_NV)
 
     def compute_logits(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
-        """Return the model's logits (N, V), in float32 or float64.
+        """Return the model's logits (N, V), in float32 or float64, rounded as ``project`` says.
 
         The result may use the memory ``room_NV``.
         """
-        return self.transform_logits(self.project(hidden_ND, room_NV))
+        z_NV = self.project(hidden_ND, room_NV)
+        return self.transform_logits(z_NV, None if room_NV is None else z_NV)
 
 
 def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:

@@ -15,6 +15,7 @@ from cache.manifest import (
     FolderEntry,
     Manifest,
     ShardEntry,
+    choose_codec_version,
     encode_canonical_json,
     list_differences,
     sign_json,
@@ -249,6 +250,26 @@ def test_states_in_int8_have_a_codec_version_of_their_own():
     data = replace(make_manifest(), identity=older, shards=()).to_bytes()
     with pytest.raises(CacheMismatch, match="codec version 2 is older than 3"):
         Manifest.from_bytes(data, "manifest.json")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_in_float32_of_a_teacher_in_half_precision_have_a_codec_version(dtype):
+    """A cache of such a teacher whose logits were rounded has another name, and is still read."""
+    teacher = replace(IDENTITY.teacher, dtype=dtype)
+    for (profile, bits), version in {("threshold", 0): 4, ("hidden", 8): 5}.items():
+        assert choose_codec_version(profile, bits, dtype) == version
+    assert choose_codec_version("threshold", 0, "float32") == CODEC_VERSION
+    names = set()
+    for version in (CODEC_VERSION, CODEC_VERSION + 2):
+        codec = replace(IDENTITY.codec, version=version)
+        identity = replace(IDENTITY, teacher=teacher, codec=codec)
+        manifest = replace(make_manifest(), identity=identity)
+        assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
+        names.add(identity.fingerprint)
+    assert len(names) == 2
+    newer = replace(identity, codec=replace(codec, version=CODEC_VERSION + 4))
+    with pytest.raises(CacheMismatch, match="codec version 6 is newer than 4"):
+        Manifest.from_bytes(replace(manifest, identity=newer).to_bytes(), "manifest.json")
 
 
 @pytest.mark.parametrize("what", ["format", "codec"])

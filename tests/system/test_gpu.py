@@ -40,6 +40,7 @@ from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget, decode_tempered
 from kd.loss.targets import Targets
 from kd.models.lm_head import LMHead
+from kd.models.products.wide import sums_wide
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import run_stages
 from kd.progress import Event, Monitor
@@ -151,6 +152,26 @@ def test_columns_are_those_of_the_cpu_to_the_bit(profile: str, vocabulary: int) 
     assert found.columns.keys() == expected.columns.keys()
     for name, column in expected.columns.items():
         assert found[name].dtype == column.dtype and np.array_equal(found[name], column), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [300, 20_001])
+@torch.no_grad()
+def test_logits_of_a_head_in_half_precision_are_summed_in_float32(
+    vocabulary: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden_ND = torch.randn(40, 512, generator=generator).to(dtype)
+    weight_VD = torch.randn(vocabulary, 512, generator=generator).to(dtype)
+    head = LMHead(weight_VD.to(GPU), None, 1.0, None, vocabulary)
+    assert sums_wide(head.weight, torch.float32), "this build cannot: logits are converted first"
+    room_NV = torch.empty(40, vocabulary + 64, device=GPU)[:, :vocabulary]
+    expected_NV = hidden_ND.double() @ weight_VD.double().T
+    for found_NV in (
+        head.compute_logits(hidden_ND.to(GPU)),
+        head.compute_logits(hidden_ND.to(GPU), room_NV),
+    ):
+        assert relative(found_NV.cpu(), expected_NV) < 1e-5
 
 
 # ---------------------------------------------------------------------- columns

@@ -5,7 +5,7 @@ same bits for any division into parts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -279,6 +279,20 @@ def test_a_head_in_bfloat16_is_kept_in_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(decode_lm_head(arrays, 300, CPU).weight, narrow.weight[:300].float())
 
 
+@pytest.mark.parametrize("profile", ["threshold", "topk", "dense"])
+def test_records_of_a_teacher_in_bfloat16_hold_logits_that_are_not_rounded(profile: str) -> None:
+    """Rounded to bfloat16, logits of this size would be wrong by a tenth of a nat."""
+    case = make_case(profile, 3000, 0, spread=3.0)
+    head = replace(case.head, weight=case.head.weight.bfloat16(), bias=None)
+    narrow = replace(case, head=head, hidden_SLD=case.hidden_SLD.bfloat16())
+    wide_head = replace(head, weight=head.weight.float())
+    wide = replace(case, head=wide_head, hidden_SLD=narrow.hidden_SLD.float())
+    assert narrow.logits_NV.abs().max() > 16.0
+    found = narrow.records()
+    for name, column in wide.records().columns.items():
+        assert np.array_equal(found[name], column), name
+
+
 # ---------------------------------------------------------------------- the same bits
 
 
@@ -288,7 +302,9 @@ class Exact(LMHead):
     """
 
     def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
-        return self.weight.T[hidden_ND[:, 0].long() % self.weight.shape[1], : self.vocabulary]
+        assert room_NV is not None
+        found_NV = self.weight.T[hidden_ND[:, 0].long() % self.weight.shape[1], : self.vocabulary]
+        return room_NV.copy_(found_NV)
 
 
 @pytest.mark.parametrize("vocabulary", [300, 40_001])

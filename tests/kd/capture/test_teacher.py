@@ -351,6 +351,17 @@ def test_what_changes_the_bytes_changes_the_fingerprint(
     assert plan_capture(other).identity.fingerprint != plan_capture(job).identity.fingerprint
 
 
+def test_a_teacher_in_half_precision_has_the_codec_version_of_logits_in_float32(
+    job: JobConfig,
+) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        raw = job.model_dump(mode="json")
+        raw["teacher"]["dtype"] = dtype
+        found[dtype] = plan_capture(parse_config(raw)).identity.codec.version
+    assert found == {"float32": 2, "bfloat16": 4, "float16": 4}
+
+
 def test_what_does_not_change_the_bytes_does_not(job: JobConfig) -> None:
     raw = job.model_dump(mode="json")
     raw["name"] = "other"

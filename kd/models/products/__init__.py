@@ -1,0 +1,1 @@
+"""Matrix products whose sums are not rounded to the precision of their factors."""
