@@ -31,6 +31,8 @@ from kd.capture.sampling import (
     reduce_log_sum_exp,
 )
 from kd.errors import ModelError
+from kd.kernels.available import can_run_kernels
+from kd.kernels.rows import make_rows
 from kd.models.cosines import to_cosines
 from kd.models.lm_head import LMHead
 
@@ -192,9 +194,15 @@ class Recorder:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         room = self._rooms.get(wide)
         if room is None or len(room) < positions:
-            room = hidden_ND.new_empty(positions, self.lm_head.vocabulary, dtype=wide)
+            room = self._make_room(hidden_ND, positions, wide)
             self._rooms[wide] = room
         return room[:positions]
+
+    def _make_room(self, hidden_ND: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
+        if self.codec.profile == "threshold" and can_run_kernels(hidden_ND):
+            return make_rows(hidden_ND, positions, self.lm_head.vocabulary, dtype)
+        # Plain operations copy rows with padding first.
+        return hidden_ND.new_empty(positions, self.lm_head.vocabulary, dtype=dtype)
 
     @cached_property
     def _rooms(self) -> dict[torch.dtype, Tensor]:

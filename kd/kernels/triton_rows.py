@@ -7,7 +7,8 @@ logits (``kd.models.lm_head.LMHead``), both softmaxes, and their sums. The kerne
 record's few entries: ``kd.loss.student_rows`` gathers their logits before and sets their gradients
 after.
 
-A row may be longer than its vocabulary: ``z_NV`` is a slice of a wider buffer, to align the rows.
+Rows are padded (``kd.kernels.rows``): so that each access is of 16 bytes, a kernel reads and writes
+the padding up to the column ``end``, and leaves it out of every sum.
 
 Memory traffic in bfloat16 is 6 bytes for each logit: 2 read, then 2 read and 2 written. PyTorch's
 own operations move about 30. The kernels need triton, which CUDA builds of torch include. With
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kd.kernels.rows import count_columns
 from kd.models.lm_head import LMHead
 
 #: Logits that a program reduces at a time.
@@ -76,6 +78,7 @@ def reduce_rows(
         total_N,
         mean_N,
         z_NV.shape[1],
+        count_columns(z_NV),
         z_NV.stride(0),
         1.0 / temperature,
         lm_head.scale,
@@ -111,6 +114,7 @@ def reduce_blocks(s_NV: Tensor, lse_N: Tensor, block: int, least: float) -> tupl
         sums_NQ,
         largest_NQ,
         s_NV.shape[1],
+        count_columns(s_NV),
         s_NV.stride(0),
         blocks,
         least,
@@ -146,6 +150,7 @@ def write_gradient_(
         hard_N.float(),
         soft_N.float(),
         z_NV.shape[1],
+        count_columns(z_NV),
         z_NV.stride(0),
         1.0 / temperature,
         lm_head.scale,
@@ -157,6 +162,13 @@ def write_gradient_(
         BLOCK=WRITE_BLOCK,
         num_warps=WARPS,
     )
+
+
+@triton.jit
+def _load_logits(row_V, columns, inside, end):  # type: ignore[no-untyped-def]
+    """Logits of a row; 0 outside the vocabulary, where the padding holds anything."""
+    # A mask that ends with the vocabulary would make loads of one element each.
+    return tl.where(inside, tl.load(row_V + columns, mask=columns < end, other=0.0), 0.0)
 
 
 @triton.jit
@@ -182,6 +194,7 @@ def _reduce_rows_kernel(  # type: ignore[no-untyped-def]
     total_N,
     mean_N,
     vocabulary,
+    end,
     stride,
     beta,
     scale,
@@ -207,7 +220,7 @@ def _reduce_rows_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
-        z = tl.load(z_NV + row * stride + columns, mask=inside, other=0.0)
+        z = _load_logits(z_NV + row * stride, columns, inside, end)
         s = _transform_logits(z, bias_V, columns, inside, scale, softcap, BIASED, CAPPED)
         s = tl.where(s < least, least, s)  # NaN stays NaN
         # Beyond the vocabulary -inf adds 0 to a sum of exponentials.
@@ -241,6 +254,7 @@ def _reduce_blocks_kernel(  # type: ignore[no-untyped-def]
     sums_NQ,
     largest_NQ,
     vocabulary,
+    end,
     stride,
     blocks,
     least,
@@ -252,7 +266,7 @@ def _reduce_blocks_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < vocabulary
-    s = tl.load(s_NV + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    s = _load_logits(s_NV + row * stride, columns, inside, end).to(tl.float32)
     s = tl.where(s < least, least, s)
     p = tl.where(inside, tl.exp(s - tl.load(lse_N + row)), 0.0)
     place = row * blocks + block
@@ -269,6 +283,7 @@ def _write_gradient_kernel(  # type: ignore[no-untyped-def]
     hard_N,
     soft_N,
     vocabulary,
+    end,
     stride,
     beta,
     scale,
@@ -283,12 +298,12 @@ def _write_gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
-    place = z_NV + row * stride + columns
-    z = tl.load(place, mask=inside, other=0.0)
+    z = _load_logits(z_NV + row * stride, columns, inside, end)
     s = _transform_logits(z, bias_V, columns, inside, scale, softcap, BIASED, CAPPED)
     g = tl.load(hard_N + row) * tl.exp(s - tl.load(lse_N + row)) - flat
     if TEMPERED:
         g += tl.load(soft_N + row) * tl.exp(beta * s - tl.load(soft_lse_N + row))
     if CAPPED:
         g *= 1.0 - (s / softcap) * (s / softcap)  # d c tanh(x / c) / dx
-    tl.store(place, (g * scale).to(z_NV.dtype.element_ty), mask=inside)
+    g = (g * scale).to(z_NV.dtype.element_ty)
+    tl.store(z_NV + row * stride + columns, g, mask=columns < end)

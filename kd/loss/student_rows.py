@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kd.kernels.rows import make_rows
 from kd.loss.sparse_targets import SparseTarget
 from kd.models.lm_head import LMHead
 
 if TYPE_CHECKING:
     from kd.kernels.triton_rows import RowSums
-
-#: Rows begin at multiples of this: 64 elements of 2 bytes are a whole line of GPU memory.
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class StudentRows:
         # Imported here because not every build of torch includes triton.
         from kd.kernels.triton_rows import reduce_rows
 
-        width = -(-lm_head.vocabulary // ALIGNMENT) * ALIGNMENT
-        z_NV = hidden_ND.new_empty(len(hidden_ND), width)[:, : lm_head.vocabulary]
+        z_NV = make_rows(hidden_ND, len(hidden_ND), lm_head.vocabulary, hidden_ND.dtype)
         lm_head.multiply(hidden_ND, z_NV)
         gold_s_N = _transform_logits(
             z_NV[torch.arange(len(gold_N), device=gold_N.device), gold_N], gold_N, lm_head

@@ -199,7 +199,7 @@ for name, switches in flags.items():
             elif argument.endswith(("_N", "_NQ")):
                 types[argument] = "*fp32"
             else:
-                sizes = ("vocabulary", "stride", "blocks")
+                sizes = ("vocabulary", "end", "stride", "blocks")
                 types[argument] = "i32" if argument in sizes else "fp32"
         places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
         source = ASTSource(kernel, types, places)
