@@ -5,7 +5,7 @@ Shapes: N positions that have a target, V vocabulary, D the teacher's width, K t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from cache.codec import TOP_STEP, UNKNOWN
 from kd.loss.targets import LEAST_LOGPROB, Columns
 from kd.models.cosines import from_cosines
-from kd.models.lm_head import LMHead
+from kd.models.lm_head import LMHead, SplitLMHead
 from kd.models.precision import float32_products
+from kd.models.products.split import can_split, split_into_halves
 
 
 @dataclass(frozen=True)
@@ -187,17 +188,24 @@ class HiddenTarget:
 def decode_lm_head(
     stored: dict[str, NDArray[Any]], vocabulary: int, device: torch.device
 ) -> LMHead:
-    """The teacher's LM head from a hidden cache (``Cache.teacher_head``), as float32."""
+    """The teacher's LM head from a hidden cache (``Cache.teacher_head``), for products in float32.
+
+    Its weight is float32, except on a GPU that splits such products into some in bfloat16.
+    """
     # Copies, because a cache's arrays are read-only and torch has no read-only tensors.
     weight = torch.tensor(stored["weight"])
     bias = torch.tensor(stored["bias"])
     # NumPy has no bfloat16, so the cache stores its bits.
     weight = weight.view(torch.bfloat16) if weight.dtype == torch.uint16 else weight
+    weight = weight.to(device)
     scale, softcap = stored["transform"].tolist()
-    return LMHead(
-        weight=weight.to(device).float(),
+    head = LMHead(
+        weight=weight,
         bias=bias.to(device) if len(bias) else None,
         scale=scale,
         softcap=softcap or None,
         vocabulary=vocabulary,
     )
+    if can_split(device):
+        return SplitLMHead(**vars(head), parts=split_into_halves(weight))
+    return replace(head, weight=weight.float())

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
 from kd.models.layers import compute_hidden_states
-from kd.models.products.wide import multiply_into, sums_wide
+from kd.models.products.split import write_split_product_
+from kd.models.products.wide import sums_wide, write_product_
 
 #: Tokens of the vocabulary in one matrix product on a CPU. One product over all 49,152 tokens of a
 #: vocabulary took a quarter longer.
@@ -63,7 +64,7 @@ class LMHead:
         for block_cD, out_Nc in zip(
             weight_VD.split(columns), room_NV.split(columns, 1), strict=True
         ):
-            multiply_into(hidden_ND, block_cD.T, out_Nc)
+            write_product_(out_Nc, hidden_ND, block_cD.T)
         return room_NV
 
     def project(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
@@ -100,6 +101,26 @@ class LMHead:
         """
         z_NV = self.project(hidden_ND, room_NV)
         return self.transform_logits(z_NV, None if room_NV is None else z_NV)
+
+
+@dataclass(frozen=True)
+class SplitLMHead(LMHead):
+    """An LM head whose products in float32 are sums of products in bfloat16.
+
+    ``parts`` are those of the weight's rows of the vocabulary (``kd.models.products.split``). It is
+    for GPUs, and for heads that need no gradient.
+    """
+
+    parts: tuple[Tensor, ...] = ()
+
+    def multiply(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ (N, V): for ``hidden_ND`` in float32 from the parts, else as ``LMHead``."""
+        if hidden_ND.dtype != torch.float32:
+            return super().multiply(hidden_ND, room_NV)
+        if room_NV is None:
+            room_NV = hidden_ND.new_empty(len(hidden_ND), self.vocabulary)
+        write_split_product_(room_NV, hidden_ND, self.parts)
+        return room_NV
 
 
 def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:

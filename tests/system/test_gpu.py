@@ -39,7 +39,9 @@ from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget, decode_tempered
 from kd.loss.targets import Targets
-from kd.models.lm_head import LMHead
+from kd.loss.whole_targets import decode_lm_head
+from kd.models.lm_head import LMHead, SplitLMHead
+from kd.models.products.split import can_split
 from kd.models.products.wide import sums_wide
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import run_stages
@@ -172,6 +174,24 @@ def test_logits_of_a_head_in_half_precision_are_summed_in_float32(
         head.compute_logits(hidden_ND.to(GPU), room_NV),
     ):
         assert relative(found_NV.cpu(), expected_NV) < 1e-5
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+@torch.no_grad()
+def test_a_split_head_is_as_exact_as_one_in_float32(stored: torch.dtype) -> None:
+    if not can_split(GPU):
+        pytest.skip("this GPU has no matrix units for bfloat16")
+    generator = torch.Generator().manual_seed(4)
+    hidden_ND = torch.randn(40, 512, generator=generator)
+    weight_VD = torch.randn(20_001, 512, generator=generator).to(stored)
+    weight = weight_VD.view(torch.uint16) if stored == torch.bfloat16 else weight_VD
+    arrays = {"weight": weight.numpy(), "bias": np.zeros(0), "transform": np.array([1.0, 0.0])}
+    head = decode_lm_head(arrays, len(weight_VD), GPU)
+    assert isinstance(head, SplitLMHead)
+    expected_NV = hidden_ND.double() @ weight_VD.double().T
+    strict_NV = hidden_ND.to(GPU) @ weight_VD.to(GPU).float().T
+    found_NV = head.compute_logits(hidden_ND.to(GPU))
+    assert relative(found_NV.cpu(), expected_NV) < 2 * relative(strict_NV.cpu(), expected_NV)
 
 
 # ---------------------------------------------------------------------- columns

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def multiply_into(a_ND: Tensor, b_DV: Tensor, out_NV: Tensor) -> None:
+def write_product_(out_NV: Tensor, a_ND: Tensor, b_DV: Tensor) -> None:
     """Write a b into ``out_NV``, whose dtype is that of the factors or a wider one."""
     if out_NV.dtype == a_ND.dtype:
         torch.mm(a_ND, b_DV, out=out_NV)
@@ -39,13 +39,13 @@ def sums_wide(factor: Tensor, dtype: torch.dtype) -> bool:
         factor.is_cuda
         and dtype == torch.float32
         and factor.dtype != dtype
-        and _can_sum_wide(factor.device, factor.dtype)
+        and can_sum_wide(factor.device, factor.dtype)
     )
 
 
 @functools.cache
-def _can_sum_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Try both products on ``device``: not every build of torch has them for ``dtype``."""
+def can_sum_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Try both products on a GPU, once: not every build of torch has them for ``dtype``."""
     sum_DD = torch.ones(16, 16, device=device)
     ones_DD = torch.ones(16, 16, dtype=dtype, device=device)
     try:

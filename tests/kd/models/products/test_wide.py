@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kd.models.lm_head import LMHead
-from kd.models.products.wide import add_product_, multiply_into, sums_wide
+from kd.models.products.wide import add_product_, sums_wide, write_product_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -35,12 +35,12 @@ def test_a_product_into_float32_is_not_rounded_to_its_factors(dtype: torch.dtype
     hidden_ND, weight_VD = make_factors(dtype)
     expected_NV = hidden_ND.double() @ weight_VD.double().T
     out_NV = torch.full((len(hidden_ND), V), torch.nan)
-    multiply_into(hidden_ND, weight_VD.T, out_NV)
+    write_product_(out_NV, hidden_ND, weight_VD.T)
     assert measure_error(out_NV, expected_NV) < 1e-6
     add_product_(out_NV, hidden_ND, weight_VD.T)
     assert measure_error(out_NV, 2 * expected_NV) < 1e-6
     rounded_NV = torch.empty(len(hidden_ND), V, dtype=dtype)
-    multiply_into(hidden_ND, weight_VD.T, rounded_NV)
+    write_product_(rounded_NV, hidden_ND, weight_VD.T)
     assert measure_error(rounded_NV, expected_NV) > 1e-4
 
 
