@@ -47,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-service bench-roofline bench-kernels \
+.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -127,6 +127,9 @@ bench-train: $(STAMP) ## Measure the training loop (10 minutes on two cores), th
 
 bench-temperature: $(STAMP) ## Compare learned temperatures with the best fixed one (an hour on two cores)
 	$(BIN)/python bench/temperature.py $(TEMPERATURE_FLAGS)
+
+bench-products: $(STAMP) ## Print the errors of the LM head's products, and the bytes that chunks of logits move (minutes)
+	$(BIN)/python bench/products.py $(BENCH_FLAGS)
 
 bench-service: $(STAMP) ## Measure the API under load, with thousands of jobs stored and hundreds of streams open
 	$(BIN)/python bench/service.py $(BENCH_FLAGS)

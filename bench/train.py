@@ -69,7 +69,8 @@ from kd.capture.plan import make_capture_plan
 from kd.capture.teacher import capture_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.loss.fused import choose_chunk_positions, compute_distillation_loss
+from kd.loss.chunk_size import choose_chunk_positions
+from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.targets import Targets
 from kd.loss.whole_targets import HiddenTarget

@@ -37,6 +37,7 @@ from kd.capture.probe import TrialCaches, open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.known_quality import describe_known_quality
+from kd.loss.chunk_size import suits_kernels
 from kd.loss.decoder import TargetDecoder
 from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
@@ -343,6 +344,7 @@ def _make_training_phase(
         evaluations=2 + steps // options.eval_steps,
         held_out=text.validation,
         loader=round(min(records, choose_chunk_memory(options))),
+        suits_kernels=suits_kernels(source.codec, config.loss.divergence),
     )
 
 

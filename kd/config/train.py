@@ -176,7 +176,8 @@ class TrainConfig(Section):
         le=1_048_576,
         description=(
             "Positions whose logits are in memory at once; the default depends on the vocabulary "
-            "and the free memory."
+            "and the free memory. More of them move fewer bytes; another number changes the last "
+            "bits of the gradients."
         ),
     )
     auto_batch: bool = Field(

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from kd.kernels.available import can_run_kernels
+from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_chunk_positions
 from kd.loss.divergences import compute_divergence, compute_logit_gradient, compute_slope
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
@@ -39,16 +40,7 @@ from kd.loss.student_rows import StudentRows
 from kd.loss.targets import TargetChunk, Targets, subtract_target_
 from kd.loss.whole_targets import Distribution, TopTarget
 from kd.models.lm_head import LMHead
-from kd.models.products.wide import add_product_
-
-#: Logits of a chunk on a CPU, 48 MiB in float32. With half as many, products take a tenth longer.
-CPU_ELEMENTS = 12 * 2**20
-#: Most positions of a chunk on a CPU. More rows make products no faster, and leave the caches.
-CPU_POSITIONS = 1024
-#: Most logits of a chunk on a GPU.
-GPU_ELEMENTS = 2**28
-#: Share of the free GPU memory that a chunk's logits may take: a few copies of them exist.
-GPU_SHARE = 1 / 32
+from kd.models.products.wide import add_product_, write_product_
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,8 @@ def compute_distillation_loss(
     """Return the summed loss of N positions, with exact gradients.
 
     The gradients are those for the hidden states, for the LM head's weight and bias, and for the
-    temperature of ``targets``. ``chunk_size`` is how many positions have logits at a time
-    (``choose_chunk_positions`` by default). Divide ``total`` by the number of targets of the whole
+    temperature of ``targets``. ``chunk_size`` is how many positions have logits at a time; None
+    lets ``kd.loss.chunk_size`` choose. Divide ``total`` by the number of targets of the whole
     optimiser step, not of this micro-batch. Call backward once: it hands the gradients over without
     a copy. Matrix products run in the dtype of ``hidden_ND``, everything else in float32 or better.
     Raises ``ValueError`` for an objective that the targets cannot serve.
@@ -117,27 +109,6 @@ def compute_distillation_loss(
             work,
         )
     )
-
-
-def choose_chunk_positions(vocabulary: int, device: torch.device) -> int:
-    """Return how many positions have their logits in memory at a time.
-
-    On a GPU this follows the memory that is free now.
-    """
-    if device.type != "cuda":
-        return max(min(CPU_ELEMENTS // vocabulary, CPU_POSITIONS), 1)
-    free = torch.cuda.mem_get_info(device)[0]
-    # Memory that torch holds but does not use is free for us, and the driver counts it as taken.
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return choose_gpu_chunk_positions(vocabulary, free)
-
-
-def choose_gpu_chunk_positions(vocabulary: int, free: int) -> int:
-    """Return how many positions have their logits in memory at a time, on a GPU.
-
-    ``free`` are its bytes that are free.
-    """
-    return max(min(int(free * GPU_SHARE) // 4, GPU_ELEMENTS) // vocabulary, 1)
 
 
 def _compute_token_weights(targets: Targets, objective: Objective) -> Tensor | None:
@@ -260,18 +231,22 @@ class _LossPass:
     def of(
         cls, work: _LossInputs, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]
     ) -> _LossPass:
-        """An empty pass, with a gradient of zeros for each of ``inputs`` that is ``needed``."""
+        """An empty pass, with a gradient for each of ``inputs`` that is ``needed``."""
         hidden_ND = inputs[0]
         assert hidden_ND is not None
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         # A row of the hidden states' gradient is written once. The others are sums over chunks, in
         # a wider dtype.
         dtypes = (hidden_ND.dtype, wide, wide, torch.float64, torch.float64, torch.float64)
+        # The first chunk writes that of the weight, so it is not filled with zeros before.
+        fills = (torch.zeros_like, torch.empty_like, *[torch.zeros_like] * 4)
         gradients = (
-            torch.zeros_like(each, dtype=dtype) if each is not None and need else None
-            for each, dtype, need in zip(inputs, dtypes, needed, strict=True)
+            fill(each, dtype=dtype) if each is not None and need else None
+            for each, dtype, need, fill in zip(inputs, dtypes, needed, fills, strict=True)
         )
         d_hidden_ND, d_weight, d_bias, d_temperature, d_weights_E, d_entropy_N = gradients
+        if d_weight is not None:
+            d_weight[work.lm_head.vocabulary if len(work.targets) else 0 :].zero_()
         sums = hidden_ND.new_zeros(5, dtype=torch.float64)
         return cls(
             work, d_hidden_ND, d_weight, d_bias, d_temperature, d_weights_E, d_entropy_N, *sums
@@ -307,8 +282,13 @@ class _LossPass:
         """Process all chunks."""
         work = self.work
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        size = work.chunk_size or choose_chunk_positions(work.lm_head.vocabulary, hidden_ND.device)
-        if work.can_use_kernels(hidden_ND):
+        in_kernels = work.can_use_kernels(hidden_ND)
+        size = work.chunk_size or choose_chunk_positions(
+            work.lm_head.vocabulary,
+            hidden_ND.device,
+            hidden_ND.element_size() if in_kernels else PLAIN_LOGIT_BYTES,
+        )
+        if in_kernels:
             process = self._process_chunk_in_kernels
         else:
             # New memory costs a CPU as much as two passes over it, so chunks share one buffer.
@@ -532,7 +512,8 @@ class _LossPass:
         if self.d_hidden_ND is not None:
             torch.mm(g_NV, lm_head.weight, out=self.d_hidden_ND[rows])
         if self.d_weight is not None:
-            add_product_(self.d_weight[: lm_head.vocabulary], g_NV.T, hidden_ND[rows])
+            put = add_product_ if rows.start else write_product_
+            put(self.d_weight[: lm_head.vocabulary], g_NV.T, hidden_ND[rows])
 
 
 def _compute_softmax(s_NV: Tensor, out_NV: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -22,7 +23,11 @@ from transformers import PreTrainedModel
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.capture.sampling import PASS_ELEMENTS
 from kd.config.train import TrainConfig
-from kd.loss.fused import choose_chunk_positions, choose_gpu_chunk_positions
+from kd.loss.chunk_size import (
+    PLAIN_LOGIT_BYTES,
+    choose_chunk_positions,
+    choose_gpu_chunk_positions,
+)
 from kd.memory.activation_checkpointing import compute_group_sizes
 from kd.memory.auto_batch import resize_micro_batch
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
@@ -97,11 +102,12 @@ class Place:
         """The precision that "auto" means here."""
         return self.auto if name == "auto" else name
 
-    def choose_chunk(self, vocabulary: int, used: int) -> int:
+    def choose_chunk(self, vocabulary: int, used: int, logit_bytes: int = PLAIN_LOGIT_BYTES) -> int:
         """Positions whose logits are in memory at once, where ``used`` bytes are in use."""
         if not self.is_gpu:
             return choose_chunk_positions(vocabulary, torch.device("cpu"))
-        return choose_gpu_chunk_positions(vocabulary, max(self.rates.memory - used, 0))
+        free = max(self.rates.memory - used, 0)
+        return choose_gpu_chunk_positions(vocabulary, free, logit_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,8 @@ class PhaseForecast:
     fits: bool
     flops: float
     moved_bytes: int
+    #: Those of the moved bytes that the gradient of the LM head's weight takes.
+    head_gradient_bytes: int
     utilization: float
     seconds: float
     cost: float | None
@@ -215,6 +223,8 @@ class TrainingPhase:
     loader: int
     saved: Mapping[str, SavedBytesFit]
     model: ModelWork
+    #: Whether the kernels of a GPU can compute the loss.
+    suits_kernels: bool = False
 
     @classmethod
     def measure(cls, student: PreTrainedModel, options: TrainConfig, **sizes: Any) -> TrainingPhase:
@@ -235,21 +245,39 @@ class TrainingPhase:
 
     def estimate_step(self, place: Place) -> StepMemoryEstimate:
         """The bytes of a training step on ``place``."""
-        name = place.choose_precision(self.options.precision)
-        precision = _make_precision(name, self.student.device)
-        parts = (self.student, self.options, self.length, self.vocabulary, precision)
-        saved = self._find_saved(place)
-        least = estimate_memory(*parts, saved, chunk=1)
-        chunk = place.choose_chunk(self.vocabulary, place.process + least.total)
-        return estimate_memory(*parts, saved, chunk)
+        return self._estimate_step(place, self._choose_chunk(place))
+
+    def _estimate_step(self, place: Place, chunk: int) -> StepMemoryEstimate:
+        return estimate_memory(
+            self.student,
+            self.options,
+            self.length,
+            self.vocabulary,
+            _make_precision(self._choose_precision(place), self.student.device),
+            self._find_saved(place),
+            chunk,
+            kernels=place.is_gpu and self.suits_kernels,
+        )
+
+    def _choose_chunk(self, place: Place) -> int:
+        """Positions of a step on ``place`` whose logits are in memory at once."""
+        if self.options.logits_chunk is not None:
+            return self.options.logits_chunk
+        kernels = place.is_gpu and self.suits_kernels
+        item = _ITEM_BYTES[self._choose_precision(place)]
+        least = self._estimate_step(place, 1).total
+        logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
+        return place.choose_chunk(self.vocabulary, place.process + least, logit_bytes)
+
+    def _choose_precision(self, place: Place) -> str:
+        return place.choose_precision(self.options.precision)
 
     def _find_saved(self, place: Place) -> SavedBytesFit:
         """Return the bytes that autograd keeps in the precision of ``place``.
 
         Those of float16 are taken from bfloat16, which is as wide.
         """
-        name = place.choose_precision(self.options.precision)
-        return self.saved["fp32" if name == "fp32" else "bf16"]
+        return self.saved["fp32" if self._choose_precision(place) == "fp32" else "bf16"]
 
     def estimate_training_memory(self, place: Place) -> PhaseMemory:
         """The bytes at the peak of the training on ``place``."""
@@ -258,7 +286,7 @@ class TrainingPhase:
     def estimate_evaluation_memory(self, place: Place) -> PhaseMemory:
         """The bytes at the peak of an evaluation between two steps: no gradient is in memory."""
         step = self.estimate_step(place)
-        item = _ITEM_BYTES[place.choose_precision(self.options.precision)]
+        item = _ITEM_BYTES[self._choose_precision(place)]
         tokens = self.options.batch_size * self.length
         chunk = min(place.choose_chunk(self.vocabulary, place.process + step.total), tokens)
         return PhaseMemory(
@@ -286,6 +314,7 @@ class TrainingPhase:
             context=self.length,
             micro_batches=micro_batches,
             trains=True,
+            chunks=math.ceil(options.batch_size * self.targets / self._choose_chunk(place)),
             recomputed=self._count_recomputed(),
             saved_bytes=micro_batches * (kept.layers + kept.outside),
             updated_bytes=self.steps * update,
@@ -358,6 +387,7 @@ class _Pace:
             fits=needed <= self.place.rates.memory,
             flops=work.flops,
             moved_bytes=round(work.bytes),
+            head_gradient_bytes=round(work.head_gradient),
             utilization=round(self.utilization, 4),
             seconds=round(seconds, 3),
             cost=_round_cost(compute_cost(seconds, self.price)),

@@ -21,13 +21,16 @@ from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.files import format_bytes
-from kd.loss.fused import choose_chunk_positions
+from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_chunk_positions
 from kd.memory.activation_checkpointing import compute_group_sizes
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision
 from kd.optim.optimizers import find_layer_matrices
 from kd.optim.state_size import ParameterShape, count_optimizer_bytes
 from kd.text.packed_rows import PackedRows
+
+#: Bytes of a logit and its gradient in float32, where plain operations compute the loss.
+_LOGIT_AND_GRADIENT = 8
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,23 @@ def estimate_memory(
     precision: Precision,
     saved: SavedBytesFit | None = None,
     chunk: int | None = None,
+    kernels: bool = False,
 ) -> StepMemoryEstimate:
     """Estimate the memory of a step of ``student``, from what autograd keeps of short passes.
 
     Call it before ``checkpoint_activations`` and ``compile_student``, which hide those tensors. No
     state of the model changes. ``saved`` is given where those passes were made before. ``chunk`` is
-    the default of ``train.logits_chunk``; None means that of this device.
+    the default of ``train.logits_chunk``; None means that of this device. With ``kernels`` those of
+    a GPU compute the loss (``kd.loss.chunk_size.suits_kernels``).
     """
     saved = saved or fit_saved_bytes(student, sequence_length, precision)
+    positions = options.batch_size * sequence_length
+    chunk = options.logits_chunk or chunk
+    item = precision.dtype.itemsize
+    if chunk is None:
+        logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
+        chunk = choose_chunk_positions(vocabulary, student.device, logit_bytes)
+    logit_bytes = item if kernels else _LOGIT_AND_GRADIENT
     parameters = list(student.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return StepMemoryEstimate(
@@ -89,13 +101,8 @@ def estimate_memory(
         gradients=sum(map(_count_bytes, trained)),
         optimizer=estimate_optimizer_bytes(student, options),
         activations=_estimate_activation_bytes(student, options, sequence_length, saved),
-        head=_estimate_lm_head_bytes(
-            student,
-            options.batch_size * sequence_length,
-            options.logits_chunk or chunk or choose_chunk_positions(vocabulary, student.device),
-            vocabulary,
-            precision,
-        ),
+        head=_estimate_lm_head_bytes(student, positions, precision)
+        + min(chunk, positions) * vocabulary * logit_bytes,
     )
 
 
@@ -112,24 +119,17 @@ def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _estimate_lm_head_bytes(
-    student: PreTrainedModel,
-    positions: int,
-    chunk: int,
-    vocabulary: int,
-    precision: Precision,
-) -> int:
-    """Bytes of the LM head beside its weight.
+def _estimate_lm_head_bytes(student: PreTrainedModel, positions: int, precision: Precision) -> int:
+    """Bytes of the LM head beside its weight and a chunk of logits.
 
-    They are a chunk of logits and its gradient, the gradient of the weight before it is added to
-    the others, the weight cast to the precision, and the hidden states with their gradient.
+    They are the gradient of the weight before it is added to the others, the weight cast to the
+    precision, and the hidden states with their gradient.
     """
     weight = student.get_output_embeddings().weight
-    chunk = min(chunk, positions)
     is_cast = precision.dtype.itemsize < weight.element_size()
     cast = weight.numel() * precision.dtype.itemsize if is_cast else 0
     states = 2 * positions * weight.shape[1] * precision.dtype.itemsize
-    return 2 * 4 * chunk * vocabulary + _count_bytes(weight) * weight.requires_grad + cast + states
+    return _count_bytes(weight) * weight.requires_grad + cast + states
 
 
 # ---------------------------------------------------------------------- activations

@@ -8,6 +8,9 @@ width of all heads of all layers, C tokens of context:
     backward  twice that; once where the weights are frozen
     again     a forward pass of the layers that activation checkpointing recomputes
 
+Between memory and processor move the weights, the logits, the activations that are kept, the state
+of the optimiser, and the gradient of the LM head's weight once more for each chunk of logits.
+
 These are the 6 N D of Kaplan et al. 2020 (arXiv 2001.08361), with the attention and the LM head
 apart. A phase takes the longer of two times: that of its FLOP, and that of its bytes, each at a
 share of the device's rate, the utilisation.
@@ -26,6 +29,8 @@ ASSUMED_UTILIZATION = 0.4
 _LOGIT_PASSES = {True: 4, False: 2}
 #: Bytes of a logit.
 _LOGIT_BYTES = 4
+#: Bytes of a number of the gradient of the LM head's weight.
+_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class Pass:
     context: int
     micro_batches: float
     trains: bool = False
+    #: Chunks of logits of a micro-batch.
+    chunks: int = 1
     recomputed: float = 0.0
     saved_bytes: float = 0.0
     #: Bytes that the optimiser reads and writes, in all steps.
@@ -67,10 +74,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOP of products, and bytes that are moved between memory and processor."""
+    """FLOP of products, and bytes that are moved between memory and processor.
+
+    ``head_gradient`` are those of the bytes that the gradient of the LM head's weight takes.
+    """
 
     flops: float
     bytes: float
+    head_gradient: float = 0.0
 
     @classmethod
     def of(cls, model: ModelWork, run: Pass, weight_bytes: int) -> Work:
@@ -79,18 +90,32 @@ class Work:
         head = run.targets * 2 * model.head
         backward = (1 if model.frozen else 2) if run.trains else 0
         reads = 1 + 2 * run.trains + run.recomputed
+        gradient = 0.0
+        if run.trains and not model.frozen:
+            gradient = run.micro_batches * count_head_gradient_bytes(model.head, run.chunks)
         moved = (
             run.micro_batches * reads * model.stored * weight_bytes
             + run.targets * model.vocabulary * _LOGIT_BYTES * _LOGIT_PASSES[run.trains]
             + 2 * run.saved_bytes
             + run.updated_bytes
+            + gradient
         )
-        return cls(body * (1 + backward + run.recomputed) + head * (1 + backward), moved)
+        flops = body * (1 + backward + run.recomputed) + head * (1 + backward)
+        return cls(flops, moved, gradient)
 
     def seconds(self, rates: DeviceRates, dtype: str, tf32: bool, utilization: float) -> float:
         """The time on a device of these ``rates`` at the share ``utilization`` of them."""
         products = self.flops / rates.find_rate(dtype, tf32)
         return max(products, self.bytes / rates.bandwidth) / utilization
+
+
+def count_head_gradient_bytes(numbers: int, chunks: int) -> int:
+    """Count the bytes that the gradient of an LM head's weight of ``numbers`` moves, in float32.
+
+    The first chunk of logits writes it, every other one reads and writes it, and the backward pass
+    scales it. The least is that of one chunk.
+    """
+    return _GRADIENT_BYTES * numbers * (1 + 2 * (chunks - 1) + 2)
 
 
 def compute_cost(seconds: float, price: float | None) -> float | None:

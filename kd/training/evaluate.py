@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.loss import LearnedTemperature, LossConfig, Ramp
+from kd.loss.chunk_size import choose_chunk_positions
 from kd.loss.decoder import TargetDecoder
-from kd.loss.fused import choose_chunk_positions, split_into_chunks
+from kd.loss.fused import split_into_chunks
 from kd.loss.targets import Targets
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states

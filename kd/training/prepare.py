@@ -16,6 +16,7 @@ from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
+from kd.loss.chunk_size import suits_kernels
 from kd.loss.decoder import TargetDecoder
 from kd.loss.features import FeatureLoss
 from kd.loss.objective import Objective
@@ -73,7 +74,8 @@ def prepare(
     device = pick_device()
     precision = Precision.choose(options.precision, device)
     set_tf32(device, options.tf32)
-    lm_head, memory = _prepare_student(config, student, vocabulary, precision, device, monitor)
+    nn.Module.to(student, device)
+    lm_head, memory = _prepare_student(config, source, student, vocabulary, precision, monitor)
     compilation = compile_student(student, options.compile)
     loss = _make_loss(config, source, student, lm_head, precision, device)
     average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
@@ -116,18 +118,17 @@ def prepare(
 
 def _prepare_student(
     config: JobConfig,
+    source: Source,
     student: PreTrainedModel,
     vocabulary: int,
     precision: Precision,
-    device: torch.device,
     monitor: Monitor,
 ) -> tuple[LMHead, StepMemoryEstimate]:
-    """Move ``student`` to ``device``, and check that the job can train it.
+    """Check that the job can train ``student``, which lies on its device.
 
     Returns its LM head and an estimate of the memory of a step.
     """
     options = config.require_train()
-    nn.Module.to(student, device)
     require_context(student, config.data.sequence_length)
     lm_head = find_lm_head(student, vocabulary)
     if config.data.packing:
@@ -135,8 +136,10 @@ def _prepare_student(
         warn_of_mask(student, config.data.sequence_length, monitor)
     # The estimate comes before activation checkpointing and compilation, which hide what autograd
     # keeps.
-    memory = estimate_memory(student, options, config.data.sequence_length, vocabulary, precision)
-    warning = memory.warning(measure_free_memory(device))
+    length = config.data.sequence_length
+    kernels = student.device.type == "cuda" and suits_kernels(source.codec, config.loss.divergence)
+    memory = estimate_memory(student, options, length, vocabulary, precision, kernels=kernels)
+    warning = memory.warning(measure_free_memory(student.device))
     if warning:
         monitor.emit("warning", message=warning)
     checkpoint_activations(student, options.gradient_checkpointing)

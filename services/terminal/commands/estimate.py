@@ -138,11 +138,25 @@ def _print_device(device: dict[str, Any]) -> None:
     for phase in device["phases"]:
         parts = {f"{name}_bytes": size for name, size in phase["memory"].items() if size}
         out.print(f"{phase['phase']}: {format_value(parts)}", markup=False, soft_wrap=True)
+        if phase["head_gradient_bytes"]:
+            _print_moved_bytes(phase)
     if device["strategies"]:
         print_table(
             ["training with", *columns[1:5]],
             [[each["setting"], *_format_need(each)] for each in device["strategies"]],
         )
+
+
+def _print_moved_bytes(phase: dict[str, Any]) -> None:
+    """Print the bytes that a training moves, and what chunks of logits add to them."""
+    moved = format_value(phase["moved_bytes"], "bytes")
+    gradient = format_value(phase["head_gradient_bytes"], "bytes")
+    out.print(
+        f"{phase['phase']} moves {moved} between memory and processor, of them {gradient} for "
+        "the gradient of the LM head; fewer with a larger train.logits_chunk",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _format_need(found: dict[str, Any]) -> list[str]:

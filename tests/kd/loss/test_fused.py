@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kd.config.loss import Divergence, LossConfig
-from kd.loss.fused import choose_chunk_positions, compute_distillation_loss
+from kd.loss.chunk_size import choose_chunk_positions
+from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Targets, TeacherTarget

@@ -22,7 +22,14 @@ from kd.memory.phases import (
 )
 from kd.memory.rates import measure_rates
 from kd.memory.step_memory import estimate_memory
-from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, compute_cost
+from kd.memory.work import (
+    ASSUMED_UTILIZATION,
+    ModelWork,
+    Pass,
+    Work,
+    compute_cost,
+    count_head_gradient_bytes,
+)
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 from tests.support.kd.students import make_llama
@@ -95,6 +102,44 @@ def test_a_phase_takes_the_longer_of_products_and_bytes() -> None:
 def test_the_cost_is_that_of_the_hours() -> None:
     assert compute_cost(1800, 3.0) == 1.5
     assert compute_cost(1800, None) is None
+
+
+def test_a_larger_chunk_moves_the_gradient_of_the_head_less_often() -> None:
+    """One chunk writes it and scales it; each further one reads and writes it once more."""
+    assert count_head_gradient_bytes(800, 1) == 4 * 800 * 3
+    assert count_head_gradient_bytes(800, 16) == 4 * 800 * (3 + 2 * 15)
+    run = Pass(tokens=100, targets=90, context=0, micro_batches=6, trains=True, chunks=5)
+    found = Work.of(MODEL, run, 4)
+    assert found.head_gradient == 6 * count_head_gradient_bytes(800, 5)
+    fewer = Work.of(MODEL, replace(run, chunks=2), 4)
+    assert found.bytes - fewer.bytes == found.head_gradient - fewer.head_gradient
+    for other in (Work.of(MODEL, replace(run, trains=False), 4),
+                  Work.of(replace(MODEL, frozen=True), run, 4)):  # fmt: skip
+        assert other.head_gradient == 0
+
+
+def test_what_chunks_add_is_told_of_the_training_alone() -> None:
+    training = make_training(logits_chunk=47)
+    phases = forecast_phases(HERE, make_capture(), training, seconds=5.0).phases
+    assert [each.head_gradient_bytes > 0 for each in phases] == [False, True, False]
+    # Four sequences of 47 targets make four chunks, in each of ten steps.
+    expected = 10 * count_head_gradient_bytes(training.model.head, 4)
+    assert phases[1].head_gradient_bytes == expected
+    whole = training.change(logits_chunk=None)
+    least = forecast_phases(HERE, None, whole, seconds=5.0).phases[0].head_gradient_bytes
+    assert least == 10 * count_head_gradient_bytes(training.model.head, 1)
+
+
+def test_a_gpu_whose_kernels_compute_the_loss_needs_one_number_for_a_logit() -> None:
+    kind = find_device_kind("h100")
+    assert kind is not None
+    place = Place.named(kind)
+    plain = make_training()
+    kernels = replace(plain, suits_kernels=True)
+    logits = plain.options.batch_size * 48 * 50
+    difference = plain.estimate_step(place).head - kernels.estimate_step(place).head
+    assert difference == (8 - 2) * logits
+    assert plain.estimate_step(HERE) == kernels.estimate_step(HERE)
 
 
 # ---------------------------------------------------------------------- devices
