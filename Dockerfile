@@ -36,7 +36,7 @@ RUN case "$CUDA" in \
         *) echo "CUDA is '$CUDA'; expected 13 or 12" >&2; exit 1 ;; \
     esac \
     && pip install -c constraints.txt ${index:+--extra-index-url "$index"} "$(grep '^torch==' constraints.txt)"
-# More extras of pyproject.toml to install, separated by commas: track, eval.
+# More extras of pyproject.toml to install, separated by commas: track, eval, quantization.
 ARG EXTRAS=""
 COPY pyproject.toml LICENSE README.md ./
 RUN python -c 'import os, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \

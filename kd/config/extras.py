@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kd.config.job import JobConfig
-from kd.errors import Problem
+from kd.errors import ConfigError, Problem
 
 #: The modules through which accelerate serves each tracker; one of them is enough.
 TRACKER_MODULES = {
@@ -19,10 +19,15 @@ NO_HARNESS = Problem(
     "the job asks for benchmark tasks, but lm-eval is not installed.",
     "Install it: pip install 'potstill[eval]'; or remove the tasks.",
 )
+NO_TORCHAO = Problem(
+    "/train/optim",
+    "adamw_8bit needs torchao, which is not installed.",
+    "Install it: pip install 'potstill[quantization]'; or set train.optim to adamw.",
+)
 
 
 def find_missing_extras(config: JobConfig) -> list[Problem]:
-    """A problem for each tracker and for lm-eval that the job needs and this machine lacks.
+    """A problem for each tracker, torchao and lm-eval that the job needs and this machine lacks.
 
     Without this check a run would fail after its capture, or at its end.
     """
@@ -36,7 +41,19 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
         for place, name in enumerate(reported)
         if not any(map(find_spec, TRACKER_MODULES[name]))
     ]
+    if config.train is not None and config.train.optim == "adamw_8bit" and not _has_torchao():
+        problems.append(NO_TORCHAO)
     return problems + find_missing_harness(config)
+
+
+def require_torchao() -> None:
+    """Raise ``ConfigError`` where torchao is not installed."""
+    if not _has_torchao():
+        raise ConfigError([NO_TORCHAO])
+
+
+def _has_torchao() -> bool:
+    return find_spec("torchao") is not None
 
 
 def find_missing_harness(config: JobConfig) -> list[Problem]:

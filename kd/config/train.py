@@ -21,7 +21,7 @@ Scheduler = Literal[
     "warmup_stable_decay",
     "onecycle",
 ]
-Optimizer = Literal["adamw", "adafactor", "muon", "lion", "lars", "schedule_free"]
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", "schedule_free"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 #: The arguments of transformers.get_scheduler for each schedule, besides warm-up and length.
@@ -64,6 +64,7 @@ Compile = Annotated[
 #: The arguments of each optimiser that ``optim_args`` may set; others have fields of their own.
 OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
     "adamw": {"amsgrad"},
+    "adamw_8bit": set(),
     "adafactor": {"eps1", "eps2", "clip_threshold", "decay_rate"},
     "muon": {"momentum", "nesterov", "ns_a", "ns_b", "ns_c", "eps", "ns_steps"},
     "lion": {"beta1", "beta2", "weight_decouple", "fixed_decay"},
@@ -106,8 +107,10 @@ class TrainConfig(Section):
     optim: Optimizer = Field(
         "adamw",
         description=(
-            "adamw, adafactor, muon (for matrices; AdamW for the rest), lion, lars, schedule_free "
-            "(AdamW; set lr_scheduler_type to constant or constant_with_warmup)."
+            "adamw, adamw_8bit (a state of 8 bits a number for the matrices of the layers, AdamW "
+            "for the rest; needs the extra quantization, and is slow on a CPU), adafactor, muon "
+            "(for matrices; AdamW for the rest), lion, lars, schedule_free (AdamW; set "
+            "lr_scheduler_type to constant or constant_with_warmup)."
         ),
     )
     optim_args: dict[str, float] = Field(
@@ -141,9 +144,9 @@ class TrainConfig(Section):
         ge=0,
         lt=1,
         description=(
-            "AdamW, muon and schedule_free: weights of the LM head whose gradients are below this "
-            "share of the root mean square of all move in proportion to them, so that rows of rare "
-            "words move little; 0 = as AdamW does, where all move alike."
+            "adamw, adamw_8bit, muon and schedule_free: weights of the LM head whose gradients are "
+            "below this share of the root mean square of all move in proportion to them, so that "
+            "rows of rare words move little; 0 = as AdamW does, where all move alike."
         ),
     )
     max_grad_norm: float = Field(
@@ -285,7 +288,7 @@ class TrainConfig(Section):
         if strange := sorted(self.optim_args.keys() - known):
             raise ValueError(
                 f"train.optim_args of {self.optim} cannot hold {', '.join(strange)}, "
-                f"only {', '.join(sorted(known))}"
+                f"only {', '.join(sorted(known)) or 'nothing'}"
             )
         # schedule_free averages its weights in place of decaying the learning rate.
         if self.optim == "schedule_free" and "constant" not in self.lr_scheduler_type:

@@ -54,7 +54,8 @@ def _list_remedies(options: TrainConfig) -> Iterator[str]:
         now = options.logits_chunk or "it is chosen by the free memory now"
         yield f"a smaller train.logits_chunk ({now})"
     if options.optim in ("adamw", "schedule_free"):
-        yield "train.optim adafactor or lion, whose state is smaller"
+        eight_bit = "adamw_8bit, " * (options.optim == "adamw")
+        yield f"train.optim {eight_bit}adafactor or lion, whose state is smaller"
     yield "a shorter data.sequence_length, or a smaller student"
 
 

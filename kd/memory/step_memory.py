@@ -25,12 +25,8 @@ from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_chunk_positions
 from kd.memory.activation_checkpointing import compute_group_sizes
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision
-from kd.optim.optimizers import find_layer_matrices
-from kd.optim.state_size import ParameterShape, count_optimizer_bytes
-from kd.text.packed_rows import PackedRows
-
-#: Bytes of a logit and its gradient in float32, where plain operations compute the loss.
-_LOGIT_AND_GRADIENT = 8
+from kd.optim.optimizers import list_trained_shapes
+from kd.optim.state_size import count_optimizer_bytes
 
 
 @dataclass(frozen=True)
@@ -108,11 +104,9 @@ def estimate_memory(
 
 def estimate_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:
     """Bytes of the optimiser's state, and of the moving average of the weights."""
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    average = sum(map(_count_bytes, trained)) if options.ema_decay is not None else 0
-    matrices = find_layer_matrices(student)
-    shapes = (ParameterShape(tuple(each.shape), each in matrices) for each in trained)
-    return average + count_optimizer_bytes(options.optim, shapes)
+    shapes = list_trained_shapes(student)
+    average = sum(map(_count_bytes, shapes)) if options.ema_decay is not None else 0
+    return average + count_optimizer_bytes(options.optim, shapes.values())
 
 
 def _count_bytes(tensor: Tensor) -> int:

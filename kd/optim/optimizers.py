@@ -1,6 +1,7 @@
 """The optimiser of the student: which one, which weights decay, and how fast each layer learns.
 
     adamw          torch.optim.AdamW: fused where the device allows it, else foreach or a loop
+    adamw_8bit     torchao's AdamW of 8 bits for the matrices of the layers, AdamW for the rest
     adafactor      transformers' Adafactor without its own choice of the rate, as in its Trainer
     muon           torch.optim.Muon for the matrices of the layers, AdamW for the rest
     lion, lars     those of pytorch_optimizer
@@ -24,10 +25,12 @@ from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
+from kd.config.extras import require_torchao
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 from kd.models.layers import find_decoder_layers, list_layer_parameters
 from kd.optim.rare_rows import keep_floor
+from kd.optim.state_size import ParameterShape
 
 ParameterGroup = dict[str, Any]
 
@@ -40,11 +43,14 @@ def make_optimizer(
     Weight decay is on matrices only: on norms and biases it would only shrink their scale. The
     first group holds the LM head and has the full rate, and so has ``extra``. Raises
     ``TrainingError`` for an argument in ``train.optim_args`` that the optimiser does not have; the
-    message lists those it has.
+    message lists those it has. Raises ``ConfigError`` where the optimiser's library is missing.
     """
     groups = _make_groups(student, list(extra), options)
+    optimizer: Optimizer
     if options.optim == "muon":
-        optimizer: Optimizer = _make_muon(student, groups, options, device)
+        optimizer = _make_halves(find_layer_matrices(student), groups, options, device)
+    elif options.optim == "adamw_8bit":
+        optimizer = _make_halves(find_eight_bit_weights(student), groups, options, device)
     else:
         optimizer = _make_one_optimizer(options.optim, groups, options, device)
     if options.lm_head_floor:
@@ -109,6 +115,22 @@ def find_layer_matrices(student: PreTrainedModel) -> set[Parameter]:
     }
 
 
+def list_trained_shapes(student: PreTrainedModel) -> dict[Parameter, ParameterShape]:
+    """The shape of each trained parameter, from which the size of its state follows."""
+    matrices = find_layer_matrices(student)
+    return {
+        parameter: ParameterShape(tuple(parameter.shape), parameter in matrices)
+        for parameter in student.parameters()
+        if parameter.requires_grad
+    }
+
+
+def find_eight_bit_weights(student: PreTrainedModel) -> set[Parameter]:
+    """The trained weights whose state ``adamw_8bit`` keeps in 8 bits."""
+    shapes = list_trained_shapes(student).items()
+    return {parameter for parameter, shape in shapes if shape.has_eight_bit_state}
+
+
 # ---------------------------------------------------------------------- optimisers
 
 
@@ -142,6 +164,11 @@ def _choose_class_and_settings(
     adam = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
     if name == "adamw":
         return AdamW, {**adam, "fused": True if device.type in _FUSED_DEVICES else None}
+    if name == "adamw_8bit":
+        require_torchao()
+        from kd.optim.eight_bit import EightBitAdamW
+
+        return EightBitAdamW, adam
     if name == "muon":
         # Steps of AdamW's size, so that one rate serves both halves (Liu et al. 2025, arXiv
         # 2502.16982).
@@ -159,29 +186,27 @@ def _choose_class_and_settings(
     return {"lion": Lion, "lars": LARS}[name], {}
 
 
-def _make_muon(
-    student: PreTrainedModel,
+def _make_halves(
+    own: set[Parameter],
     groups: list[ParameterGroup],
     options: TrainConfig,
     device: torch.device,
 ) -> Optimizer:
-    """Muon for the matrices of the layers, and AdamW for the other parameters."""
-    matrices = find_layer_matrices(student)
+    """The optimiser of ``options`` for the parameters in ``own``, and AdamW for all others."""
     adam = options.model_copy(update={"optim_args": {}})
     halves = [
         _make_one_optimizer(name, part, chosen, device)
-        for name, chosen, mine in (("adamw", adam, False), ("muon", options, True))
-        if (part := _select_parameters(groups, matrices, mine))
+        for name, chosen, mine in (("adamw", adam, False), (options.optim, options, True))
+        if (part := _select_parameters(groups, own, mine))
     ]
     return CombinedOptimizer(halves, options.learning_rate)
 
 
 def _select_parameters(
-    groups: list[ParameterGroup], matrices: set[Parameter], mine: bool
+    groups: list[ParameterGroup], own: set[Parameter], mine: bool
 ) -> list[ParameterGroup]:
     parts = [
-        {**group, "params": [p for p in group["params"] if (p in matrices) == mine]}
-        for group in groups
+        {**group, "params": [p for p in group["params"] if (p in own) == mine]} for group in groups
     ]
     return [part for part in parts if part["params"]]
 

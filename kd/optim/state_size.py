@@ -10,11 +10,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: Bytes of one number of an optimiser's state, which is float32.
+#: Bytes of one number of an optimiser's state where it is float32.
 STATE_NUMBER_BYTES = 4
 
+#: Numbers of a state of 8 bits that share a scale.
+BLOCK_NUMBERS = 256
+#: Numbers below which torchao, as bitsandbytes, keeps a parameter's state in full.
+LEAST_EIGHT_BIT_NUMBERS = 4096
+#: Bytes of the table with the values of the codes, which every state of 8 bits has.
+_CODE_TABLE_BYTES = 256 * 4
+
 #: Numbers that an optimiser keeps for each number of a parameter.
-_NUMBERS_PER_WEIGHT = {"adamw": 2, "schedule_free": 2, "lion": 1, "lars": 1}
+_NUMBERS_PER_WEIGHT = {"adamw": 2, "adamw_8bit": 2, "schedule_free": 2, "lion": 1, "lars": 1}
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,28 @@ class ParameterShape:
         """The count of its numbers."""
         return math.prod(self.shape)
 
+    @property
+    def has_eight_bit_state(self) -> bool:
+        """Whether ``adamw_8bit`` keeps its state in 8 bits.
+
+        It does so for matrices of the layers, and for the stacks of them that experts have. The
+        rows of embeddings and LM head differ too much in their gradients to share a scale.
+        """
+        is_weight = self.is_layer_matrix or len(self.shape) > 2
+        fits = self.size >= LEAST_EIGHT_BIT_NUMBERS and self.size % BLOCK_NUMBERS == 0
+        return is_weight and fits
+
 
 def count_optimizer_bytes(optim: str, parameters: Iterable[ParameterShape]) -> int:
     """Bytes of the state that ``optim`` keeps for ``parameters``, without its step counters."""
-    return STATE_NUMBER_BYTES * sum(_count_numbers(optim, each) for each in parameters)
+    return sum(_count_bytes(optim, each) for each in parameters)
+
+
+def _count_bytes(optim: str, parameter: ParameterShape) -> int:
+    if optim == "adamw_8bit" and parameter.has_eight_bit_state:
+        scales = STATE_NUMBER_BYTES * parameter.size // BLOCK_NUMBERS
+        return 2 * (parameter.size + scales + _CODE_TABLE_BYTES)
+    return STATE_NUMBER_BYTES * _count_numbers(optim, parameter)
 
 
 def _count_numbers(optim: str, parameter: ParameterShape) -> int:

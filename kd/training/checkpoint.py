@@ -2,7 +2,8 @@
 
     checkpoints/step-00000120/
         model.safetensors        parameters and persistent buffers
-        optimizer.safetensors    {parameter}.{exp_avg | momentum_buffer | z | step ...}
+        optimizer.safetensors    {parameter}.{exp_avg | momentum_buffer | z | step ...}; the plain
+                                 tensors of a state of 8 bits: {parameter}.exp_avg/{codes ...}
         extras.safetensors       {extra}/{key}: temperature, average of the weights, projections
         random.safetensors       torch's generators
         state.json               all other state, sha256 of the files above, and its own digest
@@ -277,10 +278,18 @@ def _collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                tensors[f"{names[parameter]}.{key}"] = value.detach()
+                tensors.update(_split_tensor(f"{names[parameter]}.{key}", value))
             else:
                 numbers[f"{names[parameter]}.{key}"] = value
     return tensors, numbers
+
+
+def _split_tensor(name: str, value: Tensor) -> dict[str, Tensor]:
+    """The plain tensors of ``value``: itself, or as {name}/{part} those of a state of 8 bits."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return {name: value.detach()}
+    parts, _ = value.__tensor_flatten__()
+    return {f"{name}/{part}": getattr(value, part) for part in parts}
 
 
 def _select_group_numbers(group: dict[str, Any]) -> dict[str, Any]:
@@ -357,6 +366,22 @@ def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -
         if isinstance(value, Tensor) and not _stays_on_host(key, group_of[parameter]):
             value = value.to(parameter.device)
         optimizer.state[parameter][key] = value
+    for parameter, values in optimizer.state.items():
+        _join_split_tensors(values, parameter.dtype)
+
+
+def _join_split_tensors(values: dict[str, Any], dtype: torch.dtype) -> None:
+    """Make states of 8 bits, in place, from the plain tensors that are named {key}/{part}."""
+    split = [name for name in values if "/" in name]
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name in split:
+        key, _, part = name.partition("/")
+        parts.setdefault(key, {})[part] = values.pop(name)
+    for key, found in parts.items():
+        # Its library is needed by no other optimiser.
+        from kd.optim.eight_bit import join_state
+
+        values[key] = join_state(found, dtype)
 
 
 def _stays_on_host(key: str, group: dict[str, Any]) -> bool:

@@ -119,7 +119,11 @@ BOUNDS = [
         [{}, {"num_cycles": 1}],
     ),
     ("train.warmup_steps", [-1], [0]),
-    ("train.optim", ["adam"], ["adamw", "adafactor", "muon", "lion", "lars", None]),
+    (
+        "train.optim",
+        ["adam", "adamw_4bit"],
+        ["adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", None],
+    ),
     (
         "train.optim_args",
         [{"amsgrd": 1}, {"momentum": 1}, {"amsgrad": "yes?"}, 3],

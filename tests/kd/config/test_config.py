@@ -29,6 +29,7 @@ from tests.support.kd.jobs import (
     changed,
     problems,
 )
+from tests.support.kd.optimizers import needs_torchao
 
 # ---------------------------------------------------------------------- unknown keys
 
@@ -194,7 +195,7 @@ FORMS = [
         "train.optim",
         "adam",
         ["/train/optim"],
-        "'adamw', 'adafactor', 'muon', 'lion', 'lars' or 'schedule_free'",
+        "'adamw', 'adamw_8bit', 'adafactor', 'muon', 'lion', 'lars' or 'schedule_free'",
     ),
     ("train.optim", "adam", ["/train/optim"], "Did you mean adamw?"),
     ("train.report_to", ["wand"], ["/train/report_to/0"], "Did you mean wandb?"),
@@ -514,7 +515,13 @@ def test_the_arguments_of_one_cycle_are_those_of_torch_that_are_numbers():
     assert SCHEDULER_KWARGS["onecycle"] == (numbers - {"base_momentum", "max_momentum"}, set())
 
 
-@pytest.mark.parametrize("name", typing.get_args(Optimizer))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_torchao) if name == "adamw_8bit" else name
+        for name in typing.get_args(Optimizer)
+    ],
+)
 def test_an_optimisers_arguments_are_those_of_its_library(name):
     from kd.optim.optimizers import list_optimizer_arguments
 

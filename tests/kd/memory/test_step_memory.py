@@ -26,7 +26,7 @@ from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.memory_script import run_memory_script
-from tests.support.kd.optimizers import measure_optimizer_bytes
+from tests.support.kd.optimizers import measure_optimizer_bytes, needs_torchao
 from tests.support.kd.students import make_llama
 from tests.support.kd.zoo import build
 
@@ -73,11 +73,33 @@ def make_mixtral() -> PreTrainedModel:
     return build("mixtral")
 
 
+def make_wide_student() -> PreTrainedModel:
+    """A model whose matrices are large enough for a state of 8 bits."""
+    return make_llama(width=64, num_key_value_heads=1)
+
+
+def make_wide_mixtral() -> PreTrainedModel:
+    return build("mixtral", hidden_size=64, intermediate_size=64)
+
+
 @pytest.mark.parametrize("make", [make_student, make_gpt2, make_mixtral])
-@pytest.mark.parametrize("optim", ["adamw", "adafactor", "muon", "lion", "lars", "schedule_free"])
+@pytest.mark.parametrize(
+    "optim", ["adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", "schedule_free"]
+)
 def test_the_optimiser_s_state_is_what_it_really_keeps(optim: str, make: Any) -> None:
     options = make_options(optim=optim)
     assert estimate_optimizer_bytes(make(), options) == measure_optimizer_bytes(make(), options)
+
+
+@needs_torchao
+@pytest.mark.parametrize("make", [make_wide_student, make_wide_mixtral])
+def test_a_state_of_eight_bits_is_what_it_really_keeps(make: Any) -> None:
+    sizes = {}
+    for optim in ("adamw", "adamw_8bit"):
+        options = make_options(optim=optim)
+        sizes[optim] = estimate_optimizer_bytes(make(), options)
+        assert sizes[optim] == measure_optimizer_bytes(make(), options)
+    assert sizes["adamw_8bit"] < 0.6 * sizes["adamw"]
 
 
 def test_a_moving_average_is_one_more_copy() -> None:

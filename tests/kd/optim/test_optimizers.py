@@ -29,7 +29,7 @@ from kd.models.layers import group_layers
 from kd.optim.optimizers import list_optimizer_arguments, make_optimizer
 
 CPU = torch.device("cpu")
-NAMES = ("adamw", "adafactor", "muon", "lion", "lars", "schedule_free")
+NAMES = ("adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", "schedule_free")
 SHAPE = {
     "vocab_size": 24,
     "hidden_size": 8,

@@ -26,3 +26,25 @@ def test_muon_keeps_half_of_adamw_for_the_matrices_of_layers() -> None:
     assert count_optimizer_bytes("muon", [matrix, vector]) == 4 * 15 + 8 * 5
     assert count_optimizer_bytes("adamw", [matrix, vector]) == 8 * 20
     assert count_optimizer_bytes("lion", [matrix, vector]) == 4 * 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_layer_matrix", "in_eight_bits"),
+    [
+        ((64, 64), True, True),
+        ((64, 63), True, False),
+        ((65, 64), True, False),
+        ((4, 32, 32), False, True),
+        ((64, 64), False, False),
+        ((8192,), False, False),
+    ],
+)
+def test_large_matrices_of_layers_and_stacks_of_them_have_a_state_of_eight_bits(
+    shape: tuple[int, ...], is_layer_matrix: bool, in_eight_bits: bool
+) -> None:
+    """torchao keeps a state in full if it has under 4,096 numbers, or no whole blocks of 256."""
+    parameter = ParameterShape(shape, is_layer_matrix)
+    numbers = parameter.size
+    codes_scales_and_table = 2 * (numbers + 4 * (numbers // 256) + 1024)
+    expected = codes_scales_and_table if in_eight_bits else 8 * numbers
+    assert count_optimizer_bytes("adamw_8bit", [parameter]) == expected

@@ -84,6 +84,16 @@ def test_a_machine_that_only_measures_needs_no_trackers() -> None:
     assert find_pointers(None, Machine(trains=False)) == ["/search", "/evaluation/tasks"]
 
 
+def test_a_library_that_the_optimiser_lacks_is_named() -> None:
+    job = make_job(train={"max_steps": 1, "optim": "adamw_8bit"}, evaluation={})
+    assert [each.pointer for each in find_problems(job, machine=Machine(trains=False))] == [
+        "/search"
+    ]
+    found = find_problems(job, machine=Machine())
+    assert [each.pointer for each in found] == ["/search", "/train/optim"]
+    assert "pip install 'potstill[quantization]'" in found[1].remedy
+
+
 def test_every_problem_is_raised_at_once(tmp_path: Path) -> None:
     folders = Folders(tmp_path, tmp_path)
     with pytest.raises(ConfigError) as caught:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.optim.optimizers import make_optimizer
+
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao (pip install 'potstill[quantization]')"
+)
 
 
 def measure_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:
@@ -15,5 +24,13 @@ def measure_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> i
     student(input_ids=torch.arange(8)[None], use_cache=False).logits.square().mean().backward()
     optimizer.step()
     values = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [each for each in values if torch.is_tensor(each) and each.numel() > 1]
-    return sum(each.numel() * each.element_size() for each in tensors)
+    tensors = [part for each in values if torch.is_tensor(each) for part in list_plain(each)]
+    return sum(each.numel() * each.element_size() for each in tensors if each.numel() > 1)
+
+
+def list_plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the numbers of ``tensor``: itself, if it is no subclass."""
+    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    yield from (getattr(tensor, name) for name in parts)
+    if not parts:
+        yield tensor

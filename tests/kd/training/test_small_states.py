@@ -1,0 +1,90 @@
+"""Trainings that need less memory for weights and optimiser, through the whole loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kd.config.job import JobConfig
+from kd.errors import Interrupted
+from kd.progress import SILENT, Monitor
+from kd.text.batches import PlainText
+from kd.text.corpus import Corpus
+from kd.text.packing import Document, pack_documents
+from kd.training.loop import train
+from tests.support.kd.optimizers import needs_torchao
+from tests.support.kd.students import assert_same, copy_weights, make_llama
+from tests.support.kd.training import make_text_job, stop_after
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 50
+STEPS = 7
+
+
+def make_job(**changes: Any) -> JobConfig:
+    options = {"max_steps": STEPS, "batch_size": 4, "eval_steps": 3, "save_steps": 2}
+    rest = {"logging_steps": 1, "learning_rate": 1e-2, "early_stopping_patience": 100}
+    return make_text_job(options | rest | changes)
+
+
+def make_source(job: JobConfig) -> PlainText:
+    """Rows in which each token is mostly the one before it plus three."""
+    generator = np.random.default_rng(0)
+    jumps = 3 + (generator.random((40, 16)) < 0.2) * generator.integers(0, VOCABULARY, (40, 16))
+    rows = (jumps.cumsum(1) % VOCABULARY).astype(np.uint32)
+    texts = [Document(row) for row in rows]
+    return PlainText(Corpus(*(pack_documents(part, job.data) for part in (texts[4:], texts[:4]))))
+
+
+def run(job: JobConfig, folder: Path, monitor: Monitor = SILENT) -> dict[str, Tensor]:
+    """The weights that training leaves."""
+    student = make_llama(VOCABULARY, width=64, attention_dropout=0.1)
+    train(job, make_source(job), student, VOCABULARY, folder, monitor)
+    return copy_weights(student)
+
+
+def assert_stops_change_nothing(job: JobConfig, folder: Path) -> dict[str, Tensor]:
+    """Stop the training of ``job`` twice; it must end as one that was not stopped."""
+    whole = run(job, folder / "whole")
+    for step in (1, 4):
+        with pytest.raises(Interrupted):
+            run(job, folder / "cut", stop_after(step))
+    assert_same(run(job, folder / "cut"), whole)
+    return whole
+
+
+# ---------------------------------------------------------------------- a state of 8 bits
+
+
+@needs_torchao
+@pytest.mark.parametrize("ema", [None, 0.9], ids=["", "with an average"])
+def test_a_state_of_eight_bits_resumes_bit_for_bit(tmp_path: Path, ema: float | None) -> None:
+    job = make_job(optim="adamw_8bit", ema_decay=ema)
+    found = assert_stops_change_nothing(job, tmp_path)
+    plain = run(make_job(ema_decay=ema), tmp_path / "plain")
+    assert any(not torch.equal(found[name], plain[name]) for name in plain), "it is connected"
+
+
+@needs_torchao
+def test_its_checkpoint_holds_plain_tensors(tmp_path: Path) -> None:
+    run(make_job(optim="adamw_8bit"), tmp_path)
+    folder = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    tensors = load_file(folder / "optimizer.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight.exp_avg"
+    parts = {key: each for key, each in tensors.items() if key.startswith(f"{name}/")}
+    assert {key: (each.dtype, each.numel()) for key, each in parts.items()} == {
+        f"{name}/codes": (torch.uint8, 4096),
+        f"{name}/scale": (torch.float32, 16),
+        f"{name}/qmap": (torch.float32, 256),
+    }
+    assert tensors["lm_head.weight.exp_avg_sq"].dtype == torch.float32
+    groups = json.loads((folder / "state.json").read_text())["groups"]
+    assert {type(group["lr"]) for group in groups} == {float}
