@@ -151,6 +151,32 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
+    def _adapters_stay_in_float32(self) -> Self:
+        lora = self.student.lora if self.student is not None else None
+        if lora is not None and self.train is not None and self.train.is_pure_bfloat16:
+            raise ValueError(
+                "train.precision bf16_pure halves the memory of trained weights, but student.lora "
+                "trains small adapters only: set train.precision to bf16 and student.lora.base to "
+                "bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _looking_ahead_needs_fine_weights(self) -> Self:
+        temperature = self.loss.temperature
+        if (
+            self.train is not None
+            and self.train.is_pure_bfloat16
+            and isinstance(temperature, LearnedTemperature)
+            and temperature.mode in ("lookahead", "teacher_only")
+        ):
+            raise ValueError(
+                f"loss.temperature.mode {temperature.mode} moves the weights a little to look "
+                "ahead, which train.precision bf16_pure would round away: use train.precision bf16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _temperature_can_learn(self) -> Self:
         temperature = self.loss.temperature
         if not isinstance(temperature, LearnedTemperature):

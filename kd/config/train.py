@@ -72,6 +72,9 @@ OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
     "schedule_free": {"r", "weight_lr_power"},
 }
 
+#: The optimisers that can train weights in bfloat16: they round their steps stochastically.
+ROUNDING_OPTIMIZERS = ("adamw", "adamw_8bit")
+
 
 class TrainConfig(Section):
     """The training loop."""
@@ -152,11 +155,12 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(
         1.0, ge=0, le=1e6, description="Clip the gradient's global norm to this; 0 = do not clip."
     )
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+    precision: Literal["auto", "bf16", "bf16_pure", "fp16", "fp32"] = Field(
         "auto",
         description=(
             "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older "
-            "GPUs, fp32 on a CPU."
+            "GPUs, fp32 on a CPU. bf16_pure = weights and gradients are in bfloat16 too, which "
+            "halves their memory, and steps are rounded stochastically (optim adamw or adamw_8bit)."
         ),
     )
     tf32: bool = Field(
@@ -297,6 +301,22 @@ class TrainConfig(Section):
                 f"constant_with_warmup, not {self.lr_scheduler_type}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _pure_bfloat16_has_its_optimizer(self) -> Self:
+        """Refuse weights in bfloat16 to optimisers that would round their steps to the nearest."""
+        if self.is_pure_bfloat16 and self.optim not in ROUNDING_OPTIMIZERS:
+            raise ValueError(
+                "train.precision bf16_pure needs an optimiser that rounds its steps "
+                f"stochastically, {' or '.join(ROUNDING_OPTIMIZERS)}, but train.optim is "
+                f"{self.optim}: small steps would be lost"
+            )
+        return self
+
+    @property
+    def is_pure_bfloat16(self) -> bool:
+        """Whether the trained weights are in bfloat16, without a copy in float32."""
+        return self.precision == "bf16_pure"
 
     @model_validator(mode="after")
     def _graphs_leave_gradients_alone(self) -> Self:

@@ -10,7 +10,12 @@ from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.student import StudentInit
 from kd.models.folder import ModelFolder
-from kd.optim.state_size import ParameterShape, count_optimizer_bytes
+from kd.optim.state_size import (
+    AVERAGE_NUMBER_BYTES,
+    ParameterShape,
+    count_optimizer_bytes,
+    count_trained_bytes,
+)
 
 #: Bytes of a number in float32.
 FLOAT32 = 4
@@ -70,14 +75,16 @@ def estimate_least_memory(config: JobConfig, root: Path) -> int | None:
 
 
 def _count_student_bytes(config: JobConfig, parameters: list[ParameterShape]) -> int:
-    """Count the bytes of weights, gradients, optimiser state and moving average, in float32."""
-    weights = FLOAT32 * sum(each.size for each in parameters)
+    """Count the bytes of weights, gradients, optimiser state and moving average."""
+    numbers = sum(each.size for each in parameters)
+    weights = FLOAT32 * numbers
     lora = None if config.student is None else config.student.lora
     if config.train is None or lora is not None:
         # LoRA trains only the adapters, which are small beside the weights.
         return weights // 2 if lora is not None and lora.base == "bfloat16" else weights
-    average = weights if config.train.ema_decay is not None else 0
-    return 2 * weights + count_optimizer_bytes(config.train.optim, parameters) + average
+    average = AVERAGE_NUMBER_BYTES * numbers if config.train.ema_decay is not None else 0
+    state = count_optimizer_bytes(config.train.optim, parameters)
+    return 2 * count_trained_bytes(numbers, config.train) + state + average
 
 
 def _list_student_parameters(

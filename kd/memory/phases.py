@@ -40,7 +40,8 @@ from kd.memory.step_memory import (
 )
 from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, compute_cost
 from kd.models.layers import find_decoder_layers
-from kd.models.precision import Precision
+from kd.models.precision import Precision, rounded_parameters
+from kd.optim.state_size import count_trained_bytes
 
 #: Copies of a chunk of logits in a pass without gradients.
 _LOGIT_COPIES = 2
@@ -48,7 +49,7 @@ _LOGIT_COPIES = 2
 _PASS_COPIES = 16
 #: Positions of the chunk of the row that lowers train.logits_chunk.
 _SMALL_CHUNK = 256
-_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -228,14 +229,18 @@ class TrainingPhase:
 
     @classmethod
     def measure(cls, student: PreTrainedModel, options: TrainConfig, **sizes: Any) -> TrainingPhase:
-        """Run short passes of ``student`` in float32 and in bfloat16, and count its work.
+        """Run short passes of ``student`` in each precision, and count its work.
 
         Call it before ``checkpoint_activations``; nothing of the student changes.
         """
+        length = sizes["length"]
         saved = {
-            name: fit_saved_bytes(student, sizes["length"], _make_precision(name, student.device))
+            name: fit_saved_bytes(student, length, _make_precision(name, student.device))
             for name in ("fp32", "bf16")
         }
+        with rounded_parameters(student, torch.bfloat16):
+            half = _make_precision("bf16_pure", student.device)
+            saved["bf16_pure"] = fit_saved_bytes(student, length, half)
         model = count_model_work(student, sizes["vocabulary"])
         return cls(student=student, options=options, saved=saved, model=model, **sizes)
 
@@ -277,7 +282,8 @@ class TrainingPhase:
 
         Those of float16 are taken from bfloat16, which is as wide.
         """
-        return self.saved["fp32" if self._choose_precision(place) == "fp32" else "bf16"]
+        name = place.choose_precision(self.options.precision)
+        return self.saved["bf16" if name == "fp16" else name]
 
     def estimate_training_memory(self, place: Place) -> PhaseMemory:
         """The bytes at the peak of the training on ``place``."""
@@ -319,7 +325,12 @@ class TrainingPhase:
             saved_bytes=micro_batches * (kept.layers + kept.outside),
             updated_bytes=self.steps * update,
         )
-        return Work.of(self.model, run, 4)
+        return Work.of(self.model, run, self._weight_bytes)
+
+    @property
+    def _weight_bytes(self) -> int:
+        """Bytes of a number of the trained weights."""
+        return count_trained_bytes(1, self.options)
 
     def _count_recomputed(self) -> float:
         """The share of the layers whose forward pass runs twice."""
@@ -335,13 +346,12 @@ class TrainingPhase:
             context=self.length,
             micro_batches=sequences / self.options.batch_size,
         )
-        return Work.of(self.model, run, 4)
+        return Work.of(self.model, run, self._weight_bytes)
 
 
 def _make_precision(name: str, device: torch.device) -> Precision:
     """The precision ``name`` for passes here; float16, which CPUs lack, takes bfloat16's bytes."""
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.bfloat16}
-    return Precision(device.type, dtypes[name])
+    return Precision(device.type, torch.float32 if name == "fp32" else torch.bfloat16)
 
 
 # ---------------------------------------------------------------------- the forecast

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
@@ -26,7 +27,14 @@ from kd.memory.activation_checkpointing import compute_group_sizes
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision
 from kd.optim.optimizers import list_trained_shapes
-from kd.optim.state_size import count_optimizer_bytes
+from kd.optim.state_size import (
+    AVERAGE_NUMBER_BYTES,
+    count_optimizer_bytes,
+    count_trained_bytes,
+)
+
+#: Bytes of a number of the sum over chunks that becomes the gradient of the LM head.
+_SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -93,37 +101,63 @@ def estimate_memory(
     parameters = list(student.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return StepMemoryEstimate(
-        weights=sum(_count_bytes(each) for each in (*parameters, *student.buffers())),
-        gradients=sum(map(_count_bytes, trained)),
+        weights=sum(_count_weight_bytes(each, options) for each in parameters)
+        + sum(map(_count_bytes, student.buffers())),
+        gradients=sum(_count_weight_bytes(each, options) for each in trained),
         optimizer=estimate_optimizer_bytes(student, options),
         activations=_estimate_activation_bytes(student, options, sequence_length, saved),
-        head=_estimate_lm_head_bytes(student, positions, precision)
-        + min(chunk, positions) * vocabulary * logit_bytes,
+        head=_estimate_lm_head_bytes(
+            student,
+            options,
+            sequence_length,
+            options.logits_chunk or chunk or choose_chunk_positions(vocabulary, student.device),
+            vocabulary,
+            precision,
+        ),
     )
 
 
 def estimate_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:
     """Bytes of the optimiser's state, and of the moving average of the weights."""
     shapes = list_trained_shapes(student)
-    average = sum(map(_count_bytes, shapes)) if options.ema_decay is not None else 0
+    numbers = sum(each.size for each in shapes.values())
+    average = AVERAGE_NUMBER_BYTES * numbers if options.ema_decay is not None else 0
     return average + count_optimizer_bytes(options.optim, shapes.values())
+
+
+def _count_weight_bytes(parameter: Parameter, options: TrainConfig) -> int:
+    """Bytes of a parameter as ``options`` train it, whatever its precision is now."""
+    if not parameter.requires_grad:
+        return _count_bytes(parameter)
+    return count_trained_bytes(parameter.numel(), options)
 
 
 def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _estimate_lm_head_bytes(student: PreTrainedModel, positions: int, precision: Precision) -> int:
-    """Bytes of the LM head beside its weight and a chunk of logits.
+def _estimate_lm_head_bytes(
+    student: PreTrainedModel,
+    options: TrainConfig,
+    sequence_length: int,
+    chunk: int,
+    vocabulary: int,
+    precision: Precision,
+) -> int:
+    """Bytes of the LM head beside its weight.
 
     They are the gradient of the weight before it is added to the others, the weight cast to the
     precision, and the hidden states with their gradient.
     """
     weight = student.get_output_embeddings().weight
-    is_cast = precision.dtype.itemsize < weight.element_size()
-    cast = weight.numel() * precision.dtype.itemsize if is_cast else 0
+    positions = options.batch_size * sequence_length
+    chunk = min(chunk, positions)
+    copy = weight.numel() * precision.dtype.itemsize
+    cast = copy if copy < _count_weight_bytes(weight, options) else 0
     states = 2 * positions * weight.shape[1] * precision.dtype.itemsize
-    return _count_bytes(weight) * weight.requires_grad + cast + states
+    # The gradient of the weight is a sum in float32, whatever the weight is in.
+    gradient = _SUM_BYTES * weight.numel() * weight.requires_grad
+    return 2 * 4 * chunk * vocabulary + gradient + cast + states
 
 
 # ---------------------------------------------------------------------- activations

@@ -47,7 +47,12 @@ GPUS = {
     (7, 0): Hardware("V100, T4", "fp16", tf32=False),
     (0, 0): Hardware("before Volta", "fp32", tf32=False),
 }
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bf16_pure": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 
 def find_hardware(device: torch.device) -> Hardware:
@@ -62,7 +67,8 @@ def find_hardware(device: torch.device) -> Hardware:
 class Precision:
     """The precision of the matrix products in the forward and backward pass.
 
-    Weights and the state of the optimiser stay in float32.
+    The state of the optimiser stays in float32, and so do the weights unless the job rounds them
+    (bf16_pure).
     """
 
     device: str
@@ -126,6 +132,18 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def rounded_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Let ``model`` have its parameters in ``dtype`` inside this context, beside the own ones."""
+    kept = {parameter: parameter.data for parameter in model.parameters()}
+    round_parameters(model, dtype)
+    try:
+        yield
+    finally:
+        for parameter, own in kept.items():
+            parameter.data = own
 
 
 def set_tf32(device: torch.device, wanted: bool) -> None:

@@ -44,9 +44,13 @@ class Averager(nn.Module):
         self.updates += 1
         count = int(self.updates)
         decay = min(self.decay, (1 + count) / (10 + count))
-        get_ema_multi_avg_fn(decay)(
-            self._list_averages(), [p.detach() for p in self._followed.values()], count
-        )
+        averages = self._list_averages()
+        # Weights in bfloat16 are widened here; others are not copied.
+        weights = [
+            parameter.detach().to(average.dtype)
+            for average, parameter in zip(averages, self._followed.values(), strict=True)
+        ]
+        get_ema_multi_avg_fn(decay)(averages, weights, count)
 
     @torch.no_grad()
     def fill_student(self) -> None:

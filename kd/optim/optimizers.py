@@ -8,6 +8,7 @@
     schedule_free  schedulefree's AdamW, which keeps an average of the weights for evaluation
 
 The loop sees one ``torch.optim.Optimizer`` each time: groups with rates, ``step``, ``zero_grad``.
+With train.precision bf16_pure the steps of AdamW are rounded stochastically (``kd.optim.rounded``).
 Where AdamW or schedule-free trains the LM head, rows of rare words move little
 (``kd.optim.rare_rows``).
 """
@@ -30,6 +31,7 @@ from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 from kd.models.layers import find_decoder_layers, list_layer_parameters
 from kd.optim.rare_rows import keep_floor
+from kd.optim.rounded import RoundedAdamW
 from kd.optim.state_size import ParameterShape
 
 ParameterGroup = dict[str, Any]
@@ -163,12 +165,13 @@ def _choose_class_and_settings(
     """The optimiser's class, and the arguments that ``options`` or this project decide."""
     adam = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
     if name == "adamw":
-        return AdamW, {**adam, "fused": True if device.type in _FUSED_DEVICES else None}
+        factory = RoundedAdamW if options.is_pure_bfloat16 else AdamW
+        return factory, {**adam, "fused": True if device.type in _FUSED_DEVICES else None}
     if name == "adamw_8bit":
         require_torchao()
         from kd.optim.eight_bit import EightBitAdamW
 
-        return EightBitAdamW, adam
+        return EightBitAdamW, {**adam, "bf16_stochastic_round": options.is_pure_bfloat16}
     if name == "muon":
         # Steps of AdamW's size, so that one rate serves both halves (Liu et al. 2025, arXiv
         # 2502.16982).

@@ -1,4 +1,4 @@
-"""Bytes that each optimiser keeps for a parameter, computed from its shape alone. Imports no torch.
+"""Bytes of trained weights and of each optimiser's state, from shapes alone. Imports no torch.
 
 Training (``kd.memory.step_memory``) and the API's plan of a job (``services.api.planning``) both
 count with it.
@@ -10,9 +10,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kd.config.train import TrainConfig
+
 #: Bytes of one number of an optimiser's state where it is float32.
 STATE_NUMBER_BYTES = 4
 
+#: Bytes of one number of the moving average, which is float32 beside weights in bfloat16 too.
+AVERAGE_NUMBER_BYTES = 4
+#: Bytes of a trained number, and the same with train.precision bf16_pure.
+_TRAINED_NUMBER_BYTES = {False: 4, True: 2}
 #: Numbers of a state of 8 bits that share a scale.
 BLOCK_NUMBERS = 256
 #: Numbers below which torchao, as bitsandbytes, keeps a parameter's state in full.
@@ -50,6 +56,11 @@ class ParameterShape:
         is_weight = self.is_layer_matrix or len(self.shape) > 2
         fits = self.size >= LEAST_EIGHT_BIT_NUMBERS and self.size % BLOCK_NUMBERS == 0
         return is_weight and fits
+
+
+def count_trained_bytes(numbers: int, options: TrainConfig) -> int:
+    """Bytes of ``numbers`` trained weights, or of their gradients."""
+    return numbers * _TRAINED_NUMBER_BYTES[options.is_pure_bfloat16]
 
 
 def count_optimizer_bytes(optim: str, parameters: Iterable[ParameterShape]) -> int:

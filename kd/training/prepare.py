@@ -33,7 +33,13 @@ from kd.memory.step_memory import (
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.layers import require_context
 from kd.models.lm_head import LMHead, find_lm_head
-from kd.models.precision import Precision, ScalerWatch, pick_device, set_tf32
+from kd.models.precision import (
+    Precision,
+    ScalerWatch,
+    pick_device,
+    round_parameters,
+    set_tf32,
+)
 from kd.models.routers import find_router_balance
 from kd.optim.averaging import Averager
 from kd.optim.optimizers import make_optimizer
@@ -134,6 +140,9 @@ def _prepare_student(
     if config.data.packing:
         isolate_documents(student)
         warn_of_mask(student, config.data.sequence_length, monitor)
+    if options.is_pure_bfloat16:
+        # The checks above need all bits of float32, and all that follows sees the rounded weights.
+        round_parameters(student, torch.bfloat16)
     # The estimate comes before activation checkpointing and compilation, which hide what autograd
     # keeps.
     length = config.data.sequence_length

@@ -137,7 +137,7 @@ BOUNDS = [
     ("train.adam_epsilon", [0, 2], [1]),
     ("train.lm_head_floor", [-0.1, 1.0], [0]),
     ("train.max_grad_norm", [-1], [0]),
-    ("train.precision", ["int8", "bfloat16"], ["bf16"]),
+    ("train.precision", ["int8", "bfloat16"], ["bf16", "bf16_pure"]),
     (
         "train.gradient_checkpointing",
         ["all", 0, 1, 1025],

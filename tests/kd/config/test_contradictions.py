@@ -115,6 +115,27 @@ CONTRADICTIONS = {
         ["train.optim_args", "lion", "beta1, beta2"],
         {"train": STEPS | {"optim": "muon", "optim_args": {"momentum": 0.9}}},
     ),
+    "weights in bfloat16 under an optimiser that would lose small steps": (
+        {"train": STEPS | {"precision": "bf16_pure", "optim": "lion"}},
+        ["train.precision bf16_pure", "adamw or adamw_8bit", "train.optim is lion"],
+        {"train": STEPS | {"precision": "bf16_pure", "optim": "adamw_8bit"}},
+    ),
+    "adapters in bfloat16": (
+        {
+            "student": {"model": "x", "lora": {"rank": 2}},
+            "train": STEPS | {"precision": "bf16_pure"},
+        },
+        ["train.precision bf16_pure", "student.lora", "student.lora.base to bfloat16"],
+        {
+            "student": {"model": "x", "lora": {"rank": 2, "base": "bfloat16"}},
+            "train": STEPS | {"precision": "bf16"},
+        },
+    ),
+    "a look ahead that bfloat16 rounds away": (
+        {"train": STEPS | {"precision": "bf16_pure"}, **LOOKING_AHEAD},
+        ["train.precision bf16_pure", "loss.temperature.mode lookahead"],
+        {"train": STEPS | {"precision": "bf16"}, **LOOKING_AHEAD},
+    ),
     "one cycle that rises twice": (
         {
             "train": STEPS

@@ -23,8 +23,7 @@ from kd.memory.step_memory import (
     reset_peak_memory,
 )
 from kd.models.layers import compute_hidden_states
-from kd.models.precision import Precision
-from kd.text.packed_rows import PackedRows
+from kd.models.precision import Precision, round_parameters
 from tests.support.kd.memory_script import run_memory_script
 from tests.support.kd.optimizers import measure_optimizer_bytes, needs_torchao
 from tests.support.kd.students import make_llama
@@ -106,6 +105,24 @@ def test_a_moving_average_is_one_more_copy() -> None:
     student = make_student()
     numbers = sum(each.numel() for each in student.parameters())
     assert estimate_optimizer_bytes(student, make_options(ema_decay=0.9)) == 3 * 4 * numbers
+
+
+def test_pure_bfloat16_halves_weights_and_gradients_and_nothing_else() -> None:
+    numbers = sum(each.numel() for each in make_student().parameters())
+    plain = estimate(make_student(), ema_decay=0.9)
+    options = {"precision": "bf16_pure", "ema_decay": 0.9}
+    told = estimate(make_student(), **options)
+    rounded = make_student()
+    round_parameters(rounded, torch.bfloat16)
+    # The same is told of a student that is rounded already and of one that is not.
+    for found in (told, estimate(rounded, **options)):
+        assert plain.weights - found.weights == 2 * numbers
+        assert (found.gradients, plain.gradients) == (2 * numbers, 4 * numbers)
+        # The average, and a state in float32 as it really is.
+        assert found.optimizer == plain.optimizer == 3 * 4 * numbers
+        assert found.head == plain.head
+    pure = make_options(precision="bf16_pure")
+    assert measure_optimizer_bytes(rounded, pure) == 2 * 4 * numbers
 
 
 def kept_by_a_pass(student: PreTrainedModel, batch: int, length: int) -> int:
@@ -237,8 +254,7 @@ from kd.files import format_bytes
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.step_memory import estimate_memory, read_peak_memory, reset_peak_memory
 from kd.models.layers import compute_hidden_states
-from kd.models.precision import Precision
-from kd.text.packed_rows import PackedRows
+from kd.models.precision import Precision, round_parameters
 
 CPU = torch.device("cpu")
 B = 4

@@ -18,6 +18,7 @@ from kd.progress import SILENT, Monitor
 from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
+from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
 from tests.support.kd.optimizers import needs_torchao
 from tests.support.kd.students import assert_same, copy_weights, make_llama
@@ -88,3 +89,74 @@ def test_its_checkpoint_holds_plain_tensors(tmp_path: Path) -> None:
     assert tensors["lm_head.weight.exp_avg_sq"].dtype == torch.float32
     groups = json.loads((folder / "state.json").read_text())["groups"]
     assert {type(group["lr"]) for group in groups} == {float}
+
+
+# ---------------------------------------------------------------------- weights in bfloat16
+
+#: Nats by which the loss of a step may differ from that of float32; training lowers it by 1.
+CURVE_TOLERANCE = 0.02
+
+
+def measure_losses(folder: Path, **changes: Any) -> list[float]:
+    """The loss of each of 60 steps that are small beside the weights, about 0.1 in size."""
+    rest = {"max_steps": 60, "batch_size": 8, "learning_rate": 1e-4}
+    job = make_job(**rest, lr_scheduler_type="constant", **changes)
+    student = make_llama(VOCABULARY, width=64, initializer_range=0.1)
+    train(job, make_source(job), student, VOCABULARY, folder, SILENT)
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [line["loss"] for line in lines if line["type"] == "metrics"]
+
+
+def find_largest_gap(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the training in float32."""
+    torch.set_num_threads(1)
+    losses = measure_losses(tmp_path_factory.mktemp("float32"))
+    assert losses[0] - losses[-1] > 1.0, "the student learns"
+    return losses
+
+
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("adamw_8bit", marks=needs_torchao)])
+def test_weights_in_bfloat16_learn_as_those_in_float32(
+    reference: list[float], tmp_path: Path, optim: str
+) -> None:
+    found = measure_losses(tmp_path, precision="bf16_pure", optim=optim)
+    assert find_largest_gap(reference, found) < CURVE_TOLERANCE
+
+
+def test_steps_that_are_rounded_to_the_nearest_number_are_lost(
+    reference: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without this the test above could not fail."""
+    monkeypatch.setattr("kd.optim.rounded.copy_stochastic", Tensor.copy_)
+    found = measure_losses(tmp_path, precision="bf16_pure")
+    assert found[-1] - reference[-1] > 20 * CURVE_TOLERANCE
+
+
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("adamw_8bit", marks=needs_torchao)])
+def test_weights_in_bfloat16_resume_bit_for_bit(tmp_path: Path, optim: str) -> None:
+    """With an average in float32, clipping, accumulation and the best weights at the end."""
+    job = make_job(
+        precision="bf16_pure", optim=optim, ema_decay=0.9, max_grad_norm=0.5, batch_size=2,
+        gradient_accumulation_steps=2, gradient_checkpointing="full",
+    )  # fmt: skip
+    found = assert_stops_change_nothing(job, tmp_path)
+    assert {each.dtype for each in found.values()} == {torch.bfloat16}
+    folder = sorted((tmp_path / "whole" / "checkpoints").iterdir())[-1]
+    weights = load_file(folder / "model.safetensors")
+    assert {each.dtype for each in weights.values()} == {torch.bfloat16}
+    averages = load_file(folder / "extras.safetensors")
+    kinds = {each.dtype for name, each in averages.items() if name.endswith("weight")}
+    assert kinds == {torch.float32}
+
+
+def test_the_floor_of_the_lm_head_changes_weights_in_bfloat16(tmp_path: Path) -> None:
+    pure = {"precision": "bf16_pure", "early_stopping_patience": None}
+    floored, plain = (
+        run(make_job(**pure, lm_head_floor=floor), tmp_path / str(floor)) for floor in (0.5, 0.0)
+    )
+    assert not torch.equal(floored["lm_head.weight"], plain["lm_head.weight"])
