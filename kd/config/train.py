@@ -173,6 +173,14 @@ class TrainConfig(Section):
             "layer, sqrt = in about sqrt(layers) groups, n = of every n-th layer."
         ),
     )
+    activation_offload: bool = Field(
+        False,
+        description=(
+            "On a GPU: keep what the layers need for the backward pass in the host's memory, which "
+            "must have room for it. Copies take time; with gradient_checkpointing only the hidden "
+            "states between layers are copied."
+        ),
+    )
     compile: Compile = Field(
         "none",
         description="torch.compile the student: none, default, reduce-overhead or max-autotune.",
@@ -317,6 +325,16 @@ class TrainConfig(Section):
     def is_pure_bfloat16(self) -> bool:
         """Whether the trained weights are in bfloat16, without a copy in float32."""
         return self.precision == "bf16_pure"
+
+    @model_validator(mode="after")
+    def _compiled_layers_keep_their_activations(self) -> Self:
+        if self.activation_offload and self.compile != "none":
+            raise ValueError(
+                f"train.activation_offload cannot reach into layers that train.compile "
+                f"{self.compile} compiles: set train.compile to none, or use "
+                "train.gradient_checkpointing"
+            )
+        return self
 
     @model_validator(mode="after")
     def _graphs_leave_gradients_alone(self) -> Self:

@@ -50,6 +50,8 @@ def _list_remedies(options: TrainConfig) -> Iterator[str]:
         yield "train.gradient_checkpointing full" + " or sqrt" * (
             options.gradient_checkpointing != "sqrt"
         )
+    if not options.activation_offload and options.compile == "none":
+        yield "train.activation_offload true on a GPU, if the host has memory"
     if options.logits_chunk != 1:
         now = options.logits_chunk or "it is chosen by the free memory now"
         yield f"a smaller train.logits_chunk ({now})"

@@ -17,7 +17,7 @@ class DeviceRates:
 
     ``memory`` is in bytes, ``half`` and ``single`` are FLOP/s of products in bfloat16 (float16
     where there is no bfloat16) and in float32, ``tf32`` is that of float32 products in TF32, and
-    ``bandwidth`` is in bytes/s.
+    ``bandwidth`` and ``link`` are in bytes/s: of its memory, and to and from the host.
     """
 
     name: str
@@ -27,6 +27,8 @@ class DeviceRates:
     tf32: float
     bandwidth: float
     has_bfloat16: bool = True
+    #: An assumption for every kind: what 16 lanes of PCIe 4.0 reach; 3.0 has half, 5.0 twice that.
+    link: float = 25e9
 
     def find_rate(self, dtype: str, tf32: bool) -> float:
         """The FLOP/s of products in ``dtype``: fp32, bf16 or fp16."""

@@ -22,12 +22,8 @@ from transformers import PreTrainedModel
 
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.capture.sampling import PASS_ELEMENTS
-from kd.config.train import TrainConfig
-from kd.loss.chunk_size import (
-    PLAIN_LOGIT_BYTES,
-    choose_chunk_positions,
-    choose_gpu_chunk_positions,
-)
+from kd.config.train import ROUNDING_OPTIMIZERS, TrainConfig
+from kd.loss.fused import choose_chunk_positions, choose_gpu_chunk_positions
 from kd.memory.activation_checkpointing import compute_group_sizes
 from kd.memory.auto_batch import resize_micro_batch
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
@@ -35,6 +31,7 @@ from kd.memory.model_work import count_model_work, estimate_forward_bytes
 from kd.memory.step_memory import (
     SavedBytesFit,
     StepMemoryEstimate,
+    count_offloaded_bytes,
     estimate_memory,
     fit_saved_bytes,
 )
@@ -311,7 +308,9 @@ class TrainingPhase:
         micro_batches = self.steps * options.gradient_accumulation_steps
         sequences = micro_batches * options.batch_size
         step = self.estimate_step(place)
-        kept = self._find_saved(place).at(options.batch_size, self.length)
+        saved = self._find_saved(place)
+        kept = saved.at(options.batch_size, self.length)
+        offloaded = count_offloaded_bytes(self.student, options, self.length, saved)
         # A step reads weights, gradients and state, and writes weights and state.
         update = 2 * (step.gradients + step.optimizer) + step.gradients
         run = Pass(
@@ -324,6 +323,7 @@ class TrainingPhase:
             recomputed=self._count_recomputed(),
             saved_bytes=micro_batches * (kept.layers + kept.outside),
             updated_bytes=self.steps * update,
+            offloaded_bytes=micro_batches * offloaded,
         )
         return Work.of(self.model, run, self._weight_bytes)
 
@@ -439,7 +439,7 @@ def forecast_phases(
 def _forecast_strategies(training: TrainingPhase, pace: _Pace) -> Iterator[Strategy]:
     """Forecast the training with one lever moved at a time, the job as written first."""
     place = pace.place
-    for setting, changed in list_strategies(training):
+    for setting, changed in list_strategies(training, place.is_gpu):
         precision = place.choose_precision(changed.options.precision)
         moved = replace(pace, precision=precision)
         memory = changed.estimate_training_memory(place).count_device_bytes(place.is_gpu)
@@ -453,11 +453,13 @@ def _forecast_strategies(training: TrainingPhase, pace: _Pace) -> Iterator[Strat
         )
 
 
-def list_strategies(training: TrainingPhase) -> Iterator[tuple[str, TrainingPhase]]:
+def list_strategies(training: TrainingPhase, is_gpu: bool) -> Iterator[tuple[str, TrainingPhase]]:
     """Yield the settings that lower memory, each with the training that has it."""
     options = training.options
     yield "as written", training
-    for name in ("bf16", "fp32"):
+    # The others would lose small steps of weights in bfloat16, and adapters stay in float32.
+    is_rounding = options.optim in ROUNDING_OPTIMIZERS and not training.model.frozen
+    for name in ("bf16", "bf16_pure", "fp32") if is_rounding else ("bf16", "fp32"):
         if options.precision != name:
             yield f"train.precision {name}", training.change(precision=name)
     for how in ("sqrt", "full"):
@@ -466,6 +468,10 @@ def list_strategies(training: TrainingPhase) -> Iterator[tuple[str, TrainingPhas
                 f"train.gradient_checkpointing {how}",
                 training.change(gradient_checkpointing=how),
             )
+    if is_gpu and not options.activation_offload and options.compile == "none":
+        yield "train.activation_offload true", training.change(activation_offload=True)
+    if options.optim == "adamw":
+        yield "train.optim adamw_8bit", training.change(optim="adamw_8bit", optim_args={})
     if options.batch_size > 1:
         single = resize_micro_batch(options, 1)
         accumulated = single.gradient_accumulation_steps

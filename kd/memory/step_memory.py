@@ -199,16 +199,37 @@ class SavedBytesFit:
 def _estimate_activation_bytes(
     student: PreTrainedModel, options: TrainConfig, sequence_length: int, saved: SavedBytesFit
 ) -> int:
-    """Bytes of all activations, with checkpointing as configured, while one group is recomputed."""
+    """Bytes of all activations, with checkpointing as configured, while one group is recomputed.
+
+    Of layers whose activations are offloaded only one is on the device, and the cast weights of
+    all.
+    """
     kept = saved.at(options.batch_size, sequence_length)
     count = max(len(find_decoder_layers(student)), 1)
     layer = kept.layers / count
     groups = compute_group_sizes(count, options.gradient_checkpointing)
     recomputed = max(groups, default=0) * layer
-    unchecked = (count - sum(groups)) * layer
+    unchecked = count - sum(groups)
     # In the backward pass of a layer about half of its activations have a gradient at the same
     # time.
-    return round(kept.outside + unchecked + len(groups) * kept.boundary + recomputed + layer / 2)
+    working = kept.outside + layer / 2
+    if options.activation_offload:
+        casts = saved.layers[0] / count * unchecked
+        return round(working + casts + max(recomputed, layer * min(unchecked, 1)))
+    return round(working + unchecked * layer + len(groups) * kept.boundary + recomputed)
+
+
+def count_offloaded_bytes(
+    student: PreTrainedModel, options: TrainConfig, sequence_length: int, saved: SavedBytesFit
+) -> float:
+    """Bytes that a micro-batch moves to the host, and later back."""
+    if not options.activation_offload:
+        return 0.0
+    kept = saved.at(options.batch_size, sequence_length)
+    count = max(len(find_decoder_layers(student)), 1)
+    groups = compute_group_sizes(count, options.gradient_checkpointing)
+    unchecked = (count - sum(groups)) / count
+    return unchecked * (kept.layers - saved.layers[0]) + len(groups) * kept.boundary
 
 
 def fit_saved_bytes(

@@ -12,8 +12,8 @@ Between memory and processor move the weights, the logits, the activations that 
 of the optimiser, and the gradient of the LM head's weight once more for each chunk of logits.
 
 These are the 6 N D of Kaplan et al. 2020 (arXiv 2001.08361), with the attention and the LM head
-apart. A phase takes the longer of two times: that of its FLOP, and that of its bytes, each at a
-share of the device's rate, the utilisation.
+apart. A phase takes the longer of two times, that of its FLOP and that of its bytes, and after it
+that of copies to and from the host, each at a share of the device's rate, the utilisation.
 """
 
 from __future__ import annotations
@@ -70,18 +70,17 @@ class Pass:
     saved_bytes: float = 0.0
     #: Bytes that the optimiser reads and writes, in all steps.
     updated_bytes: float = 0.0
+    #: Bytes of activations that go to the host's memory and come back.
+    offloaded_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOP of products, and bytes that are moved between memory and processor.
-
-    ``head_gradient`` are those of the bytes that the gradient of the LM head's weight takes.
-    """
+    """FLOP of products, bytes between memory and processor, and bytes between device and host."""
 
     flops: float
     bytes: float
-    head_gradient: float = 0.0
+    transferred: float = 0.0
 
     @classmethod
     def of(cls, model: ModelWork, run: Pass, weight_bytes: int) -> Work:
@@ -101,12 +100,14 @@ class Work:
             + gradient
         )
         flops = body * (1 + backward + run.recomputed) + head * (1 + backward)
-        return cls(flops, moved, gradient)
+        return cls(flops, moved, 2 * run.offloaded_bytes)
 
     def seconds(self, rates: DeviceRates, dtype: str, tf32: bool, utilization: float) -> float:
         """The time on a device of these ``rates`` at the share ``utilization`` of them."""
         products = self.flops / rates.find_rate(dtype, tf32)
-        return max(products, self.bytes / rates.bandwidth) / utilization
+        own = max(products, self.bytes / rates.bandwidth)
+        # Copies to and from the host are in the order of the other work, not beside it.
+        return (own + self.transferred / rates.link) / utilization
 
 
 def count_head_gradient_bytes(numbers: int, chunks: int) -> int:

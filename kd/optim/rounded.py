@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pytorch_optimizer import copy_stochastic
+from pytorch_optimizer.optimizer.utils import copy_stochastic
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
@@ -33,16 +33,18 @@ class RoundedAdamW(AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_parameter(parameter, group)
+                    self._step_parameter(parameter, parameter.grad, group)
 
-    def _step_parameter(self, parameter: Parameter, group: dict[str, Any]) -> None:
+    def _step_parameter(
+        self, parameter: Parameter, gradient: Tensor, group: dict[str, Any]
+    ) -> None:
         state = self.state[parameter] or self._begin_state(parameter, group)
         wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
         largest = [state["max_exp_avg_sq"]] if group["amsgrad"] else []
         beta1, beta2 = group["betas"]
         adamw(
             [wide],
-            [parameter.grad.to(wide.dtype)],
+            [gradient.to(wide.dtype)],
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             largest,

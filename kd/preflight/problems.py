@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 
 #: GPUs that one job can use.
 MOST_GPUS = 1
+_OFFLOAD_WITHOUT_GPU = Problem(
+    "/train/activation_offload",
+    "it moves activations from a GPU to the host's memory, but the device of this run is cpu.",
+    "Set it to false; train.gradient_checkpointing needs less memory on a CPU too.",
+)
 
 
 @dataclass(frozen=True)
@@ -156,9 +161,16 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:
-    """Find a precision that ``device`` or the student's base does not have, before a capture."""
+    """Find what ``device`` or the student's base does not have, before a capture."""
     if device is None or config.train is None:
         return []
+    if device.type == "cpu" and config.train.activation_offload:
+        return [_OFFLOAD_WITHOUT_GPU, *_find_precision_problems(config, device)]
+    return _find_precision_problems(config, device)
+
+
+def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Problem]:
+    assert config.train is not None, "only a training has a precision"
     # This imports torch, which a caller that has a device has imported already.
     from kd.models.precision import Precision
 

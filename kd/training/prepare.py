@@ -22,6 +22,7 @@ from kd.loss.features import FeatureLoss
 from kd.loss.objective import Objective
 from kd.loss.temperature import TemperatureControl
 from kd.memory.activation_checkpointing import checkpoint_activations
+from kd.memory.activation_offload import offload_activations
 from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step, resize_micro_batch
 from kd.memory.step_memory import (
     StepMemoryEstimate,
@@ -152,6 +153,8 @@ def _prepare_student(
     if warning:
         monitor.emit("warning", message=warning)
     checkpoint_activations(student, options.gradient_checkpointing)
+    if options.activation_offload:
+        offload_activations(student)
     return lm_head, memory
 
 

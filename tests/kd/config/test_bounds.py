@@ -143,6 +143,7 @@ BOUNDS = [
         ["all", 0, 1, 1025],
         ["none", "full", "sqrt", 2, 1024, True, False],
     ),
+    ("train.activation_offload", [2, "gpu"], [True, False]),
     (
         "train.compile",
         ["fast", 1],

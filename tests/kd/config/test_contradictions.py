@@ -181,6 +181,11 @@ CONTRADICTIONS = {
             }
         },
     ),
+    "activations of compiled layers": (
+        {"train": STEPS | {"compile": "default", "activation_offload": True}},
+        ["train.activation_offload", "train.compile default"],
+        {"train": STEPS | {"activation_offload": True, "gradient_checkpointing": "full"}},
+    ),
     "CUDA graphs over gradients that are summed": (
         {"train": STEPS | {"compile": "reduce-overhead", "gradient_accumulation_steps": 2}},
         ["train.compile reduce-overhead", "train.gradient_accumulation_steps 2"],

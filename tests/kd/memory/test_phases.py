@@ -42,11 +42,11 @@ HERE = Place(RATES, is_gpu=False, process=1000, auto="fp32", is_timed=True)
 MODEL = ModelWork(products=1000, attention=64, head=800, vocabulary=50, stored=2000)
 
 
-def make_training(**changes: Any) -> TrainingPhase:
+def make_training(width: int = 16, **changes: Any) -> TrainingPhase:
     options = TrainConfig(max_steps=10, batch_size=4).model_copy(update=changes)
     sizes = {"vocabulary": 50, "length": 48, "targets": 47.0, "steps": 10}
     rest = {"evaluations": 2, "held_out": 8, "loader": 100}
-    student = make_llama(layers=4)
+    student = make_llama(width=width, layers=4)
     return TrainingPhase.measure(student, options, **sizes, **rest)
 
 
@@ -224,9 +224,57 @@ def test_a_lever_that_is_pulled_already_is_left_out() -> None:
     training = make_training(gradient_checkpointing="full", batch_size=1, logits_chunk=8)
     found = read(forecast_phases(HERE, None, training, seconds=5.0))
     assert found.keys() == {
-        "as written", "train.precision bf16", "train.precision fp32",
-        "train.gradient_checkpointing sqrt",
+        "as written", "train.precision bf16", "train.precision bf16_pure", "train.precision fp32",
+        "train.gradient_checkpointing sqrt", "train.optim adamw_8bit",
     }  # fmt: skip
+    pulled = {"activation_offload": True, "optim": "adamw_8bit", "precision": "bf16_pure"}
+    there = forecast_phases(Place.named(DEVICE_KINDS["t4"]), None, make_training(**pulled), 5.0)
+    assert not read(there).keys() & {
+        "train.activation_offload true", "train.optim adamw_8bit", "train.precision bf16_pure",
+    }  # fmt: skip
+
+
+def test_levers_that_a_job_cannot_pull_are_left_out() -> None:
+    """On a CPU nothing is offloaded, and other optimisers lose small steps in bfloat16."""
+    here = read(forecast_phases(HERE, None, make_training(optim="lion"), seconds=5.0))
+    assert not here.keys() & {"train.activation_offload true", "train.precision bf16_pure"}
+
+
+def test_pure_bfloat16_and_small_states_need_less_memory() -> None:
+    training = make_training(width=64)
+    numbers = sum(each.numel() for each in training.student.parameters())
+    found = read(forecast_phases(HERE, None, training, seconds=5.0))
+    bytes_of = {name: each.memory_bytes for name, each in found.items()}
+    half, pure = (
+        training.change(precision=name).estimate_training_memory(HERE)
+        for name in ("bf16", "bf16_pure")
+    )
+    assert half.weights - pure.weights == half.gradients - pure.gradients == 2 * numbers
+    # No weight is cast, and hidden states between the layers are in bfloat16 too.
+    assert half.activations - pure.activations > numbers
+    less = bytes_of["train.precision bf16"] - bytes_of["train.precision bf16_pure"]
+    assert less >= 4 * numbers + half.activations - pure.activations
+    assert bytes_of["train.optim adamw_8bit"] < bytes_of["as written"] - 2 * numbers
+    # The passes in bfloat16 leave the student as it was.
+    assert {each.dtype for each in training.student.parameters()} == {torch.float32}
+
+
+def test_offloaded_activations_take_the_time_of_two_copies() -> None:
+    place = replace(Place.named(RATES), rates=replace(RATES, link=1e9))
+    training = make_training(precision="fp32")
+    offloading = training.change(activation_offload=True)
+    plain, moved = (each.count_training(place) for each in (training, offloading))
+    assert (plain.transferred, plain.flops, plain.bytes) == (0.0, moved.flops, moved.bytes)
+    kept = training.saved["fp32"].at(4, 48).layers - training.saved["fp32"].layers[0]
+    assert moved.transferred == pytest.approx(2 * 10 * kept)
+    extra = moved.seconds(place.rates, "fp32", False, 0.5) - plain.seconds(
+        place.rates, "fp32", False, 0.5
+    )
+    assert extra == pytest.approx(moved.transferred / 1e9 / 0.5)
+    found = read(forecast_phases(place, None, training, 5.0))
+    offloaded = found["train.activation_offload true"]
+    assert offloaded.memory_bytes < found["as written"].memory_bytes
+    assert offloaded.seconds > found["as written"].seconds
 
 
 def test_what_does_not_fit_is_told() -> None:

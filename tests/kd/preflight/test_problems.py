@@ -94,6 +94,14 @@ def test_a_library_that_the_optimiser_lacks_is_named() -> None:
     assert "pip install 'potstill[quantization]'" in found[1].remedy
 
 
+def test_activations_are_offloaded_from_a_gpu_only() -> None:
+    job = make_job(train={"max_steps": 1, "activation_offload": True}, evaluation={})
+    (_, found) = find_problems(job, machine=Machine(device=CPU))
+    assert found.pointer == "/train/activation_offload"
+    assert "the device of this run is cpu" in found.detail and "false" in found.remedy
+    assert len(find_problems(job, machine=Machine())) == 1
+
+
 def test_every_problem_is_raised_at_once(tmp_path: Path) -> None:
     folders = Folders(tmp_path, tmp_path)
     with pytest.raises(ConfigError) as caught:

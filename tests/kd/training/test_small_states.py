@@ -1,4 +1,4 @@
-"""Trainings that need less memory for weights and optimiser, through the whole loop."""
+"""Trainings that need less memory, through the whole loop."""
 
 from __future__ import annotations
 
@@ -160,3 +160,21 @@ def test_the_floor_of_the_lm_head_changes_weights_in_bfloat16(tmp_path: Path) ->
         run(make_job(**pure, lm_head_floor=floor), tmp_path / str(floor)) for floor in (0.5, 0.0)
     )
     assert not torch.equal(floored["lm_head.weight"], plain["lm_head.weight"])
+
+
+# ---------------------------------------------------------------------- activations on the host
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_activations_on_the_host_change_no_weight(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may go on with or without them."""
+    # Rows of 16 tokens keep little.
+    monkeypatch.setattr("kd.memory.activation_offload.LEAST_BYTES", 2**10)
+    jobs = [make_job(gradient_checkpointing=how, activation_offload=on) for on in (False, True)]
+    plain = run(jobs[0], tmp_path / "plain")
+    assert_same(run(jobs[1], tmp_path / "offloaded"), plain)
+    with pytest.raises(Interrupted):
+        run(jobs[1], tmp_path / "both", stop_after(3))
+    assert_same(run(jobs[0], tmp_path / "both"), plain)
