@@ -64,10 +64,11 @@ def find_text_config(config: PreTrainedConfig, folder: ModelFolder) -> PreTraine
     return text
 
 
-def load_text_model(folder: ModelFolder, text: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """Load the language model inside the model in ``folder`` onto the CPU, and nothing else.
+def load_text_model(folder: ModelFolder, text: PreTrainedConfig, how: dict[str, Any]) -> Any:
+    """Load the language model inside the model in ``folder``, and nothing else.
 
-    Raises ``ModelError`` where tensors of the language model are missing.
+    ``how`` are arguments of transformers' ``from_pretrained``. Raises ``ModelError`` where tensors
+    of the language model are missing.
     """
     made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     with torch.device("meta"):
@@ -76,10 +77,9 @@ def load_text_model(folder: ModelFolder, text: PreTrainedConfig, dtype: torch.dt
         model, found = made.from_pretrained(
             folder.path,
             config=text,
-            dtype=dtype,
             key_mapping=_map_names(hollow, folder),
-            use_safetensors=True,
             output_loading_info=True,
+            **how,
         )
     # transformers would give these tensors random numbers.
     if missing := sorted(found["missing_keys"]):

@@ -5,13 +5,13 @@ A student comes from its own folder, is cut out of the teacher, or is a fresh Ll
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +29,7 @@ from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
 from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
 from kd.models.inheritance import cut_hollow_student, cut_student
-from kd.models.precision import choose_weight_dtype, round_parameters
+from kd.models.precision import choose_weight_dtype, pick_device, round_parameters
 from kd.models.tokenizers import get_vocabulary_size
 
 
@@ -43,15 +43,14 @@ def hide_progress_bars() -> None:
 
 
 def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> PreTrainedModel:
-    """Load the teacher, frozen, in evaluation mode and in its configured precision."""
-    model = load_model(
-        folder,
+    """Load the teacher onto ``device``, frozen, in evaluation mode and in its own precision."""
+    how = ReadingPlan(
         choose_teacher_dtype(config, folder, device),
+        device,
         config.gguf_file,
         require_allowed_remote_code(config),
     )
-    nn.Module.to(model, device)  # the type of PreTrainedModel.to does not accept a device
-    return model.eval().requires_grad_(False)
+    return read_model(folder, how).eval().requires_grad_(False)
 
 
 def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
@@ -79,11 +78,11 @@ def build_student(
     context: int,
     teacher: TeacherConfig | None = None,
 ) -> PreTrainedModel:
-    """Return the student on the CPU, with adapters where ``config`` asks for them.
+    """Return the student, with adapters where ``config`` asks for them.
 
-    Its weights are float32, or under adapters what ``student.lora.base`` says. It is loaded from
-    its folder, cut out of the teacher, or built fresh. Fresh weights and adapters are drawn from
-    torch's current random state.
+    Its weights are float32, or under adapters what ``student.lora.base`` says. One that is read
+    from its folder is on the device of the run; one that is cut out of the teacher or built fresh
+    is on the CPU. Fresh weights and adapters are drawn from torch's current random state.
     """
     assert config is not None, "JobConfig refuses a training job without a student"
     student = _build_without_adapters(config, tokenizer, context, teacher)
@@ -104,7 +103,7 @@ def _build_without_adapters(
 
     With ``hollow`` its weights are neither read nor computed.
     """
-    read = load_hollow if hollow else load_model
+    read = _read_hollow if hollow else read_model
     cut = cut_hollow_student if hollow else cut_student
     if config.init is not None:
         return _make_fresh_llama(config.init, tokenizer, context)
@@ -112,11 +111,13 @@ def _build_without_adapters(
         assert config.model is not None
         # Read as it is kept: two copies of a large base need not exist.
         dtype = torch.float32 if config.lora is None else getattr(torch, config.lora.base)
-        return read(resolve_model(config.model, config.revision), dtype)
+        return read(resolve_model(config.model, config.revision), ReadingPlan(dtype, pick_device()))
     assert teacher is not None, "JobConfig refuses a student from a teacher without a teacher"
     folder = resolve_model(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
-    whole = read(folder, torch.float32, teacher.gguf_file, require_allowed_remote_code(teacher))
-    return cut(whole.eval(), config.from_teacher)
+    trusted = require_allowed_remote_code(teacher)
+    # On the CPU, so that the cut does not depend on the device.
+    how = ReadingPlan(torch.float32, CPU, teacher.gguf_file, trusted)
+    return cut(read(folder, how).eval(), config.from_teacher)
 
 
 def _make_fresh_llama(
@@ -140,21 +141,51 @@ def _make_fresh_llama(
     return LlamaForCausalLM(shape)
 
 
-def load_model(
-    folder: Path, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """Load the causal language model in ``folder`` onto the CPU.
+# ---------------------------------------------------------------------- files
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ReadingPlan:
+    """How the files of a model are read: into which precision, and onto which device.
+
+    ``gguf_file`` is read in place of safetensors. ``trust_remote_code`` runs the model's own code.
+    """
+
+    dtype: torch.dtype
+    device: torch.device = CPU
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+
+    def list_arguments(self) -> dict[str, Any]:
+        """The arguments of transformers' ``from_pretrained``.
+
+        Tensors go from the mapped file to the device one by one: the host never holds them all.
+        """
+        source = {"gguf_file": self.gguf_file} if self.gguf_file else {"use_safetensors": True}
+        return {"dtype": self.dtype, "device_map": {"": self.device}, **source}
+
+
+def load_model(folder: Path, dtype: torch.dtype, gguf_file: str | None = None) -> PreTrainedModel:
+    """Load the causal language model in ``folder`` onto the CPU, as ``read_model`` does."""
+    return read_model(folder, ReadingPlan(dtype, gguf_file=gguf_file))
+
+
+def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
+    """Load the causal language model in ``folder``.
 
     Reads safetensors or GGUF, never a pickle: loading a pickle can run code. Raises ``ModelError``.
     """
     try:
-        model = _read_model(ModelFolder(folder), dtype, gguf_file, trust_remote_code)
+        model = _read_model(ModelFolder(folder), how)
     except ModelError:
         raise
     except Exception as error:
         remedy = (
             "GGUF files need: pip install 'potstill[gguf]'."
-            if gguf_file
+            if how.gguf_file
             else "It must be a causal language model."
         )
         raise ModelError(
@@ -164,21 +195,19 @@ def load_model(
     return model
 
 
-def _read_model(
-    folder: ModelFolder, dtype: torch.dtype, gguf_file: str | None, trust_remote_code: bool
-) -> PreTrainedModel:
-    if gguf_file:
-        gguf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder.path, dtype=dtype, trust_remote_code=trust_remote_code, gguf_file=gguf_file
-        )
-        return gguf
-    shape = _read_shape(folder, trust_remote_code)
-    if (text := find_text_config(shape, folder)) is not None:
-        return load_text_model(folder, text, dtype)
+def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
+    if how.gguf_file is None:
+        shape = _read_shape(folder, how.trust_remote_code)
+        if (text := find_text_config(shape, folder)) is not None:
+            return load_text_model(folder, text, how.list_arguments())
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder.path, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        folder.path, trust_remote_code=how.trust_remote_code, **how.list_arguments()
     )
     return model
+
+
+def _read_hollow(folder: Path, how: ReadingPlan) -> PreTrainedModel:
+    return load_hollow(folder, how.dtype, how.gguf_file, how.trust_remote_code)
 
 
 def _read_shape(folder: ModelFolder, trust_remote_code: bool, **extra: Any) -> PreTrainedConfig:

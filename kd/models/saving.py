@@ -19,8 +19,8 @@ from kd.models.adapters import (
     save_adapters,
 )
 from kd.models.folder import resolve_model
-from kd.models.loading import load_model
-from kd.models.precision import Precision, round_parameters
+from kd.models.loading import ReadingPlan, load_model, read_model
+from kd.models.precision import Precision, pick_device, round_parameters
 
 #: The folder of the adapters, below the student's.
 ADAPTER_FOLDER = "adapter"
@@ -87,11 +87,12 @@ def _save_adapters(
 def load_saved_student(folder: Path) -> PreTrainedModel:
     """Load the student that ``save_student`` wrote into ``folder``, in float32.
 
-    Adapters that were saved without their base are merged into it.
+    It is on the device of the run. Adapters that were saved without their base are merged into it,
+    on the CPU.
     """
     adapter = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
     if adapter is None or (folder / "config.json").is_file():
-        return load_model(folder, torch.float32)
+        return read_model(folder, ReadingPlan(torch.float32, pick_device()))
     own = folder / BASE_FOLDER
     base = (
         own

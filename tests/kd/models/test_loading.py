@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,18 @@ from bench.support.harness import PATIENCE_SECONDS
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
+from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.models.folder import compute_fingerprint, require_allowed_remote_code
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
-from kd.models.loading import build_student, load_model, load_teacher, require_trainable_student
+from kd.models.loading import (
+    ReadingPlan,
+    build_student,
+    load_model,
+    load_teacher,
+    read_model,
+    require_trainable_student,
+)
 from kd.models.saving import save_student
 from kd.models.tokenizers import (
     get_vocabulary_size,
@@ -49,6 +58,62 @@ def test_the_teacher_is_frozen_in_evaluation_mode_and_in_its_precision(tiny_teac
         )
         assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
         assert {p.dtype for p in teacher.parameters()} == {expected}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_model_is_read_as_transformers_reads_it(tokenizer, tmp_path, tied, dtype):
+    save_student(fresh(tokenizer, tie_word_embeddings=tied), tokenizer, tmp_path)
+    ours = load_model(tmp_path, dtype)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    assert ours.state_dict().keys() == theirs.keys()
+    for name, tensor in ours.state_dict().items():
+        assert tensor.dtype == dtype and torch.equal(tensor, theirs[name]), name
+    embedding = ours.get_input_embeddings().weight
+    assert (ours.get_output_embeddings().weight is embedding) == tied
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory) -> Path:
+    """A model of 32 MiB in bfloat16, most of it the embedding."""
+    folder = tmp_path_factory.mktemp("large")
+    shape = LlamaConfig(**LLAMA | {"vocab_size": 2**18})
+    LlamaForCausalLM(shape).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def measure_reading(folder: Path, how: ReadingPlan) -> tuple[PreTrainedModel, int]:
+    """Read a model: return it, and the most bytes of this process that this took meanwhile."""
+    before = read_resident_memory()
+    reset_peak_memory(torch.device("cpu"))
+    model = read_model(folder, how)
+    return model, read_peak_memory(torch.device("cpu")) - before
+
+
+def test_the_host_holds_one_copy_of_a_model_that_it_reads(large_model):
+    """Reading maps the file, which is half of the converted weights here."""
+    model, taken = measure_reading(large_model, ReadingPlan(torch.float32))
+    size = sum(4 * each.numel() for each in model.parameters())
+    assert size > 2**26 and taken < 1.75 * size
+
+
+def test_the_host_holds_no_copy_of_a_model_for_another_device(large_model):
+    meta = torch.device("meta")
+    model, taken = measure_reading(large_model, ReadingPlan(torch.float32, meta))
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {each.device for each in tensors} == {meta}
+    assert {each.dtype for each in tensors} == {torch.float32}
+    assert taken < 2**24
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gets_each_weight_once(large_model):
+    model = read_model(large_model, ReadingPlan(torch.float32, torch.device("cuda")))
+    theirs = load_model(large_model, torch.float32).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert tensor.is_cuda and torch.equal(tensor.cpu(), theirs[name]), name
+    assert torch.cuda.memory_allocated() < 1.1 * sum(4 * each.numel() for each in theirs.values())
 
 
 def test_a_pickle_is_never_read(copied_teacher):
