@@ -1,7 +1,7 @@
 """The identity that names the folder of a cache, and the manifest that completes it.
 
 CacheIdentity          all that the bytes of the records depend on; its fingerprint names the folder
-├── teacher            TeacherIdentity     weights by content, and the dtype they ran in
+├── teacher            TeacherIdentity     weights by content, their dtype and their quantisation
 ├── tokenizer          TokenizerIdentity   by content
 ├── data               DataIdentity        text by content, and how it was cut into sequences
 └── codec              CodecIdentity       what is kept of the teacher, and the seed of sampling
@@ -12,7 +12,7 @@ Manifest
 ├── head               FolderEntry         the teacher's LM head, in a hidden cache
 ├── fidelity           one FidelityRow for each temperature: closeness to the live teacher
 ├── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
-└── overruled          FidelityOverride    the verdict that the job overruled; only in format 4
+└── overruled          FidelityOverride    the verdict that the job overruled; since format 4
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from cache.errors import CacheCorrupt, CacheMismatch
 from cache.profiles import PROFILES
 
 FORMAT = "potstill-cache"
-#: Version of the folder's layout. It is written where the manifest has an overruled verdict, so
-#: that a program which does not know of verdicts refuses such a cache by name.
-FORMAT_VERSION = 4
+#: Version of the folder's layout. It is written where the teacher was quantised, so that a program
+#: which does not know of this refuses such a cache by name.
+FORMAT_VERSION = 5
+#: The version that is written where the manifest has an overruled verdict, for the same reason.
+OVERRULED_FORMAT_VERSION = 4
 #: The version that all other caches have.
 PLAIN_FORMAT_VERSION = 3
 #: The oldest version that this program reads. A cache of it has no token map.
@@ -58,10 +60,19 @@ def choose_codec_version(profile: str, bits: int, dtype: str = "") -> int:
 
 @dataclass(frozen=True)
 class TeacherIdentity:
-    """The teacher: sha256 of its weights, and the dtype of its forward pass."""
+    """The teacher: sha256 of its weights as they are stored, and the dtype of its forward pass.
+
+    ``quantization`` is int8 or int4 where its weights were quantised when they were loaded; empty
+    where they were not.
+    """
 
     model_sha256: str
     dtype: str
+    quantization: str = ""
+
+    def describe_precision(self) -> str:
+        """Return the precision in words, such as ``bfloat16, weights in int8``."""
+        return f"{self.dtype}, weights in {self.quantization}" if self.quantization else self.dtype
 
 
 @dataclass(frozen=True)
@@ -194,19 +205,32 @@ class CacheIdentity:
 
     def to_json(self) -> dict[str, Any]:
         """Return the identity as plain JSON values; ``from_json`` is the inverse."""
-        return asdict(self)
+        document = asdict(self)
+        # Left out where it is empty: caches of plain weights keep the fingerprint that they had
+        # before there were quantised teachers.
+        if not self.teacher.quantization:
+            del document["teacher"]["quantization"]
+        return document
 
     @classmethod
     def from_json(cls, document: object) -> CacheIdentity:
         """Parse strictly, as ``parse_as`` does; the inverse of ``to_json``."""
-        identity: CacheIdentity = parse_as(cls, document, "identity")
+        identity: CacheIdentity = parse_as(cls, _add_left_out(document), "identity")
         return identity
+
+
+def _add_left_out(identity: object) -> object:
+    """Return the JSON of an identity with the field that ``to_json`` leaves out."""
+    teacher = identity.get("teacher") if isinstance(identity, dict) else None
+    if not isinstance(identity, dict) or not isinstance(teacher, dict):
+        return identity
+    return {**identity, "teacher": {"quantization": "", **teacher}}
 
 
 def list_differences(expected: CacheIdentity, got: CacheIdentity) -> list[str]:
     """List the differing fields, such as ``data.sequence_length: expected 512, got 256``."""
-    wanted = flatten(expected.to_json())
-    found = flatten(got.to_json())
+    wanted = flatten(asdict(expected))
+    found = flatten(asdict(got))
     return [
         f"{name}: expected {value}, got {found[name]}"
         for name, value in wanted.items()
@@ -331,12 +355,16 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Encode the manifest's file, with a digest of itself; ``from_bytes`` is the inverse."""
-        content = asdict(self)
-        version = FORMAT_VERSION
-        if self.overruled is None:
+        content = {**asdict(self), "identity": self.identity.to_json()}
+        version = self._choose_version()
+        if version == PLAIN_FORMAT_VERSION:
             del content["overruled"]
-            version = PLAIN_FORMAT_VERSION
         return sign_json({"format": FORMAT, "version": version, **content})
+
+    def _choose_version(self) -> int:
+        if self.identity.teacher.quantization:
+            return FORMAT_VERSION
+        return PLAIN_FORMAT_VERSION if self.overruled is None else OVERRULED_FORMAT_VERSION
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -358,6 +386,7 @@ class Manifest:
             content["token_map"] = asdict(FolderEntry())
         if version <= PLAIN_FORMAT_VERSION:
             content.setdefault("overruled", None)
+        content["identity"] = _add_left_out(content.get("identity"))
         manifest: Manifest = parse_as(cls, content, where)
         readable = _list_codec_versions(manifest.identity)
         _refuse_other_version("codec", manifest.identity.codec.version, readable, where)

@@ -15,7 +15,8 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,
                  validation_tokens; validation_perplexity_low and _high below 2,000 tokens}
     plan         {fingerprint} of the cache that the run needs; it may be sealed, partial or missing
-    cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused; overruled, where
+    cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused;
+                 teacher_quantization, where the teacher's weights were quantised; overruled, where
                  the records differ from the teacher and the job accepted that}
     trial        {number, state, values, loss, why}, in a search
     checkpoint   {step, path}

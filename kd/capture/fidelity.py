@@ -114,9 +114,11 @@ class LiveTeacher:
 
     @classmethod
     def load(cls, identity: CacheIdentity, config: TeacherConfig, folder: Path) -> LiveTeacher:
-        """Load the model in ``folder``, in the precision of the capture."""
+        """Load the model in ``folder``, in the precision and quantisation of the capture."""
         # Another precision would differ from the records by more than the bounds allow.
-        config = config.model_copy(update={"dtype": identity.teacher.dtype})
+        captured = identity.teacher
+        update = {"dtype": captured.dtype, "quantization": captured.quantization or None}
+        config = config.model_copy(update=update)
         model = load_teacher(config, folder, pick_device())
         require_context(model, identity.data.sequence_length)
         return cls(model, find_lm_head(model, identity.tokenizer.vocabulary_size))

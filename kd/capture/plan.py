@@ -116,7 +116,7 @@ def make_capture_plan(
 
 
 def _identify_teacher(config: JobConfig, folder: Path, monitor: Monitor) -> TeacherIdentity:
-    """Identify the teacher by its weights and their precision.
+    """Identify the teacher by its weights, their precision and their quantisation.
 
     The weights of a remote teacher cannot be seen: it is identified by its address and name.
     """
@@ -127,7 +127,8 @@ def _identify_teacher(config: JobConfig, folder: Path, monitor: Monitor) -> Teac
     dtype = choose_teacher_dtype(config.teacher, folder, pick_device())
     waiting = partial(monitor.check, "while the teacher's files were read")
     digest = compute_fingerprint(folder, config.teacher.gguf_file, waiting)
-    return TeacherIdentity(digest, str(dtype).removeprefix("torch."))
+    quantization = config.teacher.quantization or ""
+    return TeacherIdentity(digest, str(dtype).removeprefix("torch."), quantization)
 
 
 def _require_vocabulary(identity: CacheIdentity) -> None:

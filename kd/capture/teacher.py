@@ -343,11 +343,13 @@ def summarise_cache(store: Cache, reused: bool) -> dict[str, Any]:
     """Return the summary of a cache that events and reports show."""
     manifest: Manifest = store.manifest
     overruled = manifest.overruled
+    quantization = manifest.identity.teacher.quantization
     return {
         "fingerprint": manifest.identity.fingerprint,
         "bytes_per_token": round(store.bytes_per_token, 3),
         "entries_per_token": round(manifest.entries / max(manifest.positions, 1), 3),
         "tokens": manifest.positions,
         "reused": reused,
+        **({"teacher_quantization": quantization} if quantization else {}),
         **({} if overruled is None else {"overruled": overruled.to_json()}),
     }

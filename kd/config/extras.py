@@ -19,10 +19,10 @@ NO_HARNESS = Problem(
     "the job asks for benchmark tasks, but lm-eval is not installed.",
     "Install it: pip install 'potstill[eval]'; or remove the tasks.",
 )
-NO_TORCHAO = Problem(
-    "/train/optim",
-    "adamw_8bit needs torchao, which is not installed.",
-    "Install it: pip install 'potstill[quantization]'; or set train.optim to adamw.",
+NO_QUANTIZER = Problem(
+    "/teacher/quantization",
+    "the job quantises the teacher, but torchao is not installed.",
+    "Install it: pip install 'potstill[quantization]'; or remove the field.",
 )
 
 
@@ -46,13 +46,14 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
     return problems + find_missing_harness(config)
 
 
-def require_torchao() -> None:
-    """Raise ``ConfigError`` where torchao is not installed."""
-    if not _has_torchao():
-        raise ConfigError([NO_TORCHAO])
+def find_missing_quantizer(config: JobConfig) -> list[Problem]:
+    """Find that the job quantises its teacher but torchao is not installed."""
+    wanted = config.runs_teacher and config.teacher is not None and config.teacher.quantization
+    return [NO_QUANTIZER] if wanted and not is_quantizer_installed() else []
 
 
-def _has_torchao() -> bool:
+def is_quantizer_installed() -> bool:
+    """Whether torchao is installed, which quantises the weights of a teacher."""
     return find_spec("torchao") is not None
 
 

@@ -84,6 +84,13 @@ class JobConfig(Placement):
         )
 
     @property
+    def runs_teacher(self) -> bool:
+        """Whether the job loads the teacher: to capture it, to build the student, or to compare."""
+        cut_out = self.student is not None and self.student.from_teacher is not None
+        captures = self.needs_cache and self.cache.fingerprint is None
+        return cut_out or self.evaluation.teacher or captures
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """The stages that this kind of job runs, in order."""
         of_kind = {

@@ -40,6 +40,15 @@ class TeacherConfig(Section):
             "float32 on GPUs before V100."
         ),
     )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description=(
+            "Round the weights of the linear layers to int8 or int4 as they are read (pip install "
+            "'potstill[quantization]'); embeddings, LM head, norms and experts stay in dtype. The "
+            "cache is then that of another teacher. int4 computes in bfloat16, on a GPU of the "
+            "Ampere generation or later."
+        ),
+    )
     batch_size: int = Field(
         8,
         ge=1,
@@ -94,9 +103,22 @@ class TeacherConfig(Section):
                 fields = " and ".join(f"teacher.{name}" for name in missing)
                 raise ValueError(f"teacher.backend http needs {fields}")
             # The server has loaded the model in its own way.
-            strange = {"gguf_file", "dtype"}
+            strange = {"gguf_file", "dtype", "quantization"}
         else:
             strange = {"url", "tokenizer", "api_key_env"}
         if unused := sorted(name for name in strange if getattr(self, name) not in (None, "auto")):
             raise ValueError(f"teacher.backend {self.backend} has no use for {', '.join(unused)}")
+        return self
+
+    @model_validator(mode="after")
+    def _quantization_has_plain_weights(self) -> Self:
+        if self.quantization is not None and self.gguf_file is not None:
+            raise ValueError(
+                "teacher.quantization rounds plain weights, but those in teacher.gguf_file are "
+                "rounded already: leave one of the two out"
+            )
+        if self.quantization == "int4" and self.dtype not in ("auto", "bfloat16"):
+            raise ValueError(
+                f"teacher.quantization int4 computes in bfloat16, but teacher.dtype is {self.dtype}"
+            )
         return self

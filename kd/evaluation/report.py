@@ -312,8 +312,11 @@ def _describe_training(report: Report) -> str:
     if report["teacher"] is None:
         return f"Trained on plain text: {work}."
     share = _format_hard_label_share(report["alpha"])
+    quantization = report.get("teacher_quantization")
+    rounded = f" with its weights in {quantization}" if quantization else ""
     return (
-        f"Distilled from `{report['teacher']}`: {work}, {share} of the weight on the hard labels."
+        f"Distilled from `{report['teacher']}`{rounded}: {work}, "
+        f"{share} of the weight on the hard labels."
     )
 
 

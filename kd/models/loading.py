@@ -20,16 +20,23 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TorchAoConfig,
 )
 
+from kd.config.extras import NO_QUANTIZER, is_quantizer_installed
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
-from kd.errors import ModelError, format_first_line
+from kd.errors import ConfigError, ModelError, format_first_line
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
 from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
 from kd.models.inheritance import cut_hollow_student, cut_student
-from kd.models.precision import choose_weight_dtype, pick_device, round_parameters
+from kd.models.precision import (
+    choose_weight_dtype,
+    pick_device,
+    require_quantization,
+    round_parameters,
+)
 from kd.models.tokenizers import get_vocabulary_size
 
 
@@ -49,6 +56,7 @@ def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> P
         device,
         config.gguf_file,
         require_allowed_remote_code(config),
+        config.quantization,
     )
     return read_model(folder, how).eval().requires_grad_(False)
 
@@ -56,9 +64,11 @@ def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> P
 def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
     """Return the precision that the teacher runs in.
 
-    "auto" means float32 on a CPU and for GGUF files, otherwise the precision of the stored weights,
-    as far as the GPU has it.
+    "auto" means float32 on a CPU and for GGUF files, bfloat16 for weights in int4, otherwise the
+    precision of the stored weights, as far as the GPU has it.
     """
+    if config.quantization == "int4":
+        return torch.bfloat16
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
@@ -152,20 +162,44 @@ class ReadingPlan:
     """How the files of a model are read: into which precision, and onto which device.
 
     ``gguf_file`` is read in place of safetensors. ``trust_remote_code`` runs the model's own code.
+    ``quantization`` rounds the weights of linear layers, all but the LM head's.
     """
 
     dtype: torch.dtype
     device: torch.device = CPU
     gguf_file: str | None = None
     trust_remote_code: bool = False
+    quantization: str | None = None
 
     def list_arguments(self) -> dict[str, Any]:
         """The arguments of transformers' ``from_pretrained``.
 
         Tensors go from the mapped file to the device one by one: the host never holds them all.
         """
-        source = {"gguf_file": self.gguf_file} if self.gguf_file else {"use_safetensors": True}
+        source: dict[str, Any] = {"use_safetensors": True}
+        if self.gguf_file:
+            source = {"gguf_file": self.gguf_file}
+        elif self.quantization:
+            source["quantization_config"] = make_quantization_config(self.quantization, self.device)
         return {"dtype": self.dtype, "device_map": {"": self.device}, **source}
+
+
+def make_quantization_config(quantization: str, device: torch.device) -> TorchAoConfig:
+    """Return transformers' configuration that rounds linear layers, the LM head left out.
+
+    int8 has one scale for each row of a weight, and its products are computed in the dtype of the
+    model. int4 has a scale and an offset for each 128 numbers of a row. Raises ``ConfigError``
+    where torchao is missing, or ``device`` cannot compute with int4.
+    """
+    if not is_quantizer_installed():
+        raise ConfigError([NO_QUANTIZER])
+    require_quantization(quantization, device)
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+    if quantization == "int8":
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    # The one packing whose products are kernels of torch itself.
+    return TorchAoConfig(Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"))
 
 
 def load_model(folder: Path, dtype: torch.dtype, gguf_file: str | None = None) -> PreTrainedModel:
@@ -180,7 +214,7 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
     """
     try:
         model = _read_model(ModelFolder(folder), how)
-    except ModelError:
+    except (ConfigError, ModelError):
         raise
     except Exception as error:
         remedy = (

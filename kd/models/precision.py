@@ -113,6 +113,21 @@ class Precision:
         )
 
 
+def require_quantization(quantization: str, device: torch.device) -> None:
+    """Raise ``ConfigError`` where weights in ``quantization`` cannot be used on ``device``."""
+    if quantization == "int4" and find_hardware(device).precision != "bf16":
+        raise ConfigError(
+            [
+                Problem(
+                    "/teacher/quantization",
+                    "int4 needs a GPU of the Ampere generation or later, but the device of this "
+                    f"run is {name_device(device)}.",
+                    "Set it to int8, or run where torch sees such a GPU.",
+                )
+            ]
+        )
+
+
 def choose_weight_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the precision in which weights that are ``stored`` so are used on a GPU.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kd.config.extras import find_missing_extras, find_missing_harness
+from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.preflight.confinement import find_confinement_problems
@@ -88,6 +88,7 @@ def find_problems(
         found += _find_folder_problems(config, folders)
     if machine is not None:
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
+        found += find_missing_quantizer(config)
         found += _find_device_problems(config, machine.device)
     return found
 
@@ -161,8 +162,8 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:
-    """Find what ``device`` or the student's base does not have, before a capture."""
-    if device is None or config.train is None:
+    """Find what ``device`` cannot compute, before a capture."""
+    if device is None:
         return []
     if device.type == "cpu" and config.train.activation_offload:
         return [_OFFLOAD_WITHOUT_GPU, *_find_precision_problems(config, device)]
@@ -172,9 +173,14 @@ def _find_device_problems(config: JobConfig, device: torch.device | None) -> lis
 def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Problem]:
     assert config.train is not None, "only a training has a precision"
     # This imports torch, which a caller that has a device has imported already.
-    from kd.models.precision import Precision
+    from kd.models.precision import Precision, require_quantization
 
+    teacher = config.teacher
     try:
+        if teacher is not None and teacher.quantization and config.runs_teacher:
+            require_quantization(teacher.quantization, device)
+        if config.train is None:
+            return []
         precision = Precision.choose(config.train.precision, device)
     except ConfigError as error:
         return error.problems

@@ -32,7 +32,7 @@ def find_model_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
         yield from guard_access(
             "/teacher/tokenizer", _check_tokenizer("/teacher/tokenizer", teacher.tokenizer, root)
         )
-    elif teacher is not None and _is_teacher_run(config):
+    elif teacher is not None and config.runs_teacher:
         yield from guard_access(
             "/teacher/model", _check_model("/teacher/model", teacher.model, root, teacher.gguf_file)
         )
@@ -59,7 +59,7 @@ def _check_contexts(config: JobConfig, root: Path) -> Iterator[Problem]:
     # A sealed cache fixes the length of its sequences.
     if config.cache.fingerprint is not None:
         return
-    named = [config.teacher.model] if config.teacher is not None and _is_teacher_run(config) else []
+    named = [config.teacher.model] if config.teacher is not None and config.runs_teacher else []
     named += (
         [config.student.model]
         if config.student is not None and config.student.model is not None
@@ -81,16 +81,6 @@ def _read_context(folder: Path) -> int | None:
         return ModelFolder(folder).context
     except (OSError, ModelError):  # loading the model will report it
         return None
-
-
-def _is_teacher_run(config: JobConfig) -> bool:
-    """Whether the job loads the teacher: to capture it, to build the student, or to compare."""
-    cut_out = config.student is not None and config.student.from_teacher is not None
-    return (
-        cut_out
-        or config.evaluation.teacher
-        or (config.needs_cache and config.cache.fingerprint is None)
-    )
 
 
 def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:

@@ -29,6 +29,7 @@ IDENTITY = make_identity()
 OTHER_VALUES = {
     "teacher.model_sha256": "f" * 64,
     "teacher.dtype": "bfloat16",
+    "teacher.quantization": "int8",
     "tokenizer.vocabulary_size": 301,
     "tokenizer.sha256": "f" * 64,
     "data.sha256": "f" * 64,
@@ -145,6 +146,17 @@ def test_manifest_and_bytes_are_inverses():
     assert (parsed.positions, parsed.entries) == (120, 600)
 
 
+def test_only_a_quantised_teacher_changes_the_format():
+    plain = json.loads(make_manifest().to_bytes())
+    assert plain["version"] == 3 and "quantization" not in plain["identity"]["teacher"]
+    identity = changed(**{"teacher.quantization": "int8"})
+    manifest = replace(make_manifest(), identity=identity)
+    assert json.loads(manifest.to_bytes())["version"] == FORMAT_VERSION
+    assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
+    assert CacheIdentity.from_json(json.loads(json.dumps(identity.to_json()))) == identity
+    assert identity.teacher.describe_precision() == "float32, weights in int8"
+
+
 def test_every_edited_or_removed_field_of_a_manifest_is_found():
     found = list(edits(make_manifest().to_bytes()))
     assert len(found) > 160
@@ -230,7 +242,7 @@ def test_wrong_content_is_refused_by_name(name):
 
 def test_a_newer_format_is_refused_whatever_else_it_holds():
     data = sign_json({"format": "potstill-cache", "version": FORMAT_VERSION + 1, "novelty": 1})
-    with pytest.raises(CacheMismatch, match="format version 5 is newer than 4") as refusal:
+    with pytest.raises(CacheMismatch, match="format version 6 is newer than 5") as refusal:
         Manifest.from_bytes(data, "manifest.json")
     assert "Upgrade" in refusal.value.remedy
 

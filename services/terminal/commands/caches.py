@@ -74,12 +74,15 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
             }
         )
         return
-    print_facts(summary)
-    if summary["complete"]:
-        manifest = read_manifest(folder)
-        _print_fidelity(_list_rows(manifest.fidelity))
-        if manifest.overruled:
-            err.print(f"warning: {manifest.overruled.describe()}")
+    if not summary["complete"]:
+        print_facts(summary)
+        return
+    manifest = read_manifest(folder)
+    precision = manifest.identity.teacher.describe_precision()
+    print_facts({**summary, "teacher_precision": precision})
+    _print_fidelity(_list_rows(manifest.fidelity))
+    if manifest.overruled:
+        err.print(f"warning: {manifest.overruled.describe()}")
 
 
 @cache_app.command("verify")

@@ -40,6 +40,7 @@ BOUNDS = [
     ("teacher.retries", [-1, 101], [0, 100]),
     ("teacher.concurrency", [0, 257], [1, 256]),
     ("teacher.dtype", ["int8", "fp32"], ["auto", "bfloat16"]),
+    ("teacher.quantization", ["nf4", "int2", 8], ["int8", "int4", None]),
     ("teacher.batch_size", [0, 4097, 1.5, "many"], [1, 4096]),
     ("student.init.layers", [0, 257], [1, 256]),
     ("student.init.hidden_size", [7, 9, 32769], [8, 10]),

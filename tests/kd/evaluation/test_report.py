@@ -249,6 +249,7 @@ NGRAMS = {"counted_tokens": 1000, "unigram_loss": 3.0, "bigram_loss": 2.0}
             {"evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
             "a bigram has perplexity 7.39 and a unigram 20.09 on 2,500 held-out tokens.",
         ),
+        ({"teacher_quantization": "int8"}, "` with its weights in int8: "),
         ({"known_quality": "It closed 98%."}, "- Sampled records: It closed 98%."),
     ],
 )

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,7 @@ from redis.exceptions import RedisError
 from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, make_body, wait_until
 from bench.support.paths import AUSTEN, ROOT
 from cache.disk import locked
-from cache.testing import make_cache
+from cache.testing import make_cache, make_identity
 from services.settings import Settings
 from services.store.connection import connect_redis
 from services.terminal import client as terminal_client
@@ -352,6 +353,10 @@ def test_caches_are_listed_shown_and_verified(tmp_path: Path) -> None:
     shown = json.loads(kd("cache", "info", folder.name[:6], "--json", *home).stdout)
     assert shown["fingerprint"] == folder.name
     assert shown["identity"]
+    plain = make_identity()
+    rounded = replace(plain, teacher=replace(plain.teacher, quantization="int8"))
+    make_cache(tmp_path / "caches", rounded)
+    assert "float32, weights in int8" in kd("cache", "info", rounded.fingerprint, *home).stdout
     assert kd("cache", "verify", folder.name[:6], *home).returncode == 0
     victim = max(
         (file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
