@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 #: What to do about a folder without a tokenizer.
 TOKENIZER_REMEDY = "Copy tokenizer.json and tokenizer_config.json of the teacher into it."
+#: Packages that transformers needs to read weights that are stored quantised, by quant_method of
+#: config.json; those of mxfp4 and fp8 are unpacked where their kernels are missing.
+_READERS_OF_QUANTISED = {
+    "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
+    "compressed-tensors": ("compressed_tensors",), "fp8": (), "gptq": ("gptqmodel", "optimum"),
+    "mxfp4": (), "torchao": ("torchao",),
+}  # fmt: skip
+#: Why a teacher must have plain weights.
+ROUNDS_PLAIN_WEIGHTS = "teacher.quantization rounds plain weights"
 #: Families of models name the width of their hidden states differently.
 _WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model", "dim")
 #: How the name of the embedding ends in models whose language model is a part.
@@ -126,6 +136,51 @@ class ModelFolder:
                 f"{self.path} holds a model with an encoder and a decoder "
                 f"({self.architecture or kind}, of the type {kind}).",
                 "Use a decoder-only language model, such as a Llama, Qwen, Gemma or Mistral.",
+            )
+
+    @property
+    def stored_quantization(self) -> str | None:
+        """How the stored weights are quantised, such as "bitsandbytes"; None for plain weights.
+
+        A model that was unpacked from GGUF may have kept the mark; its weights are plain.
+        """
+        found = self.text_config.get("quantization_config")
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else None
+        return None if method == "gguf" else method
+
+    def require_readable_weights(self) -> None:
+        """Raise ``ModelError`` where the weights are quantised in a form that cannot be read."""
+        method = self.stored_quantization
+        if method is None:
+            return
+        packages = _READERS_OF_QUANTISED.get(method)
+        if packages is None:
+            raise ModelError(
+                f"the weights in {self.path} are stored quantised by {method!r}, which cannot be "
+                "read.",
+                f"Use the model with plain weights, or one quantised by "
+                f"{', '.join(_READERS_OF_QUANTISED)}.",
+            )
+        if missing := [package for package in packages if find_spec(package) is None]:
+            raise ModelError(
+                f"the weights in {self.path} are stored quantised by {method}, which needs "
+                f"{' and '.join(missing)}: not installed.",
+                f"Install it: pip install {' '.join(missing).replace('_', '-')}; or use the model "
+                "with plain weights.",
+            )
+
+    def require_trainable_weights(self) -> None:
+        """Raise ``ModelError`` where the weights are quantised, and stay so when they are read."""
+        if _READERS_OF_QUANTISED.get(self.stored_quantization or "", True):
+            self.require_plain_weights("a student has weights in float32")
+
+    def require_plain_weights(self, why: str) -> None:
+        """Raise ``ModelError`` where the weights are stored quantised; ``why`` they must not be."""
+        if self.stored_quantization is not None:
+            raise ModelError(
+                f"the weights in {self.path} are stored quantised by {self.stored_quantization}, "
+                f"but {why}.",
+                "Use the model with plain weights.",
             )
 
     @property

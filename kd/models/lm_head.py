@@ -138,6 +138,11 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
             f"{name} has no linear LM head (found {type(layer).__name__}).",
             "Use a causal language model.",
         )
+    if not layer.weight.is_floating_point() or type(layer.weight.data) is not Tensor:
+        raise ModelError(
+            f"the LM head of {name} is quantised, but records are its logits.",
+            "Use a model whose LM head has plain weights.",
+        )
     require_rows(model, vocabulary)
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
         getattr(config, "logits_scaling", None) or 1.0

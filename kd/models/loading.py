@@ -29,7 +29,12 @@ from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, ModelError, format_first_line
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
-from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
+from kd.models.folder import (
+    ROUNDS_PLAIN_WEIGHTS,
+    ModelFolder,
+    require_allowed_remote_code,
+    resolve_model,
+)
 from kd.models.inheritance import cut_hollow_student, cut_student
 from kd.models.precision import (
     choose_weight_dtype,
@@ -121,9 +126,13 @@ def _build_without_adapters(
         assert config.model is not None
         # Read as it is kept: two copies of a large base need not exist.
         dtype = torch.float32 if config.lora is None else getattr(torch, config.lora.base)
-        return read(resolve_model(config.model, config.revision), ReadingPlan(dtype, pick_device()))
+        own = resolve_model(config.model, config.revision)
+        ModelFolder(own).require_trainable_weights()
+        return read(own, ReadingPlan(dtype, pick_device()))
     assert teacher is not None, "JobConfig refuses a student from a teacher without a teacher"
     folder = resolve_model(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
+    if teacher.gguf_file is None:
+        ModelFolder(folder).require_trainable_weights()
     trusted = require_allowed_remote_code(teacher)
     # On the CPU, so that the cut does not depend on the device.
     how = ReadingPlan(torch.float32, CPU, teacher.gguf_file, trusted)
@@ -231,6 +240,9 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
 
 def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
     if how.gguf_file is None:
+        folder.require_readable_weights()
+        if how.quantization is not None:
+            folder.require_plain_weights(ROUNDS_PLAIN_WEIGHTS)
         shape = _read_shape(folder, how.trust_remote_code)
         if (text := find_text_config(shape, folder)) is not None:
             return load_text_model(folder, text, how.list_arguments())

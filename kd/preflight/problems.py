@@ -33,6 +33,7 @@ from kd.preflight.validate import (
     find_disk_problems,
     find_model_problems,
     find_text_problems,
+    find_unreadable_weights,
 )
 from kd.search.space import find_space_problems
 
@@ -90,6 +91,8 @@ def find_problems(
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
         found += find_missing_quantizer(config)
         found += _find_device_problems(config, machine.device)
+        if folders is not None and folders.home is not None:
+            found += find_unreadable_weights(config, folders.root)
     return found
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from cache.errors import CacheError
 from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
 from kd.errors import ModelError, Problem
-from kd.models.folder import TOKENIZER_REMEDY, ModelFolder, is_remote_code_allowed
+from kd.models.folder import (
+    ROUNDS_PLAIN_WEIGHTS,
+    TOKENIZER_REMEDY,
+    ModelFolder,
+    is_remote_code_allowed,
+)
 from kd.preflight.confinement import describe_missing_cache
 from kd.text.files import SUFFIXES, find_files, find_suffix, is_saved_dataset
 
@@ -51,7 +57,25 @@ def find_model_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
         yield from guard_access(
             "/student/init/tokenizer", _check_tokenizer("/student/init/tokenizer", tokenizer, root)
         )
+    yield from guard_access("/teacher/model", _check_stored_weights(config, root))
     yield from guard_access("/data/sequence_length", _check_contexts(config, root))
+
+
+def _check_stored_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Find stored quantised weights where the job needs plain ones."""
+    teacher = config.teacher
+    student = config.student
+    if student is not None and student.model is not None:
+        own = ModelFolder(root / student.model)
+        yield from _ask("/student/model", own, ModelFolder.require_trainable_weights)
+    if teacher is None or not config.runs_teacher or teacher.gguf_file is not None:
+        return
+    folder = ModelFolder(root / teacher.model)
+    if student is not None and student.from_teacher is not None:
+        yield from _ask("/student/from_teacher", folder, ModelFolder.require_trainable_weights)
+    if teacher.quantization is not None:
+        plain = partial(ModelFolder.require_plain_weights, why=ROUNDS_PLAIN_WEIGHTS)
+        yield from _ask("/teacher/quantization", folder, plain)
 
 
 def _check_contexts(config: JobConfig, root: Path) -> Iterator[Problem]:
@@ -149,11 +173,13 @@ def _check_model(
         remedy = _suggest_gguf(pointer, found) or "Convert its weights to safetensors."
         yield Problem(pointer, f"{model!r} holds no *.safetensors weights.", remedy)
     else:
-        yield from _check_architecture(pointer, found)
+        yield from _ask(pointer, found, ModelFolder.require_decoder)
 
 
-def _check_architecture(pointer: str, folder: ModelFolder) -> Iterator[Problem]:
-    """Find a model that cannot be used, as far as its config.json says."""
+def _ask(
+    pointer: str, folder: ModelFolder, require: Callable[[ModelFolder], None]
+) -> Iterator[Problem]:
+    """Find what ``require`` refuses of a model, as far as its config.json can be read."""
     try:
         is_readable = bool(folder.config)
     except (OSError, ModelError):  # loading the model will report it
@@ -161,9 +187,19 @@ def _check_architecture(pointer: str, folder: ModelFolder) -> Iterator[Problem]:
     if not is_readable:
         return
     try:
-        folder.require_decoder()
+        require(folder)
     except ModelError as error:
         yield Problem(pointer, error.detail, error.remedy)
+
+
+def find_unreadable_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Find a teacher whose stored weights need a package that this machine lacks."""
+    teacher = config.teacher
+    if teacher is None or not config.runs_teacher or teacher.backend != "local":
+        return
+    if teacher.gguf_file is None:
+        folder = ModelFolder(root / teacher.model)
+        yield from _ask("/teacher/model", folder, ModelFolder.require_readable_weights)
 
 
 def _suggest_gguf(pointer: str, folder: ModelFolder) -> str:
