@@ -243,6 +243,7 @@ def make_capture_phase(config: JobConfig, trial: TrialCaches) -> CapturePhase | 
         sequences=sequences,
         targets=found.positions / max(sequences, 1),
         item_bytes=dtype.itemsize,
+        quantization=teacher.quantization,
         records=round(_SHARD_COPIES * shard * measure_record_bytes(CachedRecords(trial.first))),
         seconds=found.seconds,
     )

@@ -44,6 +44,7 @@ from kd.files import read_json, whole_folder, write_json
 from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.memory.host import read_memory_bytes
+from kd.memory.one_sequence import require_capture_memory
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
 from kd.models.lm_head import require_rows
@@ -118,6 +119,8 @@ def run_precompute(
     planned = plan_capture(config, monitor)
     monitor.check("after the text was read; no shard was begun")
     require_possible_student(config, planned)
+    if not (home / "caches" / planned.identity.fingerprint / "manifest.json").is_file():
+        require_capture_memory(planned, pick_device())
     # Before the capture, so that a listener knows the cache while it is still being written.
     monitor.emit("plan", fingerprint=planned.identity.fingerprint)
     trained = f"{len(planned.corpus.train)} sequences to train on"

@@ -25,6 +25,7 @@ from kd.config.teacher import TeacherConfig
 from kd.evaluation.comparison import CHUNK_ELEMENTS, EvaluatedModel
 from kd.evaluation.samples import Prompt, continue_prompts
 from kd.files import format_bytes
+from kd.memory.model_memory import compute_rounded_share
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
 from kd.models.folder import ModelFolder
 from kd.models.loading import choose_teacher_dtype
@@ -210,7 +211,11 @@ def estimate_loaded_bytes(config: TeacherConfig, folder: Path, device: torch.dev
     if config.gguf_file:
         return (count_disk_bytes(folder, config.gguf_file) or 0) * _GGUF_GROWTH
     itemsize = choose_teacher_dtype(config, folder, device).itemsize
-    return count_stored_parameters(folder) * itemsize
+    plain = count_stored_parameters(folder) * itemsize
+    if config.quantization is None:
+        return plain
+    share = compute_rounded_share(ModelFolder(folder), config.quantization, itemsize)
+    return round(plain * share)
 
 
 def _find_folder(config: TeacherConfig) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.student import StudentInit
+from kd.config.teacher import TeacherConfig
 from kd.models.folder import ModelFolder
 from kd.optim.state_size import (
     AVERAGE_NUMBER_BYTES,
@@ -19,6 +21,7 @@ from kd.optim.state_size import (
 
 #: Bytes of a number in float32.
 FLOAT32 = 4
+_STORED_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,34 @@ def estimate_model_memory(
     teacher = config.teacher if "precompute" in config.stages else None
     # A remote teacher takes no memory of the worker.
     is_local = teacher is not None and teacher.backend == "local"
-    weights = ModelFolder(root / teacher.model).weight_files if teacher and is_local else []
     parameters = _list_student_parameters(config, root, find_vocabulary)
     return ModelMemory(
-        teacher_bytes=sum(file.stat().st_size for file in weights) or None,
+        teacher_bytes=count_teacher_bytes(teacher, root) if teacher and is_local else None,
         student_parameters=sum(each.size for each in parameters) or None,
         student_bytes=_count_student_bytes(config, parameters) or None,
     )
+
+
+def count_teacher_bytes(teacher: TeacherConfig, root: Path) -> int | None:
+    """Count the bytes of a teacher's weights as they are stored, or as they are rounded.
+
+    The scales of rounded weights need a little more. None where no file of safetensors is there.
+    """
+    folder = ModelFolder(root / teacher.model)
+    stored = sum(file.stat().st_size for file in folder.weight_files)
+    if teacher.quantization is None:
+        return stored or None
+    item_bytes = _STORED_BYTES.get(folder.dtype or "float32", FLOAT32)
+    return round(stored * compute_rounded_share(folder, teacher.quantization, item_bytes)) or None
+
+
+def compute_rounded_share(folder: ModelFolder, quantization: str, item_bytes: int) -> float:
+    """Compute the bytes of weights with rounded layers, as a share of ``item_bytes`` a number."""
+    shapes = folder.read_text_shapes()
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    rounded = sum(sizes[name] for name in shapes if _is_layer_matrix(name, shapes[name]))
+    bits = {"int8": 8, "int4": 4}[quantization]
+    return 1 - rounded / max(sum(sizes.values()), 1) * (1 - bits / (8 * item_bytes))
 
 
 def estimate_least_memory(config: JobConfig, root: Path) -> int | None:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from kd.memory.work import ModelWork
 from kd.models.adapters import find_expert_weights, has_adapters
 from kd.models.layers import find_decoder_layers
+from kd.models.loading import INT4_GROUP
 
 #: Widths of a layer's tensors that are in memory at once in a pass without gradients: of the
 #: hidden states (the residual, its norm, queries, output) and of the MLP (gate, up, product).
 _HIDDEN_COPIES = 4
 _MLP_COPIES = 3
+#: Rows in int4 are filled up to a multiple of this.
+_INT4_TILE = 1024
 
 
 def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
@@ -51,6 +55,34 @@ def _find_expert_share(config: Any) -> float:
     count = next((n for name in counts if isinstance(n := getattr(config, name, None), int)), 1)
     picked = next((n for name in picks if isinstance(n := getattr(config, name, None), int)), 1)
     return min(picked / max(count, 1), 1.0)
+
+
+def count_weight_bytes(model: PreTrainedModel, item_bytes: int, quantization: str | None) -> int:
+    """Bytes of the weights of ``model``, ``item_bytes`` a number; those of rounded layers, too."""
+    whole = item_bytes * sum(parameter.numel() for parameter in model.parameters())
+    if quantization is None:
+        return whole
+    head = model.get_output_embeddings()
+    shapes = [
+        module.weight.shape
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    saved = (
+        item_bytes * rows * width - _count_rounded_bytes(rows, width, item_bytes, quantization)
+        for rows, width in shapes
+    )
+    return whole - sum(saved)
+
+
+def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: str) -> int:
+    if quantization == "int8":
+        return rows * (width + item_bytes)
+    # Rows of other widths stay as they are; torch's kernels want full tiles.
+    if width % INT4_GROUP:
+        return item_bytes * rows * width
+    width = -(-width // _INT4_TILE) * _INT4_TILE
+    return rows * (width // 2 + 2 * item_bytes * width // INT4_GROUP)
 
 
 def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int) -> int:

@@ -27,7 +27,11 @@ from kd.loss.fused import choose_chunk_positions, choose_gpu_chunk_positions
 from kd.memory.activation_checkpointing import compute_group_sizes
 from kd.memory.auto_batch import resize_micro_batch
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
-from kd.memory.model_work import count_model_work, estimate_forward_bytes
+from kd.memory.model_work import (
+    count_model_work,
+    count_weight_bytes,
+    estimate_forward_bytes,
+)
 from kd.memory.step_memory import (
     SavedBytesFit,
     StepMemoryEstimate,
@@ -168,6 +172,7 @@ class CapturePhase:
     sequences: int
     targets: float
     item_bytes: int
+    quantization: str | None
     records: int
     #: Seconds of the whole capture as they were timed at hand; None where no teacher ran.
     seconds: float | None
@@ -186,20 +191,23 @@ class CapturePhase:
     def estimate_memory(self, place: Place) -> PhaseMemory:
         """The bytes at the peak of the capture on ``place``."""
         tokens = self.batch_size * self.length
-        elements = LOGIT_ELEMENTS["cuda" if place.is_gpu else "cpu"]
-        rows = min(max(elements // self.vocabulary, 1), tokens)
-        passes = _PASS_COPIES * PASS_ELEMENTS["cuda" if place.is_gpu else "cpu"]
-        passes = min(passes, _PASS_COPIES * rows * self.vocabulary)
-        numbers = sum(parameter.numel() for parameter in self.teacher.parameters())
+        device = "cuda" if place.is_gpu else "cpu"
         return PhaseMemory(
-            weights=numbers * self.item_bytes,
+            weights=count_weight_bytes(self.teacher, self.item_bytes, self.quantization),
             gradients=0,
             optimizer=0,
             activations=estimate_forward_bytes(self.teacher, tokens, self.item_bytes),
-            head=4 * (rows * self.vocabulary + passes),
+            head=estimate_logit_bytes(device, tokens, self.vocabulary),
             loader=self.records,
             process=place.process,
         )
+
+
+def estimate_logit_bytes(device: str, tokens: int, vocabulary: int) -> int:
+    """Bytes of a chunk of a teacher's logits, and of the passes of the sampler over it."""
+    rows = min(max(LOGIT_ELEMENTS[device] // vocabulary, 1), tokens)
+    passes = _PASS_COPIES * min(PASS_ELEMENTS[device], rows * vocabulary)
+    return 4 * (rows * vocabulary + passes)
 
 
 # ---------------------------------------------------------------------- the training

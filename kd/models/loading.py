@@ -164,6 +164,8 @@ def _make_fresh_llama(
 
 
 CPU = torch.device("cpu")
+#: Numbers of a row in int4 that share a scale and an offset.
+INT4_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ def make_quantization_config(quantization: str, device: torch.device) -> TorchAo
     if quantization == "int8":
         return TorchAoConfig(Int8WeightOnlyConfig())
     # The one packing whose products are kernels of torch itself.
-    return TorchAoConfig(Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"))
+    asked = Int4WeightOnlyConfig(INT4_GROUP, int4_packing_format="tile_packed_to_4d")
+    return TorchAoConfig(asked)
 
 
 def load_model(folder: Path, dtype: torch.dtype, gguf_file: str | None = None) -> PreTrainedModel:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from kd.config.teacher import TeacherConfig
 from kd.config.train import TrainConfig
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, DeviceRates, find_device_kind
-from kd.memory.model_work import count_model_work
+from kd.memory.model_memory import compute_rounded_share, count_teacher_bytes
+from kd.memory.model_work import count_model_work, count_weight_bytes
 from kd.memory.phases import (
     CapturePhase,
     DeviceForecast,
@@ -22,14 +27,8 @@ from kd.memory.phases import (
 )
 from kd.memory.rates import measure_rates
 from kd.memory.step_memory import estimate_memory
-from kd.memory.work import (
-    ASSUMED_UTILIZATION,
-    ModelWork,
-    Pass,
-    Work,
-    compute_cost,
-    count_head_gradient_bytes,
-)
+from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, compute_cost
+from kd.models.folder import ModelFolder
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 from tests.support.kd.students import make_llama
@@ -53,7 +52,7 @@ def make_training(width: int = 16, **changes: Any) -> TrainingPhase:
 def make_capture() -> CapturePhase:
     return CapturePhase(
         teacher=make_llama(layers=2), vocabulary=50, batch_size=2, length=48, sequences=10,
-        targets=47.0, item_bytes=4, records=500, seconds=2.0,
+        targets=47.0, item_bytes=4, quantization=None, records=500, seconds=2.0,
     )  # fmt: skip
 
 
@@ -161,6 +160,47 @@ def test_the_rates_of_this_machine_are_measured() -> None:
     found = measure_rates(CPU)
     assert found.name.startswith("cpu, ") and found.memory > 2**28
     assert min(found.half, found.single, found.bandwidth) > 0
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def test_rounded_layers_take_a_byte_a_number_and_a_scale_a_row() -> None:
+    model = make_llama(layers=3, width=64)
+    plain = count_weight_bytes(model, 4, None)
+    assert plain == 4 * sum(each.numel() for each in model.parameters())
+    head = model.get_output_embeddings()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    numbers = sum(each.weight.numel() for each in layers)
+    rows = sum(each.out_features for each in layers)
+    assert count_weight_bytes(model, 4, "int8") == plain - 3 * numbers + 4 * rows
+    # A row of 64 numbers is too short for a group of int4, and stays.
+    assert count_weight_bytes(model, 2, "int4") == count_weight_bytes(model, 2, None)
+
+
+def test_rows_in_int4_take_half_a_byte_a_number_and_four_bytes_a_group() -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50, hidden_size=1024, intermediate_size=2048, num_hidden_layers=1,
+            num_attention_heads=8, num_key_value_heads=8,
+        )
+    )  # fmt: skip
+    numbers = 4 * 1024**2 + 3 * 1024 * 2048
+    saved = count_weight_bytes(model, 2, None) - count_weight_bytes(model, 2, "int4")
+    assert saved == 2 * numbers - (numbers // 2 + 4 * numbers // 128)
+
+
+def test_the_share_of_rounded_weights_is_known_by_the_shapes_in_the_files(tmp_path: Path) -> None:
+    model = make_llama(layers=3, width=64)
+    model.save_pretrained(tmp_path)
+    numbers = sum(each.numel() for each in model.parameters())
+    matrices = sum(each.numel() for each in model.model.layers.parameters() if each.ndim == 2)
+    share = compute_rounded_share(ModelFolder(tmp_path), "int8", 4)
+    assert share == pytest.approx(1 - 0.75 * matrices / numbers)
+    rounded = TeacherConfig(model=str(tmp_path), quantization="int8")
+    plain = TeacherConfig(model=str(tmp_path))
+    told = [count_teacher_bytes(each, Path()) or 0 for each in (rounded, plain)]
+    assert told[0] == pytest.approx(share * told[1], abs=1)
 
 
 # ---------------------------------------------------------------------- phases

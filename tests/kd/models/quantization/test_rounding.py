@@ -15,6 +15,7 @@ from kd.config.extras import NO_QUANTIZER
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError
+from kd.memory.model_work import count_weight_bytes
 from kd.models.layers import compute_hidden_states
 from kd.models.loading import load_model, load_teacher, make_quantization_config
 from kd.preflight.problems import Machine, find_problems
@@ -69,6 +70,18 @@ def test_each_weight_moves_by_half_a_step_at_most(tiny_teacher):
         half_O1 = weight_OD.abs().amax(1, keepdim=True) / 127 / 2
         moved_OD = (unpack(layer).double() - weight_OD).abs()
         assert (moved_OD <= half_O1 * 1.001).all() and moved_OD.max() > 0, name
+
+
+@needs_torchao
+def test_the_memory_is_what_an_estimate_counts(tiny_teacher):
+    model = load(tiny_teacher, quantization="int8")
+    parts = [
+        part
+        for weight in model.parameters()
+        for part in ([weight.qdata, weight.scale] if hasattr(weight, "qdata") else [weight])
+    ]
+    plain = load_model(tiny_teacher, torch.float32)
+    assert count_weight_bytes(plain, 4, "int8") == sum(each.nbytes for each in parts)
 
 
 @needs_torchao

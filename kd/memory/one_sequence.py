@@ -1,0 +1,87 @@
+"""Whether a device has the memory for a capture at all, asked before the capture begins.
+
+The least that a capture needs is the teacher's weights, and the tensors and logits of one sequence.
+It is told too low rather than too high (docs/benchmarks/forecast.md), so a job that is refused here
+could not have run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kd.capture.plan import CapturePlan
+from kd.errors import ConfigError, Problem
+from kd.files import format_bytes
+from kd.memory.host import read_memory_bytes
+from kd.memory.model_work import count_weight_bytes, estimate_forward_bytes
+from kd.memory.phases import estimate_logit_bytes
+from kd.models.folder import require_allowed_remote_code
+from kd.models.loading import choose_teacher_dtype, load_hollow
+
+
+@dataclass(frozen=True)
+class LeastCapture:
+    """Bytes that a capture needs for the weights, and for one sequence beside them."""
+
+    weights: int
+    sequence: int
+
+    @classmethod
+    def of(cls, plan: CapturePlan, device: torch.device) -> LeastCapture:
+        """Count them by the shape of the teacher of ``plan``; its weights are not read."""
+        teacher = plan.teacher
+        dtype = choose_teacher_dtype(teacher, plan.folder, device)
+        trusted = require_allowed_remote_code(teacher)
+        with torch.device("meta"):
+            hollow = load_hollow(plan.folder, dtype, teacher.gguf_file, trusted)
+        length = plan.config.data.sequence_length
+        vocabulary = plan.identity.tokenizer.vocabulary_size
+        return cls(
+            count_weight_bytes(hollow, dtype.itemsize, teacher.quantization),
+            estimate_forward_bytes(hollow, length, dtype.itemsize)
+            + estimate_logit_bytes(device.type, length, vocabulary),
+        )
+
+    def find_problems(self, memory: int, length: int) -> list[Problem]:
+        """Find that ``memory`` bytes are too few, and name what to lower."""
+        if self.weights + self.sequence <= memory:
+            return []
+        need = f"{format_bytes(self.weights)} of weights"
+        there = f"the device has {format_bytes(memory)}"
+        if self.weights > memory:
+            return [
+                Problem(
+                    "/teacher/model",
+                    f"the teacher has {need}, but {there}.",
+                    "Set teacher.dtype to bfloat16, or teacher.quantization to int8; or take a "
+                    "smaller teacher, or a device with more memory (resources.memory).",
+                )
+            ]
+        return [
+            Problem(
+                "/data/sequence_length",
+                f"one sequence of {length} tokens needs {format_bytes(self.sequence)} beside "
+                f"{need}, but {there}.",
+                "Lower it, or set teacher.dtype to bfloat16 or teacher.quantization to int8; or "
+                "take a device with more memory (resources.memory).",
+            )
+        ]
+
+
+def require_capture_memory(plan: CapturePlan, device: torch.device) -> None:
+    """Raise ``ConfigError`` where ``device`` has too little memory for even one sequence."""
+    if plan.teacher.backend != "local":
+        return
+    memory = _read_device_memory(plan.config.resources.memory, device)
+    length = plan.config.data.sequence_length
+    if problems := LeastCapture.of(plan, device).find_problems(memory, length):
+        raise ConfigError(problems)
+
+
+def _read_device_memory(limit: int | None, device: torch.device) -> int:
+    """The bytes of a GPU; without one those of the host, or the job's own limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return min(read_memory_bytes(), limit or read_memory_bytes())
