@@ -12,6 +12,7 @@ target, D hidden width.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -307,13 +308,26 @@ class Teacher:
         counts = batch.count_targets()
         device = self.model.device
         batch = batch.pin().to(device) if device.type == "cuda" else batch
-        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
+        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL)
+        if device.type == "cpu":
+            return_freed_memory()
         hidden_ND = hidden_BLD.flatten(0, 1)[batch.rows_N]
         stops = np.cumsum(counts)
         for mask_L, start, stop in zip(
             sequences.target_mask, (stops - counts).tolist(), stops.tolist(), strict=True
         ):
             yield hidden_ND[start:stop], batch.gold_N[start:stop], np.flatnonzero(mask_L)
+
+
+def return_freed_memory() -> None:
+    """Return the freed memory of the heap to the system, where the C library can do that.
+
+    glibc keeps what a forward pass frees in pieces that are too small for the logits, so the
+    process would grow by both.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def make_out_of_memory(length: int, error: Exception) -> OutOfMemory:

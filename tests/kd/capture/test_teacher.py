@@ -39,6 +39,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
+from kd.memory.step_memory import read_resident_memory
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import load_model
 from kd.pipeline import run_precompute
@@ -104,6 +105,25 @@ class Lookup(nn.Module):
 
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(last_hidden_state=self.table(input_ids))
+
+
+class Wasteful(Lookup):
+    """A look-up that frees 128 MiB in its forward pass, between blocks that it keeps."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        blocks = [torch.ones(2**14) for _ in range(2**11)]
+        self.kept = blocks[::64]
+        return super().forward(input_ids)
+
+
+def test_the_memory_that_a_forward_pass_frees_is_returned(job: JobConfig) -> None:
+    head = LMHead(torch.randn(300, 8), None, 1.0, None, 300)
+    codec = make_identity(300, codec=make_codec("topk")).record_codec()
+    teacher = Teacher(Wasteful(300, 8), Recorder(head, codec), 1)  # type: ignore[arg-type]
+    sequences = pack_documents([Document(np.arange(64, dtype=np.uint32))], job.data)
+    before = read_resident_memory()
+    next(teacher.read_rows(sequences))
+    assert read_resident_memory() - before < 2**25
 
 
 @pytest.mark.parametrize("profile", PROFILES)
