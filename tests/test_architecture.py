@@ -58,8 +58,8 @@ EXCEPTIONS = {
     "services/process/extras.py": {"packaging"},
     # It uses the kernels of this package where somebody has installed it.
     "kd/models/attention/kernels.py": {"flash_attn"},
-    # Only this file needs the extra of this name.
-    "kd/optim/eight_bit.py": {"torchao"},
+    # It rounds the weights of a teacher with this extra.
+    "kd/models/loading.py": {"torchao"},
     # Only this file holds kernels that a GPU compiles.
     "kd/kernels/triton_rows.py": {"triton"},
 }

@@ -238,6 +238,8 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
             f"the model in {folder} cannot be loaded: {format_first_line(error)}", remedy
         ) from error
     _forget_gguf(model)
+    if how.quantization is not None:
+        _require_rounded_layers(model)
     return model
 
 
@@ -253,6 +255,15 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
         folder.path, trust_remote_code=how.trust_remote_code, **how.list_arguments()
     )
     return model
+
+
+def _require_rounded_layers(model: PreTrainedModel) -> None:
+    """Raise ``ModelError`` where no layer was rounded: those of GPT-2 are no Linear."""
+    if all(type(parameter.data) is torch.Tensor for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__} has no linear layers that teacher.quantization could round.",
+            "Remove the field.",
+        )
 
 
 def _read_hollow(folder: Path, how: ReadingPlan) -> PreTrainedModel:

@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from kd.capture.plan import plan_capture
 from kd.config.extras import NO_QUANTIZER
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
-from kd.errors import ConfigError
+from kd.errors import ConfigError, ModelError
 from kd.memory.model_work import count_weight_bytes
 from kd.models.layers import compute_hidden_states
+from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_model, load_teacher, make_quantization_config
 from kd.preflight.problems import Machine, find_problems
 from tests.support.kd.quantizers import needs_torchao
@@ -98,6 +105,30 @@ def test_the_hidden_states_are_those_of_the_rounded_weights_in_float64(tiny_teac
         plain = compute_hidden_states(load(tiny_teacher), tokens_BL).double()
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
     assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
+
+
+@needs_torchao
+def test_the_language_model_inside_another_model_is_rounded(tmp_path):
+    shape = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }  # fmt: skip
+    text = shape | {"vocab_size": 99, "num_key_value_heads": 2, "head_dim": 16}
+    images = shape | {"image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
+    whole = Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(whole).save_pretrained(tmp_path)
+    rounded = load(tmp_path, quantization="int8")
+    kinds = {type(layer.weight.data) is Tensor for _, layer in list_layers(rounded)}
+    assert type(rounded).__name__ == "Gemma3ForCausalLM" and kinds == {False}
+    find_lm_head(rounded, 99)
+
+
+@needs_torchao
+def test_a_model_without_linear_layers_is_refused(tmp_path):
+    shape = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no linear layers"):
+        load(tmp_path, quantization="int8")
 
 
 def test_a_quantised_teacher_is_another_teacher(tiny_teacher, tmp_path):
