@@ -293,12 +293,13 @@ def test_every_lever_has_its_line_in_the_readme() -> None:
     wanted = fields("loss", "train", "checks", "evaluation", "search") | {
         "student.from_teacher",
         "student.lora",
+        "teacher.quantization",
     }
     assert wanted - levers() == set()
 
 
 def test_every_lever_of_the_readme_is_a_field() -> None:
-    known = fields("loss", "train", "checks", "evaluation", "search", "student", "data")
+    known = fields("loss", "train", "checks", "evaluation", "search", "student", "teacher", "data")
     assert {name.replace("data.train[].weight", "data.train") for name in levers()} - known - {
         "data.train[].weight"
     } == set()
