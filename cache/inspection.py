@@ -413,7 +413,11 @@ def _summarise_gold(losses: BlockLosses) -> GoldStats:
 
 def _add_rest(opened: Cache, sizes: dict[str, int]) -> dict[str, int]:
     manifest = opened.manifest
-    folders = {"lm_head": manifest.head.bytes, "token_map": manifest.token_map.bytes}
+    folders = {
+        "lm_head": manifest.head.bytes,
+        "token_map": manifest.token_map.bytes,
+        "tail_mean": manifest.tail_mean.bytes,
+    }
     whole = measure_cache_bytes(opened.folder, opened.manifest)
     named = dict(sorted(sizes.items(), key=lambda item: -item[1]))
     named |= {name: size for name, size in folders.items() if size}

@@ -12,7 +12,8 @@ Manifest
 ├── head               FolderEntry         the teacher's LM head, in a hidden cache
 ├── fidelity           one FidelityRow for each temperature: closeness to the live teacher
 ├── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
-└── overruled          FidelityOverride    the verdict that the job overruled; since format 4
+├── overruled          FidelityOverride    the verdict that the job overruled; from format 4 on
+└── tail_mean          FolderEntry         the mean tail of profile threshold; from format 5 on
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from cache.errors import CacheCorrupt, CacheMismatch
 from cache.profiles import PROFILES
 
 FORMAT = "potstill-cache"
-#: Version of the folder's layout. It is written where the teacher was quantised, so that a program
-#: which does not know of this refuses such a cache by name.
+#: Newest version of the folder's layout: a cache with a mean tail, or of a quantised teacher. A
+#: cache has the lowest version that describes it, so that a program which does not know of a part
+#: refuses the cache by name.
 FORMAT_VERSION = 5
-#: The version that is written where the manifest has an overruled verdict, for the same reason.
+#: The version of a cache with an overruled verdict.
 OVERRULED_FORMAT_VERSION = 4
-#: The version that all other caches have.
+#: The version of all other caches.
 PLAIN_FORMAT_VERSION = 3
 #: The oldest version that this program reads. A cache of it has no token map.
 OLDEST_FORMAT_VERSION = 2
@@ -342,6 +344,7 @@ class Manifest:
     fidelity: tuple[FidelityRow, ...] = ()
     token_map: FolderEntry = FolderEntry()
     overruled: FidelityOverride | None = None
+    tail_mean: FolderEntry = FolderEntry()
 
     @property
     def positions(self) -> int:
@@ -356,13 +359,15 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Encode the manifest's file, with a digest of itself; ``from_bytes`` is the inverse."""
         content = {**asdict(self), "identity": self.identity.to_json()}
-        version = self._choose_version()
-        if version == PLAIN_FORMAT_VERSION:
+        if self.overruled is None:
             del content["overruled"]
+        if not self.tail_mean.digest:
+            del content["tail_mean"]
+        version = self._choose_version()
         return sign_json({"format": FORMAT, "version": version, **content})
 
     def _choose_version(self) -> int:
-        if self.identity.teacher.quantization:
+        if self.identity.teacher.quantization or self.tail_mean.digest:
             return FORMAT_VERSION
         return PLAIN_FORMAT_VERSION if self.overruled is None else OVERRULED_FORMAT_VERSION
 
@@ -384,8 +389,9 @@ class Manifest:
         _require(type(version) is int and version > 0, where, f"version must be {FORMAT_VERSION}")
         if version == OLDEST_FORMAT_VERSION:
             content["token_map"] = asdict(FolderEntry())
-        if version <= PLAIN_FORMAT_VERSION:
+        if version != OVERRULED_FORMAT_VERSION:
             content.setdefault("overruled", None)
+        content.setdefault("tail_mean", asdict(FolderEntry()))
         content["identity"] = _add_left_out(content.get("identity"))
         manifest: Manifest = parse_as(cls, content, where)
         readable = _list_codec_versions(manifest.identity)

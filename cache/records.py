@@ -4,6 +4,7 @@ S   sequences               L   tokens of a sequence
 N   positions with a record, in sequence-major order: ``np.flatnonzero(target_mask_SL)``
 H   head entries of all records, record after record
 M   tail entries of all records, record after record
+V   vocabulary
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+#: The arrays of the sums of one shard.
+SUM_ARRAYS = ("counts", "sums", "squares")
+#: The arrays of the whole cache.
+MEAN_ARRAYS = ("mean", "share")
 #: Sequences that are checked at once, so that a check needs little memory beside them.
 _ROWS_AT_ONCE = 4096
 
@@ -177,3 +182,62 @@ def _require_dtypes(record: object, **dtypes: type[np.generic]) -> None:
         if not isinstance(array, np.ndarray) or array.dtype != dtype:
             got = getattr(array, "dtype", type(array).__name__)
             raise ValueError(f"{name} must be an array of {np.dtype(dtype)}, but got {got}.")
+
+
+@dataclass(frozen=True, eq=False)
+class TailSums:
+    """Sums over training sequences of s, and of its squares, (V,) in float64 each.
+
+    s is the sum over the positions of a sequence of the probabilities of tail tokens: those that a
+    record of profile threshold samples. The sampled weights of a batch scatter around such a sum,
+    token by token. The mean of a whole cache, which ``compute_mean`` computes, is what training
+    needs to take out most of that scatter (``kd.loss.tail_control``):
+
+        mean    b = sum s / positions
+        share   c = tau b / (tau b + v), v = the variance of s over the sequences, for one position
+
+    tau b bounds the variance that sampling adds to one position, v is what the text itself adds; c
+    is the part of the scatter that sampling makes: the best weight of a control variate.
+    """
+
+    sequences: int
+    positions: int
+    sum_V: NDArray[np.float64]
+    square_V: NDArray[np.float64]
+
+    @classmethod
+    def join(cls, parts: Iterable[TailSums]) -> TailSums:
+        """Add up ``parts``, of which there must be at least one, in their order."""
+        found = list(parts)
+        return cls(
+            sum(part.sequences for part in found),
+            sum(part.positions for part in found),
+            np.sum([part.sum_V for part in found], axis=0),
+            np.sum([part.square_V for part in found], axis=0),
+        )
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, NDArray[Any]]) -> TailSums:
+        """Make the sums from ``SUM_ARRAYS``; the inverse of ``to_arrays``."""
+        sequences, positions = arrays["counts"].tolist()
+        return cls(sequences, positions, arrays["sums"], arrays["squares"])
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays to store, ``SUM_ARRAYS``."""
+        counts = np.array([self.sequences, self.positions], np.int64)
+        return {"counts": counts, "sums": self.sum_V, "squares": self.square_V}
+
+    def compute_mean(self, threshold: float) -> dict[str, NDArray[np.float32]]:
+        """Compute the arrays ``MEAN_ARRAYS`` of a cache with this threshold, tau above.
+
+        The variance of s needs two sequences: with fewer every share is 0.
+        """
+        mean_V = self.sum_V / max(self.positions, 1)
+        share_V = np.zeros_like(mean_V)
+        if self.sequences > 1:
+            spread_V = self.square_V - self.sum_V**2 / self.sequences
+            apart = self.positions * (self.sequences - 1) / self.sequences
+            text_V = spread_V.clip(min=0.0) / apart
+            sampled_V = threshold * mean_V
+            np.divide(sampled_V, sampled_V + text_V, out=share_V, where=mean_V > 0)
+        return {"mean": mean_V.astype(np.float32), "share": share_V.astype(np.float32)}

@@ -56,7 +56,7 @@ from cache.reading.arrays import (
 )
 from cache.reading.disk import DiskReads
 from cache.reading.memory import KeptValues
-from cache.records import Records, Sequences
+from cache.records import MEAN_ARRAYS, SUM_ARRAYS, Records, Sequences, TailSums
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
 
 MANIFEST = "manifest.json"
@@ -67,6 +67,10 @@ LM_HEAD = "head"
 TOKEN_MAP = "token_map"  # noqa: S105 (no password)
 #: The arrays in it.
 TOKEN_ARRAYS = ("ids", "lengths", "text")
+#: Name of the folder with the mean tail of profile threshold.
+TAIL_MEAN = "tail_mean"
+#: Name of the folder with the sums of each shard that it is made of, until the cache is sealed.
+TAIL_SUMS = "tail_sums"
 #: The metadata of the Zarr group that holds the shards.
 _GROUP_METADATA = encode_canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
 #: What to do about a cache that is not there.
@@ -117,13 +121,22 @@ class CacheWriter:
         """Find the shards still to be written; read every byte of sealed ones to check them."""
         return [index for index in range(self.identity.shard_count) if not self._is_sound(index)]
 
-    def write_shard(self, index: int, sequences: Sequences, records: Records) -> int:
+    def write_shard(
+        self, index: int, sequences: Sequences, records: Records, tails: TailSums | None = None
+    ) -> int:
         """Write and seal shard ``index``; return its bytes on disk.
 
-        It holds the sequences ``identity.shard_range(index)``. Raises ``ValueError`` where the data
-        does not fit the identity, ``StorageError`` where the disk is full or not writable.
+        It holds the sequences ``identity.shard_range(index)``; ``tails`` are the sums of its
+        training sequences, from which ``finish`` makes the mean tail of the cache. Raises
+        ``ValueError`` where the data does not fit the identity, ``StorageError`` where the disk is
+        full or not writable.
         """
         self._require_fit(index, sequences, records)
+        if tails is not None:
+            # Before the shard: a sealed shard is not read again.
+            with storage_errors(self.folder):
+                make_folder(self.folder / TAIL_SUMS)
+            self._publish(_name_tail_sums(index), tails.to_arrays(), Seal.of_folder)
         arrays = make_shard_arrays(sequences, records, self.codec)
         return self._publish(
             _name_shard(index), arrays, lambda folder: Seal.of(folder, sequences, records)
@@ -173,11 +186,31 @@ class CacheWriter:
         fidelity: tuple[FidelityRow, ...] = (),
         overruled: FidelityOverride | None = None,
     ) -> Manifest:
-        """Write the manifest; raise ``CacheIncomplete`` if a shard or the LM head is not sealed."""
+        """Write the manifest; raise ``CacheIncomplete`` if a shard or the LM head is not sealed.
+
+        The cache gets a mean tail if every shard was written with its sums.
+        """
+        self._make_manifest(provenance, fidelity)  # raises before anything is written
+        self._write_tail_mean()
         manifest = replace(self._make_manifest(provenance, fidelity), overruled=overruled)
         with storage_errors(self.folder):
             write_file(self.folder / MANIFEST, manifest.to_bytes())
         return manifest
+
+    def _write_tail_mean(self) -> None:
+        """Write and seal the mean tail, then remove the sums that it is made of."""
+        names = [_name_tail_sums(index) for index in range(self.identity.shard_count)]
+        seals = [self._read_own_seal(name) for name in names]
+        parts = [
+            TailSums.from_arrays(_read_arrays(self.folder / name, seal, SUM_ARRAYS))
+            for name, seal in zip(names, seals, strict=True)
+            if seal is not None and not seal.find_problems(self.folder / name)
+        ]
+        if len(parts) == len(names):
+            mean = TailSums.join(parts).compute_mean(self.identity.codec.threshold)
+            self._write_once(TAIL_MEAN, dict(mean))
+        with storage_errors(self.folder):
+            remove_path(self.folder / TAIL_SUMS)
 
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
@@ -204,6 +237,7 @@ class CacheWriter:
             head=head,
             fidelity=fidelity,
             token_map=self._make_folder_entry(TOKEN_MAP),
+            tail_mean=self._make_folder_entry(TAIL_MEAN),
         )
 
     def _make_folder_entry(self, name: str) -> FolderEntry:
@@ -354,11 +388,18 @@ class Cache:
         entry = self.manifest.token_map
         return self._read_folder(TOKEN_MAP, entry, TOKEN_ARRAYS) if entry.digest else None
 
+    def tail_mean(self) -> Arrays | None:
+        """Read the mean tail: ``mean`` and ``share`` (V,) in float32; None in a cache without.
+
+        Caches of profile threshold have it whose records a local teacher made.
+        """
+        entry = self.manifest.tail_mean
+        return self._read_folder(TAIL_MEAN, entry, MEAN_ARRAYS) if entry.digest else None
+
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
         with reading(self.folder):
             seal = _read_seal(self.folder, name, entry.digest)
-            folder = ArrayFolder(self.folder / name, seal)
-            return {array: folder.read_array(array) for array in arrays}
+            return _read_arrays(self.folder / name, seal, arrays)
 
     def _read_stored(
         self, numbers: list[int], draws: list[int]
@@ -502,7 +543,7 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
 def measure_cache_bytes(folder: Path, manifest: Manifest) -> int:
     """Return all bytes of a complete cache, from its manifest."""
     sealed = sum(shard.bytes for shard in manifest.shards)
-    sealed += manifest.head.bytes + manifest.token_map.bytes
+    sealed += manifest.head.bytes + manifest.token_map.bytes + manifest.tail_mean.bytes
     return sealed + len(_GROUP_METADATA) + (folder / MANIFEST).stat().st_size
 
 
@@ -584,15 +625,31 @@ def _name_shard(index: int) -> str:
     return f"shards/{index:06d}"
 
 
+def _name_tail_sums(index: int) -> str:
+    return f"{TAIL_SUMS}/tails-{index:06d}"
+
+
+def _read_arrays(folder: Path, seal: Seal, arrays: tuple[str, ...]) -> Arrays:
+    """Read arrays of a sealed folder."""
+    opened = ArrayFolder(folder, seal)
+    return {array: opened.read_array(array) for array in arrays}
+
+
 def _locate_seal(folder: Path, name: str) -> Path:
-    return folder / "seals" / f"{name.rpartition('/')[2]}.json"
+    room, _, last = name.rpartition("/")
+    # The sums of tails are removed together with their seals.
+    return folder / (TAIL_SUMS if room == TAIL_SUMS else "seals") / f"{last}.json"
 
 
 def _list_sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
     """List the sealed folders of a complete cache, each with the digest of its seal."""
     shards = [(_name_shard(index), shard.digest) for index, shard in enumerate(manifest.shards)]
-    folders = ((LM_HEAD, manifest.head.digest), (TOKEN_MAP, manifest.token_map.digest))
-    return shards + [(name, digest) for name, digest in folders if digest]
+    folders = {
+        LM_HEAD: manifest.head,
+        TOKEN_MAP: manifest.token_map,
+        TAIL_MEAN: manifest.tail_mean,
+    }
+    return shards + [(name, entry.digest) for name, entry in folders.items() if entry.digest]
 
 
 def _read_seal(folder: Path, name: str, digest: str) -> Seal:

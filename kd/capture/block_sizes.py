@@ -79,6 +79,13 @@ class BlockSizes:
         size_qU = self._compute_sizes(rows_q, blocks_q)
         return size_qU.masked_fill_(size_qU > self.threshold, 0.0)
 
+    def sum_tails(self, rows: slice) -> Tensor:
+        """Return the sum of the tails of ``rows``, token by token, (V,)."""
+        s_nV = self.logits_NV[rows].float().clamp_(min=LOWEST)
+        size_nV = s_nV.sub_(self.lse_N[rows, None]).exp_()
+        size_nV.masked_fill_(size_nV > self.threshold, 0.0).scatter_(1, self.known_NA[rows], 0.0)
+        return size_nV.sum(0)
+
     def _compute_sizes(self, rows_q: Tensor, blocks_q: Tensor) -> Tensor:
         """Compute the sizes (q, U) of head and tail.
 

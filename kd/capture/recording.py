@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cache.codec import Codec, RecordPositions, round_to_bfloat16
 from cache.profiles import PROFILES
-from cache.records import Records
+from cache.records import Records, TailSums
 from kd.capture.block_sizes import LOWEST
 from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import (
@@ -65,10 +65,48 @@ class SequenceStates:
     positions_N: np.ndarray
 
 
+class TailMeter:
+    """Adds up the tails of the sequences that are read, token by token, until ``take``.
+
+    ``cache.records.TailSums`` says what the sums are for. They are on the device of the logits.
+    Only sequences with a number below ``train_sequences`` count: those after it are held out.
+    """
+
+    def __init__(self, train_sequences: int) -> None:
+        self.train_sequences = train_sequences
+        self._sequences = 0
+        self._positions = 0
+        self._sum_V = torch.zeros(1, dtype=torch.float64)
+        self._square_V = torch.zeros(1, dtype=torch.float64)
+
+    def counts(self, number: int) -> bool:
+        """Return whether the sequence ``number`` counts."""
+        return number < self.train_sequences
+
+    def add(self, sum_V: Tensor, positions: int) -> None:
+        """Add one sequence: the sum of its tails, and the number of its positions."""
+        wide_V = sum_V.double()
+        self._sum_V = self._sum_V.to(wide_V.device) + wide_V
+        self._square_V = self._square_V.to(wide_V.device) + wide_V.square()
+        self._sequences += 1
+        self._positions += positions
+
+    def take(self, vocabulary: int) -> TailSums:
+        """Return the sums of the sequences since the last call, and begin anew."""
+        sums = [each.expand(vocabulary).cpu().numpy() for each in (self._sum_V, self._square_V)]
+        found = TailSums(self._sequences, self._positions, *sums)
+        self._sequences = 0
+        self._positions = 0
+        self._sum_V = torch.zeros_like(self._sum_V)
+        self._square_V = torch.zeros_like(self._square_V)
+        return found
+
+
 @dataclass(frozen=True)
 class _Piece:
-    """Positions of one sequence whose logits are one matrix product."""
+    """Positions of sequence ``number`` whose logits are one matrix product."""
 
+    number: int
     hidden_ND: Tensor
     gold_N: Tensor
     chance: Randomness | None
@@ -78,12 +116,14 @@ class _Piece:
 class Recorder:
     """Makes records of a teacher's hidden states.
 
-    Profile tempered needs the number of ``knots``.
+    Profile tempered needs the number of ``knots``. Where there is a ``meter``, it gets the tails of
+    profile threshold.
     """
 
     lm_head: LMHead
     codec: Codec
     knots: int = 0
+    meter: TailMeter | None = None
 
     def record(
         self, hidden_ND: Tensor, gold_N: Tensor, number: int, positions_N: np.ndarray
@@ -108,10 +148,15 @@ class Recorder:
             if sampled
             else [None] * len(rows)
         )
+        tails: dict[int, Tensor] = {}
         copies = [
-            HostCopy.start(self._sample(chunk) if sampled else self._read(chunk))
+            HostCopy.start(self._sample(chunk, tails) if sampled else self._read(chunk))
             for chunk in self._cut(rows, chances)
         ]
+        # Only now: where memory ran out in one of the chunks, all of them are read again.
+        for row in rows:
+            if row.number in tails and self.meter is not None:
+                self.meter.add(tails[row.number], len(row.positions_N))
         places = RecordPositions(
             np.repeat(np.array(numbers), [len(positions_N) for positions_N in positions]),
             np.concatenate(positions),
@@ -140,7 +185,7 @@ class Recorder:
             for start in range(0, max(len(row.gold_N), 1), size):
                 cut = slice(start, start + size)
                 part = chance.select(cut) if chance is not None else None
-                piece = _Piece(row.hidden_ND[cut], row.gold_N[cut], part)
+                piece = _Piece(row.number, row.hidden_ND[cut], row.gold_N[cut], part)
                 if chunk and held + len(piece.gold_N) > size:
                     yield chunk
                     chunk = []
@@ -149,10 +194,32 @@ class Recorder:
                 held += len(piece.gold_N)
         yield chunk
 
-    def _sample(self, chunk: Sequence[_Piece]) -> dict[str, Tensor]:
-        """Draw the sample of a chunk."""
+    def _sample(self, chunk: Sequence[_Piece], tails: dict[int, Tensor]) -> dict[str, Tensor]:
+        """Draw the sample of a chunk, and add its tails to those of each sequence, (V,)."""
         chance = Randomness.join([piece.chance for piece in chunk if piece.chance is not None])
-        return self._sampler.draw(self._compute_logits(chunk), _join_gold(chunk), chance)
+        found = self._sampler.draw(self._compute_logits(chunk), _join_gold(chunk), chance)
+        if self.meter is not None:
+            self._sum_tails(chunk, self.meter, tails)
+        return found
+
+    def _sum_tails(
+        self, chunk: Sequence[_Piece], meter: TailMeter, tails: dict[int, Tensor]
+    ) -> None:
+        drawn = self._sampler.tails
+        assert drawn is not None, "a sample was drawn"
+        start = 0
+        for piece in chunk:
+            stop = start + len(piece.gold_N)
+            if meter.counts(piece.number):
+                # Piece by piece: the sum does not depend on the other sequences of the chunk.
+                sum_V = drawn.sum_tails(slice(start, stop))[: self.lm_head.vocabulary]
+                before_V = tails.get(piece.number)
+                tails[piece.number] = sum_V if before_V is None else before_V + sum_V
+            start = stop
+
+    def take_tail_sums(self) -> TailSums | None:
+        """Return the sums of the tails since the last call; None without a meter."""
+        return None if self.meter is None else self.meter.take(self.lm_head.vocabulary)
 
     def _encode_sample(self, copies: Sequence[HostCopy], places: RecordPositions) -> Records:
         return self.codec.encode_sample(make_sample([each.wait() for each in copies]), places)

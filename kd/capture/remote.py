@@ -271,6 +271,9 @@ class RemoteTeacher:
         for delivery in self.deliver(sequences, first):
             yield delivery.sequences, delivery.encode()
 
+    def take_tail_sums(self) -> None:
+        """Return None: a server sends no tails."""
+
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each sequence.
 

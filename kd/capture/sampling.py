@@ -138,6 +138,13 @@ class TokenSizes:
         """Return the sizes (q, U) of some blocks."""
         return self.size_NQU[rows_M, blocks_M]
 
+    def sum_tails(self, rows: slice) -> Tensor:
+        """Return the sum of the sizes of ``rows``, token by token, padded to whole blocks.
+
+        After a draw, these are the sizes of the tails.
+        """
+        return self.size_NQU[rows].flatten(1).sum(0)
+
 
 class Sampler:
     """Draws samples from logits, for profile threshold or for profile tempered.
@@ -149,6 +156,8 @@ class Sampler:
         self.codec = codec
         self.knots = knots
         self._sizes: TokenSizes | None = None
+        #: The sizes of the tails of the last draw, which the next one overwrites.
+        self.tails: TokenSizes | BlockSizes | None = None
 
     def sample(self, logits_NV: Tensor, gold_N: Tensor, chance: Randomness) -> Sample:
         """Draw the sample of N positions. Each depends on its own logits alone, not on the batch.
@@ -176,6 +185,7 @@ class Sampler:
             found = {}
         # Sizes are 0 outside the tail now, so the draw can only find tokens of the tail.
         tail = _draw_tail(sizes, chance, self.codec.threshold)
+        self.tails = sizes
         heads_N = rows_H.new_zeros(len(gold_N)).scatter_add_(0, rows_H, torch.ones_like(rows_H))
         found |= {
             "known_logprobs": logits_NV.gather(1, known_NA).to(wide) - sizes.lse_N[:, None],

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from cache.manifest import CacheIdentity
-from cache.records import Records, Sequences
+from cache.records import Records, Sequences, TailSums
 from cache.store import CacheWriter
 from kd.capture.recording import TeacherReading
 from kd.capture.usefulness import HeldOutWatch
@@ -47,6 +47,10 @@ class RecordReader(Protocol):
 
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
         """Yield (sequences read, their records) per micro-batch."""
+        ...
+
+    def take_tail_sums(self) -> TailSums | None:
+        """Return the sums of the tails since the last call; None where they are not known."""
         ...
 
 
@@ -78,6 +82,17 @@ class SealedShard:
             "disk and copy the cache when it is complete, or store fewer bytes for a token: set "
             "cache.threshold higher, or choose another cache.profile."
         )
+
+
+@dataclass(frozen=True)
+class _WholeShard:
+    """A shard that was read: its parts, the sums of its tails, and the seconds of reading."""
+
+    index: int
+    sequences: Sequences
+    parts: list[Future[Records]]
+    tails: TailSums | None
+    read_seconds: float
 
 
 class ShardPipeline:
@@ -133,13 +148,15 @@ class ShardPipeline:
         self._queue.append((part, delivery.nbytes))
         self._read += delivery.nbytes
 
-    def seal(self, index: int, sequences: Sequences) -> None:
-        """Seal the parts that were added as shard ``index``, after the shard before it."""
+    def seal(self, index: int, sequences: Sequences, tails: TailSums | None = None) -> None:
+        """Seal the parts that were added as shard ``index``, after the shard before it.
+
+        ``tails`` are the sums of its tails.
+        """
         read_seconds = time.monotonic() - self._began
         self._wait_for_seal()
-        self._sealing = self._sealer.submit(
-            self._write, index, sequences, self._parts, read_seconds
-        )
+        whole = _WholeShard(index, sequences, self._parts, tails, read_seconds)
+        self._sealing = self._sealer.submit(self._write, whole)
         self._parts = []
         self._read = 0
         self._began = time.monotonic()
@@ -166,19 +183,17 @@ class ShardPipeline:
             self._waiting()
             self._sealing.result()
 
-    def _write(
-        self, index: int, sequences: Sequences, parts: list[Future[Records]], read_seconds: float
-    ) -> SealedShard:
+    def _write(self, whole: _WholeShard) -> SealedShard:
         """Write and seal one shard, in the sealing thread."""
-        records = Records.concatenate(part.result() for part in parts)
-        parts.clear()  # the joined records are in memory now
+        records = Records.concatenate(part.result() for part in whole.parts)
+        whole.parts.clear()  # the joined records are in memory now
         began = time.monotonic()
         disk_before = self._writer.disk_seconds
-        size = self._writer.write_shard(index, sequences, records)
+        size = self._writer.write_shard(whole.index, whole.sequences, records, whole.tails)
         seconds = time.monotonic() - began
         disk_seconds = self._writer.disk_seconds - disk_before
-        self._sealed(index, sequences, records)
-        return SealedShard(index, size, seconds, disk_seconds, read_seconds)
+        self._sealed(whole.index, whole.sequences, records)
+        return SealedShard(whole.index, size, seconds, disk_seconds, whole.read_seconds)
 
 
 class CaptureReport:
@@ -256,7 +271,7 @@ def record_shards(
                 left -= delivery.sequences
                 if not left:
                     report.tell_sealed(pipeline.finish())
-                    pipeline.seal(index, sequences)
+                    pipeline.seal(index, sequences, reader.take_tail_sums())
                 report.tell_sealed(pipeline.collect())
                 report.tell_read(delivery.sequences, delivery.positions)
                 if not report.is_end(index, left) and monitor.should_stop():

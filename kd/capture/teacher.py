@@ -29,14 +29,14 @@ from transformers import PreTrainedModel
 
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
-from cache.records import Records, Sequences
+from cache.records import Records, Sequences, TailSums
 from cache.store import Cache, CacheWriter, locate_lock, open_cache, verify_cache
 from cache.store import open_writer as open_for_capture
 from kd.capture.estimate import require_space
 from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan, make_provenance
-from kd.capture.recording import Recorder, SequenceStates, TeacherReading
+from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
 from kd.capture.remote import RemoteTeacher
 from kd.capture.shards import CaptureReport, RecordReader, record_shards
 from kd.capture.usefulness import HeldOutWatch
@@ -187,7 +187,9 @@ def fit_recorder(
     Several caches can be captured with one loaded teacher. Profile hidden stores the LM head;
     profile tempered needs a number of knots.
     """
-    recorder = Recorder(teacher.recorder.lm_head, writer.codec)
+    profile = plan.identity.codec.profile
+    meter = TailMeter(len(plan.corpus.train)) if profile == "threshold" else None
+    recorder = Recorder(teacher.recorder.lm_head, writer.codec, meter=meter)
     teacher = replace(teacher, recorder=recorder, monitor=monitor)
     if plan.identity.codec.profile == "hidden":
         # Only this profile has something to write before the first micro-batch is read.
@@ -229,6 +231,10 @@ class Teacher:
         """Yield (sequences read, their records) per micro-batch, as ``deliver`` does."""
         for delivery in self.deliver(sequences, first):
             yield delivery.sequences, delivery.encode()
+
+    def take_tail_sums(self) -> TailSums | None:
+        """Return the sums of the tails since the last call; None for most profiles."""
+        return self.recorder.take_tail_sums()
 
     @torch.no_grad()
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
@@ -308,7 +314,7 @@ class Teacher:
         counts = batch.count_targets()
         device = self.model.device
         batch = batch.pin().to(device) if device.type == "cuda" else batch
-        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.positions_BL)
+        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
         if device.type == "cpu":
             return_freed_memory()
         hidden_ND = hidden_BLD.flatten(0, 1)[batch.rows_N]

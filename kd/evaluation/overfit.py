@@ -118,6 +118,9 @@ class RepeatedSubset:
         """The teacher's LM head, from a hidden cache."""
         return self.source.teacher_head()
 
+    def tail_mean(self) -> None:
+        """None: the mean over the whole cache is not that of these sequences."""
+
     def read(
         self, indices: np.ndarray, draws: np.ndarray | int = 0
     ) -> tuple[Sequences, Records | None]:

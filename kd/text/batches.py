@@ -107,6 +107,10 @@ class Source(Protocol):
         """Return the teacher's LM head, if the records are its hidden states."""
         ...
 
+    def tail_mean(self) -> dict[str, NDArray[Any]] | None:
+        """Return the mean tail of the records, as ``cache.store.Cache.tail_mean`` does."""
+        ...
+
     def read(
         self, indices: np.ndarray, draws: np.ndarray | int = 0
     ) -> tuple[Sequences, Records | None]:
@@ -162,6 +166,9 @@ class PlainText:
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Raise ``LookupError``, because plain text has no teacher."""
         raise LookupError("plain text has no teacher")
+
+    def tail_mean(self) -> None:
+        """Return None: plain text has no records."""
 
     def read(self, indices: np.ndarray, draws: np.ndarray | int = 0) -> tuple[Sequences, None]:
         """Return the sequences of ``indices``: either all training ones or all held-out ones."""
@@ -553,6 +560,10 @@ class CachedRecords:
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Return the teacher's LM head, which a cache of profile hidden holds."""
         return self.store.teacher_head()
+
+    def tail_mean(self) -> dict[str, NDArray[Any]] | None:
+        """Return the mean tail; None where the cache has none."""
+        return self.store.tail_mean()
 
     def read(self, indices: np.ndarray, draws: int | np.ndarray = 0) -> tuple[Sequences, Records]:
         """Return the sequences of ``indices`` and their records; ``draws`` selects tail samples."""

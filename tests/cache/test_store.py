@@ -367,7 +367,7 @@ def test_a_mismatch_names_every_differing_field(plain):
 def test_a_newer_version_is_refused(plain_copy):
     document = json.loads((plain_copy / "manifest.json").read_bytes())
     del document["digest"]
-    (plain_copy / "manifest.json").write_bytes(sign_json({**document, "version": 5}))
+    (plain_copy / "manifest.json").write_bytes(sign_json({**document, "version": 6}))
     with pytest.raises(CacheMismatch, match="newer"):
         open_cache(plain_copy)
 

@@ -126,4 +126,5 @@ def _capture_shards(
                 found.append(teachers[each].recorder.record(hidden_ND, gold_N, number, positions_N))
             monitor.emit("progress", **meter.advance(1, len(gold_N)))
         for each, found in parts.items():
-            writers[each].write_shard(index, sequences, Records.concatenate(found))
+            tails = teachers[each].take_tail_sums()
+            writers[each].write_shard(index, sequences, Records.concatenate(found), tails)

@@ -83,6 +83,7 @@ class AlteredCache:
     validation_count = property(lambda self: self.source.validation_count)
     shard_sequences = property(lambda self: self.source.shard_sequences)
     identity = property(lambda self: f"{self.source.identity}, {self.name}")
+    disk_reads = property(lambda self: self.source.disk_reads)
 
     @property
     def codec(self) -> Codec:
@@ -92,6 +93,9 @@ class AlteredCache:
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """The teacher's LM head, if the cache has one."""
         return self.source.teacher_head()
+
+    def tail_mean(self) -> None:
+        """None: the mean tail is that of other records."""
 
     def read(
         self, indices: NDArray[Any], draws: int | NDArray[Any] = 0

@@ -94,10 +94,15 @@ class TrainingOnly:
     shard_sequences = property(lambda self: self.source.shard_sequences)
     identity = property(lambda self: self.source.identity)
     codec = property(lambda self: self.source.codec)
+    disk_reads = property(lambda self: self.source.disk_reads)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """The teacher's LM head, if the records are its hidden states."""
         return self.source.teacher_head()
+
+    def tail_mean(self) -> dict[str, NDArray[Any]] | None:
+        """The mean tail of the records, if they have one."""
+        return self.source.tail_mean()
 
     def read(self, indices: NDArray[Any], draws: NDArray[Any] | int = 0) -> Any:
         """Read the sequences of ``indices`` and their records."""
@@ -136,9 +141,14 @@ def _try_run(study: Study, row: Row, seed: int, monitor: Monitor) -> Finished | 
 
 def locate_run(study: Study, row: Row, seed: int, source: Source) -> Path:
     """Return the folder of a run, which is named after all that shapes its student."""
-    shaping = compute_resume_identity(study.make_job(row, seed), source.identity)
-    held_out = PlainText(study.text.corpus).identity
-    digest = hashlib.sha256(f"{shaping}\n{held_out}\n{study.untied}".encode()).hexdigest()[:12]
+    job = study.make_job(row, seed)
+    shaping = [
+        compute_resume_identity(job, source.identity),
+        PlainText(study.text.corpus).identity,
+        str(study.untied),
+        str(job.loss.tail_control),
+    ]
+    digest = hashlib.sha256("\n".join(shaping).encode()).hexdigest()[:12]
     return study.work / "runs" / f"{row.name}, seed {seed}, {digest}"
 
 

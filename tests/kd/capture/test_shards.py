@@ -20,7 +20,7 @@ import torch
 from bench.support.harness import PATIENCE_SECONDS
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.profiles import PROFILES
-from cache.records import Records, Sequences
+from cache.records import Records, Sequences, TailSums
 from cache.store import CacheWriter, open_writer, verify_cache
 from kd.capture import shards
 from kd.capture import teacher as reading
@@ -90,6 +90,9 @@ class Changed:
 
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
         return self.teacher.read(sequences, first)
+
+    def take_tail_sums(self) -> TailSums | None:
+        return self.teacher.take_tail_sums()
 
 
 @dataclass

@@ -57,6 +57,9 @@ class Numbered:
     def teacher_head(self) -> dict[str, np.ndarray]:
         raise LookupError("there is no teacher")
 
+    def tail_mean(self) -> None:
+        return None
+
     def read(self, indices: np.ndarray, draws: np.ndarray | int = 0) -> tuple[Sequences, None]:
         if self.broken in indices:
             raise OSError(f"sequence {self.broken} cannot be read")
