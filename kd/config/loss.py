@@ -185,6 +185,15 @@ class LossConfig(Section):
             "weights are scaled to mean 1 in each micro-batch. Above 0 uncertain tokens count more."
         ),
     )
+    tail_control: bool = Field(
+        True,
+        description=(
+            "Profile threshold: take most of the noise of the sampled tails out of the gradient of "
+            "the LM head, by the mean tail that the cache holds. The gradient keeps its mean. A "
+            "cache without a mean tail (merged, imported, or of an earlier version), a frozen LM "
+            "head and entropy_weighting train without."
+        ),
+    )
     features: FeatureConfig = Field(
         default_factory=FeatureConfig, description="Matching of hidden states, with profile hidden."
     )

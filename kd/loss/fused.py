@@ -37,6 +37,7 @@ from kd.loss.divergences import compute_divergence, compute_logit_gradient, comp
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.student_rows import StudentRows
+from kd.loss.tail_control import HeadCorrection
 from kd.loss.targets import TargetChunk, Targets, subtract_target_
 from kd.loss.whole_targets import Distribution, TopTarget
 from kd.models.lm_head import LMHead
@@ -67,14 +68,16 @@ def compute_distillation_loss(
     targets: Targets,
     objective: Objective,
     chunk_size: int | None = None,
+    correction: HeadCorrection | None = None,
 ) -> LossTerms:
     """Return the summed loss of N positions, with exact gradients.
 
     The gradients are those for the hidden states, for the LM head's weight and bias, and for the
     temperature of ``targets``. ``chunk_size`` is how many positions have logits at a time; None
-    lets ``kd.loss.chunk_size`` choose. Divide ``total`` by the number of targets of the whole
-    optimiser step, not of this micro-batch. Call backward once: it hands the gradients over without
-    a copy. Matrix products run in the dtype of ``hidden_ND``, everything else in float32 or better.
+    lets ``kd.loss.chunk_size`` choose. ``correction`` is a term that is added to ``kd``. Divide
+    ``total`` by the number of targets of the whole optimiser step, not of this micro-batch. Call
+    backward once: it hands the gradients over without a copy. Matrix products run in the dtype of
+    ``hidden_ND``, everything else in float32 or better.
     Raises ``ValueError`` for an objective that the targets cannot serve.
     """
     teacher = targets.teacher
@@ -98,7 +101,7 @@ def compute_distillation_loss(
         else (None, None)
     )
     weight_N = _compute_token_weights(targets, objective)
-    work = _LossInputs(lm_head, targets, objective, weight_N, chunk_size)
+    work = _LossInputs(lm_head, targets, objective, weight_N, chunk_size, correction)
     return LossTerms(
         *_FusedLMHead.apply(
             hidden_ND,
@@ -188,6 +191,7 @@ class _LossInputs:
     objective: Objective
     weight_N: Tensor | None
     chunk_size: int | None
+    correction: HeadCorrection | None
 
     @property
     def soft(self) -> float:
@@ -296,6 +300,28 @@ class _LossPass:
             process = functools.partial(self._process_chunk, room_NV)
         for chunk in split_into_chunks(work.targets, size, dtype, work.weight_N):
             process(chunk, hidden_ND)
+        if work.correction is not None:
+            self._add_correction(work.correction)
+
+    def _add_correction(self, correction: HeadCorrection) -> None:
+        """Add the term e . k (W m + bias), with its gradients k e mᵀ for W and k e for the bias.
+
+        e and m are the vectors of ``correction``, k is the scale of the LM head.
+        """
+        lm_head = self.work.lm_head
+        excess_V = correction.excess_V.double() * lm_head.scale
+        weight_VD = lm_head.weight[: lm_head.vocabulary]
+        logits_V = (weight_VD @ correction.direction_D.to(weight_VD.dtype)).double()
+        if lm_head.bias is not None:
+            logits_V += lm_head.bias[: lm_head.vocabulary]
+        self.kd += self.work.scale * (excess_V @ logits_V)
+        excess_V = excess_V * self.work.soft
+        if self.d_weight is not None:
+            d_weight_VD = self.d_weight[: lm_head.vocabulary]
+            factors = (excess_V, correction.direction_D)
+            d_weight_VD.addr_(*(each.to(d_weight_VD.dtype) for each in factors))
+        if self.d_bias is not None:
+            self.d_bias[: lm_head.vocabulary] += excess_V
 
     def _process_chunk(self, room_NV: Tensor, chunk: LossChunk, hidden_ND: Tensor) -> None:
         """Add one chunk in PyTorch; its logits use the memory ``room_NV``."""

@@ -36,8 +36,8 @@ class SparseTarget:
 
     The first ``candidate_count_N[n]`` entries are at least as probable as all tokens that are not
     among them, so the teacher's best token is one of them; 0 where there are no such entries.
-    ``normalized`` tells that the weights of every position sum to 1. A target of entries is its own
-    chunk.
+    ``normalized`` tells that the weights of every position sum to 1. ``tail_places_M`` are the
+    places of sampled entries among all; a chunk has none. A target of entries is its own chunk.
     """
 
     offsets_N1: Tensor
@@ -46,6 +46,7 @@ class SparseTarget:
     entropy_N: Tensor
     candidate_count_N: Tensor
     normalized: bool = False
+    tail_places_M: Tensor | None = None
 
     @property
     def whole(self) -> bool:
@@ -250,11 +251,12 @@ class _SampledEntries:
         counts_N = explicit_N + self.tail_count_N
         starts_N = counts_N.cumsum(0) - counts_N
         known_places_NA = starts_N[:, None] + torch.arange(known, device=starts_N.device)
+        tail_places_M = _find_places(starts_N + explicit_N, self.tail_count_N, self._row_M)
         place_E = torch.cat(
             [
                 known_places_NA.reshape(-1),
                 _find_places(starts_N + known, self.head_count_N, self._row_H),
-                _find_places(starts_N + explicit_N, self.tail_count_N, self._row_M),
+                tail_places_M,
             ]
         )
         ids_E = torch.cat([self.ids_NA.reshape(-1), self.head_ids_H, self.tail_ids_M])
@@ -265,6 +267,7 @@ class _SampledEntries:
             torch.empty_like(weights_E).scatter(0, place_E, weights_E),
             entropy_N,
             torch.where((self.head_count_N > 0) | known_leads_N, explicit_N, 0),
+            tail_places_M=tail_places_M,
         )
 
 

@@ -14,12 +14,14 @@ from cache.codec import UNKNOWN_ENTROPY, Codec
 from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
+from kd.config.loss import LossConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.loss.chunk_size import suits_kernels
 from kd.loss.decoder import TargetDecoder
 from kd.loss.features import FeatureLoss
 from kd.loss.objective import Objective
+from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
@@ -189,7 +191,20 @@ def _make_loss(
         logits_chunk=options.logits_chunk,
         steps=steps,
         clock=Stopwatch(device),
+        control=_make_control(config.loss, source, lm_head, device),
     )
+
+
+def _make_control(
+    config: LossConfig, source: Source, lm_head: LMHead, device: torch.device
+) -> TailControl | None:
+    """Make the control variate; None where the records or the loss have no use for one.
+
+    The cache's mean counts all positions alike, so it is of no use to a loss that does not.
+    """
+    useful = config.tail_control and config.entropy_weighting == 0.0
+    arrays = source.tail_mean() if useful and lm_head.weight.requires_grad else None
+    return None if arrays is None else TailControl(arrays, lm_head.weight.shape[1]).to(device)
 
 
 def _make_state(
@@ -202,6 +217,7 @@ def _make_state(
         "temperature": loss.temperature if loss.temperature.learned else None,
         "features": loss.features,
         "average": average,
+        "tail_control": loss.control,
     }
     return TrainState(
         model=loss.student,

@@ -31,9 +31,12 @@ def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
     """
     train = config.require_train()
     # A field whose value means what was done before it existed is left out.
-    unset: dict[str, Any] = {}
+    # The state of the control variate in a checkpoint tells whether the run has one.
+    unset: dict[str, Any] = {"loss": {"tail_control"}}
     if config.loss.router_balance is None:
-        unset["loss"] = {"router_balance"}
+        unset["loss"].add("router_balance")
+    if config.teacher is not None and config.teacher.quantization is None:
+        unset["teacher"] = {"quantization"}
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}

@@ -19,6 +19,9 @@ from kd.loss.features import FeatureLoss
 from kd.loss.fused import LossTerms, compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.ramps import evaluate_ramp
+from kd.loss.sparse_targets import SparseTarget
+from kd.loss.tail_control import HeadCorrection, TailControl
+from kd.loss.targets import Targets
 from kd.loss.temperature import TemperatureControl
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states
@@ -32,7 +35,8 @@ class StepLoss:
     """Everything that turns a micro-batch into a loss.
 
     ``steps`` is the length of the run, which schedules need; ``logits_chunk`` the positions whose
-    logits exist at once (None: chosen by the free memory).
+    logits exist at once (None: chosen by the free memory); ``control`` corrects for the noise of
+    sampled tails.
     """
 
     config: LossConfig
@@ -47,6 +51,7 @@ class StepLoss:
     logits_chunk: int | None
     steps: int
     clock: Stopwatch
+    control: TailControl | None = None
 
     def alpha_at(self, step: int) -> float:
         """The weight of the hard labels at ``step``."""
@@ -59,13 +64,21 @@ class StepLoss:
         with self.clock.phase("head"):
             targets = self.decoder.decode(batch.gold_N, batch.teacher, T)
             objective = self.objective.with_alpha(alpha)
+            correction = self._correct(hidden_ND, targets)
             terms = compute_distillation_loss(
-                hidden_ND, self.lm_head, targets, objective, self.logits_chunk
+                hidden_ND, self.lm_head, targets, objective, self.logits_chunk, correction
             )
             extra = [] if balance is None else [balance]
             if self.features is not None:
                 extra.append(self.features(hidden_ND, targets))
             return replace(terms, total=sum(extra, terms.total)) if extra else terms
+
+    def _correct(self, hidden_ND: Tensor, targets: Targets) -> HeadCorrection | None:
+        """Return the correction for the tails of ``targets``, and remember the hidden states."""
+        if self.control is None or not isinstance(targets.teacher, SparseTarget):
+            return None
+        self.control.observe(hidden_ND)
+        return self.control.correct(targets.teacher)
 
     def _run_student(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The student's hidden states (N, D), and the balance loss of its routers if it has one."""

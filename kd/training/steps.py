@@ -113,6 +113,8 @@ def forward_backward(run: Run, step: Step) -> None:
     Raises ``OutOfMemory``.
     """
     run.student.train()
+    if run.loss.control is not None:
+        run.loss.control.forget()
     # On the device and in float64: no micro-batch waits for the device, and long sums stay exact.
     sums = torch.zeros(4, device=run.device, dtype=torch.float64)
     with memory_errors(run.options, str(run.memory)):
@@ -230,6 +232,8 @@ def take_step(run: Run, step: Step) -> None:
         state.scheduler.step()
         statistics = StepStatistics(step.kd_loss, step.entropy, slope, step.loss_scale)
         run.loss.temperature.step(step.number, statistics)
+        if run.loss.control is not None:
+            run.loss.control.step()
         if run.average is not None:
             run.average.update()
     state.optimizer.zero_grad(set_to_none=True)

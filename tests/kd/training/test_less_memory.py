@@ -138,7 +138,11 @@ def test_checkpoints_from_before_the_field_are_resumed(tiny_teacher: Path, tiny_
     jobs = [make_job(tiny_teacher, tiny_text, base) for base in BASES]
     plain, rounded = (compute_resume_identity(each, "source") for each in jobs)
     assert plain != rounded
-    unknown: dict[str, Any] = {"student": {"lora": {"base"}}, "loss": {"router_balance"}}
+    unknown: dict[str, Any] = {
+        "student": {"lora": {"base"}},
+        "loss": {"router_balance", "tail_control"},
+        "teacher": {"quantization"},
+    }
     content = [
         jobs[0].model_dump_json(include={"student", "loss", "teacher"}, exclude=unknown),
         jobs[0].require_train().model_dump_json(exclude=FREE_FIELDS),

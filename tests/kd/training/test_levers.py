@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from cache.codec import KNOWN_STEP
 from cache.store import open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.errors import ConfigError, Interrupted
+from kd.errors import ConfigError, Interrupted, TrainingError
 from kd.loss.decoder import TargetDecoder
 from kd.loss.objective import Objective
 from kd.models.lm_head import find_lm_head
@@ -379,13 +381,66 @@ def test_without_the_floor_a_job_may_resume_what_was_begun_before_it_existed(
 ) -> None:
     plain = taught.config(train={"lm_head_floor": 0.0})
     content = [
-        plain.model_dump_json(include={"student", "loss"}, exclude={"loss": {"router_balance"}}),
+        plain.model_dump_json(
+            include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control"}}
+        ),
         plain.require_train().model_dump_json(exclude={*FREE_FIELDS, "lm_head_floor"}),
         "source",
     ]
     before = hashlib.sha256("\n".join(content).encode()).hexdigest()
     assert compute_resume_identity(plain, "source") == before
     assert compute_resume_identity(taught.config(), "source") != before
+
+
+def test_the_control_of_tails_changes_the_student_and_a_stop_does_not(
+    taught: Taught, tmp_path: Path
+) -> None:
+    config = taught.config("threshold")
+    whole = taught.train(config, tmp_path / "whole")
+    without = taught.config("threshold", loss={"tail_control": False})
+    assert not same(taught.train(without, tmp_path / "without"), whole)
+    for stop in (1, 3, 5):
+        with pytest.raises(Interrupted):
+            taught.train(config, tmp_path / "cut", stop_after(stop))
+    assert same(taught.train(config, tmp_path / "cut"), whole)
+
+
+def test_a_run_with_a_control_of_tails_does_not_go_on_without(
+    taught: Taught, tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted):
+        taught.train(taught.config("threshold"), tmp_path, stop_after(3))
+    without = taught.config("threshold", loss={"tail_control": False})
+    with pytest.raises(TrainingError, match="tail_control/direction_D"):
+        taught.train(without, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss": {"entropy_weighting": 1.0}}, {"student": {"lora": {"rank": 2}}}],
+    ids=["weights of positions", "a frozen LM head"],
+)
+def test_the_control_of_tails_is_left_out_where_it_is_of_no_use(
+    taught: Taught, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    if "student" in changes:
+        changes = {"student": {**changes["student"], "init": None, "from_teacher": {"layers": 1}}}
+    loss = changes.get("loss", {})
+    with_it = taught.config("threshold", **changes)
+    without = taught.config("threshold", **{**changes, "loss": {**loss, "tail_control": False}})
+    assert same(taught.train(with_it, tmp_path / "a"), taught.train(without, tmp_path / "b"))
+
+
+def test_the_mean_tail_is_that_of_the_training_text(taught: Taught) -> None:
+    """It is what the teacher says of the tails, at all training positions."""
+    store = open_cache(taught.home / "caches" / taught.fingerprints["threshold"])
+    found = store.tail_mean()
+    assert found is not None
+    _, records = store.read(store.train)
+    heads = np.exp(records["head_logprobs"] * -store.codec.head_step).sum()
+    known = np.exp(records["known"] * -KNOWN_STEP).sum()
+    mass = 1.0 - (heads + known) / len(records)
+    assert found["mean"].sum() == pytest.approx(mass, rel=1e-2)
 
 
 def test_a_run_by_windows_of_an_earlier_rule_is_not_resumed(
