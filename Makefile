@@ -47,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service \
+.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets

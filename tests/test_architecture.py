@@ -58,7 +58,8 @@ EXCEPTIONS = {
     "services/process/extras.py": {"packaging"},
     # It uses the kernels of this package where somebody has installed it.
     "kd/models/attention/kernels.py": {"flash_attn"},
-    # It rounds the weights of a teacher with this extra.
+    # Each uses the extra that holds torchao: the optimiser of 8 bits, and rounded teachers.
+    "kd/optim/eight_bit.py": {"torchao"},
     "kd/models/loading.py": {"torchao"},
     # Only this file holds kernels that a GPU compiles.
     "kd/kernels/triton_rows.py": {"triton"},

@@ -45,6 +45,7 @@ from triton.runtime import driver
 
 from kd.capture.block_sizes import BLOCK, LOWEST
 from kd.kernels import triton_rows
+from kd.kernels.rows import make_rows
 from kd.loss.student_rows import StudentRows
 from kd.models.lm_head import LMHead
 
@@ -121,7 +122,7 @@ def launch_loss(head: LMHead, dtype: torch.dtype, temperature: float, full: bool
 
 def launch_capture(dtype: torch.dtype, vocabulary: int) -> None:
     """Launch the kernels of a chunk of a capture."""
-    logits_NV = torch.zeros(ROWS, vocabulary, dtype=dtype)
+    logits_NV = make_rows(torch.zeros(0), ROWS, vocabulary, dtype).zero_()
     rows = triton_rows.reduce_rows(logits_NV, mean=True, least=LOWEST)
     triton_rows.reduce_blocks(logits_NV, rows.lse_N, BLOCK, LOWEST)
 

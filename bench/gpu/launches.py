@@ -38,7 +38,7 @@ from bench.support.launches import DeviceWork, as_on_a_gpu, count_device_work
 from bench.support.training import KEPT, prepare_run, step_by_hand
 from cache.profiles import PROFILES
 from cache.testing import make_codec, make_identity
-from kd.capture.recording import Recorder, SequenceStates
+from kd.capture.recording import Recorder, SequenceStates, TailMeter
 from kd.models.lm_head import LMHead
 from kd.training.run import Run
 
@@ -56,7 +56,10 @@ def count_capture_chunk(profile: str, sequences: int = 1) -> DeviceWork:
     generator = torch.Generator().manual_seed(0)
     weight_VD = torch.randn(VOCABULARY, WIDTH, generator=generator).bfloat16()
     recorder = Recorder(
-        LMHead(weight_VD, None, 1.0, None, VOCABULARY), codec, 5 if profile == "tempered" else 0
+        LMHead(weight_VD, None, 1.0, None, VOCABULARY),
+        codec,
+        5 if profile == "tempered" else 0,
+        TailMeter(sequences) if profile == "threshold" else None,
     )
     rows = [
         SequenceStates(

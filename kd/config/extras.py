@@ -19,6 +19,11 @@ NO_HARNESS = Problem(
     "the job asks for benchmark tasks, but lm-eval is not installed.",
     "Install it: pip install 'potstill[eval]'; or remove the tasks.",
 )
+NO_TORCHAO = Problem(
+    "/train/optim",
+    "adamw_8bit needs torchao, which is not installed.",
+    "Install it: pip install 'potstill[quantization]'; or set train.optim to adamw.",
+)
 NO_QUANTIZER = Problem(
     "/teacher/quantization",
     "the job quantises the teacher, but torchao is not installed.",
@@ -41,7 +46,11 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
         for place, name in enumerate(reported)
         if not any(map(find_spec, TRACKER_MODULES[name]))
     ]
-    if config.train is not None and config.train.optim == "adamw_8bit" and not _has_torchao():
+    if (
+        config.train is not None
+        and config.train.optim == "adamw_8bit"
+        and not is_torchao_installed()
+    ):
         problems.append(NO_TORCHAO)
     return problems + find_missing_harness(config)
 
@@ -49,11 +58,17 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
 def find_missing_quantizer(config: JobConfig) -> list[Problem]:
     """Find that the job quantises its teacher but torchao is not installed."""
     wanted = config.runs_teacher and config.teacher is not None and config.teacher.quantization
-    return [NO_QUANTIZER] if wanted and not is_quantizer_installed() else []
+    return [NO_QUANTIZER] if wanted and not is_torchao_installed() else []
 
 
-def is_quantizer_installed() -> bool:
-    """Whether torchao is installed, which quantises the weights of a teacher."""
+def require_torchao(problem: Problem) -> None:
+    """Raise ``ConfigError`` with ``problem`` where torchao is not installed."""
+    if not is_torchao_installed():
+        raise ConfigError([problem])
+
+
+def is_torchao_installed() -> bool:
+    """Whether torchao is installed, which quantises weights and the states of optimisers."""
     return find_spec("torchao") is not None
 
 

@@ -23,7 +23,11 @@ from transformers import PreTrainedModel
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.capture.sampling import PASS_ELEMENTS
 from kd.config.train import ROUNDING_OPTIMIZERS, TrainConfig
-from kd.loss.fused import choose_chunk_positions, choose_gpu_chunk_positions
+from kd.loss.chunk_size import (
+    PLAIN_LOGIT_BYTES,
+    choose_chunk_positions,
+    choose_gpu_chunk_positions,
+)
 from kd.memory.activation_checkpointing import compute_group_sizes
 from kd.memory.auto_batch import resize_micro_batch
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
@@ -287,7 +291,7 @@ class TrainingPhase:
 
         Those of float16 are taken from bfloat16, which is as wide.
         """
-        name = place.choose_precision(self.options.precision)
+        name = self._choose_precision(place)
         return self.saved["bf16" if name == "fp16" else name]
 
     def estimate_training_memory(self, place: Place) -> PhaseMemory:

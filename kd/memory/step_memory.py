@@ -32,9 +32,13 @@ from kd.optim.state_size import (
     count_optimizer_bytes,
     count_trained_bytes,
 )
+from kd.text.packed_rows import PackedRows
 
 #: Bytes of a number of the sum over chunks that becomes the gradient of the LM head.
 _SUM_BYTES = 4
+
+#: Bytes of a logit and its gradient in float32, where plain operations compute the loss.
+_LOGIT_AND_GRADIENT = 8
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,8 @@ def estimate_memory(
         gradients=sum(_count_weight_bytes(each, options) for each in trained),
         optimizer=estimate_optimizer_bytes(student, options),
         activations=_estimate_activation_bytes(student, options, sequence_length, saved),
-        head=_estimate_lm_head_bytes(
-            student,
-            options,
-            sequence_length,
-            options.logits_chunk or chunk or choose_chunk_positions(vocabulary, student.device),
-            vocabulary,
-            precision,
-        ),
+        head=_estimate_lm_head_bytes(student, options, positions, precision)
+        + min(chunk, positions) * vocabulary * logit_bytes,
     )
 
 
@@ -137,27 +135,19 @@ def _count_bytes(tensor: Tensor) -> int:
 
 
 def _estimate_lm_head_bytes(
-    student: PreTrainedModel,
-    options: TrainConfig,
-    sequence_length: int,
-    chunk: int,
-    vocabulary: int,
-    precision: Precision,
+    student: PreTrainedModel, options: TrainConfig, positions: int, precision: Precision
 ) -> int:
-    """Bytes of the LM head beside its weight.
+    """Bytes of the LM head beside its weight and a chunk of logits.
 
     They are the gradient of the weight before it is added to the others, the weight cast to the
     precision, and the hidden states with their gradient.
     """
     weight = student.get_output_embeddings().weight
-    positions = options.batch_size * sequence_length
-    chunk = min(chunk, positions)
     copy = weight.numel() * precision.dtype.itemsize
     cast = copy if copy < _count_weight_bytes(weight, options) else 0
     states = 2 * positions * weight.shape[1] * precision.dtype.itemsize
     # The gradient of the weight is a sum in float32, whatever the weight is in.
-    gradient = _SUM_BYTES * weight.numel() * weight.requires_grad
-    return 2 * 4 * chunk * vocabulary + gradient + cast + states
+    return _SUM_BYTES * weight.numel() * weight.requires_grad + cast + states
 
 
 # ---------------------------------------------------------------------- activations

@@ -76,10 +76,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOP of products, bytes between memory and processor, and bytes between device and host."""
+    """FLOP of products, bytes between memory and processor, and bytes between device and host.
+
+    ``head_gradient`` are those of ``bytes`` that the gradient of the LM head's weight takes.
+    """
 
     flops: float
     bytes: float
+    head_gradient: float = 0.0
     transferred: float = 0.0
 
     @classmethod
@@ -100,7 +104,7 @@ class Work:
             + gradient
         )
         flops = body * (1 + backward + run.recomputed) + head * (1 + backward)
-        return cls(flops, moved, 2 * run.offloaded_bytes)
+        return cls(flops, moved, gradient, 2 * run.offloaded_bytes)
 
     def seconds(self, rates: DeviceRates, dtype: str, tf32: bool, utilization: float) -> float:
         """The time on a device of these ``rates`` at the share ``utilization`` of them."""

@@ -23,7 +23,7 @@ from transformers import (
     TorchAoConfig,
 )
 
-from kd.config.extras import NO_QUANTIZER, is_quantizer_installed
+from kd.config.extras import NO_QUANTIZER, require_torchao
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, ModelError, format_first_line
@@ -202,8 +202,7 @@ def make_quantization_config(quantization: str, device: torch.device) -> TorchAo
     model. int4 has a scale and an offset for each 128 numbers of a row. Raises ``ConfigError``
     where torchao is missing, or ``device`` cannot compute with int4.
     """
-    if not is_quantizer_installed():
-        raise ConfigError([NO_QUANTIZER])
+    require_torchao(NO_QUANTIZER)
     require_quantization(quantization, device)
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 

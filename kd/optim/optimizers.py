@@ -26,7 +26,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
-from kd.config.extras import require_torchao
+from kd.config.extras import NO_TORCHAO, require_torchao
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 from kd.models.layers import find_decoder_layers, list_layer_parameters
@@ -168,7 +168,7 @@ def _choose_class_and_settings(
         factory = RoundedAdamW if options.is_pure_bfloat16 else AdamW
         return factory, {**adam, "fused": True if device.type in _FUSED_DEVICES else None}
     if name == "adamw_8bit":
-        require_torchao()
+        require_torchao(NO_TORCHAO)
         from kd.optim.eight_bit import EightBitAdamW
 
         return EightBitAdamW, {**adam, "bf16_stochastic_round": options.is_pure_bfloat16}

@@ -165,16 +165,15 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:
-    """Find what ``device`` cannot compute, before a capture."""
+    """Find what ``device`` or the student's base does not have, before a capture."""
     if device is None:
         return []
-    if device.type == "cpu" and config.train.activation_offload:
+    if device.type == "cpu" and config.train is not None and config.train.activation_offload:
         return [_OFFLOAD_WITHOUT_GPU, *_find_precision_problems(config, device)]
     return _find_precision_problems(config, device)
 
 
 def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Problem]:
-    assert config.train is not None, "only a training has a precision"
     # This imports torch, which a caller that has a device has imported already.
     from kd.models.precision import Precision, require_quantization
 

@@ -25,18 +25,18 @@ pytestmark = [
 ]
 #: Launches and waits of today.
 CAPTURE = {
-    "capture: a chunk, threshold": (120, 3),
-    "capture: a chunk, tempered": (151, 4),
-    "capture: a chunk, topk": (19, 0),
-    "capture: a chunk, dense": (16, 0),
-    "capture: a chunk, hidden": (19, 0),
-    "capture: a chunk, threshold, positions of 4 sequences": (126, 3),
+    "capture: a chunk, threshold": (129, 3),
+    "capture: a chunk, tempered": (152, 4),
+    "capture: a chunk, topk": (20, 0),
+    "capture: a chunk, dense": (17, 0),
+    "capture: a chunk, hidden": (20, 0),
+    "capture: a chunk, threshold, positions of 4 sequences": (174, 3),
 }
 TRAINING = {
     "loss: a chunk with records": (92, 0),
     "training: a layer of the student": (99, 0),
-    "training: a micro-batch, without its layers": (246, 2),
-    "training: a micro-batch of packed rows, waits alone": (0, 3),
+    "training: a micro-batch, without its layers": (239, 1),
+    "training: a micro-batch of packed rows, waits alone": (0, 2),
     "training: a step, without its micro-batches": (17, 2),
 }
 

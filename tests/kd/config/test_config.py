@@ -29,7 +29,7 @@ from tests.support.kd.jobs import (
     changed,
     problems,
 )
-from tests.support.kd.optimizers import needs_torchao
+from tests.support.kd.quantizers import needs_torchao
 
 # ---------------------------------------------------------------------- unknown keys
 

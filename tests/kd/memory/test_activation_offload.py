@@ -24,6 +24,7 @@ from kd.memory.step_memory import count_offloaded_bytes, estimate_memory, fit_sa
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision, round_parameters
+from kd.text.packed_rows import PackedRows
 from tests.support.kd.students import make_llama
 from tests.support.kd.zoo import build
 
@@ -49,7 +50,7 @@ def compute_gradients(
     tokens_BL = torch.randint(vocabulary, (BATCH, LENGTH))
     positions_BL = torch.arange(LENGTH).remainder(LENGTH // 2).expand(BATCH, LENGTH)
     with precision.autocast():
-        hidden_BLD = compute_hidden_states(student, tokens_BL, positions_BL)
+        hidden_BLD = compute_hidden_states(student, tokens_BL, PackedRows.of(positions_BL))
     hidden_BLD.float().square().sum().backward()
     gradients = [p.grad for p in student.parameters() if p.grad is not None]
     student.zero_grad(set_to_none=True)

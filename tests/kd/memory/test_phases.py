@@ -27,7 +27,14 @@ from kd.memory.phases import (
 )
 from kd.memory.rates import measure_rates
 from kd.memory.step_memory import estimate_memory
-from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, compute_cost
+from kd.memory.work import (
+    ASSUMED_UTILIZATION,
+    ModelWork,
+    Pass,
+    Work,
+    compute_cost,
+    count_head_gradient_bytes,
+)
 from kd.models.folder import ModelFolder
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision

@@ -24,8 +24,10 @@ from kd.memory.step_memory import (
 )
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision, round_parameters
+from kd.text.packed_rows import PackedRows
 from tests.support.kd.memory_script import run_memory_script
-from tests.support.kd.optimizers import measure_optimizer_bytes, needs_torchao
+from tests.support.kd.optimizers import measure_optimizer_bytes
+from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.students import make_llama
 from tests.support.kd.zoo import build
 
@@ -83,7 +85,16 @@ def make_wide_mixtral() -> PreTrainedModel:
 
 @pytest.mark.parametrize("make", [make_student, make_gpt2, make_mixtral])
 @pytest.mark.parametrize(
-    "optim", ["adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", "schedule_free"]
+    "optim",
+    [
+        "adamw",
+        pytest.param("adamw_8bit", marks=needs_torchao),
+        "adafactor",
+        "muon",
+        "lion",
+        "lars",
+        "schedule_free",
+    ],
 )
 def test_the_optimiser_s_state_is_what_it_really_keeps(optim: str, make: Any) -> None:
     options = make_options(optim=optim)
@@ -255,6 +266,7 @@ from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.step_memory import estimate_memory, read_peak_memory, reset_peak_memory
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision, round_parameters
+from kd.text.packed_rows import PackedRows
 
 CPU = torch.device("cpu")
 B = 4

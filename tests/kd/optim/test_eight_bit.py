@@ -16,7 +16,7 @@ from kd.config.train import TrainConfig
 from kd.errors import ConfigError
 from kd.optim.optimizers import find_eight_bit_weights, make_optimizer
 from kd.optim.schedules import make_scheduler
-from tests.support.kd.optimizers import needs_torchao
+from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.students import make_llama
 from tests.support.kd.zoo import build
 

@@ -20,7 +20,7 @@ from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
-from tests.support.kd.optimizers import needs_torchao
+from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.students import assert_same, copy_weights, make_llama
 from tests.support.kd.training import make_text_job, stop_after
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.optim.optimizers import make_optimizer
-
-needs_torchao = pytest.mark.skipif(
-    find_spec("torchao") is None, reason="needs torchao (pip install 'potstill[quantization]')"
-)
 
 
 def measure_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:

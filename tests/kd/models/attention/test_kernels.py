@@ -30,6 +30,7 @@ from kd.models.attention.kernels import (
     shares_keys,
 )
 from kd.models.layers import compute_hidden_states
+from kd.text.packed_rows import PackedRows
 
 H100 = AttentionTraits(
     capability=(9, 0),
@@ -302,9 +303,10 @@ def measure_packed_difference(model: PreTrainedModel) -> float:
     lengths = (70, 7, 51)
     device = model.device
     tokens_1L = torch.randint(1, 101, (1, sum(lengths)), device=device)
-    positions_1L = torch.cat([torch.arange(each) for each in lengths])[None].to(device)
+    positions_1L = torch.cat([torch.arange(each) for each in lengths])[None]
     with torch.no_grad():
-        packed_1LD = compute_hidden_states(model, tokens_1L, positions_1L)
+        packed = PackedRows.of(positions_1L).map(lambda each: each.to(device))
+        packed_1LD = compute_hidden_states(model, tokens_1L, packed)
         documents = tokens_1L.split(lengths, 1)
         alone_1LD = torch.cat([compute_hidden_states(model, each) for each in documents], 1)
     return float((packed_1LD - alone_1LD).abs().max() / alone_1LD.abs().max())
