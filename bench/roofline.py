@@ -62,8 +62,8 @@ MEASURED_COLUMNS = (
 LEGEND = """\
 N: parameters of the layers that a token meets. P: all parameters. A: width of all heads of all
 layers. C: tokens of a document. D: hidden width. V: vocabulary. M: tokens of a micro-batch.
-S: bytes that autograd keeps for a token. c: positions of a chunk of logits. w: bytes of a weight, 2
-in a capture and 4 in a training."""
+S: bytes that autograd keeps for a token. c: positions of a chunk of logits. k: chunks of a
+micro-batch. w: bytes of a weight, 2 in a capture and 4 in a training."""
 
 
 @dataclass(frozen=True)

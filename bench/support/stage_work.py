@@ -179,6 +179,7 @@ def make_capture_stage(sizes: Sizes, model: str, rows: str, document: int, row: 
             sequences=count,
             targets=document - 1,
             item_bytes=4 if place.auto == "fp32" else 2,
+            quantization=None,
             records=0,
             seconds=None,
         )
@@ -217,6 +218,7 @@ def make_training(sizes: Sizes) -> TrainingPhase:
         loader=0,
         saved={name: fit_layers(sizes, name) for name in ("fp32", "bf16")},
         model=count_model_work(hollow, sizes.vocabulary),
+        suits_kernels=True,
     )
 
 
@@ -237,7 +239,10 @@ def make_step_stage(sizes: Sizes, training: TrainingPhase, rows: str, row: int) 
         document=sizes.document,
         row=row,
         tokens=sizes.tokens,
-        formulas=("3 (2 N + 2 A C + 2 D V)", "3 w P / M + 16 V + 2 S + 28 P / M"),
+        formulas=(
+            "3 (2 N + 2 A C + 2 D V)",
+            "3 w P / M + 16 V + 2 S + 28 P / M + (8 k + 4) D V / M",
+        ),
         settings=tuple(
             Setting(f"checkpointing {how}", partial(count_work, how), partial(count_memory, how))
             for how in CHECKPOINTING
@@ -278,7 +283,10 @@ def make_head_stage(sizes: Sizes) -> Stage:
         chunk = place.choose_chunk(vocabulary, place.process + 10 * size)
         chunks = -(-positions // chunk)
         run = Pass(positions, positions, 0, micro_batches=chunks, trains=True)
-        return Work.of(model, run, 4)
+        found = Work.of(model, run, 4)
+        # A chunk reads the weight twice in 16 bits, and reads and writes its gradient in float32:
+        # together the 12 bytes of three reads in float32, so the gradient is counted already.
+        return replace(found, bytes=found.bytes - found.head_gradient, head_gradient=0.0)
 
     return Stage(
         name="LM head",

@@ -24,7 +24,7 @@ from bench.support.quality.study import SHARD_SEQUENCES, Study
 from bench.support.warm import MODELS, get_warm_python
 from cache.codec import TOP_STEP, UNKNOWN
 from cache.records import Records, Sequences
-from cache.store import open_cache
+from cache.store import TAIL_SUMS, open_cache
 from kd.capture.teacher import capture_cache
 from kd.config.jobfile import load_config
 from kd.errors import DataError
@@ -116,7 +116,9 @@ def read_losses(work: Path) -> dict[str, list[float]]:
 
 
 def list_times(work: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.is_file()}
+    """When each file was written, but for the sums that are removed when a cache is sealed."""
+    files = (path for path in work.rglob("*") if path.is_file())
+    return {path: path.stat().st_mtime_ns for path in files if TAIL_SUMS not in path.parts}
 
 
 # ---------------------------------------------------------------------- kills and resuming
