@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 SUM_ARRAYS = ("counts", "sums", "squares")
 #: The arrays of the whole cache.
 MEAN_ARRAYS = ("mean", "share")
+#: Step of the logarithm of a mean, and the code of a mean of 0.
+_MEAN_STEP = 2.0**-8
+_NO_MEAN = 2**16 - 1
 #: Sequences that are checked at once, so that a check needs little memory beside them.
 _ROWS_AT_ONCE = 4096
 
@@ -228,7 +231,7 @@ class TailSums:
         return {"counts": counts, "sums": self.sum_V, "squares": self.square_V}
 
     def compute_mean(self, threshold: float) -> dict[str, NDArray[np.float32]]:
-        """Compute the arrays ``MEAN_ARRAYS`` of a cache with this threshold, tau above.
+        """Compute b and c of a cache with this threshold, tau above, under ``MEAN_ARRAYS``.
 
         The variance of s needs two sequences: with fewer every share is 0.
         """
@@ -241,3 +244,23 @@ class TailSums:
             sampled_V = threshold * mean_V
             np.divide(sampled_V, sampled_V + text_V, out=share_V, where=mean_V > 0)
         return {"mean": mean_V.astype(np.float32), "share": share_V.astype(np.float32)}
+
+
+def encode_tail_mean(mean: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
+    """Encode the result of ``TailSums.compute_mean`` in three bytes a token.
+
+    ``mean`` is in steps of its logarithm of 2^-8 nats, which is 0.2 % at the most; a mean of 0 has
+    the largest code. ``share`` is in steps of 1/255.
+    """
+    logs_V = np.log(mean["mean"], out=np.full(len(mean["mean"]), -np.inf), where=mean["mean"] > 0)
+    steps_V = np.minimum(np.rint(logs_V / -_MEAN_STEP), _NO_MEAN)
+    shares_V = np.rint(mean["share"] * 255)
+    return {"mean": steps_V.astype(np.uint16), "share": shares_V.astype(np.uint8)}
+
+
+def decode_tail_mean(stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
+    """Decode what ``encode_tail_mean`` returns."""
+    mean_V = np.exp(stored["mean"].astype(np.float64) * -_MEAN_STEP)
+    mean_V[stored["mean"] == _NO_MEAN] = 0.0
+    share_V = stored["share"] / 255
+    return {"mean": mean_V.astype(np.float32), "share": share_V.astype(np.float32)}

@@ -56,7 +56,15 @@ from cache.reading.arrays import (
 )
 from cache.reading.disk import DiskReads
 from cache.reading.memory import KeptValues
-from cache.records import MEAN_ARRAYS, SUM_ARRAYS, Records, Sequences, TailSums
+from cache.records import (
+    MEAN_ARRAYS,
+    SUM_ARRAYS,
+    Records,
+    Sequences,
+    TailSums,
+    decode_tail_mean,
+    encode_tail_mean,
+)
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
 
 MANIFEST = "manifest.json"
@@ -208,7 +216,7 @@ class CacheWriter:
         ]
         if len(parts) == len(names):
             mean = TailSums.join(parts).compute_mean(self.identity.codec.threshold)
-            self._write_once(TAIL_MEAN, dict(mean))
+            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
         with storage_errors(self.folder):
             remove_path(self.folder / TAIL_SUMS)
 
@@ -394,7 +402,9 @@ class Cache:
         Caches of profile threshold have it whose records a local teacher made.
         """
         entry = self.manifest.tail_mean
-        return self._read_folder(TAIL_MEAN, entry, MEAN_ARRAYS) if entry.digest else None
+        if not entry.digest:
+            return None
+        return dict(decode_tail_mean(self._read_folder(TAIL_MEAN, entry, MEAN_ARRAYS)))
 
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
         with reading(self.folder):

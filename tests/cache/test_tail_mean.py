@@ -10,7 +10,7 @@ import pytest
 
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.manifest import FORMAT_VERSION, PLAIN_FORMAT_VERSION
-from cache.records import TailSums
+from cache.records import TailSums, decode_tail_mean, encode_tail_mean
 from cache.store import TAIL_SUMS, Cache, open_cache, open_writer, verify_cache
 from cache.testing import PROVENANCE, make_codec, make_identity, make_shard
 
@@ -37,7 +37,10 @@ def write_cache(root: Path, without: int | None = None) -> Cache:
 def test_a_cache_holds_the_mean_of_the_sums_of_its_shards(tmp_path: Path) -> None:
     store = write_cache(tmp_path)
     sums = TailSums.join(make_sums(index) for index in range(IDENTITY.shard_count))
-    expected = sums.compute_mean(IDENTITY.codec.threshold)
+    mean = sums.compute_mean(IDENTITY.codec.threshold)
+    expected = decode_tail_mean(encode_tail_mean(mean))
+    np.testing.assert_allclose(expected["mean"], mean["mean"], rtol=2.1e-3)
+    np.testing.assert_allclose(expected["share"], mean["share"], atol=0.51 / 255)
     found = store.tail_mean()
     assert found is not None
     assert found.keys() == expected.keys()
@@ -51,6 +54,15 @@ def test_a_cache_holds_the_mean_of_the_sums_of_its_shards(tmp_path: Path) -> Non
     assert not (store.folder / TAIL_SUMS).exists()
     manifest = json.loads((store.folder / "manifest.json").read_bytes())
     assert manifest["version"] == FORMAT_VERSION
+
+
+def test_a_mean_of_zero_and_the_least_one_are_kept() -> None:
+    mean = np.array([0.0, 1e-40, 1e-12, 0.04, 1.0], np.float32)
+    share = np.array([0.0, 1.0, 0.5, 0.25, 0.0], np.float32)
+    found = decode_tail_mean(encode_tail_mean({"mean": mean, "share": share}))
+    assert found["mean"][0] == 0
+    np.testing.assert_allclose(found["mean"], mean, rtol=2.1e-3)
+    np.testing.assert_allclose(found["share"], share, atol=0.51 / 255)
 
 
 def test_without_the_sums_of_a_shard_there_is_no_mean(tmp_path: Path) -> None:
