@@ -111,7 +111,7 @@ class RepeatedSubset:
 
     @property
     def disk_reads(self) -> DiskReads | None:
-        """What was read from the disk so far."""
+        """Bytes and seconds of reading from the disk so far."""
         return self.source.disk_reads
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:

@@ -100,7 +100,7 @@ class Source(Protocol):
 
     @property
     def disk_reads(self) -> DiskReads | None:
-        """What was read from the disk so far; None if all sequences are in memory."""
+        """Bytes and seconds of reading from the disk so far; None if all is in memory."""
         ...
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
@@ -554,7 +554,7 @@ class CachedRecords:
 
     @property
     def disk_reads(self) -> DiskReads:
-        """What was read from the disk so far."""
+        """Bytes and seconds of reading from the disk so far."""
         return self.store.disk_reads
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
