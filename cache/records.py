@@ -237,7 +237,7 @@ class TailSums:
         """
         mean_V = self.sum_V / max(self.positions, 1)
         share_V = np.zeros_like(mean_V)
-        if self.sequences > 1:
+        if self.sequences > 1 and self.positions > 0:
             spread_V = self.square_V - self.sum_V**2 / self.sequences
             apart = self.positions * (self.sequences - 1) / self.sequences
             text_V = spread_V.clip(min=0.0) / apart

@@ -65,6 +65,12 @@ def test_a_mean_of_zero_and_the_least_one_are_kept() -> None:
     np.testing.assert_allclose(found["share"], share, atol=0.51 / 255)
 
 
+def test_sequences_without_a_target_have_no_mean() -> None:
+    found = TailSums(2, 0, np.zeros(3), np.zeros(3)).compute_mean(0.04)
+    assert not found["mean"].any()
+    assert not found["share"].any()
+
+
 def test_without_the_sums_of_a_shard_there_is_no_mean(tmp_path: Path) -> None:
     store = write_cache(tmp_path, without=1)
     assert store.tail_mean() is None
