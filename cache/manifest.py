@@ -31,9 +31,9 @@ from cache.errors import CacheCorrupt, CacheMismatch
 from cache.profiles import PROFILES
 
 FORMAT = "potstill-cache"
-#: Newest version of the folder's layout: a cache with a mean tail, or of a quantised teacher. A
-#: cache has the lowest version that describes it, so that a program which does not know of a part
-#: refuses the cache by name.
+#: Newest version of the folder's layout: a cache with a mean tail, or of a teacher that was
+#: quantised or spread over devices. A cache has the lowest version that describes it, so that a
+#: program which does not know of a part refuses the cache by name.
 FORMAT_VERSION = 5
 #: The version of a cache with an overruled verdict.
 OVERRULED_FORMAT_VERSION = 4
@@ -49,6 +49,8 @@ COSINES_VERSION = 3
 #: float32. A cache without it holds logits that were rounded to the teacher's dtype.
 WIDE_LOGITS = 2
 _HALF_DTYPES = ("bfloat16", "float16")
+#: The fields of a teacher's identity that are left out where they are empty.
+_LEFT_OUT = ("quantization", "parallel")
 _REMEDY = "Delete the cache's folder and capture it again."
 #: Bits of a number that a user may choose, for the profiles that have a choice.
 _BITS = {"dense": (16, 32), "hidden": (8, 16)}
@@ -64,13 +66,19 @@ def choose_codec_version(profile: str, bits: int, dtype: str = "") -> int:
 class TeacherIdentity:
     """The teacher: sha256 of its weights as they are stored, and the dtype of its forward pass.
 
-    ``quantization`` is int8 or int4 where its weights were quantised when they were loaded; empty
-    where they were not.
+    ``quantization`` is int8 or int4 where its weights were quantised when they were loaded, and
+    ``parallel`` says how they were spread over several devices; each is empty where they were not.
     """
 
     model_sha256: str
     dtype: str
     quantization: str = ""
+    parallel: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the weights were used as they are stored, on one device."""
+        return not self.quantization and not self.parallel
 
     def describe_precision(self) -> str:
         """Return the precision in words, such as ``bfloat16, weights in int8``."""
@@ -208,10 +216,11 @@ class CacheIdentity:
     def to_json(self) -> dict[str, Any]:
         """Return the identity as plain JSON values; ``from_json`` is the inverse."""
         document = asdict(self)
-        # Left out where it is empty: caches of plain weights keep the fingerprint that they had
-        # before there were quantised teachers.
-        if not self.teacher.quantization:
-            del document["teacher"]["quantization"]
+        # Left out where they are empty: caches of plain weights on one device keep the fingerprint
+        # that they had before there were other teachers.
+        for name in _LEFT_OUT:
+            if not document["teacher"][name]:
+                del document["teacher"][name]
         return document
 
     @classmethod
@@ -222,11 +231,11 @@ class CacheIdentity:
 
 
 def _add_left_out(identity: object) -> object:
-    """Return the JSON of an identity with the field that ``to_json`` leaves out."""
+    """Return the JSON of an identity with the fields that ``to_json`` leaves out."""
     teacher = identity.get("teacher") if isinstance(identity, dict) else None
     if not isinstance(identity, dict) or not isinstance(teacher, dict):
         return identity
-    return {**identity, "teacher": {"quantization": "", **teacher}}
+    return {**identity, "teacher": {**dict.fromkeys(_LEFT_OUT, ""), **teacher}}
 
 
 def list_differences(expected: CacheIdentity, got: CacheIdentity) -> list[str]:
@@ -367,7 +376,7 @@ class Manifest:
         return sign_json({"format": FORMAT, "version": version, **content})
 
     def _choose_version(self) -> int:
-        if self.identity.teacher.quantization or self.tail_mean.digest:
+        if not self.identity.teacher.plain or self.tail_mean.digest:
             return FORMAT_VERSION
         return PLAIN_FORMAT_VERSION if self.overruled is None else OVERRULED_FORMAT_VERSION
 

@@ -59,7 +59,7 @@ from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import TargetChunk
 from kd.loss.whole_targets import TopTarget, decode_lm_head
 from kd.models.folder import compute_fingerprint, is_remote_code_allowed, resolve_model
-from kd.models.layers import compute_hidden_states, require_context
+from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
@@ -126,7 +126,7 @@ class LiveTeacher:
     @torch.no_grad()
     def compute_states(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Return hidden states (N, D) and next tokens (N,) of all targets of ``sequences``."""
-        batch = make_batch(sequences, None).to(self.model.device)
+        batch = make_batch(sequences, None).to(find_device(self.model))
         hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
         return hidden_BLD.flatten(0, 1)[batch.rows_N], batch.gold_N
 
@@ -166,6 +166,8 @@ class TeacherLocation:
             revision=None if name else provenance.teacher_revision or None,
             gguf_file=gguf_file,
             trust_remote_code=is_remote_code_allowed(),
+            # One process runs it here, however many did in the capture.
+            parallel="device_map" if store.identity.teacher.parallel else "none",
         )
         folder = resolve_model(config.model, config.revision)
         return cls(
@@ -214,7 +216,7 @@ def measure_fidelity(
     the same rows. ``waiting`` is called between the parts of the work, and may raise to give up.
     """
     codec = replace(store.codec, draws=1)  # one of the stored draws of each position is read
-    device = live.model.device
+    device = find_device(live.model)
     lm_head = (
         decode_lm_head(store.teacher_head(), codec.vocabulary_size, device)
         if codec.profile == "hidden"

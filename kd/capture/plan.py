@@ -116,7 +116,7 @@ def make_capture_plan(
 
 
 def _identify_teacher(config: JobConfig, folder: Path, monitor: Monitor) -> TeacherIdentity:
-    """Identify the teacher by its weights, their precision and their quantisation.
+    """Identify the teacher by its weights, their precision, and how they are rounded and spread.
 
     The weights of a remote teacher cannot be seen: it is identified by its address and name.
     """
@@ -127,8 +127,13 @@ def _identify_teacher(config: JobConfig, folder: Path, monitor: Monitor) -> Teac
     dtype = choose_teacher_dtype(config.teacher, folder, pick_device())
     waiting = partial(monitor.check, "while the teacher's files were read")
     digest = compute_fingerprint(folder, config.teacher.gguf_file, waiting)
-    quantization = config.teacher.quantization or ""
-    return TeacherIdentity(digest, str(dtype).removeprefix("torch."), quantization)
+    return TeacherIdentity(
+        digest,
+        str(dtype).removeprefix("torch."),
+        quantization=config.teacher.quantization or "",
+        # Sums over several devices are rounded otherwise than those of one.
+        parallel="" if config.teacher.parallel == "none" else config.teacher.parallel,
+    )
 
 
 def _require_vocabulary(identity: CacheIdentity) -> None:

@@ -45,6 +45,7 @@ from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.folder import ModelFolder
 from kd.models.layers import (
     compute_hidden_states,
+    find_device,
     require_context,
     stopping_forward,
 )
@@ -312,7 +313,7 @@ class Teacher:
         """
         batch = make_batch(sequences, None)
         counts = batch.count_targets()
-        device = self.model.device
+        device = find_device(self.model)
         batch = batch.pin().to(device) if device.type == "cuda" else batch
         hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
         if device.type == "cpu":

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kd.config.section import Section
+from kd.config.section import AS_BYTES, Section
+
+#: The fields that say where the teacher's weights lie.
+SPREAD_FIELDS = ("parallel", "gpu_memory", "host_memory")
+Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
+
+
+#: Values of a field that mean that it is not used.
+_UNSET = (None, "auto", "none")
 
 
 class TeacherConfig(Section):
@@ -47,6 +55,29 @@ class TeacherConfig(Section):
             "'potstill[quantization]'); embeddings, LM head, norms and experts stay in dtype. The "
             "cache is then that of another teacher. int4 computes in bfloat16, on a GPU of the "
             "Ampere generation or later."
+        ),
+    )
+    parallel: Literal["none", "device_map"] = Field(
+        "none",
+        description=(
+            "How a teacher that no single device holds is spread: none = it is on one device; "
+            "device_map = its layers lie one after the other on the GPUs, then in the host's "
+            "memory, then on the disk. It is part of the cache's identity."
+        ),
+    )
+    gpu_memory: Bytes | None = Field(
+        None,
+        description=(
+            "Parallel device_map: the most bytes of weights on each GPU, so that there is room for "
+            "the LM head on the first one, activations and logits: a number, or text such as "
+            '"60GiB". null = what is free.'
+        ),
+    )
+    host_memory: Bytes | None = Field(
+        None,
+        description=(
+            "Parallel device_map: the most bytes of weights in the host's memory; the others are "
+            "read from the disk in each forward pass. null = what is free."
         ),
     )
     batch_size: int = Field(
@@ -103,10 +134,10 @@ class TeacherConfig(Section):
                 fields = " and ".join(f"teacher.{name}" for name in missing)
                 raise ValueError(f"teacher.backend http needs {fields}")
             # The server has loaded the model in its own way.
-            strange = {"gguf_file", "dtype", "quantization"}
+            strange = {"gguf_file", "dtype", "quantization", "parallel"}
         else:
             strange = {"url", "tokenizer", "api_key_env"}
-        if unused := sorted(name for name in strange if getattr(self, name) not in (None, "auto")):
+        if unused := sorted(name for name in strange if getattr(self, name) not in _UNSET):
             raise ValueError(f"teacher.backend {self.backend} has no use for {', '.join(unused)}")
         return self
 
@@ -121,4 +152,22 @@ class TeacherConfig(Section):
             raise ValueError(
                 f"teacher.quantization int4 computes in bfloat16, but teacher.dtype is {self.dtype}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parallel_has_plain_weights(self) -> Self:
+        if self.parallel != "none":
+            for name in ("quantization", "gguf_file"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"teacher.parallel {self.parallel} spreads plain weights: it cannot be "
+                        f"combined with teacher.{name}; leave one of the two out"
+                    )
+        if self.parallel != "device_map":
+            for name in ("gpu_memory", "host_memory"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"teacher.{name} is for teacher.parallel device_map, but teacher.parallel "
+                        f"is {self.parallel}"
+                    )
         return self

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.evaluation import EvaluationConfig
 from kd.models.attention.isolation import isolate_documents
-from kd.models.layers import compute_hidden_states, require_context
+from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import float32_products
 from kd.text.batches import Batch, Source, read_validation_batches
@@ -48,7 +48,9 @@ class EvaluatedModel:
     @classmethod
     def of(cls, model: PreTrainedModel, vocabulary: int, device: torch.device) -> EvaluatedModel:
         """Move ``model`` to ``device`` and find its LM head."""
-        nn.Module.to(model, device)
+        # A teacher whose layers are spread (teacher.parallel) has its LM head there already.
+        if find_device(model).type != device.type:
+            nn.Module.to(model, device)
         return cls(model.eval(), find_lm_head(model, vocabulary))
 
     def require_fit(self, sequence_length: int, packing: bool) -> None:
@@ -132,7 +134,7 @@ def _iterate_chunk_sums(
 ) -> Iterator[tuple[str, Tensor, ComparisonSums]]:
     """The loss of each position (N,) and the sums of every model, chunk by chunk."""
     first = next(iter(models.values()))
-    batch = batch.to(first.model.device)
+    batch = batch.to(find_device(first.model))
     states = {name: model.compute_hidden_states(batch) for name, model in models.items()}
     context_N = _count_context(batch)
     size = max(CHUNK_ELEMENTS // first.lm_head.vocabulary, 1)

@@ -53,6 +53,8 @@ STUDENT = "student"
 BASELINE = "cross-entropy only"
 #: Sequences of a batch where the job has no train section.
 DEFAULT_BATCH = 8
+#: Why a spread teacher continues no prompt: for each token it would fetch all of its weights.
+SPREAD_TEACHER = "its weights are spread over several devices (teacher.parallel)"
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,10 @@ def _compare_side_by_side(
     if not prompts:
         return {}
     reason = None
-    if teacher is None and options.continuations:
+    if config.teacher is not None and config.teacher.parallel != "none":
+        teacher = None
+        reason = SPREAD_TEACHER
+    elif teacher is None and options.continuations:
         teacher, reason = _load_teacher_if_possible(config, run)
     run.monitor.emit("stage", stage="train", phase="continuing prompts")
     used = {STUDENT: take_stored_precision(student, run.student_folder)}

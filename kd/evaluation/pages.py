@@ -132,7 +132,7 @@ def _format_costs(found: Facts) -> list[str]:
         "## On this device",
         "",
         *([f"Compared with its teacher, the student has {', '.join(saved)}.", ""] if saved else []),
-        *([f"The teacher was not loaded: {why}.", ""] if why else []),
+        *([f"The teacher was left out: {why}.", ""] if why else []),
         _format_row(["", *(title for _, title, _ in shown)]),
         "|---|" + "---:|" * len(shown),
         *map(_format_row, rows),

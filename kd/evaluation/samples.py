@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from kd.models.layers import find_device
 from kd.models.tokenizers import get_vocabulary_size
 from kd.text.batches import Source
 
@@ -93,7 +94,7 @@ def continue_prompts(
     found: dict[int, Continuation] = {}
     for length in sorted({len(each) for each in ids}):
         places = [place for place, each in enumerate(ids) if len(each) == length]
-        ids_PL = torch.tensor([ids[place] for place in places]).to(model.device)
+        ids_PL = torch.tensor([ids[place] for place in places]).to(find_device(model))
         rules = _make_greedy_rules(model, tokenizer, min(count, context - length))
         written_PL = _generate(model, ids_PL, rules)[:, length:]
         for place, row in zip(places, written_PL.tolist(), strict=True):

@@ -52,11 +52,14 @@ def estimate_model_memory(
     that vocabulary.
     """
     teacher = config.teacher if "precompute" in config.stages else None
-    # A remote teacher takes no memory of the worker.
-    is_local = teacher is not None and teacher.backend == "local"
+    # A remote teacher takes no memory of the worker, and one that is spread leaves on the disk what
+    # does not fit.
+    is_whole = (
+        teacher is not None and teacher.backend == "local" and teacher.parallel != "device_map"
+    )
     parameters = _list_student_parameters(config, root, find_vocabulary)
     return ModelMemory(
-        teacher_bytes=count_teacher_bytes(teacher, root) if teacher and is_local else None,
+        teacher_bytes=count_teacher_bytes(teacher, root) if teacher and is_whole else None,
         student_parameters=sum(each.size for each in parameters) or None,
         student_bytes=_count_student_bytes(config, parameters) or None,
     )

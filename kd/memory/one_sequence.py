@@ -38,8 +38,10 @@ class LeastCapture:
             hollow = load_hollow(plan.folder, dtype, teacher.gguf_file, trusted)
         length = plan.config.data.sequence_length
         vocabulary = plan.identity.tokenizer.vocabulary_size
+        weights = count_weight_bytes(hollow, dtype.itemsize, teacher.quantization)
         return cls(
-            count_weight_bytes(hollow, dtype.itemsize, teacher.quantization),
+            # What no device holds stays on the disk.
+            0 if teacher.parallel == "device_map" else weights,
             estimate_forward_bytes(hollow, length, dtype.itemsize)
             + estimate_logit_bytes(device.type, length, vocabulary),
         )

@@ -40,6 +40,8 @@ _READERS_OF_QUANTISED = {
 }  # fmt: skip
 #: Why a teacher must have plain weights.
 ROUNDS_PLAIN_WEIGHTS = "teacher.quantization rounds plain weights"
+#: Why weights that are stored quantised cannot be spread over devices.
+SPREADS_PLAIN_WEIGHTS = "teacher.parallel spreads plain weights"
 #: Families of models name the width of their hidden states differently.
 _WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model", "dim")
 #: How the name of the embedding ends in models whose language model is a part.

@@ -56,6 +56,16 @@ def find_body(model: nn.Module) -> nn.Module:
     return next(inner, model)
 
 
+def find_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which ``model`` takes its tokens and gives its hidden states.
+
+    That is where its LM head is. The first of its parameters may lie elsewhere: see
+    ``teacher.parallel``.
+    """
+    head = model.get_output_embeddings()
+    return model.device if head is None else head.weight.device
+
+
 def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers in order.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
-from kd.models.layers import compute_hidden_states
+from kd.models.layers import compute_hidden_states, find_device
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
 
@@ -180,7 +180,7 @@ def _check_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> None:
     """Raise ``ModelError`` where the model's own logits differ from those of ``lm_head``."""
     training = model.training
     model.eval()
-    tokens_BL = torch.arange(8, device=model.device).remainder(lm_head.vocabulary)[None]
+    tokens_BL = torch.arange(8, device=find_device(model)).remainder(lm_head.vocabulary)[None]
     z_LV = lm_head.project(compute_hidden_states(model, tokens_BL)[0])
     if not torch.isfinite(z_LV).all():
         raise ModelError(

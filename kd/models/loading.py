@@ -5,7 +5,8 @@ A student comes from its own folder, is cut out of the teacher, or is a fresh Ll
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
+    SPREADS_PLAIN_WEIGHTS,
     ModelFolder,
     require_allowed_remote_code,
     resolve_model,
@@ -42,6 +44,7 @@ from kd.models.precision import (
     require_quantization,
     round_parameters,
 )
+from kd.models.spread.device_map import Places
 from kd.models.tokenizers import get_vocabulary_size
 
 
@@ -55,7 +58,11 @@ def hide_progress_bars() -> None:
 
 
 def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> PreTrainedModel:
-    """Load the teacher onto ``device``, frozen, in evaluation mode and in its own precision."""
+    """Load the teacher, frozen, in evaluation mode and in its own precision.
+
+    It gives its hidden states on ``device``, where its LM head is. All of it is there, unless
+    ``teacher.parallel`` spreads it.
+    """
     how = ReadingPlan(
         choose_teacher_dtype(config, folder, device),
         device,
@@ -63,7 +70,12 @@ def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> P
         require_allowed_remote_code(config),
         config.quantization,
     )
-    return read_model(folder, how).eval().requires_grad_(False)
+    if config.parallel == "none":
+        return read_model(folder, how).eval().requires_grad_(False)
+    places = Places.of(config)
+    model = read_model(folder, replace(how, places=places.list_arguments()))
+    places.settle(model, device)
+    return model.eval().requires_grad_(False)
 
 
 def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
@@ -173,7 +185,8 @@ class ReadingPlan:
     """How the files of a model are read: into which precision, and onto which device.
 
     ``gguf_file`` is read in place of safetensors. ``trust_remote_code`` runs the model's own code.
-    ``quantization`` rounds the weights of linear layers, all but the LM head's.
+    ``quantization`` rounds the weights of linear layers, all but the LM head's. ``places`` are the
+    arguments of transformers' ``from_pretrained`` that spread the weights over several devices.
     """
 
     dtype: torch.dtype
@@ -181,6 +194,7 @@ class ReadingPlan:
     gguf_file: str | None = None
     trust_remote_code: bool = False
     quantization: str | None = None
+    places: Mapping[str, Any] | None = None
 
     def list_arguments(self) -> dict[str, Any]:
         """The arguments of transformers' ``from_pretrained``.
@@ -192,7 +206,8 @@ class ReadingPlan:
             source = {"gguf_file": self.gguf_file}
         elif self.quantization:
             source["quantization_config"] = make_quantization_config(self.quantization, self.device)
-        return {"dtype": self.dtype, "device_map": {"": self.device}, **source}
+        places = {"device_map": {"": self.device}} if self.places is None else self.places
+        return {"dtype": self.dtype, **places, **source}
 
 
 def make_quantization_config(quantization: str, device: torch.device) -> TorchAoConfig:
@@ -247,6 +262,8 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
         folder.require_readable_weights()
         if how.quantization is not None:
             folder.require_plain_weights(ROUNDS_PLAIN_WEIGHTS)
+        if how.places is not None:
+            folder.require_plain_weights(SPREADS_PLAIN_WEIGHTS)
         shape = _read_shape(folder, how.trust_remote_code)
         if (text := find_text_config(shape, folder)) is not None:
             return load_text_model(folder, text, how.list_arguments())

@@ -14,6 +14,7 @@ from kd.config.job import JobConfig
 from kd.errors import ModelError, Problem
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
+    SPREADS_PLAIN_WEIGHTS,
     TOKENIZER_REMEDY,
     ModelFolder,
     is_remote_code_allowed,
@@ -73,6 +74,9 @@ def _check_stored_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
     folder = ModelFolder(root / teacher.model)
     if student is not None and student.from_teacher is not None:
         yield from _ask("/student/from_teacher", folder, ModelFolder.require_trainable_weights)
+    if teacher.parallel != "none":
+        whole = partial(ModelFolder.require_plain_weights, why=SPREADS_PLAIN_WEIGHTS)
+        yield from _ask("/teacher/parallel", folder, whole)
     if teacher.quantization is not None:
         plain = partial(ModelFolder.require_plain_weights, why=ROUNDS_PLAIN_WEIGHTS)
         yield from _ask("/teacher/quantization", folder, plain)

@@ -9,6 +9,7 @@ from typing import Any
 from kd.capture.estimate import make_codec_identity
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
 from kd.files import read_json
 from kd.training import checkpoint
@@ -35,8 +36,11 @@ def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
     unset: dict[str, Any] = {"loss": {"tail_control"}}
     if config.loss.router_balance is None:
         unset["loss"].add("router_balance")
-    if config.teacher is not None and config.teacher.quantization is None:
-        unset["teacher"] = {"quantization"}
+    if config.teacher is not None:
+        # They shape the records alone, and a cache's identity has them.
+        unset["teacher"] = set(SPREAD_FIELDS)
+        if config.teacher.quantization is None:
+            unset["teacher"].add("quantization")
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}

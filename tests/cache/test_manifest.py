@@ -30,6 +30,7 @@ OTHER_VALUES = {
     "teacher.model_sha256": "f" * 64,
     "teacher.dtype": "bfloat16",
     "teacher.quantization": "int8",
+    "teacher.parallel": "tensor",
     "tokenizer.vocabulary_size": 301,
     "tokenizer.sha256": "f" * 64,
     "data.sha256": "f" * 64,
@@ -155,6 +156,17 @@ def test_only_a_quantised_teacher_changes_the_format():
     assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
     assert CacheIdentity.from_json(json.loads(json.dumps(identity.to_json()))) == identity
     assert identity.teacher.describe_precision() == "float32, weights in int8"
+
+
+def test_a_spread_teacher_changes_the_format_and_only_its_own_fingerprint():
+    plain = make_manifest()
+    assert "parallel" not in json.loads(plain.to_bytes())["identity"]["teacher"]
+    identity = changed(**{"teacher.parallel": "device_map"})
+    manifest = replace(plain, identity=identity)
+    assert json.loads(manifest.to_bytes())["version"] == FORMAT_VERSION
+    assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
+    assert identity.fingerprint != plain.identity.fingerprint
+    assert not identity.teacher.plain and plain.identity.teacher.plain
 
 
 def test_every_edited_or_removed_field_of_a_manifest_is_found():

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
-from kd.models.layers import compute_hidden_states
+from kd.models.layers import compute_hidden_states, find_device
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
 
@@ -102,22 +102,21 @@ class _Trial:
         packed = PackedRows.of(torch.where(in_first_1L, place_1L, place_1L - self.first))
         return compute_hidden_states(
             model,
-            (self.tokens_L + change * in_first_1L).to(model.device),
-            packed.map(lambda each: each.to(model.device)),
+            (self.tokens_L + change * in_first_1L).to(find_device(model)),
+            packed.map(lambda each: each.to(find_device(model))),
         )
 
     def read_alone(self, model: PreTrainedModel) -> Tensor:
         """Return the hidden states of the documents, read one after the other."""
-        documents = self.tokens_L.tensor_split([self.first])
-        return torch.cat(
-            [compute_hidden_states(model, each[None].to(model.device)) for each in documents], dim=1
-        )
+        tokens_L = self.tokens_L.to(find_device(model))
+        documents = tokens_L.tensor_split([self.first])
+        return torch.cat([compute_hidden_states(model, each[None]) for each in documents], dim=1)
 
     def read_beside(self, model: PreTrainedModel, change: int = 0) -> Tensor:
         """Return the second document's hidden states, beside the first one in a row of its own."""
         second = len(self.tokens_L) - self.first
         rows_BL = torch.stack([self.tokens_L[:second] + change, self.tokens_L[self.first :]])
-        return compute_hidden_states(model, rows_BL.to(model.device))[1:]
+        return compute_hidden_states(model, rows_BL.to(find_device(model)))[1:]
 
 
 def _make_trials(model: PreTrainedModel) -> list[_Trial]:

@@ -103,6 +103,9 @@ class Lookup(nn.Module):
     def base_model(self) -> nn.Module:
         return self
 
+    def get_output_embeddings(self) -> None:
+        """Return nothing: its LM head is not a part of it."""
+
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(last_hidden_state=self.table(input_ids))
 

@@ -477,3 +477,29 @@ def test_what_is_held_out():
     }
     for path, (value, expected) in fraction.items():
         assert parse_config(changed(path, value)).data.held_out_fraction == expected
+
+
+@pytest.mark.parametrize(
+    "teacher, reason",
+    [
+        ({"quantization": "int8"}, "cannot be combined with teacher.quantization"),
+        ({"gguf_file": "m.gguf"}, "cannot be combined with teacher.gguf_file"),
+        (
+            {"backend": "http", "url": "http://host", "tokenizer": "t"},
+            "teacher.backend http has no use for parallel",
+        ),
+    ],
+)
+def test_only_plain_weights_on_this_machine_are_spread(teacher, reason):
+    (found,) = problems(JOB | {"teacher": {"model": "m", "parallel": "device_map"} | teacher})
+    assert reason in found.detail
+
+
+@pytest.mark.parametrize("field", ["gpu_memory", "host_memory"])
+def test_the_memory_of_layers_is_limited_where_they_are_placed_one_by_one(field):
+    (found,) = problems(JOB | {"teacher": {"model": "m", field: "1GiB"}})
+    assert f"teacher.{field} is for teacher.parallel device_map" in found.detail
+    config = parse_config(
+        JOB | {"teacher": {"model": "m", "parallel": "device_map", field: "1GiB"}}
+    )
+    assert getattr(config.teacher, field) == 2**30

@@ -53,6 +53,16 @@ def check(folder: Path, student: dict[str, Any] | None = None, **teacher: Any) -
     return find_problems(parse_config(job), Folders(Path(), home), Machine(device=CPU))
 
 
+def test_weights_that_are_stored_quantised_are_not_spread_over_devices(mark):
+    folder = mark("bitsandbytes")
+    found = check(folder, parallel="device_map")
+    (own,) = (each for each in found if each.pointer == "/teacher/parallel")
+    assert "stored quantised by bitsandbytes, but teacher.parallel spreads" in own.detail
+    spread = TeacherConfig(model=str(folder), parallel="device_map")
+    with pytest.raises(ModelError, match="stored quantised by bitsandbytes"):
+        load_teacher(spread, folder, CPU)
+
+
 @pytest.mark.parametrize(
     "method, package",
     [("gptq", "gptqmodel"), ("awq", "gptqmodel"), ("compressed-tensors", "compressed-tensors")],
