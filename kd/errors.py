@@ -9,6 +9,7 @@ PotstillError (cache.errors)
 ├── DeviceUnusable        the promised GPU is not there for torch, or not known to its build
 ├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
 │   ├── NotFinite         the loss became NaN
+│   ├── RankLost          one of the processes that train together was killed
 │   └── OutOfMemory       memory ran out; the remedy names settings that need less
 └── Interrupted           the run was asked to stop, and has saved what it needs to resume
 """
@@ -92,6 +93,19 @@ class NotFinite(TrainingError):
 
 class OutOfMemory(TrainingError):
     """A GPU or this machine ran out of memory."""
+
+
+class RankLost(TrainingError):
+    """One of the processes that train together was killed, so that all of them ended.
+
+    ``signum`` is the signal that killed it. Everything up to the newest checkpoint is kept.
+    """
+
+    type = "worker_lost"
+
+    def __init__(self, detail: str, remedy: str = "", signum: int = 0) -> None:
+        super().__init__(detail, remedy)
+        self.signum = signum
 
 
 class Interrupted(PotstillError):

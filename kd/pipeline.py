@@ -53,6 +53,9 @@ from kd.models.precision import Precision, pick_device
 from kd.models.saving import choose_save_dtype, load_saved_student, save_student
 from kd.models.tokenizers import KnownTokenizer, load_tokenizer, require_same_tokenizer
 from kd.models.vocabulary import choose_run_vocabulary, choose_student_vocabulary
+from kd.parallel.devices import count_ranks
+from kd.parallel.group import ALONE, Group, leave_group
+from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.preflight.devices import ask_torch, require_known_architecture
 from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.progress import SILENT, Monitor
@@ -174,14 +177,32 @@ def run_search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
 
 
 def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
-    """Train the student from the sealed cache (or on plain text), save it and report."""
+    """Train the student on as many devices as the job asks for, each with a process of its own."""
+    ranks = count_ranks(config)
+    if ranks == 1:
+        return run_training(config, home, run_dir, monitor)
+    order = RankOrder(config.model_dump(mode="json"), str(home), str(run_dir))
+    return run_in_ranks(order, ranks, monitor)
+
+
+def run_training(
+    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, group: Group = ALONE
+) -> dict[str, Any]:
+    """Train the student from the sealed cache (or on plain text), save it and report.
+
+    The ranks of ``group`` train together; then rank 0 alone saves and reports, and the others
+    return nothing.
+    """
     tokenizer, source = open_source(config, home, run_dir, monitor)
     config = adopt_cache_layout(source, config)
     monitor.check("before the student was loaded")
     student = build_starting_student(config, tokenizer)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
-    progress = train(config, source, student, vocabulary, run_dir, monitor)
+    progress = train(config, source, student, vocabulary, run_dir, monitor, group)
+    leave_group(group)
+    if not group.leads:
+        return {}
 
     monitor.check("after the last step; the training is saved")
     monitor.emit("stage", stage="train", phase="saving")

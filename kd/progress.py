@@ -69,6 +69,13 @@ def replace_nonfinite(value: Any) -> Any:
     return value
 
 
+def make_interruption(what: str) -> Interrupted:
+    """Make the error of a run that stops where everything is saved; ``what`` says where."""
+    return Interrupted(
+        f"Stopped on request {what}.", "Run the same job again to continue from here."
+    )
+
+
 def _ignore(event: Event) -> None:
     """Drop the event: nobody listens."""
 
@@ -126,9 +133,7 @@ class Monitor:
     def check(self, what: str) -> None:
         """Raise ``Interrupted`` if the run should stop. Call it only where everything is saved."""
         if self.should_stop():
-            raise Interrupted(
-                f"Stopped on request {what}.", "Run the same job again to continue from here."
-            )
+            raise make_interruption(what)
         if self._pulse.stepping:
             self.report_alive()
 

@@ -191,9 +191,10 @@ def test_a_forbidden_import_is_found(package: str, code: str) -> None:
 ROOMS = (
     "cache",
     "kd.errors", "kd.addresses", "kd.files", "kd.progress",
-    "kd.config", "kd.text", "kd.models", "kd.kernels", "kd.loss", "kd.capture", "kd.checks",
-    "kd.optim", "kd.memory", "kd.tracking", "kd.training", "kd.evaluation", "kd.exchange",
-    "kd.search", "kd.preflight", "kd.pipeline", "kd.rehearsal", "kd.examine", "kd.forecast",
+    "kd.config", "kd.parallel", "kd.text", "kd.models", "kd.kernels", "kd.loss", "kd.capture",
+    "kd.checks", "kd.optim", "kd.memory", "kd.tracking", "kd.training", "kd.evaluation",
+    "kd.exchange", "kd.search", "kd.preflight", "kd.pipeline", "kd.rank", "kd.rehearsal",
+    "kd.examine", "kd.forecast",
     "services.settings", "services.store", "services.process", "services.worker",
     "services.loops", "services.api", "services.terminal", "services.reference",
 )  # fmt: skip
@@ -454,6 +455,7 @@ def test_the_top_of_kd_holds_what_a_newcomer_opens_first() -> None:
     assert names == {
         "__init__",
         "pipeline",
+        "rank",
         "examine",
         "rehearsal",
         "forecast",

@@ -21,8 +21,9 @@ class Resources(Section):
         ge=0,
         le=64,
         description=(
-            "GPUs; null = one if the worker has any, 0 = none. A job uses one device, so that more "
-            "than 1 is refused."
+            "Devices: GPUs, or those that KD_DEVICES=cpu,cpu makes of a CPU. null = one GPU if the "
+            "worker has any, 0 = none. More than 1 train a student together (train.strategy); a "
+            "capture uses the first."
         ),
     )
     memory: Annotated[int, Field(ge=1, le=1 << 50), AS_BYTES] | None = Field(

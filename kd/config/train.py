@@ -61,6 +61,8 @@ Compile = Annotated[
     Literal["none", "default", "reduce-overhead", "max-autotune"], BeforeValidator(_parse_compile)
 ]
 
+Strategy = Literal["auto", "single", "ddp"]
+
 #: The arguments of each optimiser that ``optim_args`` may set; others have fields of their own.
 OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
     "adamw": {"amsgrad"},
@@ -179,6 +181,14 @@ class TrainConfig(Section):
             "On a GPU: keep what the layers need for the backward pass in the host's memory, which "
             "must have room for it. Copies take time; with gradient_checkpointing only the hidden "
             "states between layers are copied."
+        ),
+    )
+    strategy: Strategy = Field(
+        "auto",
+        description=(
+            "How several devices (resources.gpus) train one student. ddp: each holds the whole "
+            "student, and gradients are averaged. single: one device. auto: ddp where there are "
+            "several devices. A step has as many sequences as on one device, in equal parts."
         ),
     )
     compile: Compile = Field(

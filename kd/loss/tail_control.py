@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kd.loss.sparse_targets import SparseTarget
+from kd.parallel.group import ALONE, Group
 
 #: Weight of the newest step in the average hidden state.
 _NEWEST = 0.1
@@ -75,7 +76,8 @@ class TailControl(nn.Module):
 
     def observe(self, hidden_ND: Tensor) -> None:
         """Remember hidden states of the present step, for the steps after it."""
-        sum_D = hidden_ND.detach().sum(0, dtype=torch.float32)
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        sum_D = hidden_ND.detach().sum(0, dtype=dtype)
         self._sum_D = self._sum_D + sum_D if self._positions else sum_D
         self._positions += len(hidden_ND)
 
@@ -83,10 +85,15 @@ class TailControl(nn.Module):
         """Forget the hidden states of the present step."""
         self._positions = 0
 
-    def step(self) -> None:
-        """Move the average by the hidden states of the present step, which was taken."""
-        if self._positions:
-            newest_D = self._sum_D / self._positions
+    def step(self, group: Group = ALONE) -> None:
+        """Move the average by the hidden states of the present step, which was taken.
+
+        They are those of all ranks.
+        """
+        positions = group.add(self._positions)
+        if positions:
+            sum_D = self._sum_D if self._positions else torch.zeros_like(self.direction_D)
+            newest_D = group.add_(sum_D).to(self.direction_D.dtype) / positions
             # On the device, so that the host does not wait: the first step is the whole average.
             self.direction_D.lerp_(newest_D, (self.steps == 0).float().clamp(min=_NEWEST))
             self.steps += 1

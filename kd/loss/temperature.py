@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from kd.config.loss import LearnedTemperature, Ramp
 from kd.loss.ramps import evaluate_ramp
+from kd.parallel.group import ALONE, Group
 
 #: Decay rates of the two moments of Adam for theta.
 BETAS = (0.9, 0.99)
@@ -55,7 +56,8 @@ class StepStatistics:
 
     ``kd`` is T^2 D and ``entropy`` H(p_T), both in nats. ``lookahead_slope`` is the slope of
     ``kd.training.lookahead``, None where this step computed none. ``loss_scale`` is the factor by
-    which the loss was multiplied before its backward pass.
+    which the loss was multiplied before its backward pass; where ranks add up their gradients, also
+    by their number.
     """
 
     kd: float
@@ -145,7 +147,7 @@ class TemperatureControl(nn.Module):
         return value if self._leaf is None else self._leaf
 
     @torch.no_grad()
-    def step(self, step: int, seen: StepStatistics) -> None:
+    def step(self, step: int, seen: StepStatistics, group: Group = ALONE) -> None:
         """Move theta after the student's step; a slope that is not finite moves nothing.
 
         A float16 overflow makes such a slope.
@@ -154,6 +156,9 @@ class TemperatureControl(nn.Module):
         self._used = self.evaluate(step)
         if not isinstance(config, LearnedTemperature):
             return
+        if self._leaf is not None and not group.alone:
+            own = self._leaf.grad
+            self._leaf.grad = group.add_(torch.zeros_like(self._leaf) if own is None else own)
         slope = self._compute_slope(config, step, seen)
         if slope is not None and math.isfinite(slope):
             share = torch.sigmoid(self.theta).item()

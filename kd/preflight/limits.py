@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,3 +187,20 @@ def _is_listed(name: str, revision: str | None, root: Path, entry: AllowedModel)
         and folder.is_dir()
         and wanted.is_relative_to(folder)
     )
+
+
+#: The limits of this process as JSON, for the processes that it starts.
+LIMITS_VARIABLE = "KD_GRANTED_LIMITS"
+
+
+def grant_limits(order: dict[str, Any] | None) -> None:
+    """Let the processes that this one starts have the limits of ``order``; None = no limits."""
+    os.environ.pop(LIMITS_VARIABLE, None)
+    if order is not None:
+        os.environ[LIMITS_VARIABLE] = json.dumps(order)
+
+
+def read_granted_limits() -> Confinement | None:
+    """Read the limits that the process which started this one has granted; None = no limits."""
+    text = os.environ.get(LIMITS_VARIABLE)
+    return None if text is None else Confinement.from_order(json.loads(text))

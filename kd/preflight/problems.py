@@ -40,8 +40,6 @@ from kd.search.space import find_space_problems
 if TYPE_CHECKING:
     import torch
 
-#: GPUs that one job can use.
-MOST_GPUS = 1
 _OFFLOAD_WITHOUT_GPU = Problem(
     "/train/activation_offload",
     "it moves activations from a GPU to the host's memory, but the device of this run is cpu.",
@@ -154,13 +152,30 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
-    """Refuse more GPUs than a job can use: they would be held for it and stay idle."""
-    wanted = config.resources.gpus
-    if wanted is not None and wanted > MOST_GPUS:
+    """Refuse devices that the job could not use, and steps that they cannot share equally."""
+    devices = config.resources.gpus or 1
+    train = config.train
+    if devices == 1:
+        return
+    if train is None or set(config.stages) == {"precompute"}:
         yield Problem(
             "/resources/gpus",
-            f"it asks for {wanted} GPUs, but a job can use {MOST_GPUS}.",
-            "Set it to 1, or submit several jobs: each worker runs one on a GPU of its own.",
+            f"it asks for {devices} devices, but only a training uses more than one.",
+            "Set it to 1, or submit several jobs: each worker runs one on a device of its own.",
+        )
+    elif train.strategy == "single":
+        yield Problem(
+            "/train/strategy",
+            f"single uses one device, but resources.gpus asks for {devices}.",
+            "Set it to auto or ddp, or resources.gpus to 1.",
+        )
+    elif (sequences := train.batch_size * train.gradient_accumulation_steps) % devices:
+        yield Problem(
+            "/train/batch_size",
+            f"a step has {sequences} sequences (batch_size {train.batch_size} x "
+            f"gradient_accumulation_steps {train.gradient_accumulation_steps}), which {devices} "
+            "devices cannot share equally.",
+            f"Make the product a multiple of {devices}, or change resources.gpus.",
         )
 
 

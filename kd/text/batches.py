@@ -29,6 +29,7 @@ from cache.records import Records, Sequences
 from cache.store import Cache
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
+from kd.parallel.group import ALONE, Group
 from kd.text.corpus import Corpus
 from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids, measure_text_lengths, needs_isolation
@@ -400,14 +401,15 @@ def _make_generator(seed: int, epoch: int) -> np.random.Generator:
 
 
 def read_training_batches(
-    source: Source, options: TrainConfig, steps: range
+    source: Source, options: TrainConfig, steps: range, group: Group = ALONE
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of each step; epoch e reads draw e.
+    """Yield the micro-batches of each step that this rank has; epoch e reads draw e.
 
     If there are loader threads, they read ahead of the consumer. Raises ``ConfigError``, before the
     first step, if the source lacks what ``options.order`` needs.
     """
-    load = partial(_load_step, source, options, choose_epoch_order(source, options, steps))
+    arrange = choose_epoch_order(source, options, steps)
+    load = partial(_load_step, source, options, arrange, group)
     if workers := count_loader_threads(options):
         return _read_ahead(load, steps, workers, options.dataloader_prefetch_factor)
     return (load(step) for step in steps)
@@ -419,13 +421,18 @@ def count_loader_threads(options: TrainConfig) -> int:
     return int(torch.cuda.is_available()) if wanted is None else wanted
 
 
-def _load_step(source: Source, options: TrainConfig, arrange: EpochOrder, step: int) -> list[Batch]:
-    """Load the micro-batches of ``step``."""
-    slots = _list_step_slots(source, options, arrange, step)
-    micro_slots = zip(
-        *(np.split(each, options.gradient_accumulation_steps) for each in slots), strict=True
+def _load_step(
+    source: Source, options: TrainConfig, arrange: EpochOrder, group: Group, step: int
+) -> list[Batch]:
+    """Load this rank's micro-batches of ``step``: those of all ranks are the whole step."""
+    indices, epochs = (
+        group.deal(each) for each in _list_step_slots(source, options, arrange, step)
     )
-    return [_load_micro_batch(source, options, indices, epochs) for indices, epochs in micro_slots]
+    size = options.batch_size
+    return [
+        _load_micro_batch(source, options, indices[at : at + size], epochs[at : at + size])
+        for at in range(0, len(indices), size)
+    ]
 
 
 def _list_step_slots(
@@ -509,10 +516,12 @@ class TimedIterator(Iterator[Item], Generic[Item]):
         return item
 
 
-def read_validation_batches(source: Source, batch_size: int) -> Iterator[Batch]:
-    """Yield the held-out sequences in order, as batches."""
+def read_validation_batches(
+    source: Source, batch_size: int, group: Group = ALONE
+) -> Iterator[Batch]:
+    """Yield the held-out sequences in order, as batches; the ranks take them in turn."""
     indices = np.arange(source.train_count, source.train_count + source.validation_count)
-    for start in range(0, len(indices), batch_size):
+    for start in range(group.rank * batch_size, len(indices), group.size * batch_size):
         yield make_batch(*source.read(indices[start : start + batch_size]))
 
 

@@ -19,15 +19,18 @@ class MetricsLog:
     """Appends lines to ``path``.
 
     It first drops the lines of steps after ``step``, because a resumed run takes those steps again.
+    Without a ``path`` it only emits the events.
     """
 
-    def __init__(self, path: Path, monitor: Monitor, step: int) -> None:
+    def __init__(self, path: Path | None, monitor: Monitor, step: int) -> None:
         self._path = path
         self._monitor = monitor
         self.drop_after(step)
 
     def drop_after(self, step: int) -> None:
         """Drop the lines of steps after ``step``, from which the run goes on."""
+        if self._path is None:
+            return
         kept = [line for line in read_metrics(self._path) if line["step"] <= step]
         write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -53,8 +56,9 @@ class MetricsLog:
             self._write("check", {"step": step, **verdict.to_json()})
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(replace_nonfinite({"type": kind, **values})) + "\n")
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(replace_nonfinite({"type": kind, **values})) + "\n")
         self._monitor.emit(kind, **values)
 
 

@@ -13,6 +13,7 @@ from kd.errors import Interrupted
 from kd.memory.auto_batch import saving_errors
 from kd.models.layers import stopping_forward
 from kd.optim.averaging import serving
+from kd.progress import make_interruption
 from kd.training import checkpoint
 from kd.training.compiling import CompileReport
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
@@ -34,7 +35,7 @@ def after_step(run: Run, step: Step) -> bool:
     if run.progress.step % run.options.eval_steps == 0 or run.progress.step == run.steps:
         improved = evaluate_step(run)
     exhausted = is_out_of_patience(run.progress, run.options)
-    stopping = run.monitor.should_stop()
+    stopping = run.should_stop()
     if is_save_due(run, improved) or exhausted or stopping:
         save_checkpoint(run)
     report_compilation(run)
@@ -43,7 +44,7 @@ def after_step(run: Run, step: Step) -> bool:
         run.monitor.emit("artifact", name=trace.name, path=str(trace))
     # A run whose last step is taken is not interrupted: it finishes.
     if stopping and not run.is_over:
-        run.monitor.check(f"at step {run.progress.step} of {run.steps}")
+        raise make_interruption(f"at step {run.progress.step} of {run.steps}")
     return exhausted
 
 
@@ -155,6 +156,7 @@ def evaluate_now(run: Run) -> dict[str, Any]:
             loss.precision,
             run.device,
             choose_evaluation_temperature(loss.config),
+            group=run.group,
         )
     run.log.write_evaluation(run.progress.step, found)
     run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))
@@ -184,5 +186,6 @@ def save_checkpoint(run: Run) -> None:
         with saving_errors(f"the checkpoint of step {progress.step}"):
             path = checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
         best_step = find_best_step(progress, run.options)
-        checkpoint.prune_checkpoints(run.checkpoints, run.options.save_total_limit, best_step)
+        if run.group.leads:
+            checkpoint.prune_checkpoints(run.checkpoints, run.options.save_total_limit, best_step)
     run.monitor.emit("checkpoint", step=progress.step, path=str(path))

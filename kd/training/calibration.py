@@ -45,6 +45,15 @@ class Calibration:
         zeros_3I = torch.zeros(3, bins, dtype=torch.float64, device=device)
         return cls(*zeros_3I)
 
+    def to_json(self) -> list[list[float]]:
+        """Return the three sums, for another rank."""
+        return [each.tolist() for each in (self.count_I, self.confidence_I, self.right_I)]
+
+    @classmethod
+    def from_json(cls, sums: list[list[float]]) -> Calibration:
+        """Rebuild the sums that ``to_json`` returned, on the CPU."""
+        return cls(*torch.tensor(sums, dtype=torch.float64))
+
     def __add__(self, other: Calibration) -> Calibration:
         return Calibration(
             self.count_I + other.count_I,

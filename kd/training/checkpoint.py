@@ -5,7 +5,7 @@
         optimizer.safetensors    {parameter}.{exp_avg | momentum_buffer | z | step ...}; the plain
                                  tensors of a state of 8 bits: {parameter}.exp_avg/{codes ...}
         extras.safetensors       {extra}/{key}: temperature, average of the weights, projections
-        random.safetensors       torch's generators
+        random.safetensors       torch's generators; those of rank 1 as cpu/1 and cuda/1
         state.json               all other state, sha256 of the files above, and its own digest
 
 A checkpoint appears by one rename, and its hashes are checked before it is used. Where a step is
@@ -32,6 +32,7 @@ from kd.errors import TrainingError
 from kd.files import whole_folder
 from kd.models.precision import forget_unscaling
 from kd.optim.schedules import scale_rates
+from kd.parallel.group import ALONE, Group
 from kd.progress import replace_nonfinite
 from kd.training.tensor_file import write_tensors
 
@@ -85,20 +86,32 @@ class TrainState:
     scaler: Any
     progress: TrainingProgress
     extras: dict[str, nn.Module] = field(default_factory=dict)
+    group: Group = ALONE
 
 
 def save_checkpoint(folder: Path, state: TrainState, identity: str) -> Path:
     """Write a checkpoint of ``state`` into ``folder``, and return its path.
 
-    Only a job of the same ``identity`` may resume from it.
+    Only a job of the same ``identity`` may resume from it. All ranks call it, and return when it is
+    written.
     """
     final = locate_checkpoint(folder, state.progress.step)
+    random = _collect_random_tensors(state.group)
+    if state.group.leads:
+        _write_checkpoint(final, state, identity, random)
+    state.group.wait()
+    return final
+
+
+def _write_checkpoint(
+    final: Path, state: TrainState, identity: str, random: dict[str, Tensor]
+) -> None:
     tensors, numbers = _collect_optimizer_state(state)
     with whole_folder(final) as partial:
         write_tensors(partial / _FILES[0], _collect_model_tensors(state.model))
         write_tensors(partial / _FILES[1], tensors)
         write_tensors(partial / _FILES[2], _collect_extra_tensors(state.extras))
-        write_tensors(partial / _FILES[3], _collect_random_tensors())
+        write_tensors(partial / _FILES[3], random)
         content = {
             "format": _FORMAT,
             "identity": identity,
@@ -114,7 +127,6 @@ def save_checkpoint(folder: Path, state: TrainState, identity: str) -> Path:
             "sha256": {name: hash_file(partial / name) for name in _FILES},
         }
         write_file(partial / "state.json", sign_json(content))
-    return final
 
 
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
@@ -123,8 +135,10 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
     A checkpoint that was being replaced when its run was killed is first put back in its place.
     Raises ``TrainingError`` if the checkpoint belongs to another job.
     """
-    for aside in list(folder.glob(f"{ASIDE_PREFIX}*")):
-        recover_folder(folder / aside.name.removeprefix(ASIDE_PREFIX))
+    if state.group.leads:
+        for aside in list(folder.glob(f"{ASIDE_PREFIX}*")):
+            recover_folder(folder / aside.name.removeprefix(ASIDE_PREFIX))
+    state.group.wait()
     problems = []
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -167,13 +181,14 @@ def roll_back(folder: Path, state: TrainState, identity: str, factor: float = 0.
     rate_factor = state.progress.learning_rate_factor * factor
     problems = load_newest(folder, state, identity)
     paths = list_checkpoints(folder)
+    state.group.wait()
     if len(problems) == len(paths):
         raise TrainingError(
             f"{folder} holds no whole checkpoint to go back to.",
             "Lower train.save_steps or train.learning_rate.",
         )
     kept = len(paths) - len(problems)
-    for path in paths[kept:]:
+    for path in paths[kept:] if state.group.leads else []:
         remove_path(path)
     scale_rates(state.scheduler, rate_factor / state.progress.learning_rate_factor)
     state.progress.rollbacks = rollbacks
@@ -304,11 +319,21 @@ def _collect_extra_tensors(extras: dict[str, nn.Module]) -> dict[str, Tensor]:
     }
 
 
-def _collect_random_tensors() -> dict[str, Tensor]:
-    tensors = {"cpu": torch.get_rng_state()}
+def _collect_random_tensors(group: Group) -> dict[str, Tensor]:
+    """The states of the generators of every rank."""
+    own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    return tensors
+        own["cuda"] = torch.cuda.get_rng_state()
+    states = group.gather({name: state.tolist() for name, state in own.items()})
+    return {
+        _name_random_state(name, rank): torch.tensor(values, dtype=torch.uint8)
+        for rank, each in enumerate(states)
+        for name, values in each.items()
+    }
+
+
+def _name_random_state(generator: str, rank: int) -> str:
+    return f"{generator}/{rank}" if rank else generator
 
 
 # ---------------------------------------------------------------------- restoring
@@ -319,7 +344,7 @@ def _restore(path: Path, content: dict[str, Any], state: TrainState) -> None:
     _restore_weights(path, content, state)
     _restore_scheduler(content["scheduler"], state.scheduler)
     _restore_scaler(content["scaler"], state.scaler)
-    _restore_random(load_file(path / _FILES[3]))
+    _restore_random(load_file(path / _FILES[3]), state.group.rank)
     known = {each.name for each in fields(TrainingProgress)}
     saved = TrainingProgress(
         **{key: value for key, value in content["progress"].items() if key in known}
@@ -417,10 +442,14 @@ def _restore_scaler(saved: dict[str, Any], scaler: Any) -> None:
         scaler.load_state_dict(saved)
 
 
-def _restore_random(tensors: dict[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["cpu"])
-    if torch.cuda.is_available() and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"])
+def _restore_random(tensors: dict[str, Tensor], rank: int) -> None:
+    """Restore this rank's generators; a rank that the checkpoint does not know keeps its seed."""
+    cpu = tensors.get(_name_random_state("cpu", rank))
+    cuda = tensors.get(_name_random_state("cuda", rank))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if torch.cuda.is_available() and cuda is not None:
+        torch.cuda.set_rng_state(cuda)
 
 
 def _load_verified_state(path: Path) -> dict[str, Any]:

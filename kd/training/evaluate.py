@@ -8,6 +8,7 @@ Shapes: N positions that have a target, V vocabulary, D hidden width.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from kd.loss.fused import split_into_chunks
 from kd.loss.targets import Targets
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states
+from kd.parallel.group import ALONE, Group
 from kd.text.batches import Source, read_validation_batches
 from kd.text.bytes import compute_bits_per_byte
 from kd.training.calibration import BINS, Calibration
@@ -53,6 +55,7 @@ def evaluate_student(
     device: torch.device,
     temperature: float = 1.0,
     text_bytes: int | None = None,
+    group: Group = ALONE,
 ) -> dict[str, Any]:
     """Compute means over the held-out targets, in nats; empty where nothing is held out.
 
@@ -62,25 +65,70 @@ def evaluate_student(
     ``validation_calibration_error`` has 15 bins, at T = 1. ``validation_bits_per_byte`` needs
     ``text_bytes``, the size of the held-out text (``kd.text.bytes``). ``validation_perplexity_low``
     and ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens.
+
+    The ranks of ``group`` share the batches, and all of them get the means over all batches.
     """
     student.eval()
     scores = []
-    losses = BlockLosses.none()
-    for batch in read_validation_batches(source, batch_size):
-        batch = batch.to(device)
-        hidden_ND = compute_target_hidden_states(student, batch, precision)
-        targets = decoder.decode(batch.gold_N, batch.teacher, temperature)
-        score = score_positions(hidden_ND, lm_head, targets)
-        scores.append(score)
-        losses += BlockLosses.of(score.ce_N, batch.count_targets())
+
+    def score_batches() -> None:
+        for batch in read_validation_batches(source, batch_size, group):
+            batch = batch.to(device)
+            hidden_ND = compute_target_hidden_states(student, batch, precision)
+            targets = decoder.decode(batch.gold_N, batch.teacher, temperature)
+            score = score_positions(hidden_ND, lm_head, targets)
+            scores.append(BatchScore(score, batch.count_targets()))
+
+    group.run_agreed(score_batches)
+    scores = _exchange_scores(scores, group)
+    losses = sum((each.losses for each in scores), BlockLosses.none())
     if not losses.tokens:
         return {}
-    found = _average_scores(scores, losses)
+    found = _average_scores([each.score for each in scores], losses)
     if text_bytes:
         found["validation_bits_per_byte"] = compute_bits_per_byte(
             found["validation_loss"], losses.tokens, text_bytes
         )
     return found
+
+
+def _exchange_scores(own: list[BatchScore], group: Group) -> list[BatchScore]:
+    """Return the scores of the batches of all ranks, in the order of the batches."""
+    if group.alone:
+        return own
+    dealt = group.gather([each.to_json() for each in own])
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*dealt))
+    return [BatchScore.from_json(each) for each in turns if each is not None]
+
+
+@dataclass(frozen=True)
+class BatchScore:
+    """The score of a batch, and the number of targets of each of its sequences."""
+
+    score: Score
+    targets_S: NDArray[Any]
+
+    @property
+    def losses(self) -> BlockLosses:
+        """The losses by blocks of successive targets."""
+        return BlockLosses.of(self.score.ce_N, self.targets_S)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all numbers, for another rank."""
+        fields = {name: getattr(self.score, name) for name in ("ce", "kd", "agreed", "comparable")}
+        return fields | {
+            "calibration": self.score.calibration.to_json(),
+            "ce_N": self.score.ce_N.tolist(),
+            "targets_S": self.targets_S.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, numbers: dict[str, Any]) -> BatchScore:
+        """Rebuild the score of another rank."""
+        targets_S = np.array(numbers.pop("targets_S"), dtype=np.int64)
+        ce_N = np.array(numbers.pop("ce_N"), dtype=np.float64)
+        calibration = Calibration.from_json(numbers.pop("calibration"))
+        return cls(Score(**numbers, calibration=calibration, ce_N=ce_N), targets_S)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from kd.files import write_json
 from kd.memory.auto_batch import release_memory
 from kd.memory.step_memory import read_peak_memory
 from kd.optim.averaging import use_served_weights
+from kd.parallel.group import ALONE, Group
 from kd.progress import Monitor
 from kd.text.batches import Source, TimedIterator
 from kd.tracking.stopwatch import compute_utilisation, count_flops_per_token
@@ -61,9 +62,11 @@ def train(
     vocabulary: int,
     run_dir: Path,
     monitor: Monitor,
+    group: Group = ALONE,
 ) -> TrainingProgress:
     """Train ``student`` in place on ``source``, and return the progress at the end.
 
+    All ranks of ``group`` call it with the same arguments; their monitors alone may differ.
     Afterwards ``student`` holds the final weights, or the best ones where early stopping asks for
     them. Raises ``TrainingError`` where the loss is not finite, spikes too often, differs from a
     dense one or finds no memory, and ``Interrupted`` after a checkpoint when a stop is asked for.
@@ -72,13 +75,13 @@ def train(
     # Trackers and trace are closed after an error too: open ones would disturb the next run of this
     # process, for example the next trial of a search.
     with ExitStack() as closing:
-        trackers = Trackers(config, options.report_to, run_dir, monitor)
+        trackers = Trackers(config, options.report_to if group.leads else (), run_dir, monitor)
         closing.callback(trackers.finish)
-        trace = Trace(run_dir / "trace.json", options.trace_steps)
+        trace = Trace(run_dir / "trace.json", options.trace_steps if group.leads else 0)
         closing.callback(trace.close)
         monitor = add_trackers(monitor, trackers)
 
-        run = prepare(config, source, student, vocabulary, run_dir, monitor, trace)
+        run = prepare(config, source, student, vocabulary, run_dir, monitor, trace, group)
         check_start(run)
         finish_evaluation(run)
         run_loop(run)
@@ -164,5 +167,6 @@ def write_profile(run: Run) -> None:
         "mfu": compute_utilisation(tokens_per_second, flops_per_token, run.device),
         "peak_memory_bytes": read_peak_memory(run.device),
     }
-    write_json(run.folder / "profile.json", profile)
+    if run.group.leads:
+        write_json(run.folder / "profile.json", profile)
     run.monitor.emit("profile", **profile)

@@ -47,6 +47,8 @@ from kd.models.routers import find_router_balance
 from kd.optim.averaging import Averager
 from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
+from kd.parallel.group import ALONE, Group
+from kd.parallel.strategies import WholeLoss, replicate
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Source, read_training_batches
 from kd.tracking.metrics import MetricsLog
@@ -73,6 +75,7 @@ def prepare(
     folder: Path,
     monitor: Monitor,
     trace: Trace,
+    group: Group = ALONE,
 ) -> Run:
     """Make everything that training needs, and restore the newest checkpoint in ``folder``.
 
@@ -88,12 +91,13 @@ def prepare(
     compilation = compile_student(student, options.compile)
     loss = _make_loss(config, source, student, lm_head, precision, device)
     average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
-    state = _make_state(options, loss, average, device)
+    state = _make_state(options, loss, average, device, group)
     identity = compute_resume_identity(config, str(source.identity))
 
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it.
-    torch.manual_seed(options.seed)
+    # Ranks draw different dropout.
+    torch.manual_seed(options.seed + group.rank)
     for problem in checkpoint.load_newest(folder / "checkpoints", state, identity):
         monitor.emit("warning", message=problem)
     if options.auto_batch:
@@ -106,6 +110,7 @@ def prepare(
         monitor=monitor,
         trace=trace,
         loss=loss,
+        loss_module=_make_loss_module(loss, group),
         state=state,
         identity=identity,
         memory=memory,
@@ -115,7 +120,7 @@ def prepare(
         watch=_restore_watch(config, state.progress),
         disk_watch=DiskWatch(config, source.disk_reads),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
-        log=_open_log(folder, monitor, state.progress),
+        log=_open_log(folder if group.leads else None, monitor, state.progress),
         meter=ProgressMeter(loss.steps, "steps", done=state.progress.step),
     )
     reset_peak_memory(device)
@@ -207,8 +212,19 @@ def _make_control(
     return None if arrays is None else TailControl(arrays, lm_head.weight.shape[1]).to(device)
 
 
+def _make_loss_module(loss: StepLoss, group: Group) -> nn.Module:
+    """Make ``loss`` one module, which exchanges gradients where there are several ranks."""
+    parts = [loss.student] if loss.features is None else [loss.student, loss.features]
+    whole = WholeLoss(parts, loss.compute)
+    return whole if group.alone else replicate(whole)
+
+
 def _make_state(
-    options: TrainConfig, loss: StepLoss, average: Averager | None, device: torch.device
+    options: TrainConfig,
+    loss: StepLoss,
+    average: Averager | None,
+    device: torch.device,
+    group: Group,
 ) -> TrainState:
     """Make optimiser, schedule and loss scale, with all that a checkpoint must hold."""
     projections = loss.features.parameters() if loss.features is not None else ()
@@ -226,6 +242,7 @@ def _make_state(
         scaler=torch.amp.GradScaler(device.type, enabled=loss.precision.scales_loss),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
+        group=group,
     )
 
 
@@ -295,6 +312,8 @@ def fit_micro_batch(
         rehearse_step(lambda: loss.rehearse(batch), modules, reserve, student.device)
 
     found = find_fitting_micro_batch(options, attempt)
+    # Devices may have different amounts of free memory.
+    found = resize_micro_batch(options, state.group.find_least(found.batch_size))
     if found != options:
         message = f"batch_size {options.batch_size} does not fit: {found.batch_size} is used."
         monitor.emit("warning", message=message)
@@ -308,9 +327,9 @@ def _restore_watch(config: JobConfig, progress: TrainingProgress) -> TrainingWat
     return watch
 
 
-def _open_log(folder: Path, monitor: Monitor, progress: TrainingProgress) -> MetricsLog:
-    """metrics.jsonl, with the lines up to the restored step."""
+def _open_log(folder: Path | None, monitor: Monitor, progress: TrainingProgress) -> MetricsLog:
+    """metrics.jsonl, with the lines up to the restored step; without a folder no file."""
     # A run that was stopped before its first evaluation makes that evaluation again: its history is
     # empty.
     last_step = progress.step if progress.first_evaluation is not None else -1
-    return MetricsLog(folder / "metrics.jsonl", monitor, last_step)
+    return MetricsLog(folder and folder / "metrics.jsonl", monitor, last_step)

@@ -17,6 +17,7 @@ from kd.config.train import TrainConfig
 from kd.memory.step_memory import StepMemoryEstimate
 from kd.models.precision import ScalerWatch
 from kd.optim.averaging import Averager
+from kd.parallel.group import Group
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Batch, Source, read_training_batches
 from kd.tracking.metrics import MetricsLog
@@ -45,6 +46,8 @@ class Run:
     monitor: Monitor
     trace: Trace
     loss: StepLoss
+    #: ``loss`` as one module that exchanges gradients with the other ranks.
+    loss_module: nn.Module
     state: TrainState
     #: The identity of the job, which its checkpoints carry.
     identity: str
@@ -64,6 +67,11 @@ class Run:
     def __post_init__(self) -> None:
         groups = self.state.optimizer.param_groups
         self.trained = [parameter for group in groups for parameter in group["params"]]
+
+    @property
+    def group(self) -> Group:
+        """The ranks that train the student."""
+        return self.state.group
 
     @property
     def student(self) -> PreTrainedModel:
@@ -100,10 +108,14 @@ class Run:
         """Whether every step is taken, or early stopping ends the run."""
         return self.progress.step >= self.steps or is_out_of_patience(self.progress, self.options)
 
+    def should_stop(self) -> bool:
+        """Whether some rank is asked to stop; the ranks agree, so that all stop at one step."""
+        return self.group.any(self.monitor.should_stop())
+
     def read_batches(self) -> Iterator[list[Batch]]:
         """The micro-batches of each step that is left."""
         steps = range(self.progress.step, self.steps)
-        return read_training_batches(self.source, self.options, steps)
+        return read_training_batches(self.source, self.options, steps, self.group)
 
     def read_next_batches(self, count: int) -> Iterator[Batch]:
         """The first micro-batch of each of the next ``count`` steps.
@@ -111,5 +123,5 @@ class Run:
         They exist for a finished run too.
         """
         steps = range(self.progress.step, self.progress.step + count)
-        for micro_batches in read_training_batches(self.source, self.options, steps):
+        for micro_batches in read_training_batches(self.source, self.options, steps, self.group):
             yield micro_batches[0]

@@ -20,9 +20,11 @@ from kd.checks.gradients import check_gradients, compute_layer_gradient_norms
 from kd.checks.initial_loss import check_initial_loss
 from kd.checks.verdict import Verdict
 from kd.errors import OutOfMemory
+from kd.loss.fused import LossTerms
 from kd.loss.temperature import StepStatistics
 from kd.memory.auto_batch import memory_errors, reduce_micro_batch, saving_errors
 from kd.models.precision import forget_unscaling
+from kd.parallel.strategies import synchronising
 from kd.text.batches import Batch
 from kd.training import checkpoint
 from kd.training.run import Run
@@ -44,7 +46,7 @@ class Step:
     began: float
     alpha: float
     temperature: float | Tensor
-    #: Positions that have a target, of all micro-batches; at least 1.
+    #: Positions that have a target, of all micro-batches of all ranks; at least 1.
     tokens: int
     loss: float = 0.0
     kd_loss: float = 0.0
@@ -72,7 +74,7 @@ def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
         began=began,
         alpha=run.loss.alpha_at(number),
         temperature=run.loss.temperature.track(number),
-        tokens=max(sum(len(batch) for batch in micro_batches), 1),
+        tokens=max(run.group.add(sum(len(batch) for batch in micro_batches)), 1),
     )
 
 
@@ -118,11 +120,17 @@ def forward_backward(run: Run, step: Step) -> None:
     # On the device and in float64: no micro-batch waits for the device, and long sums stay exact.
     sums = torch.zeros(4, device=run.device, dtype=torch.float64)
     with memory_errors(run.options, str(run.memory)):
-        for micro_batch in step.micro_batches:
-            terms = run.loss.compute(micro_batch.to(run.device), step.alpha, step.temperature)
-            with run.clock.phase("backward"):
-                run.state.scaler.scale(terms.total / step.tokens).backward()
+        for number, micro_batch in enumerate(step.micro_batches, start=1):
+            with synchronising(run.loss_module, last=number == len(step.micro_batches)):
+                batch = micro_batch.to(run.device)
+                terms: LossTerms = run.loss_module(batch, step.alpha, step.temperature)
+                # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the
+                # ranks' parts.
+                share = terms.total / step.tokens * run.group.size
+                with run.clock.phase("backward"):
+                    run.state.scaler.scale(share).backward()
             sums += torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double()
+    sums = run.group.add_(sums)
     step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
 
 
@@ -177,6 +185,9 @@ def shrink_micro_batch(run: Run, error: OutOfMemory) -> None:
     reduced = reduce_micro_batch(options)
     if reduced is None or not options.auto_batch or options.order == "length":
         raise error
+    # The other ranks are in the middle of the step, and cannot begin it anew.
+    if not run.group.alone:
+        raise error
     run.state.optimizer.zero_grad(set_to_none=True)
     message = (
         f"Memory ran out at step {run.progress.step + 1} with batch_size {options.batch_size}: "
@@ -230,10 +241,12 @@ def take_step(run: Run, step: Step) -> None:
     # The scaler skips a step whose gradients overflowed: then nothing else moves either.
     if taken:
         state.scheduler.step()
-        statistics = StepStatistics(step.kd_loss, step.entropy, slope, step.loss_scale)
-        run.loss.temperature.step(step.number, statistics)
+        # The temperature's own gradient is outside of the module whose gradients are averaged.
+        scale = step.loss_scale * run.group.size
+        statistics = StepStatistics(step.kd_loss, step.entropy, slope, scale)
+        run.loss.temperature.step(step.number, statistics, run.group)
         if run.loss.control is not None:
-            run.loss.control.step()
+            run.loss.control.step(run.group)
         if run.average is not None:
             run.average.update()
     state.optimizer.zero_grad(set_to_none=True)

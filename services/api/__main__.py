@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 
+from kd.parallel.lifeline import die_with_parent
 from services.api.app import serve_api
 from services.process import logs, telemetry
-from services.process.lifeline import die_with_parent
 from services.settings import Settings
 
 

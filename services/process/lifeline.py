@@ -11,21 +11,6 @@ import select
 import signal
 import sys
 
-#: Number of the option in linux/prctl.h.
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(signum: int) -> None:
-    """Have the kernel send ``signum`` to this process when its parent ends. Linux only."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # the parent ended before the call
-        os.kill(os.getpid(), signum)
-
 
 def offer_to_oom_killer() -> None:
     """Be the first process that the kernel kills when memory runs out. Linux only.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 
+from kd.parallel.lifeline import die_with_parent
 from services.process import logs
-from services.process.lifeline import die_with_parent
 from services.settings import STAGES, Settings
 from services.worker import consumer
 

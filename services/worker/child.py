@@ -27,12 +27,13 @@ from typing import Any
 from cache.disk import storage_errors, try_lock
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.errors import Interrupted
+from kd.errors import Interrupted, RankLost
+from kd.parallel.lifeline import die_with_parent
 from kd.preflight.confinement import confined_datasets
-from kd.preflight.limits import Confinement
+from kd.preflight.limits import Confinement, grant_limits
 from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import Event, Monitor, WorkHeldElsewhere, replace_nonfinite
-from services.process.lifeline import die_with_parent, die_with_stdin, offer_to_oom_killer
+from services.process.lifeline import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.store.run_folder import LOCK
@@ -92,6 +93,7 @@ def attempt_stage(
             config = parse_config(order["config"])
             home = Path(order["home"])
             granted = order["confinement"]
+            grant_limits(granted)
             limits = None if granted is None else Confinement.from_order(granted)
             # A link may have changed since the job was taken. The files themselves are checked by
             # the stage.
@@ -105,6 +107,12 @@ def attempt_stage(
     except Interrupted as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_STOPPED
+    except RankLost as error:
+        # The supervisor judges how a process ended: this one ends as the rank did.
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), error.signum)
+        return EXIT_FAILED
     except Exception as error:
         traceback.print_exc()
         events.send(Event("error", describe_error(error)))

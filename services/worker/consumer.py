@@ -82,7 +82,7 @@ class StageWorker:
 
     def _claim_next(self, first: str) -> tuple[Claim, str] | None:
         """Claim the first job that fits, in the queue of ``first`` or in another one."""
-        capacity = Capacity(len(self.device.gpus), self.device.memory_bytes)
+        capacity = Capacity(self.device.count, self.device.memory_bytes)
         for stage in (first, *(other for other in self.stages if other != first)):
             if claim := self.store.claim_next(
                 stage, self.id, self.settings.lease_seconds, capacity
@@ -169,7 +169,7 @@ class StageWorker:
                 kind=device.kind,
                 name=device.name,
                 index=",".join(str(gpu.index) for gpu in device.gpus),
-                count=len(device.gpus),
+                count=device.count,
                 memory_bytes=device.memory_bytes,
             ),
             job=claim.id if claim else None,
@@ -208,8 +208,8 @@ def run(settings: Settings, stages: list[str]) -> None:
     store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)
     worker = StageWorker(settings, app, store, stages, device)
     log.info("works on %s (%s)", device.name, ", ".join(device.list_names()))
-    if len(device.gpus) > 1:
-        log.warning("a job uses one GPU: the others of this worker idle; start a worker for each")
+    if device.count > 1:
+        log.info("a job uses one device unless its resources.gpus asks for more")
 
     @app.task(name=TASK_NAME)  # type: ignore[untyped-decorator]
     def run_stage(_: str, stage: str) -> None:

@@ -28,6 +28,7 @@ import pynvml
 from cache.disk import make_folder, storage_errors, try_lock
 from cache.errors import PotstillError
 from kd.memory.host import read_memory_bytes
+from kd.parallel.variables import DEVICES_VARIABLE
 
 CPU = "cpu"
 #: Time between two looks for a free GPU.
@@ -85,16 +86,24 @@ class WorkerDevice:
         return self.gpus[0].name if self.gpus else find_cpu_name()
 
     @property
+    def count(self) -> int:
+        """The number of devices that a job may ask for. One CPU is no such device."""
+        return len(self.gpus) or (self.cpus if self.cpus > 1 else 0)
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of the smallest GPU, or of the host or container if there is no GPU."""
         return min((gpu.memory_bytes for gpu in self.gpus), default=0) or read_memory_bytes()
 
     def build_environment(self, wanted: int | None = None) -> dict[str, str]:
-        """Variables with which a child sees ``wanted`` of these GPUs and no other; None = all."""
+        """Variables with which a child sees ``wanted`` of these devices; None = all GPUs, or one."""
         # Without a known GPU nothing is hidden: there may be a GPU that NVML does not know.
         if not (self.gpus or self.hidden or wanted == 0):
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in self.give(wanted))}
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in self.give(wanted))}
+        if self.hidden:
+            shown[DEVICES_VARIABLE] = ",".join([CPU] * min(self.cpus, wanted or 1))
+        return shown
 
     def give(self, wanted: int | None) -> tuple[Gpu, ...]:
         """The GPUs for a job that asks for ``wanted`` of them; None = all."""

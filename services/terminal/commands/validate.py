@@ -86,8 +86,9 @@ def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Probl
         return []
     from services.worker.devices import WorkerDevice, count_cpus, find_gpus
 
-    found = WorkerDevice(() if count_cpus(settings.devices) else tuple(find_gpus()))
-    here = Device(count=len(found.gpus), memory_bytes=found.memory_bytes)
+    cpus = count_cpus(settings.devices)
+    found = WorkerDevice(() if cpus else tuple(find_gpus()), cpus=max(cpus, 1))
+    here = Device(count=found.count, memory_bytes=found.memory_bytes)
     if here.covers(needs.gpus, needs.memory):
         return []
     return [

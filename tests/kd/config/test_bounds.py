@@ -146,6 +146,7 @@ BOUNDS = [
         ["none", "full", "sqrt", 2, 1024, True, False],
     ),
     ("train.activation_offload", [2, "gpu"], [True, False]),
+    ("train.strategy", ["dp", 2], ["auto", "single", "ddp"]),
     (
         "train.compile",
         ["fast", 1],

@@ -45,15 +45,29 @@ def test_the_configuration_alone_shows_what_contradicts_itself() -> None:
     assert find_pointers() == ["/search"]
 
 
-def test_more_gpus_than_a_job_can_use_are_refused_at_every_door() -> None:
-    (found,) = find_problems(make_job(kind="distill", search=None, resources={"gpus": 2}))
-    assert (found.pointer, found.detail) == (
-        "/resources/gpus",
-        "it asks for 2 GPUs, but a job can use 1.",
+def find_sharing_problems(gpus: int | None, kind: str = "distill", **train: Any) -> list[str]:
+    """The problems of a job that asks for ``gpus`` devices."""
+    section = {"max_steps": 1, "batch_size": 2, "gradient_accumulation_steps": 3} | train
+    job = make_job(kind=kind, search=None, resources={"gpus": gpus}, train=section)
+    return [str(problem) for problem in find_problems(job)]
+
+
+def test_a_step_is_shared_equally_by_all_devices_or_refused() -> None:
+    for gpus in (None, 0, 1, 2, 3, 6):
+        assert find_sharing_problems(gpus) == []
+    (found,) = find_sharing_problems(4)
+    assert found == (
+        "train.batch_size: a step has 6 sequences (batch_size 2 x gradient_accumulation_steps 3), "
+        "which 4 devices cannot share equally. Make the product a multiple of 4, or change "
+        "resources.gpus."
     )
-    assert "Set it to 1" in found.remedy
-    for gpus in (None, 0, 1):
-        assert find_problems(make_job(kind="distill", search=None, resources={"gpus": gpus})) == []
+
+
+def test_devices_that_a_job_could_not_use_are_refused() -> None:
+    (found,) = find_sharing_problems(2, strategy="single")
+    assert found.startswith("train.strategy: single uses one device, but resources.gpus asks for 2")
+    (found,) = find_sharing_problems(2, kind="precompute")
+    assert found.startswith("resources.gpus: it asks for 2 devices, but only a training uses")
 
 
 def test_the_folders_show_what_is_missing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ print("first")
 DAMAGED = "import sys; sys.stderr.write('half a line'); sys.exit('the reason')"
 WAITING = """
 import signal, time
-from services.process.lifeline import die_with_parent
+from kd.parallel.lifeline import die_with_parent
 die_with_parent(signal.SIGKILL)
 time.sleep(300)
 """

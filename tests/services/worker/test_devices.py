@@ -180,11 +180,16 @@ def test_a_job_sees_no_more_gpus_than_it_asks_for() -> None:
     assert two.build_environment(0) == {"CUDA_VISIBLE_DEVICES": ""}
     assert (two.kind, two.memory_bytes) == ("cuda", 1000)
     assert WorkerDevice().build_environment() == {}
-    assert (
-        WorkerDevice(hidden=True).build_environment()
-        == WorkerDevice().build_environment(0)
-        == {"CUDA_VISIBLE_DEVICES": ""}
-    )
+    assert WorkerDevice().build_environment(0) == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_a_cpu_counts_as_so_many_devices_as_kd_devices_says() -> None:
+    one = WorkerDevice(hidden=True)
+    three = WorkerDevice(hidden=True, cpus=3)
+    assert (WorkerDevice().count, one.count, three.count) == (0, 0, 3)
+    assert one.build_environment() == {"CUDA_VISIBLE_DEVICES": "", "KD_DEVICES": "cpu"}
+    assert three.build_environment(2) == {"CUDA_VISIBLE_DEVICES": "", "KD_DEVICES": "cpu,cpu"}
+    assert three.build_environment()["KD_DEVICES"] == "cpu"
 
 
 def test_without_a_driver_it_is_the_cpu_and_its_memory(

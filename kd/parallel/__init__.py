@@ -1,0 +1,1 @@
+"""Several processes, one on each device, that train one student together."""

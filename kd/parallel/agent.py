@@ -1,0 +1,60 @@
+"""torchrun for the ranks of one job: ``python -m kd.parallel.agent FOLDER COUNT MODULE``.
+
+It runs COUNT processes ``python -m MODULE FOLDER`` and ends all of them as soon as one fails. It
+then writes FOLDER/failures.json: {rank: exit code}, below 0 for the signal that killed the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from kd.parallel.lifeline import die_with_parent
+
+FAILURES = "failures.json"
+#: Seconds that the other ranks have to end themselves after one has failed.
+SHUTDOWN_SECONDS = 2
+
+
+def main() -> int:
+    """Run the ranks; returns 0 if all of them succeeded."""
+    die_with_parent(signal.SIGKILL)
+    # Ctrl-C in a terminal reaches this process too, but the run is to save its state first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder, count, module = sys.argv[1:]
+    size = int(count)
+    share = max((os.cpu_count() or 1) // size, 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    if sys.platform.startswith("linux"):
+        # All ranks are on this host. Its own name may not lead to it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id="potstill",
+        rdzv_backend="c10d",
+        # Port 0: a free one.
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-P", "-m", module, folder)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        (Path(folder) / FAILURES).write_text(json.dumps(codes), encoding="utf-8")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The error of a rank, as JSON for the process that started it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cache.errors import PotstillError
+from kd.errors import ConfigError, Problem
+from kd.files import read_json, write_json
+
+
+class RankError(Exception):
+    """An unexpected error of a rank; the message names its class."""
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+    """Write the error of ``rank`` into ``folder``."""
+    content: dict[str, Any] = {"at": time.time(), "name": type(error).__name__}
+    if isinstance(error, ConfigError):
+        content["problems"] = [each.to_json() for each in error.problems]
+    elif isinstance(error, PotstillError):
+        content |= {"detail": error.detail, "remedy": error.remedy}
+    else:
+        content |= {"detail": str(error), "unexpected": True}
+    write_json(folder / f"error-{rank}.json", content)
+
+
+def read_first_failure(folder: Path) -> Exception | None:
+    """Rebuild the error that ended the ranks; None if no rank has written one.
+
+    It is the earliest one. Later ones are mostly of ranks that had lost the first, and the errors
+    of a lost connection are unexpected, so one of ours comes before them.
+    """
+    found = [read_json(path) for path in sorted(folder.glob("error-*.json"))]
+    found.sort(key=lambda each: ("unexpected" in each, each["name"] == "Interrupted", each["at"]))
+    return _rebuild(found[0]) if found else None
+
+
+def _rebuild(content: dict[str, Any]) -> Exception:
+    name = content["name"]
+    if "unexpected" in content:
+        return RankError(f"{name}: {content['detail']}")
+    if "problems" in content:
+        return ConfigError([Problem(**each) for each in content["problems"]])
+    known = {each.__name__: each for each in _list_classes(PotstillError)}
+    kind = known.get(name, PotstillError)
+    return kind(content["detail"], content["remedy"])
+
+
+def _list_classes(kind: type[PotstillError]) -> Iterator[type[PotstillError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _list_classes(each)

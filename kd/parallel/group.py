@@ -1,0 +1,131 @@
+"""The ranks: processes that work on one job together, one on each device.
+
+torchrun starts them (``kd.parallel.launch``). Each holds a ``Group``, which says which rank it is,
+and through which the ranks agree. A process without others has the group ``ALONE``, whose methods
+change nothing, so that all code is written once.
+
+Every method must be called by all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kd.errors import Interrupted
+
+#: How long a rank waits for the others. A rank that has died is found by torchrun within a second,
+#: so this is for long work of one rank, such as writing a checkpoint to a slow disk.
+PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The number of this rank and of all ranks. Rank 0 leads: it alone reports and writes files."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank leads."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.size == 1
+
+    def add_(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by its sum over all ranks; all get the same bits."""
+        if not self.alone:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def add(self, number: int) -> int:
+        """Return the sum of ``number`` over all ranks."""
+        return int(self.add_(torch.tensor(number)))
+
+    def find_least(self, number: int) -> int:
+        """Return the least ``number`` of all ranks."""
+        return min(self.gather(number))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on some rank."""
+        return self.add(int(flag)) > 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every rank, in their order. It holds only what JSON has."""
+        if self.alone:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]))
+        # all_gather needs tensors of one length.
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+        return [
+            json.loads(bytes(each[: int(length)].tolist()))
+            for each, length in zip(texts, lengths, strict=True)
+        ]
+
+    def wait(self) -> None:
+        """Wait until every rank is here."""
+        if not self.alone:
+            self.add(0)
+
+    def deal(self, items: NDArray[Any]) -> NDArray[Any]:
+        """Return this rank's equal part of ``items``; the parts in the order of ranks are whole."""
+        size, rest = divmod(len(items), self.size)
+        if rest:
+            raise ValueError(f"{len(items)} items cannot be dealt to {self.size} ranks equally")
+        return items[self.rank * size : (self.rank + 1) * size]
+
+    def run_agreed(self, work: Callable[[], None]) -> None:
+        """Run ``work``; where it is interrupted on one rank, raise ``Interrupted`` on all of them.
+
+        Otherwise the other ranks would wait for the one that was stopped.
+        """
+        found = None
+        try:
+            work()
+        except Interrupted as error:
+            found = error
+        if self.any(found is not None):
+            raise found or Interrupted(
+                "Stopped on request.", "Run the same job again to continue from here."
+            )
+
+
+#: The group of a process without others.
+ALONE = Group()
+
+
+def join_group() -> Group:
+    """Join the ranks that torchrun has started.
+
+    Tensors in memory go through gloo and those on GPUs through NCCL.
+    """
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=PATIENCE)
+    return Group(dist.get_rank(), dist.get_world_size())
+
+
+def leave_group(group: Group) -> None:
+    """Leave the ranks, once all of them are here; ``group`` is of no use afterwards."""
+    if not group.alone:
+        group.wait()
+        dist.destroy_process_group()

@@ -1,0 +1,155 @@
+"""Starts the ranks of a job by torchrun, relays what they report, and ends them.
+
+    this process --> torchrun (agent.py) --> rank 0, rank 1, ...
+
+    run_dir/ranks/    order.json, and why ranks failed; it exists while they run
+    stdin             this process writes nothing; its end asks every rank to save and to stop
+    stdout            rank 0 writes its events, and its result as the last one
+
+If this process ends, however it ends, the kernel kills torchrun, and with it the ranks (Linux).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.disk import make_folder, remove_path, storage_errors
+from kd.errors import RankLost
+from kd.files import read_json, write_json
+from kd.parallel.agent import FAILURES
+from kd.parallel.failures import RankError, read_first_failure
+from kd.progress import Event, Monitor
+
+#: The module of a rank; it is above this one, because it runs the pipeline.
+RANK_MODULE = "kd.rank"
+#: The folder in a run folder through which the ranks get their order.
+FOLDER = "ranks"
+#: Seconds between two looks at whether to stop.
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """The work of all ranks: a job, the folder of caches, and the run folder."""
+
+    config: dict[str, Any]
+    home: str
+    run_dir: str
+
+    def write(self, folder: Path) -> None:
+        """Write the order into ``folder``, where each rank reads it."""
+        write_json(folder / "order.json", asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> RankOrder:
+        """Read the order that ``write`` wrote."""
+        return cls(**read_json(folder / "order.json"))
+
+
+def run_in_ranks(
+    order: RankOrder, count: int, monitor: Monitor, module: str = RANK_MODULE
+) -> dict[str, Any]:
+    """Run ``order`` in ``count`` ranks, and return the result of rank 0.
+
+    Raises the error of the rank that failed first: ``Interrupted`` after a stop, and ``RankLost``
+    where a rank was killed.
+    """
+    folder = Path(order.run_dir) / FOLDER
+    with storage_errors(folder):
+        remove_path(folder)  # an earlier process may have been killed
+        make_folder(folder)
+    try:
+        order.write(folder)
+        with _running_agent(folder, count, module) as process:
+            result = _relay(process, monitor)
+            code = process.wait()
+        if code == 0 and result is not None:
+            return result
+        raise _find_error(folder, code)
+    finally:
+        remove_path(folder)
+
+
+@contextmanager
+def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run torchrun for the length of the block; it is killed where the block raises."""
+    process = subprocess.Popen(
+        # -P keeps the working folder out of the path: it may hold a folder named kd.
+        [sys.executable, "-P", "-m", "kd.parallel.agent", str(folder), str(count), module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": _build_path(), "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _build_path() -> str:
+    """PYTHONPATH with which the ranks import the packages of this process."""
+    own = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _relay(process: subprocess.Popen[bytes], monitor: Monitor) -> dict[str, Any] | None:
+    """Pass on the events of rank 0 until all ranks have ended; returns its result."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    result = None
+    text = b""
+    stdout = process.stdout.fileno()
+    while True:
+        if not process.stdin.closed and monitor.should_stop():
+            process.stdin.close()
+        if not select.select([stdout], [], [], POLL_SECONDS)[0]:
+            continue
+        part = os.read(stdout, 1 << 16)
+        if not part:
+            return result
+        *lines, text = (text + part).split(b"\n")
+        for line in lines:
+            event = Event(**json.loads(line))
+            if event.type == "result":
+                result = event.data
+            else:
+                monitor.listen(event)
+
+
+def _find_error(folder: Path, code: int) -> Exception:
+    """The error that ended the ranks, from what they and torchrun have written."""
+    codes = read_json(folder / FAILURES) or {}
+    # torchrun ends the ranks that are left by SIGTERM.
+    killed = {rank: -each for rank, each in codes.items() if each < 0 and -each != signal.SIGTERM}
+    if killed:
+        rank, signum = min(killed.items())
+        return RankLost(
+            f"Process {rank} of those that train together was killed by "
+            f"{signal.Signals(signum).name}, so that all of them ended.",
+            "Run the same job again: it goes on from its newest checkpoint. SIGKILL often means "
+            "that memory ran out.",
+            signum,
+        )
+    if code < 0:
+        return RankLost(
+            f"torchrun was killed by {signal.Signals(-code).name}, and the ranks with it.",
+            "Run the same job again: it goes on from its newest checkpoint.",
+            -code,
+        )
+    return read_first_failure(folder) or RankError(
+        f"the ranks ended without a result (exit codes {codes or code}); the log says why"
+    )

@@ -1,0 +1,83 @@
+"""One of the processes that train a student together: ``python -m kd.rank FOLDER``.
+
+torchrun starts it (kd/parallel/agent.py). FOLDER holds the order. Rank 0 writes its events to
+stdout as JSON lines, and its result as the last one. The end of stdin asks to save and to stop.
+What a rank prints goes to stderr, which is the log of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from kd.config.jobfile import parse_config
+from kd.errors import Interrupted
+from kd.parallel.failures import write_failure
+from kd.parallel.group import join_group
+from kd.parallel.launch import RankOrder
+from kd.parallel.lifeline import die_with_parent
+from kd.pipeline import run_training
+from kd.preflight.confinement import confined_datasets
+from kd.preflight.limits import read_granted_limits
+from kd.progress import Event, Monitor, replace_nonfinite
+
+
+def main() -> None:
+    """Do this rank's part of the order, and end the process."""
+    die_with_parent(signal.SIGKILL)
+    rank = int(os.environ["RANK"])
+    folder = Path(sys.argv[1])
+    send = open_events()
+    listen: Callable[[Event], None] = send if rank == 0 else (lambda event: None)
+    code = 0
+    try:
+        order = RankOrder.read(folder)
+        monitor = Monitor(listen, has_stdin_ended, patient=False)
+        with confined_datasets(read_granted_limits()):
+            result = run_training(
+                parse_config(order.config),
+                Path(order.home),
+                Path(order.run_dir),
+                monitor,
+                join_group(),
+            )
+        listen(Event("result", result))
+    except Exception as error:
+        if not isinstance(error, Interrupted):
+            traceback.print_exc()
+        write_failure(folder, rank, error)
+        code = 1
+    sys.stderr.flush()
+    # Not by sys.exit: threads of a group whose other ranks are gone would keep this process.
+    os._exit(code)
+
+
+def open_events() -> Callable[[Event], None]:
+    """Return a function that writes an event to stdout; all that is printed goes to stderr."""
+    pipe = os.dup(1)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def send(event: Event) -> None:
+        line = json.dumps(replace_nonfinite(event.to_json()), allow_nan=False).encode() + b"\n"
+        with lock:
+            while line:
+                line = line[os.write(pipe, line) :]
+
+    return send
+
+
+def has_stdin_ended() -> bool:
+    """Whether stdin has ended. Nothing is ever written to it, so readable means the end."""
+    return bool(select.select([0], [], [], 0)[0])
+
+
+if __name__ == "__main__":
+    main()
