@@ -81,8 +81,9 @@ class TeacherIdentity:
         return not self.quantization and not self.parallel
 
     def describe_precision(self) -> str:
-        """Return the precision in words, such as ``bfloat16, weights in int8``."""
-        return f"{self.dtype}, weights in {self.quantization}" if self.quantization else self.dtype
+        """Return precision and spread in words, such as ``bfloat16, weights in int8``."""
+        rounded = f", weights in {self.quantization}" if self.quantization else ""
+        return self.dtype + rounded + (f", spread by {self.parallel}" if self.parallel else "")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ PotstillError (cache.errors)
 ├── DeviceUnusable        the promised GPU is not there for torch, or not known to its build
 ├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
 │   ├── NotFinite         the loss became NaN
-│   ├── RankLost          one of the processes that train together was killed
+│   ├── RankLost          one of the processes that share a stage was killed
 │   └── OutOfMemory       memory ran out; the remedy names settings that need less
 └── Interrupted           the run was asked to stop, and has saved what it needs to resume
 """
@@ -96,7 +96,7 @@ class OutOfMemory(TrainingError):
 
 
 class RankLost(TrainingError):
-    """One of the processes that train together was killed, so that all of them ended.
+    """One of the processes that share a stage was killed, so that all of them ended.
 
     ``signum`` is the signal that killed it. Everything up to the newest checkpoint is kept.
     """

@@ -34,6 +34,7 @@ from cache.store import open_cache, verify_cache
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig
+from kd.config.teacher import SHARED
 from kd.config.train import TrainConfig
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.measure import EvaluationContext
@@ -48,9 +49,15 @@ from kd.memory.one_sequence import require_capture_memory
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
 from kd.models.lm_head import require_rows
-from kd.models.loading import hide_progress_bars, require_trainable_student
+from kd.models.loading import (
+    hide_progress_bars,
+    require_shareable_teacher,
+    require_trainable_student,
+)
 from kd.models.precision import Precision, pick_device
 from kd.models.saving import choose_save_dtype, load_saved_student, save_student
+from kd.models.spread.following import follow
+from kd.models.spread.leading import leading
 from kd.models.tokenizers import KnownTokenizer, load_tokenizer, require_same_tokenizer
 from kd.models.vocabulary import choose_run_vocabulary, choose_student_vocabulary
 from kd.parallel.devices import count_ranks
@@ -118,7 +125,39 @@ def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:
 def run_precompute(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
 ) -> dict[str, Any]:
-    """Make sure that a sealed cache for this job exists: capture it if it does not."""
+    """Make sure that a sealed cache for this job exists: capture it if it does not.
+
+    A teacher that several processes share runs in as many as the job has devices.
+    """
+    teacher = config.teacher
+    if teacher is None or teacher.parallel not in SHARED:
+        return run_capture(config, home, run_dir, monitor)
+    ranks = count_ranks(config)
+    require_shareable_teacher(teacher, ranks)
+    order = RankOrder("precompute", config.model_dump(mode="json"), str(home), str(run_dir))
+    return run_in_ranks(order, ranks, monitor)
+
+
+def share_capture(
+    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, group: Group
+) -> dict[str, Any]:
+    """Capture with a teacher that all ranks of ``group`` share.
+
+    Rank 0 alone plans, records, seals and reports. The others run the teacher with it, and return
+    nothing.
+    """
+    result: dict[str, Any] = {}
+    if group.leads:
+        with leading():
+            result = run_capture(config, home, run_dir, monitor)
+    else:
+        follow()
+    leave_group(group)
+    return result
+
+
+def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Make sure that a sealed cache for this job exists, as ``run_precompute`` does."""
     planned = plan_capture(config, monitor)
     monitor.check("after the text was read; no shard was begun")
     require_possible_student(config, planned)
@@ -178,10 +217,11 @@ def run_search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
 
 def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Train the student on as many devices as the job asks for, each with a process of its own."""
-    ranks = count_ranks(config)
+    # Devices may be for the teacher alone.
+    ranks = 1 if config.require_train().strategy == "single" else count_ranks(config)
     if ranks == 1:
         return run_training(config, home, run_dir, monitor)
-    order = RankOrder(config.model_dump(mode="json"), str(home), str(run_dir))
+    order = RankOrder("train", config.model_dump(mode="json"), str(home), str(run_dir))
     return run_in_ranks(order, ranks, monitor)
 
 

@@ -1,4 +1,4 @@
-"""One of the processes that train a student together: ``python -m kd.rank FOLDER``.
+"""One of the processes that share a stage of a job: ``python -m kd.rank FOLDER``.
 
 torchrun starts it (kd/parallel/agent.py). FOLDER holds the order. Rank 0 writes its events to
 stdout as JSON lines, and its result as the last one. The end of stdin asks to save and to stop.
@@ -16,38 +16,45 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
+from kd.models.loading import hide_progress_bars
 from kd.parallel.failures import write_failure
 from kd.parallel.group import join_group
 from kd.parallel.launch import RankOrder
 from kd.parallel.lifeline import die_with_parent
-from kd.pipeline import run_training
+from kd.pipeline import run_training, share_capture
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import read_granted_limits
 from kd.progress import Event, Monitor, replace_nonfinite
 
 
 def main() -> None:
-    """Do this rank's part of the order, and end the process."""
+    """Do this rank's part of a stage, and end the process."""
+    run_rank(run_order)
+
+
+def run_order(order: RankOrder, monitor: Monitor) -> dict[str, Any]:
+    """Join the other ranks and run the stage of ``order`` with them; returns rank 0's result."""
+    run = {"precompute": share_capture, "train": run_training}[order.stage]
+    config = parse_config(order.config)
+    with confined_datasets(read_granted_limits()):
+        return run(config, Path(order.home), Path(order.run_dir), monitor, join_group())
+
+
+def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
+    """Do ``work`` for the order, report its result or its error, and end the process."""
     die_with_parent(signal.SIGKILL)
     rank = int(os.environ["RANK"])
     folder = Path(sys.argv[1])
     send = open_events()
     listen: Callable[[Event], None] = send if rank == 0 else (lambda event: None)
     code = 0
+    hide_progress_bars()
     try:
-        order = RankOrder.read(folder)
-        monitor = Monitor(listen, has_stdin_ended, patient=False)
-        with confined_datasets(read_granted_limits()):
-            result = run_training(
-                parse_config(order.config),
-                Path(order.home),
-                Path(order.run_dir),
-                monitor,
-                join_group(),
-            )
+        result = work(RankOrder.read(folder), Monitor(listen, has_stdin_ended, patient=False))
         listen(Event("result", result))
     except Exception as error:
         if not isinstance(error, Interrupted):

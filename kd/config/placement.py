@@ -23,7 +23,7 @@ class Resources(Section):
         description=(
             "Devices: GPUs, or those that KD_DEVICES=cpu,cpu makes of a CPU. null = one GPU if the "
             "worker has any, 0 = none. More than 1 train a student together (train.strategy); a "
-            "capture uses the first."
+            "capture uses the first, unless its teacher is spread (teacher.parallel)."
         ),
     )
     memory: Annotated[int, Field(ge=1, le=1 << 50), AS_BYTES] | None = Field(

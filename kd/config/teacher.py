@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from kd.config.section import AS_BYTES, Section
 
+#: The ways of ``teacher.parallel`` that need several processes, one on each device.
+SHARED = ("tensor", "fsdp")
 #: The fields that say where the teacher's weights lie.
 SPREAD_FIELDS = ("parallel", "gpu_memory", "host_memory")
 Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
@@ -57,12 +59,15 @@ class TeacherConfig(Section):
             "Ampere generation or later."
         ),
     )
-    parallel: Literal["none", "device_map"] = Field(
+    parallel: Literal["none", "device_map", "tensor", "fsdp"] = Field(
         "none",
         description=(
             "How a teacher that no single device holds is spread: none = it is on one device; "
             "device_map = its layers lie one after the other on the GPUs, then in the host's "
-            "memory, then on the disk. It is part of the cache's identity."
+            "memory, then on the disk; tensor = each of resources.gpus processes holds a part of "
+            "every matrix, as the model's tp_plan says; fsdp = each holds a part of every layer, "
+            "and gathers the layer that runs. Where one process runs it (kd eval, the report, "
+            "kd estimate), tensor and fsdp are as device_map. It is part of the cache's identity."
         ),
     )
     gpu_memory: Bytes | None = Field(
@@ -163,11 +168,11 @@ class TeacherConfig(Section):
                         f"teacher.parallel {self.parallel} spreads plain weights: it cannot be "
                         f"combined with teacher.{name}; leave one of the two out"
                     )
-        if self.parallel != "device_map":
+        if self.parallel == "none":
             for name in ("gpu_memory", "host_memory"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"teacher.{name} is for teacher.parallel device_map, but teacher.parallel "
-                        f"is {self.parallel}"
+                        f"teacher.{name} is for a teacher that is spread, but teacher.parallel is "
+                        "none"
                     )
         return self

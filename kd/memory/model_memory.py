@@ -10,7 +10,7 @@ from pathlib import Path
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.student import StudentInit
-from kd.config.teacher import TeacherConfig
+from kd.config.teacher import SHARED, TeacherConfig
 from kd.models.folder import ModelFolder
 from kd.optim.state_size import (
     AVERAGE_NUMBER_BYTES,
@@ -52,14 +52,12 @@ def estimate_model_memory(
     that vocabulary.
     """
     teacher = config.teacher if "precompute" in config.stages else None
-    # A remote teacher takes no memory of the worker, and one that is spread leaves on the disk what
-    # does not fit.
-    is_whole = (
-        teacher is not None and teacher.backend == "local" and teacher.parallel != "device_map"
-    )
+    # A remote teacher takes no memory of the worker.
+    is_local = teacher is not None and teacher.backend == "local"
+    stored = count_teacher_bytes(teacher, root) if teacher and is_local else None
     parameters = _list_student_parameters(config, root, find_vocabulary)
     return ModelMemory(
-        teacher_bytes=count_teacher_bytes(teacher, root) if teacher and is_whole else None,
+        teacher_bytes=compute_device_share(config, stored or 0) or None,
         student_parameters=sum(each.size for each in parameters) or None,
         student_bytes=_count_student_bytes(config, parameters) or None,
     )
@@ -76,6 +74,14 @@ def count_teacher_bytes(teacher: TeacherConfig, root: Path) -> int | None:
         return stored or None
     item_bytes = _STORED_BYTES.get(folder.dtype or "float32", FLOAT32)
     return round(stored * compute_rounded_share(folder, teacher.quantization, item_bytes)) or None
+
+
+def compute_device_share(config: JobConfig, weights: int) -> int:
+    """Compute the bytes of a teacher's ``weights`` that each device of a job holds at least."""
+    parallel = config.teacher.parallel if config.teacher is not None else "none"
+    if parallel == "device_map":
+        return 0  # what no device holds stays on the disk
+    return weights // (config.resources.gpus or 1) if parallel in SHARED else weights
 
 
 def compute_rounded_share(folder: ModelFolder, quantization: str, item_bytes: int) -> float:

@@ -15,6 +15,7 @@ from kd.capture.plan import CapturePlan
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes
 from kd.memory.host import read_memory_bytes
+from kd.memory.model_memory import compute_device_share
 from kd.memory.model_work import count_weight_bytes, estimate_forward_bytes
 from kd.memory.phases import estimate_logit_bytes
 from kd.models.folder import require_allowed_remote_code
@@ -40,8 +41,7 @@ class LeastCapture:
         vocabulary = plan.identity.tokenizer.vocabulary_size
         weights = count_weight_bytes(hollow, dtype.itemsize, teacher.quantization)
         return cls(
-            # What no device holds stays on the disk.
-            0 if teacher.parallel == "device_map" else weights,
+            compute_device_share(plan.config, weights),
             estimate_forward_bytes(hollow, length, dtype.itemsize)
             + estimate_logit_bytes(device.type, length, vocabulary),
         )

@@ -20,6 +20,9 @@ from kd.models.attention.interface import reading_rows
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
 
+#: The attribute of modules that run in several processes together.
+_SHARED = "runs_in_several_processes"
+
 
 def compute_hidden_states(
     model: nn.Module, tokens_BL: Tensor, packed: PackedRows | None = None
@@ -74,6 +77,18 @@ def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = (module for module in find_body(model).modules() if isinstance(module, nn.ModuleList))
     return next((list(each) for each in lists if len(each) == count), [])
+
+
+def find_trunk(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """Return the module that runs the decoder layers in turn, with its name.
+
+    It is the body, or inside it (OPT); a call of the model or of its body runs it once. The model
+    must have a list of decoder layers.
+    """
+    first = find_decoder_layers(model)[0]
+    name = next(name for name, module in model.named_modules() if module is first)
+    trunk = name.rsplit(".", 2)[0]
+    return trunk, model.get_submodule(trunk)
 
 
 def require_context(model: PreTrainedModel, sequence_length: int) -> None:
@@ -132,17 +147,25 @@ def list_layer_parameters(student: PreTrainedModel) -> list[tuple[str, list[Para
     ]
 
 
+def mark_shared_modules(trunk: nn.Module) -> None:
+    """Mark the modules inside ``trunk``, whose forward pass several processes run together."""
+    for module in trunk.modules():
+        if module is not trunk:
+            setattr(module, _SHARED, True)
+
+
 @contextmanager
 def stopping_forward(monitor: Monitor, what: str) -> Iterator[None]:
     """Let every module that runs in the block without gradients first ask whether to stop.
 
     So a request is heard inside long measurements and texts that are written token by token, in
     this library's code and in others'. Raises ``Interrupted``, which says ``what`` was stopped;
-    training steps, which have gradients, are left to their own loop.
+    training steps, which have gradients, are left to their own loop. A forward pass that several
+    processes share ends first: the others would wait for this one.
     """
 
-    def ask(*_: Any) -> None:
-        if not torch.is_grad_enabled():
+    def ask(module: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled() and not getattr(module, _SHARED, False):
             monitor.check(what)
 
     handle = register_module_forward_pre_hook(ask)

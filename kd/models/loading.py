@@ -26,7 +26,7 @@ from transformers import (
 
 from kd.config.extras import NO_QUANTIZER, require_torchao
 from kd.config.student import StudentConfig, StudentInit
-from kd.config.teacher import TeacherConfig
+from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import ConfigError, ModelError, format_first_line
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, load_text_model
@@ -45,6 +45,8 @@ from kd.models.precision import (
     round_parameters,
 )
 from kd.models.spread.device_map import Places
+from kd.models.spread.leading import find_leader
+from kd.models.spread.sharding import make_places, require_shareable, settle_part
 from kd.models.tokenizers import get_vocabulary_size
 
 
@@ -61,21 +63,57 @@ def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> P
     """Load the teacher, frozen, in evaluation mode and in its own precision.
 
     It gives its hidden states on ``device``, where its LM head is. All of it is there, unless
-    ``teacher.parallel`` spreads it.
+    ``teacher.parallel`` spreads it. One that is made for several processes is placed by accelerate
+    where no other process follows this one.
     """
-    how = ReadingPlan(
-        choose_teacher_dtype(config, folder, device),
-        device,
-        config.gguf_file,
-        require_allowed_remote_code(config),
-        config.quantization,
-    )
+    leader = find_leader()
+    if config.parallel in SHARED and leader is not None:
+        leader.order_loading(config, folder)
+        model = load_part(config, folder, device, leads=True)
+        leader.lead_reading(model)
+        return model
+    how = _plan_reading(config, folder, device)
     if config.parallel == "none":
         return read_model(folder, how).eval().requires_grad_(False)
     places = Places.of(config)
     model = read_model(folder, replace(how, places=places.list_arguments()))
     places.settle(model, device)
     return model.eval().requires_grad_(False)
+
+
+def load_part(
+    config: TeacherConfig, folder: Path, device: torch.device, leads: bool
+) -> PreTrainedModel:
+    """Load this process's part of a teacher; all processes that share it call this together.
+
+    The process that leads has the whole LM head on ``device``.
+    """
+    how = _plan_reading(config, folder, device)
+    with torch.device("meta"):
+        hollow = load_hollow(folder, how.dtype, None, how.trust_remote_code)
+    size = torch.distributed.get_world_size()
+    require_shareable(config, hollow, size)
+    model = read_model(folder, replace(how, places=make_places(config, hollow, size)))
+    settle_part(model.eval().requires_grad_(False), device, leads)
+    return model
+
+
+def require_shareable_teacher(config: TeacherConfig, size: int) -> None:
+    """Raise ``ConfigError`` where ``size`` processes cannot share the teacher as the job asks."""
+    folder = resolve_model(config.model, config.revision)
+    with torch.device("meta"):
+        hollow = load_hollow(folder, torch.float32, None, require_allowed_remote_code(config))
+    require_shareable(config, hollow, size)
+
+
+def _plan_reading(config: TeacherConfig, folder: Path, device: torch.device) -> ReadingPlan:
+    return ReadingPlan(
+        choose_teacher_dtype(config, folder, device),
+        device,
+        config.gguf_file,
+        require_allowed_remote_code(config),
+        config.quantization,
+    )
 
 
 def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:

@@ -1,1 +1,1 @@
-"""Several processes, one on each device, that train one student together."""
+"""Several processes, one on each device, that train a student or run a teacher together."""

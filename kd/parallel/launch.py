@@ -34,14 +34,17 @@ from kd.progress import Event, Monitor
 RANK_MODULE = "kd.rank"
 #: The folder in a run folder through which the ranks get their order.
 FOLDER = "ranks"
+#: From where a job goes on.
+KEPT = "it goes on from its newest checkpoint, or after its last sealed shard"
 #: Seconds between two looks at whether to stop.
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The work of all ranks: a job, the folder of caches, and the run folder."""
+    """The work of all ranks: a stage of a job, the folder of caches, and the run folder."""
 
+    stage: str
     config: dict[str, Any]
     home: str
     run_dir: str
@@ -138,16 +141,15 @@ def _find_error(folder: Path, code: int) -> Exception:
     if killed:
         rank, signum = min(killed.items())
         return RankLost(
-            f"Process {rank} of those that train together was killed by "
+            f"Process {rank} of those that share the stage was killed by "
             f"{signal.Signals(signum).name}, so that all of them ended.",
-            "Run the same job again: it goes on from its newest checkpoint. SIGKILL often means "
-            "that memory ran out.",
+            f"Run the same job again: {KEPT}. SIGKILL often means that memory ran out.",
             signum,
         )
     if code < 0:
         return RankLost(
             f"torchrun was killed by {signal.Signals(-code).name}, and the ranks with it.",
-            "Run the same job again: it goes on from its newest checkpoint.",
+            f"Run the same job again: {KEPT}.",
             -code,
         )
     return read_first_failure(folder) or RankError(

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
+from kd.config.teacher import SHARED
+from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
@@ -152,24 +154,45 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
-    """Refuse devices that the job could not use, and steps that they cannot share equally."""
+    """Refuse devices that the job could not use, and work that they cannot share equally."""
     devices = config.resources.gpus or 1
-    train = config.train
-    if devices == 1:
-        return
-    if train is None or set(config.stages) == {"precompute"}:
+    parallel = _find_parallel(config)
+    if devices == 1 and parallel in SHARED:
         yield Problem(
-            "/resources/gpus",
-            f"it asks for {devices} devices, but only a training uses more than one.",
-            "Set it to 1, or submit several jobs: each worker runs one on a device of its own.",
+            "/teacher/parallel",
+            f"{parallel} shares the teacher among several devices, but the job has one.",
+            "Set resources.gpus to 2 or more, or it to device_map.",
         )
-    elif train.strategy == "single":
-        yield Problem(
-            "/train/strategy",
-            f"single uses one device, but resources.gpus asks for {devices}.",
-            "Set it to auto or ddp, or resources.gpus to 1.",
-        )
-    elif (sequences := train.batch_size * train.gradient_accumulation_steps) % devices:
+    elif devices > 1 and (config.train is None or set(config.stages) == {"precompute"}):
+        if parallel == "none":
+            yield Problem(
+                "/resources/gpus",
+                f"it asks for {devices} devices, but only a training uses more than one, or a "
+                "teacher that is spread (teacher.parallel).",
+                "Set it to 1, or submit several jobs: each worker runs one on a device of its own.",
+            )
+    elif devices > 1 and config.train is not None:
+        yield from _find_training_problems(config.train, devices, parallel)
+
+
+def _find_parallel(config: JobConfig) -> str:
+    """Return how the capture of a job spreads its teacher."""
+    if config.teacher is None or "precompute" not in config.stages:
+        return "none"
+    return config.teacher.parallel
+
+
+def _find_training_problems(train: TrainConfig, devices: int, parallel: str) -> Iterator[Problem]:
+    sequences = train.batch_size * train.gradient_accumulation_steps
+    if train.strategy == "single":
+        # The devices may be for the teacher alone.
+        if parallel == "none":
+            yield Problem(
+                "/train/strategy",
+                f"single uses one device, but resources.gpus asks for {devices}.",
+                "Set it to auto or ddp, or resources.gpus to 1.",
+            )
+    elif sequences % devices:
         yield Problem(
             "/train/batch_size",
             f"a step has {sequences} sequences (batch_size {train.batch_size} x "

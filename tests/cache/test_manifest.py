@@ -167,6 +167,7 @@ def test_a_spread_teacher_changes_the_format_and_only_its_own_fingerprint():
     assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
     assert identity.fingerprint != plain.identity.fingerprint
     assert not identity.teacher.plain and plain.identity.teacher.plain
+    assert identity.teacher.describe_precision() == "float32, spread by device_map"
 
 
 def test_every_edited_or_removed_field_of_a_manifest_is_found():

@@ -111,6 +111,22 @@ def test_without_runs_there_is_no_last_one(tmp_path: Path) -> None:
         ExaminedModel.find("last", tmp_path)
 
 
+@pytest.mark.parametrize("parallel", ["device_map", "tensor", "fsdp"])
+def test_a_spread_teacher_is_measured_in_one_process_and_continues_no_prompts(
+    job: dict[str, Any], run_dir: Path, tmp_path: Path, parallel: str
+) -> None:
+    teacher = job["teacher"] | {"parallel": parallel, "host_memory": 0}
+    spread = job | {"teacher": teacher, "resources": {"gpus": 2}}
+    plain, found = (
+        look(each, run_dir, tmp_path / "home", tmp_path / name)["evaluation"]
+        for name, each in (("plain", job), ("spread", spread))
+    )
+    assert found["models"] == plain["models"] and TEACHER in found["models"]
+    assert list(found["samples"]) == [STUDENT] != list(plain["samples"])
+    page = (tmp_path / "spread" / "report.md").read_text(encoding="utf-8")
+    assert "The teacher was left out: its weights are spread over several devices" in page
+
+
 def test_a_run_is_measured_against_teacher_and_start(
     job: dict[str, Any], run_dir: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, masking_utils
+from transformers import (
+    AttentionInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -75,6 +80,11 @@ def reading_rows(model: nn.Module, packed: PackedRows | None) -> Iterator[None]:
 def use_packed_attention(model: nn.Module) -> bool:
     """Let ``model`` use our attention; returns whether it has an implementation that we replace."""
     return _rename(model, NAMES)
+
+
+def uses_packed_attention(model: PreTrainedModel) -> bool:
+    """Whether ``model`` uses our attention."""
+    return model.config._attn_implementation in NAMES.values()
 
 
 def use_own_attention(model: nn.Module) -> None:

@@ -39,13 +39,12 @@ class Places:
         # accelerate takes a second to import, and only such teachers need it here.
         from accelerate.utils import get_max_memory
 
-        free: dict[int | str, int] = get_max_memory()
-        wanted = {name: config.host_memory if name == "cpu" else config.gpu_memory for name in free}
+        most_bytes: dict[int | str, int] = get_max_memory()
+        for name in most_bytes:
+            wanted = config.host_memory if name == "cpu" else config.gpu_memory
+            most_bytes[name] = most_bytes[name] if wanted is None else wanted
         folder = mkdtemp(prefix="potstill-offload-")
-        places = cls(
-            {name: most if wanted[name] is None else wanted[name] for name, most in free.items()},
-            folder,
-        )
+        places = cls(most_bytes, folder)
         weakref.finalize(places, shutil.rmtree, folder, ignore_errors=True)
         return places
 
@@ -64,7 +63,7 @@ class Places:
         """
         put_head_whole(model, *_read_head(model), device)
         bring_hidden_states(model, device)
-        model.places = self
+        object.__setattr__(model, "places", self)
 
 
 @torch.no_grad()

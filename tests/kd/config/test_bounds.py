@@ -41,7 +41,7 @@ BOUNDS = [
     ("teacher.concurrency", [0, 257], [1, 256]),
     ("teacher.dtype", ["int8", "fp32"], ["auto", "bfloat16"]),
     ("teacher.quantization", ["nf4", "int2", 8], ["int8", "int4", None]),
-    ("teacher.parallel", ["pipeline", "auto", 2], ["none", "device_map"]),
+    ("teacher.parallel", ["pipeline", "auto", 2], ["none", "device_map", "tensor", "fsdp"]),
     ("teacher.batch_size", [0, 4097, 1.5, "many"], [1, 4096]),
     ("student.init.layers", [0, 257], [1, 256]),
     ("student.init.hidden_size", [7, 9, 32769], [8, 10]),

@@ -496,9 +496,9 @@ def test_only_plain_weights_on_this_machine_are_spread(teacher, reason):
 
 
 @pytest.mark.parametrize("field", ["gpu_memory", "host_memory"])
-def test_the_memory_of_layers_is_limited_where_they_are_placed_one_by_one(field):
+def test_the_memory_of_layers_is_limited_where_a_teacher_is_spread(field):
     (found,) = problems(JOB | {"teacher": {"model": "m", field: "1GiB"}})
-    assert f"teacher.{field} is for teacher.parallel device_map" in found.detail
+    assert f"teacher.{field} is for a teacher that is spread" in found.detail
     config = parse_config(
         JOB | {"teacher": {"model": "m", "parallel": "device_map", field: "1GiB"}}
     )

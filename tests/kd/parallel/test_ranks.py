@@ -15,6 +15,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
 from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
+from tests.support.kd.sharing.processes import find_ranks
 
 pytestmark = pytest.mark.long
 
@@ -118,21 +119,6 @@ def test_a_run_goes_on_with_another_number_of_processes(job: Job, home: Path) ->
     assert curve(parts, "step") == curve(whole, "step")
     assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
     assert farthest(weights(whole), weights(parts)) < 1e-4
-
-
-def find_ranks() -> dict[int, int]:
-    """The process ids of the ranks that this process has started, by their number."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[2:4] == [b"-m", b"kd.rank"]:
-            rank = next(each for each in variables if each.startswith(b"RANK="))
-            found[int(rank[5:])] = int(folder.name)
-    return found
 
 
 class Killer:

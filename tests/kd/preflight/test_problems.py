@@ -52,6 +52,25 @@ def find_sharing_problems(gpus: int | None, kind: str = "distill", **train: Any)
     return [str(problem) for problem in find_problems(job)]
 
 
+@pytest.mark.parametrize("parallel", ["tensor", "fsdp"])
+def test_a_teacher_is_shared_by_several_devices_alone(parallel: str) -> None:
+    teacher = {"model": "no/such/model", "parallel": parallel}
+    capture = {"kind": "precompute", "search": None, "student": None, "train": None}
+
+    def find(gpus: int | None, **changes: Any) -> list[str]:
+        return find_pointers(teacher=teacher, resources={"gpus": gpus}, **(capture | changes))
+
+    assert find(None, evaluation={}) == find(1, evaluation={}) == ["/teacher/parallel"]
+    assert find(2, evaluation={}) == []
+    # A student on one device may learn from a teacher that needs two.
+    alone = {"max_steps": 1, "strategy": "single"}
+    whole = {"kind": "distill", "student": {"init": {"layers": 1, "hidden_size": 32}}}
+    assert find(2, **whole, train=alone) == []
+    assert find_pointers(kind="distill", search=None, train=alone, resources={"gpus": 2}) == [
+        "/train/strategy"
+    ]
+
+
 def test_a_step_is_shared_equally_by_all_devices_or_refused() -> None:
     for gpus in (None, 0, 1, 2, 3, 6):
         assert find_sharing_problems(gpus) == []

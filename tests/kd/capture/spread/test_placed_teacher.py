@@ -87,4 +87,18 @@ def test_weights_that_may_lie_on_the_disk_are_not_refused(
     assert LeastCapture.of(plan_capture(whole), cpu).weights > 0
     least = LeastCapture.of(plan_capture(spread), cpu)
     assert least.weights == 0 < least.sequence
-    assert estimate_least_memory(whole, Path()) and estimate_least_memory(spread, Path()) is None
+    assert estimate_least_memory(spread, Path()) is None
+
+
+def test_each_device_needs_memory_for_its_part_of_a_shared_teacher(
+    tiny_teacher: Path, tiny_text: Path
+) -> None:
+    whole = make_job(tiny_teacher, tiny_text, "topk")
+    four = parse_config(
+        make_job(tiny_teacher, tiny_text, "topk", parallel="fsdp").model_dump(mode="json")
+        | {"resources": {"gpus": 4}}
+    )
+    stored = estimate_least_memory(whole, Path())
+    assert stored is not None and estimate_least_memory(four, Path()) == stored // 4
+    weights = LeastCapture.of(plan_capture(whole), torch.device("cpu")).weights
+    assert LeastCapture.of(plan_capture(four), torch.device("cpu")).weights == weights // 4

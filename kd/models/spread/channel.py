@@ -1,0 +1,74 @@
+"""The orders that rank 0 gives to the ranks that share a teacher with it.
+
+    rank 0        load a teacher        read rows     read rows    ...    end
+    the others          | load                | read        | read           | leave
+
+Rank 0 runs its stage as it would alone. Whenever it loads a shared teacher or begins a forward pass
+of one, it tells the others, who do the same with their parts. What they compute, rank 0 has too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: How long a rank waits for an order: rank 0 may tokenise for days. If rank 0 dies, the wait ends.
+PATIENCE = timedelta(days=365)
+#: How long a rank that broke off a forward pass waits for the others to have done so, too.
+GRACE = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class ReadingOrder:
+    """What the other ranks shall do, with what they need for it: JSON values, and ids of tokens."""
+
+    do: str
+    words: dict[str, Any]
+    tensors: tuple[Tensor, ...] = ()
+
+
+class Channel:
+    """Passes orders from rank 0 to the others. All ranks make it together.
+
+    It has a group of its own, in memory, so that an order cannot be taken for a part of a forward
+    pass.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def send(self, order: ReadingOrder) -> None:
+        """Give ``order`` to the other ranks. Rank 0 alone calls it."""
+        tensors = [each.to("cpu", torch.int64).contiguous() for each in order.tensors]
+        shapes = [list(each.shape) for each in tensors]
+        text = json.dumps({"do": order.do, "words": order.words, "shapes": shapes}).encode()
+        self._pass_on(torch.tensor([len(text)]))
+        self._pass_on(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        for each in tensors:
+            self._pass_on(each)
+
+    def receive(self) -> ReadingOrder:
+        """Wait for the next order."""
+        length = int(self._pass_on(torch.zeros(1, dtype=torch.int64)))
+        text = self._pass_on(torch.zeros(length, dtype=torch.uint8))
+        found = json.loads(bytes(text.tolist()))
+        tensors = [torch.zeros(shape, dtype=torch.int64) for shape in found["shapes"]]
+        for each in tensors:
+            self._pass_on(each)
+        return ReadingOrder(found["do"], found["words"], tuple(tensors))
+
+    def meet(self) -> None:
+        """Wait until every rank has broken off its forward pass; raises where one has not."""
+        work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        work.wait(GRACE)
+
+    def _pass_on(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, 0, group=self._group)
+        return tensor

@@ -1,0 +1,92 @@
+"""Rank 0 of those that share a teacher: it tells the others what it does with the teacher."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kd.config.teacher import TeacherConfig
+from kd.errors import ModelError
+from kd.models.attention.interface import uses_packed_attention
+from kd.models.layers import find_trunk
+from kd.models.spread.channel import Channel, ReadingOrder
+
+
+class Leader:
+    """Gives the orders of this process to the other ranks."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._reading = False
+
+    def order_loading(self, config: TeacherConfig, folder: Path) -> None:
+        """Let the others load their parts of the teacher; the caller loads its own next."""
+        words = {"teacher": config.model_dump(mode="json"), "folder": str(folder)}
+        self._channel.send(ReadingOrder("load", words))
+
+    def lead_reading(self, model: PreTrainedModel) -> None:
+        """Let the others read what ``model`` reads from now on."""
+        _, trunk = find_trunk(model)
+        names = inspect.signature(trunk.forward)
+
+        def begin(_: nn.Module, some: tuple[Any, ...], others: dict[str, Any]) -> None:
+            self._begin(model, names.bind_partial(*some, **others).arguments)
+
+        def end(*_: Any) -> None:
+            self._reading = False
+
+        # First of all: FSDP2's own hook may wait for the others.
+        trunk.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        trunk.register_forward_hook(end)
+
+    def _begin(self, model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+        if self._reading:
+            self._meet_again()
+        tokens_BL = inputs["input_ids"]
+        positions_BL = inputs.get("position_ids")
+        rows = (tokens_BL,) if positions_BL is None else (tokens_BL, positions_BL)
+        words = {"packed_attention": uses_packed_attention(model)}
+        self._channel.send(ReadingOrder("read", words, rows))
+        self._reading = True
+
+    def _meet_again(self) -> None:
+        """After a pass that was broken off: go on where all ranks did so, and raise where not."""
+        try:
+            self._channel.meet()
+        except RuntimeError as error:
+            raise ModelError(
+                "A forward pass of the teacher was broken off in one of the processes that share "
+                f"it, and not in all: {error}.",
+                "If memory ran out, set teacher.batch_size lower. The log says more.",
+            ) from error
+
+
+#: The leader of this process, if others follow it.
+_leaders: list[Leader] = []
+
+
+def find_leader() -> Leader | None:
+    """Return the leader of this process; None where no other process follows it."""
+    return _leaders[-1] if _leaders else None
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Lead the other ranks in this block; they leave at its end.
+
+    Where the block raises they are not told: they may be inside a forward pass, and torchrun ends
+    them with this process.
+    """
+    channel = Channel()
+    _leaders.append(Leader(channel))
+    try:
+        yield
+    finally:
+        _leaders.pop()
+    channel.send(ReadingOrder("end", {}))
