@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING
 
 from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
+from kd.config.loss import LearnedTemperature
+from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
+from kd.parallel.limits import WHOLE_MODES, list_unsharded_fields
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.limits import Confinement
@@ -167,7 +170,7 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
         yield Problem(
             "/train/strategy",
             f"single uses one device, but resources.gpus asks for {devices}.",
-            "Set it to auto or ddp, or resources.gpus to 1.",
+            "Set it to auto, ddp or fsdp, or resources.gpus to 1.",
         )
     elif (sequences := train.batch_size * train.gradient_accumulation_steps) % devices:
         yield Problem(
@@ -177,6 +180,19 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
             "devices cannot share equally.",
             f"Make the product a multiple of {devices}, or change resources.gpus.",
         )
+    elif train.strategy == "fsdp":
+        yield from _find_sharding_problems(config, train)
+
+
+def _find_sharding_problems(config: JobConfig, train: TrainConfig) -> Iterator[Problem]:
+    """Refuse what cannot be done where each device holds a part of every parameter."""
+    remedy = "Change it, or set train.strategy to ddp."
+    for name, why in list_unsharded_fields(train):
+        yield Problem(f"/train/{name}", f"train.strategy is fsdp, but {why}.", remedy)
+    temperature = config.loss.temperature
+    if isinstance(temperature, LearnedTemperature) and temperature.mode in WHOLE_MODES:
+        detail = f"train.strategy is fsdp, but {temperature.mode} needs gradients of whole weights."
+        yield Problem("/loss/temperature/mode", detail, remedy)
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:
