@@ -79,11 +79,13 @@ def shard(
 
 
 def synchronising(loss: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Return the context of a micro-batch: gradients are exchanged in the ``last`` one alone."""
+    """Return the context of a micro-batch: replicas exchange gradients in the ``last`` one alone.
+
+    Sharded gradients are exchanged in each one, because whole ones of all parameters would take the
+    memory that sharding saves.
+    """
     if isinstance(loss, DistributedDataParallel) and not last:
         return loss.no_sync()
-    if isinstance(loss, FSDPModule):
-        loss.set_requires_gradient_sync(last)
     return nullcontext()
 
 

@@ -16,7 +16,7 @@ from kd.errors import Interrupted, RankLost
 from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 Job = dict[str, Any]
 

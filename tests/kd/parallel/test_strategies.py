@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench.support.ranks import run_ranks
 from kd.config.jobfile import parse_config
 from kd.pipeline import run_precompute
 from kd.progress import SILENT
-from tests.support.kd.ranks import run_ranks
 from tests.support.kd.shared_training import (
     curve,
     evaluations,
@@ -20,7 +20,7 @@ from tests.support.kd.shared_training import (
     train_student,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.long]
 
 Job = dict[str, Any]
 
@@ -82,7 +82,10 @@ LEVERS: dict[str, Job] = {
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize(
+    "lever",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "plain")) for name in LEVERS],
+)
 def test_two_ranks_make_the_student_of_one(
     job: Job, caches: dict[str, str], tmp_path: Path, lever: str, strategy: str
 ) -> None:
@@ -100,6 +103,7 @@ def test_two_ranks_make_the_student_of_one(
     assert farthest(one, two) < 1e-4
 
 
+@pytest.mark.slow
 def test_ddp_follows_one_process_to_nine_digits_in_float64(
     job: Job, caches: dict[str, str], tmp_path: Path
 ) -> None:
@@ -133,6 +137,7 @@ def test_a_run_goes_on_with_other_strategies_and_numbers_of_ranks(
     assert farthest(whole, parts) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_damaged_part_of_a_checkpoint_is_skipped_by_name(
     job: Job, caches: dict[str, str], tmp_path: Path
 ) -> None:
@@ -153,6 +158,7 @@ def test_a_damaged_part_of_a_checkpoint_is_skipped_by_name(
     )
 
 
+@pytest.mark.slow
 def test_both_strategies_train_in_bfloat16(
     job: Job, caches: dict[str, str], tmp_path: Path
 ) -> None:
@@ -165,6 +171,7 @@ def test_both_strategies_train_in_bfloat16(
         assert curve(two) == pytest.approx(curve(one), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_ranks_go_back_together_after_a_spike(
     job: Job, caches: dict[str, str], tmp_path: Path
 ) -> None:

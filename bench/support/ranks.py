@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 #: Modules that the prepared process imports once.
-PREPARED = ["tests.support.kd.ranks", "kd.pipeline", "torch.distributed.fsdp"]
+PREPARED = ["bench.support.ranks", "bench.scale", "kd.pipeline", "torch.distributed.fsdp"]
 #: Seconds that the ranks may take.
 PATIENCE = 300.0
 
@@ -67,8 +67,9 @@ def _run_rank(
     try:
         dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=size)
         end.send((True, function(Group(rank, size), *arguments)))
+        dist.destroy_process_group()
     except BaseException:
         end.send((False, traceback.format_exc()))
-    # Not by returning: threads of a group whose other ranks are gone would keep this process.
-    end.close()
-    os._exit(0)
+        end.close()
+        # Not by returning: threads of a group whose other ranks are gone would keep this process.
+        os._exit(1)
