@@ -47,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels \
+.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -140,6 +140,9 @@ bench-roofline: $(STAMP) ## Print the expected rates of some GPUs; ROOFLINE_FLAG
 bench-kernels: $(STAMP) ## Print launches and waits of the hot path, and the kernels as compiled for some GPUs; needs no GPU
 	$(BIN)/python bench/gpu/launches.py
 	$(BIN)/python bench/gpu/kernel_builds.py
+
+bench-scale: $(STAMP) ## Measure what two and four ranks gain on this machine, and what their exchange costs
+	$(BIN)/python bench/scale.py $(BENCH_FLAGS)
 
 chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs run; print what broke (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python bench/chaos.py $(CHAOS_FLAGS)

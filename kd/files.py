@@ -30,7 +30,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
     ``recover_folder`` repairs.
     """
     # Beside the final folder, because a rename is atomic only within a file system.
-    temporary = final.with_name(TEMPORARY_PREFIX + final.name)
+    temporary = locate_temporary(final)
     with _disk_errors(final.parent):
         make_folder(final.parent)
         recover_folder(final)
@@ -41,6 +41,11 @@ def whole_folder(final: Path) -> Iterator[Path]:
             publish_folder(temporary, final)
         finally:
             remove_path(temporary)
+
+
+def locate_temporary(final: Path) -> Path:
+    """The place where ``whole_folder`` lets ``final`` be filled."""
+    return final.with_name(TEMPORARY_PREFIX + final.name)
 
 
 def write_text(path: Path, text: str) -> None:

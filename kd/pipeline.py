@@ -63,6 +63,7 @@ from kd.models.vocabulary import choose_run_vocabulary, choose_student_vocabular
 from kd.parallel.devices import count_ranks
 from kd.parallel.group import ALONE, Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
+from kd.parallel.strategies import collect_weights, put_weights
 from kd.preflight.devices import ask_torch, require_known_architecture
 from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.progress import SILENT, Monitor
@@ -240,9 +241,13 @@ def run_training(
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
     progress = train(config, source, student, vocabulary, run_dir, monitor, group)
+    weights = collect_weights(student, group) if not group.alone else {}
     leave_group(group)
     if not group.leads:
         return {}
+    if weights:
+        student = build_starting_student(config, tokenizer)
+        put_weights(student, weights)
 
     monitor.check("after the last step; the training is saved")
     monitor.emit("stage", stage="train", phase="saving")

@@ -16,19 +16,13 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kd.config.jobfile import parse_config
-from kd.errors import Interrupted
-from kd.models.loading import hide_progress_bars
-from kd.parallel.failures import write_failure
-from kd.parallel.group import join_group
-from kd.parallel.launch import RankOrder
-from kd.parallel.lifeline import die_with_parent
-from kd.pipeline import run_training, share_capture
-from kd.preflight.confinement import confined_datasets
-from kd.preflight.limits import read_granted_limits
+from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
 from kd.progress import Event, Monitor, replace_nonfinite
+
+if TYPE_CHECKING:
+    from kd.parallel.launch import RankOrder
 
 
 def main() -> None:
@@ -36,23 +30,19 @@ def main() -> None:
     run_rank(run_order)
 
 
-def run_order(order: RankOrder, monitor: Monitor) -> dict[str, Any]:
-    """Join the other ranks and run the stage of ``order`` with them; returns rank 0's result."""
-    run = {"precompute": share_capture, "train": run_training}[order.stage]
-    config = parse_config(order.config)
-    with confined_datasets(read_granted_limits()):
-        return run(config, Path(order.home), Path(order.run_dir), monitor, join_group())
-
-
 def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
     """Do ``work`` for the order, report its result or its error, and end the process."""
-    die_with_parent(signal.SIGKILL)
+    # Before the imports, which take seconds: torchrun may be killed meanwhile.
+    die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
+    from kd.errors import Interrupted
+    from kd.parallel.failures import write_failure
+    from kd.parallel.launch import RankOrder
+
     rank = int(os.environ["RANK"])
     folder = Path(sys.argv[1])
     send = open_events()
     listen: Callable[[Event], None] = send if rank == 0 else (lambda event: None)
     code = 0
-    hide_progress_bars()
     try:
         result = work(RankOrder.read(folder), Monitor(listen, has_stdin_ended, patient=False))
         listen(Event("result", result))
@@ -64,6 +54,22 @@ def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
     sys.stderr.flush()
     # Not by sys.exit: threads of a group whose other ranks are gone would keep this process.
     os._exit(code)
+
+
+def run_order(order: RankOrder, monitor: Monitor) -> dict[str, Any]:
+    """Join the other ranks and run the stage with them; returns the result, on rank 0."""
+    from kd.config.jobfile import parse_config
+    from kd.models.loading import hide_progress_bars
+    from kd.parallel.group import join_group
+    from kd.pipeline import run_training, share_capture
+    from kd.preflight.confinement import confined_datasets
+    from kd.preflight.limits import read_granted_limits
+
+    hide_progress_bars()
+    run = {"precompute": share_capture, "train": run_training}[order.stage]
+    config = parse_config(order.config)
+    with confined_datasets(read_granted_limits()):
+        return run(config, Path(order.home), Path(order.run_dir), monitor, join_group())
 
 
 def open_events() -> Callable[[Event], None]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kd.checks.verdict import Verdict
 from kd.models.layers import group_layers
+from kd.parallel.sharded_files import make_whole
 
 #: Names that a message lists; the facts have all of them.
 NAMES_SHOWN = 5
@@ -78,7 +79,10 @@ def compute_layer_gradient_norms(student: PreTrainedModel) -> dict[str, float]:
 
 def _find_largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
     """The largest magnitude of each tensor, NaN where it holds a NaN."""
-    sizes = [torch.linalg.vector_norm(tensor.detach().float(), math.inf) for tensor in tensors]
+    sizes = [
+        make_whole(torch.linalg.vector_norm(tensor.detach().float(), math.inf))
+        for tensor in tensors
+    ]
     # One transfer for all of them: each transfer waits for the device.
     return torch.stack(sizes).tolist() if sizes else []
 
@@ -86,12 +90,14 @@ def _find_largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
 def _compute_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     parameters = list(parameters)
     norms = [
-        torch.linalg.vector_norm(each.grad.float()) for each in parameters if each.grad is not None
+        make_whole(torch.linalg.vector_norm(each.grad.float()))
+        for each in parameters
+        if each.grad is not None
     ]
     return (
         torch.linalg.vector_norm(torch.stack(norms))
         if norms
-        else parameters[0].new_zeros(()).float()
+        else torch.zeros((), device=parameters[0].device)
     )
 
 
@@ -101,7 +107,7 @@ def _is_unmoved_adapter(name: str, trained: dict[str, nn.Parameter]) -> bool:
     An adapter's B begins at 0, and its A learns nothing before B has moved.
     """
     partner = trained.get(name.replace("lora_A", "lora_B"))
-    return "lora_A" in name and partner is not None and not bool(partner.detach().any())
+    return "lora_A" in name and partner is not None and not make_whole(partner.detach()).any()
 
 
 def _format_names(names: list[str]) -> str:

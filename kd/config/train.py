@@ -61,7 +61,7 @@ Compile = Annotated[
     Literal["none", "default", "reduce-overhead", "max-autotune"], BeforeValidator(_parse_compile)
 ]
 
-Strategy = Literal["auto", "single", "ddp"]
+Strategy = Literal["auto", "single", "ddp", "fsdp"]
 
 #: The arguments of each optimiser that ``optim_args`` may set; others have fields of their own.
 OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
@@ -187,8 +187,10 @@ class TrainConfig(Section):
         "auto",
         description=(
             "How several devices (resources.gpus) train one student. ddp: each holds the whole "
-            "student, and gradients are averaged. single: one device. auto: ddp where there are "
-            "several devices. A step has as many sequences as on one device, in equal parts."
+            "student, and gradients are averaged. fsdp: each holds a part of weights, gradients "
+            "and optimiser (FSDP2), for students that do not fit one device. single: one device. "
+            "auto: ddp, or fsdp where the estimate of memory says that ddp does not fit. A step "
+            "has as many sequences as on one device, in equal parts."
         ),
     )
     compile: Compile = Field(

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ from kd.models.lm_head import LMHead
 from kd.models.products.wide import add_product_, write_product_
 
 
-@dataclass(frozen=True)
-class LossTerms:
+class LossTerms(NamedTuple):
     """Sums over N positions in nats, float64.
 
     total = (1 - alpha) kd + alpha (ce + smoothing) + z, where ``kd`` is the divergence times T^2,

@@ -54,11 +54,14 @@ class TailControl(nn.Module):
     direction_D: Tensor
     steps: Tensor
 
-    def __init__(self, arrays: dict[str, NDArray[Any]], width: int) -> None:
+    def __init__(
+        self, arrays: dict[str, NDArray[Any]], width: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """``arrays`` are the cache's mean tail; ``dtype`` is that of the average hidden state."""
         super().__init__()
         for name, key in (("mean_V", "mean"), ("share_V", "share")):
             self.register_buffer(name, torch.from_numpy(arrays[key]), persistent=False)
-        self.register_buffer("direction_D", torch.zeros(width))
+        self.register_buffer("direction_D", torch.zeros(width, dtype=dtype))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         # Of the present step: the sum of the hidden states, and their number.
         self._sum_D = torch.zeros(width)
@@ -77,7 +80,8 @@ class TailControl(nn.Module):
     def observe(self, hidden_ND: Tensor) -> None:
         """Remember hidden states of the present step, for the steps after it."""
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        sum_D = hidden_ND.detach().sum(0, dtype=dtype)
+        # In float64 from here on, so that the order of the micro-batches and ranks changes nothing.
+        sum_D = hidden_ND.detach().sum(0, dtype=dtype).double()
         self._sum_D = self._sum_D + sum_D if self._positions else sum_D
         self._positions += len(hidden_ND)
 
@@ -92,8 +96,8 @@ class TailControl(nn.Module):
         """
         positions = group.add(self._positions)
         if positions:
-            sum_D = self._sum_D if self._positions else torch.zeros_like(self.direction_D)
-            newest_D = group.add_(sum_D).to(self.direction_D.dtype) / positions
+            sum_D = self._sum_D if self._positions else torch.zeros_like(self.direction_D).double()
+            newest_D = (group.add_(sum_D) / positions).to(self.direction_D.dtype)
             # On the device, so that the host does not wait: the first step is the whole average.
             self.direction_D.lerp_(newest_D, (self.steps == 0).float().clamp(min=_NEWEST))
             self.steps += 1

@@ -7,7 +7,7 @@ tokenizer; V' >= V where the model pads its own), c tokens of one block of the v
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,14 @@ class LMHead:
     def plain(self) -> bool:
         """Whether the logits are x Wᵀ alone: no bias, scale or soft cap."""
         return self.bias is None and self.scale == 1.0 and not self.softcap
+
+    def refresh(self, model: PreTrainedModel) -> LMHead:
+        """Return this LM head of ``model`` with the weights that it holds now.
+
+        They are others than before where weights are gathered for a pass (FSDP2).
+        """
+        layer = model.get_output_embeddings()
+        return replace(self, weight=layer.weight, bias=layer.bias)
 
     def multiply(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
         """Return x Wᵀ (N, V) without padding tokens, in the dtype of ``room_NV``.

@@ -1,7 +1,8 @@
-"""torchrun for the ranks of one job: ``python -m kd.parallel.agent FOLDER COUNT MODULE``.
+"""torchrun for the ranks of one job: ``python -m kd.parallel.agent FOLDER COUNT MODULE PARENT``.
 
-It runs COUNT processes ``python -m MODULE FOLDER`` and ends all of them as soon as one fails. It
-then writes FOLDER/failures.json: {rank: exit code}, below 0 for the signal that killed the rank.
+It runs COUNT processes ``python -m MODULE FOLDER``. As soon as one fails it ends the others, and
+writes FOLDER/failures.json: {rank: exit code}, below 0 for the signal that killed the rank. It ends
+with the process PARENT, which started it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from kd.parallel.lifeline import die_with_parent
+from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
 
 FAILURES = "failures.json"
 #: Seconds that the other ranks have to end themselves after one has failed.
@@ -24,10 +25,11 @@ SHUTDOWN_SECONDS = 2
 
 def main() -> int:
     """Run the ranks; returns 0 if all of them succeeded."""
-    die_with_parent(signal.SIGKILL)
+    folder, count, module, parent = sys.argv[1:]
+    die_with_parent(signal.SIGKILL, int(parent))
     # Ctrl-C in a terminal reaches this process too, but the run is to save its state first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    folder, count, module = sys.argv[1:]
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     size = int(count)
     share = max((os.cpu_count() or 1) // size, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(share))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,8 +19,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-
-from kd.errors import Interrupted
 
 #: How long a rank waits for the others. A rank that has died is found by torchrun within a second,
 #: so this is for long work of one rank, such as writing a checkpoint to a slow disk.
@@ -90,21 +87,6 @@ class Group:
         if rest:
             raise ValueError(f"{len(items)} items cannot be dealt to {self.size} ranks equally")
         return items[self.rank * size : (self.rank + 1) * size]
-
-    def run_agreed(self, work: Callable[[], None]) -> None:
-        """Run ``work``; where it is interrupted on one rank, raise ``Interrupted`` on all of them.
-
-        Otherwise the other ranks would wait for the one that was stopped.
-        """
-        found = None
-        try:
-            work()
-        except Interrupted as error:
-            found = error
-        if self.any(found is not None):
-            raise found or Interrupted(
-                "Stopped on request.", "Run the same job again to continue from here."
-            )
 
 
 #: The group of a process without others.

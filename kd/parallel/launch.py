@@ -88,7 +88,16 @@ def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess
     """Run torchrun for the length of the block; it is killed where the block raises."""
     process = subprocess.Popen(
         # -P keeps the working folder out of the path: it may hold a folder named kd.
-        [sys.executable, "-P", "-m", "kd.parallel.agent", str(folder), str(count), module],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "kd.parallel.agent",
+            str(folder),
+            str(count),
+            module,
+            str(os.getpid()),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": _build_path(), "PYTHONUNBUFFERED": "1"},

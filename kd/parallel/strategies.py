@@ -2,7 +2,8 @@
 
     single   one rank, one device
     ddp      every rank holds the whole student; gradients are averaged over the ranks
-    fsdp     every rank holds a part of each parameter, and gets the others when it needs them
+    fsdp     every rank holds a part of each parameter, of its gradient and of the optimiser's
+             state; a layer is whole on a rank only while it computes (FSDP2, ZeRO stage 3)
 
 Body, LM head and loss are one module, ``WholeLoss``, because torch's wrappers act in the forward
 pass of the module that they wrap: whatever was computed outside of it would not be synchronised.
@@ -12,24 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from kd.parallel.group import Group
+from kd.parallel.sharded_files import make_whole
+
+Result = TypeVar("Result")
 
 
 class WholeLoss(nn.Module):
-    """A function of all parameters in ``parts``, as one module."""
+    """A module that has all parameters of a run in ``parts``, and computes what it is given."""
 
-    def __init__(self, parts: Sequence[nn.Module], compute: Callable[..., Any]) -> None:
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self._compute = compute
 
-    def forward(self, *inputs: Any) -> Any:
-        """Return the loss of ``inputs``."""
-        return self._compute(*inputs)
+    def forward(self, work: Callable[..., Result], *inputs: Any) -> Result:
+        """Return ``work(*inputs)``, which may use every parameter."""
+        return work(*inputs)
 
 
 def replicate(loss: WholeLoss) -> DistributedDataParallel:
@@ -49,8 +56,66 @@ def replicate(loss: WholeLoss) -> DistributedDataParallel:
     )
 
 
+def shard(
+    loss: WholeLoss, layers: Sequence[nn.Module], dtype: torch.dtype, group: Group
+) -> WholeLoss:
+    """Let every rank keep a part of each parameter of ``loss``; it becomes a ``FSDPModule``.
+
+    Each of ``layers`` is gathered for its own forward and backward pass, and computes in ``dtype``.
+    All other parameters, those of the embeddings and the LM head, are gathered for the whole pass
+    and stay in their own type: the loss rounds the LM head itself. Gradients are summed in float32.
+    """
+    mesh = init_device_mesh(next(loss.parameters()).device.type, (group.size,))
+    reduced = MixedPrecisionPolicy(
+        param_dtype=None if dtype.itemsize >= 4 else dtype,
+        reduce_dtype=None if dtype.itemsize >= 4 else torch.float32,
+        # As without FSDP, hidden states between the layers stay in float32.
+        cast_forward_inputs=False,
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=reduced)
+    fully_shard(loss, mesh=mesh)
+    return loss
+
+
 def synchronising(loss: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Return the context of a micro-batch: gradients are exchanged in the ``last`` one alone."""
+    """Return the context of a micro-batch: replicas exchange gradients in the ``last`` one alone.
+
+    Sharded gradients are exchanged in each one, because whole ones of all parameters would take the
+    memory that sharding saves.
+    """
     if isinstance(loss, DistributedDataParallel) and not last:
         return loss.no_sync()
     return nullcontext()
+
+
+def is_sharded(loss: nn.Module) -> bool:
+    """Whether the ranks hold parts of the parameters of ``loss``."""
+    return isinstance(loss, FSDPModule)
+
+
+def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Result:
+    """Return ``work(*inputs)``, without a backward pass to follow, where parameters are whole."""
+    if not isinstance(loss, FSDPModule):
+        return work(*inputs)
+    found: Result = loss(work, *inputs)
+    # A backward pass would do this.
+    loss.reshard()
+    return found
+
+
+def collect_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:
+    """Return all parameters of ``module``, whole and in the host's memory; empty but on rank 0."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        whole = make_whole(parameter.detach())
+        if group.leads:
+            found[name] = whole.cpu()
+    return found
+
+
+@torch.no_grad()
+def put_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Set the parameters of ``module`` to ``weights``, which ``collect_weights`` has collected."""
+    for name, parameter in module.named_parameters():
+        parameter.copy_(weights.pop(name))

@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING
 
 from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
+from kd.config.loss import LearnedTemperature
 from kd.config.teacher import SHARED
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
+from kd.parallel.limits import WHOLE_MODES, list_unsharded_fields
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.limits import Confinement
@@ -172,7 +174,7 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
                 "Set it to 1, or submit several jobs: each worker runs one on a device of its own.",
             )
     elif devices > 1 and config.train is not None:
-        yield from _find_training_problems(config.train, devices, parallel)
+        yield from _find_training_problems(config, config.train, devices)
 
 
 def _find_parallel(config: JobConfig) -> str:
@@ -182,17 +184,18 @@ def _find_parallel(config: JobConfig) -> str:
     return config.teacher.parallel
 
 
-def _find_training_problems(train: TrainConfig, devices: int, parallel: str) -> Iterator[Problem]:
-    sequences = train.batch_size * train.gradient_accumulation_steps
+def _find_training_problems(
+    config: JobConfig, train: TrainConfig, devices: int
+) -> Iterator[Problem]:
     if train.strategy == "single":
         # The devices may be for the teacher alone.
-        if parallel == "none":
+        if _find_parallel(config) == "none":
             yield Problem(
                 "/train/strategy",
                 f"single uses one device, but resources.gpus asks for {devices}.",
-                "Set it to auto or ddp, or resources.gpus to 1.",
+                "Set it to auto, ddp or fsdp, or resources.gpus to 1.",
             )
-    elif sequences % devices:
+    elif (sequences := train.batch_size * train.gradient_accumulation_steps) % devices:
         yield Problem(
             "/train/batch_size",
             f"a step has {sequences} sequences (batch_size {train.batch_size} x "
@@ -200,6 +203,19 @@ def _find_training_problems(train: TrainConfig, devices: int, parallel: str) -> 
             "devices cannot share equally.",
             f"Make the product a multiple of {devices}, or change resources.gpus.",
         )
+    elif train.strategy == "fsdp":
+        yield from _find_sharding_problems(config, train)
+
+
+def _find_sharding_problems(config: JobConfig, train: TrainConfig) -> Iterator[Problem]:
+    """Refuse what cannot be done where each device holds a part of every parameter."""
+    remedy = "Change it, or set train.strategy to ddp."
+    for name, why in list_unsharded_fields(train):
+        yield Problem(f"/train/{name}", f"train.strategy is fsdp, but {why}.", remedy)
+    temperature = config.loss.temperature
+    if isinstance(temperature, LearnedTemperature) and temperature.mode in WHOLE_MODES:
+        detail = f"train.strategy is fsdp, but {temperature.mode} needs gradients of whole weights."
+        yield Problem("/loss/temperature/mode", detail, remedy)
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:

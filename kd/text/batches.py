@@ -516,13 +516,25 @@ class TimedIterator(Iterator[Item], Generic[Item]):
         return item
 
 
-def read_validation_batches(
+def read_validation_batches(source: Source, batch_size: int) -> Iterator[Batch]:
+    """Yield the held-out sequences in order, as batches."""
+    return (batch for _, batch in deal_validation_batches(source, batch_size))
+
+
+def deal_validation_batches(
     source: Source, batch_size: int, group: Group = ALONE
-) -> Iterator[Batch]:
-    """Yield the held-out sequences in order, as batches; the ranks take them in turn."""
+) -> Iterator[tuple[bool, Batch]]:
+    """Yield the held-out sequences in order, as batches; the ranks take them in turn.
+
+    All ranks get equally many, because they compute together. A batch that only fills a round comes
+    with False, and does not count.
+    """
     indices = np.arange(source.train_count, source.train_count + source.validation_count)
-    for start in range(group.rank * batch_size, len(indices), group.size * batch_size):
-        yield make_batch(*source.read(indices[start : start + batch_size]))
+    count = -(-len(indices) // batch_size)
+    for first in range(0, count, group.size):
+        number = first + group.rank
+        start = number % count * batch_size
+        yield number < count, make_batch(*source.read(indices[start : start + batch_size]))
 
 
 @dataclass(frozen=True)

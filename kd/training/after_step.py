@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,11 +14,13 @@ from kd.errors import Interrupted
 from kd.memory.auto_batch import saving_errors
 from kd.models.layers import stopping_forward
 from kd.optim.averaging import serving
-from kd.progress import make_interruption
+from kd.parallel.strategies import call_whole
+from kd.progress import SILENT, make_interruption
+from kd.text.batches import Batch
 from kd.training import checkpoint
 from kd.training.compiling import CompileReport
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
-from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
+from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
 from kd.training.run import Run
 from kd.training.steps import Step, is_reported
 
@@ -142,10 +145,17 @@ def evaluate_now(run: Run) -> dict[str, Any]:
     run.monitor.report_alive(stepping=False)
     loss = run.loss
     stopped = f"in the evaluation after step {run.progress.step} of {run.steps}"
+
+    def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore:
+        # Ranks that compute together stop together: between two batches.
+        if not run.group.alone and run.should_stop():
+            raise make_interruption(stopped)
+        return call_whole(run.loss_module, work, batch)
+
     with (
         run.clock.phase("evaluation"),
         serving(run.student, run.state.optimizer, run.average),
-        stopping_forward(run.monitor, stopped),
+        stopping_forward(run.monitor if run.group.alone else SILENT, stopped),
     ):
         found = evaluate_student(
             run.student,
@@ -157,6 +167,7 @@ def evaluate_now(run: Run) -> dict[str, Any]:
             run.device,
             choose_evaluation_temperature(loss.config),
             group=run.group,
+            call=call,
         )
     run.log.write_evaluation(run.progress.step, found)
     run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))

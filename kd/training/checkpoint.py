@@ -10,13 +10,20 @@
 
 A checkpoint appears by one rename, and its hashes are checked before it is used. Where a step is
 saved again after a roll-back, the old checkpoint keeps another name beside the place until the new
-one is there. No file is a pickle. Training resumed from a checkpoint equals training that was never
-stopped, bit for bit on a CPU.
+one is there. No file is a pickle.
+
+Where each rank holds a part of every parameter (train.strategy fsdp), shard-*.safetensors take the
+place of the first three files, one from each rank with its parts of all their tensors. A run of any
+strategy and of any number of ranks goes on from either kind.
+
+Training resumed from a checkpoint equals training that was never stopped, bit for bit on a CPU.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,17 +31,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from cache.disk import ASIDE_PREFIX, hash_file, recover_folder, remove_path, write_file
 from cache.errors import CacheCorrupt
 from cache.manifest import sign_json, verify_json
 from kd.errors import TrainingError
-from kd.files import whole_folder
+from kd.files import locate_temporary, whole_folder
 from kd.models.precision import forget_unscaling
 from kd.optim.schedules import scale_rates
 from kd.parallel.group import ALONE, Group
+from kd.parallel.sharded_files import fill_tensors, list_stored, write_shards
 from kd.progress import replace_nonfinite
-from kd.training.tensor_file import write_tensors
+from kd.training.tensor_file import list_tensors, write_tensors
 
 #: The files with tensors, in the order of the list above.
 _FILES = ("model.safetensors", "optimizer.safetensors", "extras.safetensors", "random.safetensors")
@@ -97,7 +106,7 @@ def save_checkpoint(folder: Path, state: TrainState, identity: str) -> Path:
     """
     final = locate_checkpoint(folder, state.progress.step)
     random = _collect_random_tensors(state.group)
-    if state.group.leads:
+    if state.group.leads or is_sharded(state):
         _write_checkpoint(final, state, identity, random)
     state.group.wait()
     return final
@@ -107,10 +116,17 @@ def _write_checkpoint(
     final: Path, state: TrainState, identity: str, random: dict[str, Tensor]
 ) -> None:
     tensors, numbers = _collect_optimizer_state(state)
-    with whole_folder(final) as partial:
-        write_tensors(partial / _FILES[0], _collect_model_tensors(state.model))
-        write_tensors(partial / _FILES[1], tensors)
-        write_tensors(partial / _FILES[2], _collect_extra_tensors(state.extras))
+    with _writing_folder(final, state.group) as partial:
+        if is_sharded(state):
+            state.group.wait()  # until the folder is there
+            model = _collect_model_tensors(state.model)
+            write_shards(partial, model | tensors | _collect_extra_tensors(state.extras))
+        else:
+            write_tensors(partial / _FILES[0], _collect_model_tensors(state.model))
+            write_tensors(partial / _FILES[1], tensors)
+            write_tensors(partial / _FILES[2], _collect_extra_tensors(state.extras))
+        if not state.group.leads:
+            return
         write_tensors(partial / _FILES[3], random)
         content = {
             "format": _FORMAT,
@@ -124,9 +140,26 @@ def _write_checkpoint(
                 if key != "lr_lambdas"
             },
             "scaler": state.scaler.state_dict(),
-            "sha256": {name: hash_file(partial / name) for name in _FILES},
+            "sha256": {
+                path.name: hash_file(path) for path in sorted(partial.glob("*.safetensors"))
+            },
         }
         write_file(partial / "state.json", sign_json(content))
+
+
+@contextmanager
+def _writing_folder(final: Path, group: Group) -> Iterator[Path]:
+    """Yield the folder that becomes ``final``; rank 0 makes it, and gives it its name."""
+    if not group.leads:
+        yield locate_temporary(final)
+        return
+    with whole_folder(final) as partial:
+        yield partial
+
+
+def is_sharded(state: TrainState) -> bool:
+    """Whether each rank holds a part of every parameter."""
+    return any(isinstance(each, DTensor) for each in state.model.parameters())
 
 
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
@@ -206,9 +239,9 @@ def load_weights(path: Path, state: TrainState) -> None:
     _restore_weights(path, _load_verified_state(path), state)
 
 
-def load_trained_weights(path: Path, model: nn.Module) -> None:
+def load_trained_weights(path: Path, model: nn.Module, group: Group = ALONE) -> None:
     """Put a checkpoint's weights into ``model``, as they were trained and without averaging."""
-    _copy_into(model, load_file(path / _FILES[0]))
+    _copy_into(_collect_model_tensors(model), path, 0, group)
 
 
 def locate_checkpoint(folder: Path, step: int) -> Path:
@@ -262,15 +295,26 @@ def _collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    mine = _collect_model_tensors(model)
-    if mine.keys() != tensors.keys():
+def _copy_into(mine: dict[str, Tensor], path: Path, file: int, group: Group) -> None:
+    """Set ``mine`` to the tensors of these names in the checkpoint ``path``.
+
+    A checkpoint of one process has them in the file of that number, and no others.
+    """
+    single = path / _FILES[file]
+    stored = list_tensors(single) if single.exists() else list_stored(path).keys()
+    different = mine.keys() ^ stored if single.exists() else mine.keys() - stored
+    if different:
         raise TrainingError(
-            f"checkpoint and model differ in {sorted(mine.keys() ^ tensors.keys())[:5]}."
+            f"{single if single.exists() else path} and this run differ in "
+            f"{sorted(different)[:5]}.",
+            "Use another run folder, or delete this one to start over.",
         )
     with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
+        if single.exists() and not any(isinstance(each, DTensor) for each in mine.values()):
+            for name, tensor in load_file(single).items():
+                mine[name].copy_(tensor)
+        elif mine:
+            fill_tensors(path, mine, group)
 
 
 def _name_parameters(state: TrainState) -> dict[Tensor, str]:
@@ -301,7 +345,7 @@ def _collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict
 
 def _split_tensor(name: str, value: Tensor) -> dict[str, Tensor]:
     """The plain tensors of ``value``: itself, or as {name}/{part} those of a state of 8 bits."""
-    if not hasattr(value, "__tensor_flatten__"):
+    if isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__"):
         return {name: value.detach()}
     parts, _ = value.__tensor_flatten__()
     return {f"{name}/{part}": getattr(value, part) for part in parts}
@@ -355,22 +399,9 @@ def _restore(path: Path, content: dict[str, Any], state: TrainState) -> None:
 
 def _restore_weights(path: Path, content: dict[str, Any], state: TrainState) -> None:
     # First, because it may refuse the checkpoint: then the model is as it was.
-    extras = _load_extras(path, state)
-    load_trained_weights(path, state.model)
-    for extra, module in state.extras.items():
-        module.load_state_dict({key: extras[f"{extra}/{key}"] for key in module.state_dict()})
+    _copy_into(_collect_extra_tensors(state.extras), path, 2, state.group)
+    load_trained_weights(path, state.model, state.group)
     _restore_optimizer(path, content, state)
-
-
-def _load_extras(path: Path, state: TrainState) -> dict[str, Tensor]:
-    tensors = load_file(path / _FILES[2])
-    expected = _collect_extra_tensors(state.extras).keys()
-    if expected != tensors.keys():
-        raise TrainingError(
-            f"{path / _FILES[2]} and this run differ in {sorted(expected ^ tensors.keys())[:5]}.",
-            "Use another run folder, or delete this one to start over.",
-        )
-    return tensors
 
 
 def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -> None:
@@ -385,7 +416,8 @@ def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -
         parameter: group for group in optimizer.param_groups for parameter in group["params"]
     }
     optimizer.state.clear()
-    for full_name, value in {**load_file(path / _FILES[1]), **content["optimizer"]}.items():
+    tensors = _load_optimizer_tensors(path, parameters, state)
+    for full_name, value in {**tensors, **content["optimizer"]}.items():
         name, _, key = full_name.rpartition(".")
         parameter = parameters[name]
         if isinstance(value, Tensor) and not _stays_on_host(key, group_of[parameter]):
@@ -393,6 +425,29 @@ def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -
         optimizer.state[parameter][key] = value
     for parameter, values in optimizer.state.items():
         _join_split_tensors(values, parameter.dtype)
+
+
+def _load_optimizer_tensors(
+    path: Path, parameters: dict[str, Tensor], state: TrainState
+) -> dict[str, Tensor]:
+    """The tensors of the optimiser's state; of sharded parameters, this rank's parts."""
+    single = path / _FILES[1]
+    if single.exists() and not is_sharded(state):
+        return load_file(single)
+    tensors: dict[str, Tensor] = {}
+    for full_name, (size, dtype) in list_stored(path).items():
+        name, _, _ = full_name.rpartition(".")
+        if full_name in parameters or name not in parameters:
+            continue
+        parameter = parameters[name].detach()
+        if size == parameter.shape:
+            # A part of the parameter's own shape: the optimiser's state lies where its weights do.
+            tensors[full_name] = torch.zeros_like(parameter, dtype=dtype)
+        else:
+            tensors[full_name] = torch.zeros(size, dtype=dtype)
+    if tensors:
+        fill_tensors(path, tensors, state.group)
+    return tensors
 
 
 def _join_split_tensors(values: dict[str, Any], dtype: torch.dtype) -> None:
@@ -461,8 +516,8 @@ def _load_verified_state(path: Path) -> dict[str, Any]:
             f"{_FORMAT}.",
             "Finish the run with the version that began it, or delete its folder to start over.",
         )
-    for name in _FILES:
-        if hash_file(path / name) != content["sha256"][name]:
+    for name, digest in content["sha256"].items():
+        if hash_file(path / name) != digest:
             raise CacheCorrupt(f"{name} differs from what was saved.")
     return content
 

@@ -9,13 +9,15 @@ Shapes: N positions that have a target, V vocabulary, D hidden width.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.loss import LearnedTemperature, LossConfig, Ramp
@@ -26,7 +28,7 @@ from kd.loss.targets import Targets
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states
 from kd.parallel.group import ALONE, Group
-from kd.text.batches import Source, read_validation_batches
+from kd.text.batches import Batch, Source, deal_validation_batches
 from kd.text.bytes import compute_bits_per_byte
 from kd.training.calibration import BINS, Calibration
 
@@ -44,9 +46,14 @@ def choose_evaluation_temperature(loss: LossConfig) -> float:
     return loss.temperature
 
 
+def call_directly(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore:
+    """Return ``work(batch)``."""
+    return work(batch)
+
+
 @torch.no_grad()
 def evaluate_student(
-    student: nn.Module,
+    student: PreTrainedModel,
     lm_head: LMHead,
     source: Source,
     decoder: TargetDecoder,
@@ -56,6 +63,7 @@ def evaluate_student(
     temperature: float = 1.0,
     text_bytes: int | None = None,
     group: Group = ALONE,
+    call: Callable[..., BatchScore] = call_directly,
 ) -> dict[str, Any]:
     """Compute means over the held-out targets, in nats; empty where nothing is held out.
 
@@ -67,19 +75,21 @@ def evaluate_student(
     and ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens.
 
     The ranks of ``group`` share the batches, and all of them get the means over all batches.
+    ``call(work, batch)`` returns ``work(batch)``, computed where the parameters are whole.
     """
     student.eval()
+
+    def score_batch(batch: Batch) -> BatchScore:
+        hidden_ND = compute_target_hidden_states(student, batch, precision)
+        targets = decoder.decode(batch.gold_N, batch.teacher, temperature)
+        score = score_positions(hidden_ND, lm_head.refresh(student), targets)
+        return BatchScore(score, batch.count_targets())
+
     scores = []
-
-    def score_batches() -> None:
-        for batch in read_validation_batches(source, batch_size, group):
-            batch = batch.to(device)
-            hidden_ND = compute_target_hidden_states(student, batch, precision)
-            targets = decoder.decode(batch.gold_N, batch.teacher, temperature)
-            score = score_positions(hidden_ND, lm_head, targets)
-            scores.append(BatchScore(score, batch.count_targets()))
-
-    group.run_agreed(score_batches)
+    for counted, batch in deal_validation_batches(source, batch_size, group):
+        score = call(score_batch, batch.to(device))
+        if counted:
+            scores.append(score)
     scores = _exchange_scores(scores, group)
     losses = sum((each.losses for each in scores), BlockLosses.none())
     if not losses.tokens:

@@ -33,6 +33,7 @@ from kd.memory.auto_batch import release_memory
 from kd.memory.step_memory import read_peak_memory
 from kd.optim.averaging import use_served_weights
 from kd.parallel.group import ALONE, Group
+from kd.parallel.strategies import call_whole
 from kd.progress import Monitor
 from kd.text.batches import Source, TimedIterator
 from kd.tracking.stopwatch import compute_utilisation, count_flops_per_token
@@ -113,7 +114,8 @@ def compare_losses(run: Run, tokens: int) -> Verdict:
     after it is taken, as often as the job may leave one out.
     """
     for batch in run.read_next_batches(1 + run.config.checks.max_skipped):
-        verdict = run.loss.check_parity(batch, run.progress.step, tokens)
+        inputs = (batch, run.progress.step, tokens)
+        verdict = call_whole(run.loss_module, run.loss.check_parity, *inputs)
         if math.isfinite(verdict.facts["loss"]):
             break
     return verdict

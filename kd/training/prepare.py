@@ -34,7 +34,7 @@ from kd.memory.step_memory import (
     reset_peak_memory,
 )
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
-from kd.models.layers import require_context
+from kd.models.layers import find_decoder_layers, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import (
     Precision,
@@ -48,7 +48,8 @@ from kd.optim.averaging import Averager
 from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
 from kd.parallel.group import ALONE, Group
-from kd.parallel.strategies import WholeLoss, replicate
+from kd.parallel.limits import list_unsharded_fields
+from kd.parallel.strategies import WholeLoss, replicate, shard
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Source, read_training_batches
 from kd.tracking.metrics import MetricsLog
@@ -90,6 +91,8 @@ def prepare(
     lm_head, memory = _prepare_student(config, source, student, vocabulary, precision, monitor)
     compilation = compile_student(student, options.compile)
     loss = _make_loss(config, source, student, lm_head, precision, device)
+    # Before anything refers to a parameter: the parts of sharded parameters are new ones.
+    loss_module = _make_loss_module(options, loss, memory, group, monitor)
     average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
     state = _make_state(options, loss, average, device, group)
     identity = compute_resume_identity(config, str(source.identity))
@@ -110,7 +113,7 @@ def prepare(
         monitor=monitor,
         trace=trace,
         loss=loss,
-        loss_module=_make_loss_module(loss, group),
+        loss_module=loss_module,
         state=state,
         identity=identity,
         memory=memory,
@@ -209,14 +212,39 @@ def _make_control(
     """
     useful = config.tail_control and config.entropy_weighting == 0.0
     arrays = source.tail_mean() if useful and lm_head.weight.requires_grad else None
-    return None if arrays is None else TailControl(arrays, lm_head.weight.shape[1]).to(device)
+    if arrays is None:
+        return None
+    dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)
+    return TailControl(arrays, lm_head.weight.shape[1], dtype).to(device)
 
 
-def _make_loss_module(loss: StepLoss, group: Group) -> nn.Module:
-    """Make ``loss`` one module, which exchanges gradients where there are several ranks."""
+def _make_loss_module(
+    options: TrainConfig,
+    loss: StepLoss,
+    memory: StepMemoryEstimate,
+    group: Group,
+    monitor: Monitor,
+) -> nn.Module:
+    """Make all parameters one module, which exchanges gradients where there are several ranks."""
     parts = [loss.student] if loss.features is None else [loss.student, loss.features]
-    whole = WholeLoss(parts, loss.compute)
-    return whole if group.alone else replicate(whole)
+    whole = WholeLoss(parts)
+    if group.alone:
+        return whole
+    strategy = choose_strategy(options, memory, loss.student.device, group)
+    monitor.emit("stage", stage="train", phase=f"training on {group.size} devices ({strategy})")
+    if strategy == "ddp":
+        return replicate(whole)
+    return shard(whole, find_decoder_layers(loss.student), loss.precision.dtype, group)
+
+
+def choose_strategy(
+    options: TrainConfig, memory: StepMemoryEstimate, device: torch.device, group: Group
+) -> str:
+    """Return ddp or fsdp: the job's, or fsdp where the whole student does not fit a device."""
+    if options.strategy != "auto":
+        return options.strategy
+    short = memory.warning(measure_free_memory(device)) is not None
+    return "fsdp" if group.any(short) and not list_unsharded_fields(options) else "ddp"
 
 
 def _make_state(

@@ -16,6 +16,7 @@ from torch import Tensor
 from kd.checks.nonfinite import locate_nonfinite
 from kd.checks.verdict import Verdict
 from kd.errors import NotFinite
+from kd.parallel.strategies import is_sharded
 from kd.text.batches import Batch, read_step_sequences
 from kd.training import checkpoint
 from kd.training.run import Run
@@ -35,6 +36,9 @@ def leave_out(run: Run, step: Step) -> None:
     """
     run.monitor.report_alive(stepping=False)
     drop_gradients(run)
+    if is_sharded(run.loss_module):
+        # A gradient of one sequence alone would need an exchange of its own for each.
+        raise make_error(run, step, "With train.strategy fsdp the batch is not searched.")
     faulty = find_faulty_sequences(run, step)
     batches = [batch for _, batch in faulty] or [
         batch.to(run.device) for batch in step.micro_batches

@@ -5,7 +5,7 @@ Shapes: N positions that have a target, D hidden width. T is the temperature.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class StepLoss:
     clock: Stopwatch
     control: TailControl | None = None
 
+    @property
+    def live_head(self) -> LMHead:
+        """The LM head with the weights as they are now."""
+        return self.lm_head.refresh(self.student)
+
     def alpha_at(self, step: int) -> float:
         """The weight of the hard labels at ``step``."""
         return evaluate_ramp(self.config.alpha, step, self.steps)
@@ -66,12 +71,12 @@ class StepLoss:
             objective = self.objective.with_alpha(alpha)
             correction = self._correct(hidden_ND, targets)
             terms = compute_distillation_loss(
-                hidden_ND, self.lm_head, targets, objective, self.logits_chunk, correction
+                hidden_ND, self.live_head, targets, objective, self.logits_chunk, correction
             )
             extra = [] if balance is None else [balance]
             if self.features is not None:
                 extra.append(self.features(hidden_ND, targets))
-            return replace(terms, total=sum(extra, terms.total)) if extra else terms
+            return terms._replace(total=sum(extra, terms.total))
 
     def _correct(self, hidden_ND: Tensor, targets: Targets) -> HeadCorrection | None:
         """Return the correction for the tails of ``targets``, and remember the hidden states."""
@@ -101,4 +106,4 @@ class StepLoss:
             hidden_ND = compute_target_hidden_states(self.student, batch, self.precision)
         targets = self.decoder.decode(batch.gold_N, batch.teacher, self.temperature.track(step))
         objective = self.objective.with_alpha(self.alpha_at(step))
-        return check_parity(hidden_ND, self.lm_head, targets, objective, tokens)
+        return check_parity(hidden_ND, self.live_head, targets, objective, tokens)

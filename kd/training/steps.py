@@ -24,6 +24,7 @@ from kd.loss.fused import LossTerms
 from kd.loss.temperature import StepStatistics
 from kd.memory.auto_batch import memory_errors, reduce_micro_batch, saving_errors
 from kd.models.precision import forget_unscaling
+from kd.parallel.sharded_files import make_whole
 from kd.parallel.strategies import synchronising
 from kd.text.batches import Batch
 from kd.training import checkpoint
@@ -123,7 +124,8 @@ def forward_backward(run: Run, step: Step) -> None:
         for number, micro_batch in enumerate(step.micro_batches, start=1):
             with synchronising(run.loss_module, last=number == len(step.micro_batches)):
                 batch = micro_batch.to(run.device)
-                terms: LossTerms = run.loss_module(batch, step.alpha, step.temperature)
+                inputs = (batch, step.alpha, step.temperature)
+                terms: LossTerms = run.loss_module(run.loss.compute, *inputs)
                 # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the
                 # ranks' parts.
                 share = terms.total / step.tokens * run.group.size
@@ -147,7 +149,7 @@ def measure_gradients(run: Run, step: Step) -> None:
     first = step.number == len(run.progress.skipped)
     verdicts = check_first_step(run, step) if first else []
     limit = run.options.max_grad_norm or math.inf
-    step.grad_norm = float(nn.utils.clip_grad_norm_(run.trained, limit))
+    step.grad_norm = float(make_whole(nn.utils.clip_grad_norm_(run.trained, limit)))
     if is_finite(run, step):
         run.log.write_verdicts(step.number, verdicts)
 

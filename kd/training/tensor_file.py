@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 #: Names of the numbers that a checkpoint may hold.
@@ -50,6 +51,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for name in names:
             for block in _iterate_blocks(tensors[name].detach()):
                 file.write(block.cpu().view(torch.uint8).numpy().data)
+
+
+def list_tensors(path: Path) -> set[str]:
+    """List the names of the tensors in a safetensors file."""
+    with safe_open(path, framework="pt") as file:
+        return set(file.keys())
 
 
 def _iterate_blocks(tensor: Tensor) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
 from tests.support.kd.sharing.processes import find_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 Job = dict[str, Any]
 
@@ -124,7 +124,8 @@ def test_a_run_goes_on_with_another_number_of_processes(job: Job, home: Path) ->
 class Killer:
     """Kills a rank with SIGKILL as soon as the run has reported a step."""
 
-    def __init__(self, rank: int, step: int) -> None:
+    def __init__(self, home: Path, rank: int, step: int) -> None:
+        self.home = home
         self.rank = rank
         self.step = step
         self.killed_at = 0.0
@@ -133,7 +134,7 @@ class Killer:
     def listen(self, event: Event) -> None:
         if event.type == "metrics" and event.data["step"] >= self.step and not self.killed_at:
             self.killed_at = time.monotonic()
-            os.kill(find_ranks()[self.rank], signal.SIGKILL)
+            os.kill(find_ranks(self.home)[self.rank], signal.SIGKILL)
 
 
 def test_a_killed_rank_ends_all_and_the_resumed_run_is_the_same_bit_for_bit(
@@ -141,11 +142,11 @@ def test_a_killed_rank_ends_all_and_the_resumed_run_is_the_same_bit_for_bit(
 ) -> None:
     whole = train(job, home, "undisturbed", 2)
     for rank, step in ((0, 7), (1, 13)):
-        killer = Killer(rank, step)
+        killer = Killer(home, rank, step)
         with pytest.raises(RankLost, match=f"Process {rank} .* killed by SIGKILL"):
             train(job, home, "disturbed", 2, killer.monitor)
         assert time.monotonic() - killer.killed_at < 15
-        assert find_ranks() == {}
+        assert find_ranks(home) == {}
     disturbed = train(job, home, "disturbed", 2)
     assert curve(disturbed) == curve(whole)
     assert farthest(weights(whole), weights(disturbed)) == 0.0

@@ -62,7 +62,7 @@ def make_job(options: Options, profile: str, parallel: str = "none") -> JobConfi
 
 def capture(job: JobConfig, home: Path, monitor: Monitor = SILENT) -> Cache:
     summary = run_stage("precompute", job, home, home / "run", monitor)["cache"]
-    assert find_ranks() == {}
+    assert find_ranks(home) == {}
     return open_cache(home / "caches" / str(summary["fingerprint"]))
 
 
@@ -146,8 +146,8 @@ def stop(disturber: Disturber) -> None:
     disturber.stopping = True
 
 
-def kill(rank: int) -> Any:
-    return lambda _: os.kill(find_ranks()[rank], signal.SIGKILL)
+def kill(rank: int, home: Path) -> Any:
+    return lambda _: os.kill(find_ranks(home)[rank], signal.SIGKILL)
 
 
 @pytest.mark.long
@@ -159,11 +159,11 @@ def test_a_stopped_or_killed_capture_goes_on_to_the_same_bytes(
     with pytest.raises(Interrupted, match="Stopped on request"):
         capture(job, tmp_path, Disturber(2, stop).monitor)
     for rank, sealed in ((1, 1), (0, 2)):
-        killer = Disturber(sealed, kill(rank))
+        killer = Disturber(sealed, kill(rank, tmp_path))
         with pytest.raises(RankLost, match=f"Process {rank} .* killed by SIGKILL"):
             capture(job, tmp_path, killer.monitor)
         assert time.monotonic() - killer.acted_at < 15
-        assert find_ranks() == {}
+        assert find_ranks(tmp_path) == {}
     resumed = capture(job, tmp_path)
     assert resumed.folder.name == whole.folder.name
     assert shards(resumed) == shards(whole)

@@ -1,0 +1,174 @@
+"""Measure what several ranks gain on this machine, and what their exchange costs.
+
+    python bench/scale.py [--rounds 5] [--steps 4] [--quick] [--out FILE]
+
+The steps are those of ``kd.training``, on a cache of profile threshold, with as many sequences
+whatever the number of ranks. Every rank is a process with one arithmetic thread, and exchanges
+through gloo on the loopback. One rank of strategy single is the reference; the variants take turns.
+
+    apart    as many processes, each on its part of the step, which exchange nothing. No strategy
+             can be faster here, so this is the ideal: with two cores four processes are no faster
+             than two, and two hardware threads of one core are less than twice one.
+    exchange the time of a step less that of ranks apart
+    memory   the largest resident memory of a rank above that of the imports, at its peak
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.speed import (
+    BenchmarkSizes,
+    make_frozen_llama,
+    make_random_documents,
+    seal_cache,
+)
+from bench.support.ranks import run_ranks
+from bench.support.training import step_by_hand
+from cache.store import open_cache
+from kd.config.jobfile import parse_config
+from kd.parallel.group import ALONE, Group
+from kd.progress import SILENT
+from kd.text.batches import CachedRecords
+from kd.tracking.trace import Trace
+from kd.training.prepare import prepare
+
+SIZES = BenchmarkSizes(student=(4, 384), vocabulary=16_384, length=256, batch=2)
+QUICK = BenchmarkSizes(teacher=(1, 64), student=(2, 64), vocabulary=512, length=32, batch=2)
+#: Micro-batches of a step, which the ranks share.
+MICRO_BATCHES = 4
+#: Sequences of the cache.
+SEQUENCES = 64
+#: The variants: the number of ranks and their strategy.
+VARIANTS = (
+    (1, "single"),
+    (2, "apart"),
+    (2, "ddp"),
+    (2, "fsdp"),
+    (4, "apart"),
+    (4, "ddp"),
+    (4, "fsdp"),
+)
+MIB = 2**20
+
+
+def measure_rank(
+    group: Group, sizes: BenchmarkSizes, cache: str, folder: str, strategy: str, steps: int
+) -> dict[str, float]:
+    """Take steps as one of the ranks; returns the seconds of a step and the bytes of the peak."""
+    torch.set_num_threads(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    shared = strategy in ("ddp", "fsdp")
+    parts = 1 if shared else group.size
+    layers, width = sizes.student
+    config = parse_config({
+        "kind": "train",
+        "student": {"init": {"layers": layers, "hidden_size": width, "tokenizer": "the teacher's"}},
+        "data": {"sequence_length": sizes.length},
+        "cache": {"fingerprint": Path(cache).name},
+        "train": {
+            "max_steps": 1000, "logging_steps": 1000, "batch_size": sizes.batch,
+            "gradient_accumulation_steps": MICRO_BATCHES // parts,
+            "strategy": strategy if shared else "auto",
+        },
+    })  # fmt: skip
+    torch.manual_seed(0)
+    student = make_frozen_llama(sizes, sizes.student).requires_grad_(True).train()
+    place = Path(folder) / f"{strategy}-{group.size}-{time.time_ns() if shared else os.getpid()}"
+    source = CachedRecords(open_cache(Path(cache)))
+    team = group if shared else ALONE
+    run = prepare(
+        config, source, student, sizes.vocabulary, place, SILENT, Trace(place / "trace", 0), team
+    )
+    batches = run.read_batches()
+    step_by_hand(run, next(batches))
+    group.wait()
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step_by_hand(run, next(batches))
+        seconds.append(time.perf_counter() - began)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": median(seconds), "bytes": (peak - before) * 1024.0}
+
+
+def measure(
+    sizes: BenchmarkSizes, rounds: int, steps: int
+) -> dict[tuple[int, str], list[dict[str, float]]]:
+    """Measure every variant once a round; a round's figures are those of the slowest rank."""
+    found: dict[tuple[int, str], list[dict[str, float]]] = {each: [] for each in VARIANTS}
+    with tempfile.TemporaryDirectory() as name:
+        documents = make_random_documents(sizes, SEQUENCES)
+        cached = replace(sizes, batch=len(documents))
+        cache = str(seal_cache(cached, Path(name), documents, "threshold").folder)
+        for turn in range(rounds + 1):
+            for count, strategy in VARIANTS:
+                ranks = run_ranks(count, measure_rank, sizes, cache, name, strategy, steps)
+                if turn:  # the first round fills caches of files
+                    worst = {key: max(each[key] for each in ranks) for key in ranks[0]}
+                    found[count, strategy].append(worst)
+    return found
+
+
+def render(found: dict[tuple[int, str], list[dict[str, float]]], sizes: BenchmarkSizes) -> str:
+    """Render the table; ratios are taken within a round, and their median counts."""
+    layers, width = sizes.student
+    tokens = sizes.tokens * MICRO_BATCHES
+    title = (
+        f"A student of {layers} layers of {width}, V = {sizes.vocabulary:,}, "
+        f"{tokens:,} tokens a step; {os.cpu_count()} cores, one thread a rank; the speed of one "
+        "rank is 1."
+    )
+    columns = (
+        "ranks", "strategy", "step ms", "tokens/s", "speed", "of the ideal", "exchange ms",
+        "memory MiB",
+    )  # fmt: skip
+    lines = [title, "", f"| {' | '.join(columns)} |", "|--:|---|--:|--:|--:|--:|--:|--:|"]
+    alone = [each["seconds"] for each in found[1, "single"]]
+    for (count, strategy), rows in found.items():
+        seconds = [row["seconds"] for row in rows]
+        apart = [row["seconds"] for row in found.get((count, "apart"), rows)]
+        speed = median(one / each for one, each in zip(alone, seconds, strict=True))
+        ideal = median(least / each for least, each in zip(apart, seconds, strict=True))
+        exchange = median(each - least for least, each in zip(apart, seconds, strict=True))
+        memory = median(row["bytes"] for row in rows) / MIB
+        shown = strategy in ("ddp", "fsdp")
+        lines.append(
+            f"| {count} | {strategy} | {1e3 * median(seconds):.0f} | "
+            f"{tokens / median(seconds):,.0f} | {speed:.2f} | "
+            f"{f'{ideal:.0%}' if shown else '-'} | {f'{1e3 * exchange:.0f}' if shown else '-'} | "
+            f"{memory:,.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a variant in a round")
+    parser.add_argument("--quick", action="store_true", help="a tiny student, to try the bench")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args(arguments)
+    sizes: Any = QUICK if options.quick else SIZES
+    table = render(measure(sizes, options.rounds, options.steps), sizes)
+    sys.stdout.write(table)
+    if options.out:
+        options.out.write_text(table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What a student cannot use where each device holds a part of every parameter. Imports no torch."""
+
+from __future__ import annotations
+
+from kd.config.train import TrainConfig
+
+#: The optimisers that act on each weight alone, so that they can step parts of parameters.
+SHARDED_OPTIMIZERS = ("adamw", "lion", "schedule_free")
+#: The modes of a learned temperature that take gradients of whole parameters.
+WHOLE_MODES = ("lookahead", "teacher_only")
+
+
+def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
+    """List the fields of ``options`` that strategy fsdp cannot serve, each with its reason."""
+    found = (
+        (
+            "optim",
+            options.optim not in SHARDED_OPTIMIZERS,
+            f"{options.optim} needs whole matrices; {', '.join(SHARDED_OPTIMIZERS)} do not",
+        ),
+        (
+            "precision",
+            options.precision in ("fp16", "bf16_pure"),
+            f"{options.precision} scales or rounds whole gradients; bf16 and fp32 do not",
+        ),
+        (
+            "auto_batch",
+            options.auto_batch,
+            "a rank that runs out of memory in a rehearsal would leave the others waiting",
+        ),
+        ("compile", options.compile != "none", "compiled layers would not be gathered"),
+        (
+            "activation_offload",
+            options.activation_offload,
+            "it would copy gathered weights to the host",
+        ),
+    )
+    return [(name, why) for name, refused, why in found if refused]

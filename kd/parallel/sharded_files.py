@@ -1,0 +1,66 @@
+"""Tensors of which every rank holds a part, in safetensors files that any number of ranks reads.
+
+The files are those of ``torch.distributed.checkpoint`` with its Hugging Face writer: each rank
+writes one file with its parts, whose headers say where in the whole tensors they lie. Plain
+safetensors files in the same folder are read too. No file is a pickle.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from torch import Size, Tensor, dtype
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from kd.parallel.group import Group
+
+
+def make_whole(tensor: Tensor) -> Tensor:
+    """Return all of ``tensor``; where ranks hold parts of it, all of them must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write ``tensors`` into ``folder``, which exists. All ranks call it.
+
+    Raises the error of the first rank that failed, on every rank.
+    """
+    # The writer would pickle anything else.
+    assert all(isinstance(each, Tensor) for each in tensors.values())
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        _, (first, _) = min(error.failures.items())
+        raise first from error
+
+
+def list_stored(folder: Path) -> dict[str, tuple[Size, dtype]]:
+    """List the shape and the type of every tensor in ``folder``."""
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    return {
+        name: (each.size, each.properties.dtype)
+        for name, each in metadata.state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+
+
+def fill_tensors(folder: Path, tensors: dict[str, Tensor], group: Group) -> None:
+    """Fill ``tensors`` from ``folder`` in place, each rank its own parts. All ranks call it."""
+    with warnings.catch_warnings():
+        # torch tells a process without others that it is alone.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(
+            dict(tensors),
+            storage_reader=HuggingFaceStorageReader(str(folder)),
+            no_dist=group.alone,
+        )

@@ -1,0 +1,101 @@
+"""Ranks are started by torchrun, their events and errors arrive, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.support.harness import wait_until
+from bench.support.paths import ROOT
+from kd.errors import ConfigError, Interrupted, NotFinite, RankLost
+from kd.parallel.failures import RankError
+from kd.parallel.launch import FOLDER, RankOrder, run_in_ranks
+from kd.progress import Event, Monitor
+
+pytestmark = pytest.mark.long
+
+MODULE = "tests.support.scripted_rank"
+
+
+def launch(name: str, folder: Path, monitor: Monitor | None = None) -> dict[str, object]:
+    order = RankOrder("train", {"name": name}, str(folder), str(folder))
+    return run_in_ranks(order, 2, monitor or Monitor(), MODULE)
+
+
+def ranks_of(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.glob("pid-*") if path.read_text()]
+
+
+def test_events_and_result_of_rank_0_arrive(tmp_path: Path) -> None:
+    events: list[Event] = []
+    assert launch("succeed", tmp_path, Monitor(events.append)) == {"answer": 42, "wild": None}
+    assert events == [Event("progress", {"done": 1})]
+    assert not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("refuse", ConfigError, r"train\.order: it is wrong\. Change it\."),
+        ("diverge", NotFinite, "the loss is nan. Lower the rate."),
+        ("break", RankError, "ValueError: no such thing"),
+        ("die", RankLost, "Process 1 of those that share the stage was killed by SIGKILL"),
+    ],
+)
+def test_the_error_of_one_rank_ends_all(
+    tmp_path: Path, name: str, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        launch(name, tmp_path)
+    if isinstance(caught.value, ConfigError):
+        assert [each.pointer for each in caught.value.problems] == ["/train/order"]
+    if isinstance(caught.value, RankLost):
+        assert caught.value.signum == signal.SIGKILL
+    wait_until(lambda: not find_processes(tmp_path), 10)
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_a_stop_reaches_every_rank(tmp_path: Path) -> None:
+    asked = threading.Event()
+    monitor = Monitor(lambda event: asked.set(), asked.is_set)
+    with pytest.raises(Interrupted, match="Stopped on request at step 3"):
+        launch("stop", tmp_path, monitor)
+    assert asked.is_set()
+
+
+def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+    """At any moment: also while torchrun or a rank still imports."""
+    code = (
+        "import sys; from pathlib import Path; from tests.kd.parallel.test_launch import launch; "
+        "launch('wait', Path(sys.argv[1]))"
+    )
+    for seconds in (1.0, None):
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT)
+        if seconds is None:
+            wait_until(lambda: len(ranks_of(tmp_path)) == 2, 60)
+        else:
+            wait_until((tmp_path / FOLDER / "order.json").exists, 60)
+            time.sleep(seconds)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not find_processes(tmp_path), 60)
+
+
+def find_processes(folder: Path) -> list[int]:
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (each / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(each.name) != os.getpid() and str(folder / FOLDER).encode() in words:
+            found.append(int(each.name))
+    return found

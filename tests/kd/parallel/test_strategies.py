@@ -1,0 +1,187 @@
+"""Ranks that share a student's training follow the curve of one process, with every lever."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.ranks import run_ranks
+from kd.config.jobfile import parse_config
+from kd.pipeline import run_precompute
+from kd.progress import SILENT
+from tests.support.kd.shared_training import (
+    curve,
+    evaluations,
+    farthest,
+    train_alone,
+    train_student,
+)
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.long]
+
+Job = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def job(tiny_teacher: Path, tiny_text: Path) -> Job:
+    return {
+        "name": "shared",
+        "teacher": {"model": str(tiny_teacher), "batch_size": 8},
+        "student": {"init": {"layers": 2, "hidden_size": 16}},
+        "data": {
+            "train": str(tiny_text), "validation_fraction": 0.2, "sequence_length": 32,
+            "max_train_samples": 40, "max_eval_samples": 7,
+        },
+        "cache": {"shard_sequences": 8},
+        "train": {
+            "max_steps": 6, "batch_size": 2, "gradient_accumulation_steps": 4, "eval_steps": 3,
+            "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 1,
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def caches(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("home")
+    found = {}
+    for profile in ("threshold", "tempered", "hidden"):
+        config = parse_config(change(job, cache={"profile": profile}))
+        summary = run_precompute(config, home, home / profile, SILENT)
+        found[profile] = str(home / "caches" / summary["cache"]["fingerprint"])
+    return found
+
+
+def change(job: Job, **sections: dict[str, Any]) -> Job:
+    changed = copy.deepcopy(job)
+    for name, values in sections.items():
+        changed[name] = {**changed.get(name, {}), **values}
+    return changed
+
+
+LEVERS: dict[str, Job] = {
+    "plain": {},
+    "untied": {"student": {"init": {"layers": 2, "hidden_size": 16, "tie_word_embeddings": False}}},
+    "checkpointing": {"train": {"gradient_checkpointing": "full"}},
+    "average": {"train": {"ema_decay": 0.9}},
+    "lion": {"train": {"optim": "lion", "learning_rate": 1e-3}},
+    "schedule-free": {
+        "train": {"optim": "schedule_free", "lr_scheduler_type": "constant_with_warmup"}
+    },
+    "layers": {"train": {"layer_lr_decay": 0.8, "max_grad_norm": 0.1}},
+    "lora": {"student": {"init": None, "lora": {"rank": 4}}},
+    "hidden": {"cache": {"profile": "hidden"}, "loss": {"divergence": "reverse_kl"}},
+    "features": {"cache": {"profile": "hidden"}, "loss": {"features": {"weight": 0.5}}},
+    "learned temperature": {
+        "cache": {"profile": "tempered"},
+        "loss": {"temperature": {"mode": "adversarial", "init": 1.5, "min": 1.0, "max": 2.0}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "lever",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "plain")) for name in LEVERS],
+)
+def test_two_ranks_make_the_student_of_one(
+    job: Job, caches: dict[str, str], tmp_path: Path, lever: str, strategy: str
+) -> None:
+    changed = change(job, **LEVERS[lever])
+    if lever == "lora":
+        changed["student"]["model"] = changed["teacher"]["model"]
+    cache = caches[changed["cache"].get("profile", "threshold")]
+    one = train_alone(changed, cache, str(tmp_path / "one"))
+    shared = change(changed, train={"strategy": strategy})
+    two, _ = run_ranks(2, train_student, shared, cache, str(tmp_path / "two"))
+    for name in ("loss", "grad_norm", "learning_rate", "temperature"):
+        assert curve(two, name) == pytest.approx(curve(one, name), rel=1e-5)
+    for own, other in zip(evaluations(one), evaluations(two), strict=True):
+        assert other == pytest.approx(own, rel=1e-4)
+    assert farthest(one, two) < 1e-4
+
+
+@pytest.mark.slow
+def test_ddp_follows_one_process_to_nine_digits_in_float64(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    long = change(job, train={"max_steps": 100, "eval_steps": 50, "save_steps": 100})
+    cache = caches["threshold"]
+    one = train_alone(long, cache, str(tmp_path / "one"), dtype="float64")
+    for ranks in (2, 4):
+        folder = str(tmp_path / f"{ranks}")
+        many, *_ = run_ranks(ranks, train_student, long, cache, folder, "float64")
+        assert len(curve(many)) == 100
+        assert curve(many) == pytest.approx(curve(one), rel=1e-9)
+
+
+def test_a_run_goes_on_with_other_strategies_and_numbers_of_ranks(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    job = change(job, train={"max_steps": 12, "ema_decay": 0.9})
+    cache = caches["threshold"]
+    whole = train_alone(job, cache, str(tmp_path / "whole"))
+    folder = str(tmp_path / "parts")
+    train_alone(job, cache, folder, stop=2)
+    for ranks, strategy, stop in ((2, "fsdp", 4), (4, "fsdp", 6), (2, "ddp", 8), (4, "fsdp", 10)):
+        shared = change(job, train={"strategy": strategy})
+        run_ranks(ranks, train_student, shared, cache, folder, "float32", stop)
+    newest = sorted((tmp_path / "parts" / "checkpoints").iterdir())[-1]
+    assert newest.name == "step-00000010"
+    assert len(list(newest.glob("shard-*.safetensors"))) == 4
+    parts = train_alone(job, cache, folder)
+    assert curve(parts, "step") == curve(whole, "step")
+    assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
+    assert farthest(whole, parts) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_damaged_part_of_a_checkpoint_is_skipped_by_name(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    shared = change(job, train={"strategy": "fsdp"})
+    cache = caches["threshold"]
+    folder = tmp_path / "run"
+    run_ranks(2, train_student, shared, cache, str(folder), "float32", 4)
+    part = folder / "checkpoints/step-00000004/shard-00002-model-00001-of-00001.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    found, _ = run_ranks(2, train_student, shared, cache, str(folder))
+    whole, _ = run_ranks(2, train_student, shared, cache, str(tmp_path / "whole"))
+    assert curve(found) == curve(whole)
+    assert farthest(found, whole) == 0.0
+    (warning,) = found["warnings"]
+    assert warning == (
+        "checkpoint step-00000004 is damaged and was skipped: "
+        "shard-00002-model-00001-of-00001.safetensors differs from what was saved."
+    )
+
+
+@pytest.mark.slow
+def test_both_strategies_train_in_bfloat16(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    half = change(job, train={"precision": "bf16"})
+    one = train_alone(half, caches["threshold"], str(tmp_path / "one"))
+    for strategy in ("ddp", "fsdp"):
+        shared = change(half, train={"strategy": strategy})
+        folder = str(tmp_path / strategy)
+        two, _ = run_ranks(2, train_student, shared, caches["threshold"], folder)
+        assert curve(two) == pytest.approx(curve(one), rel=2e-3)
+
+
+@pytest.mark.slow
+def test_ranks_go_back_together_after_a_spike(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    job = change(job, train={"max_steps": 16, "save_steps": 5, "eval_steps": 16})
+    cache = caches["threshold"]
+    one = train_alone(job, cache, str(tmp_path / "one"), spoilt=13)
+    assert one["progress"]["rollbacks"] == 1
+    for strategy in ("ddp", "fsdp"):
+        shared = change(job, train={"strategy": strategy})
+        folder = str(tmp_path / strategy)
+        two, _ = run_ranks(2, train_student, shared, cache, folder, "float32", None, 13)
+        assert two["progress"]["rollbacks"] == 1
+        assert curve(two) == pytest.approx(curve(one), rel=1e-5)

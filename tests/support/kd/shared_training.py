@@ -1,0 +1,104 @@
+"""Trains a student in this process, as one of several ranks or alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from cache.store import open_cache
+from kd.config.jobfile import parse_config
+from kd.errors import Interrupted
+from kd.models.loading import build_student
+from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
+from kd.parallel.group import ALONE, Group
+from kd.parallel.strategies import collect_weights
+from kd.progress import Event, Monitor
+from kd.text.batches import CachedRecords
+from kd.tracking.metrics import read_metrics
+from kd.training.loop import train
+from tests.support.kd.training import stop_after
+
+
+def train_student(
+    group: Group,
+    job: dict[str, Any],
+    cache: str,
+    folder: str,
+    dtype: str = "float32",
+    stop: int | None = None,
+    spoilt: int | None = None,
+) -> dict[str, Any]:
+    """Train the job's student from ``cache``; returns what it finds, of rank 0 alone.
+
+    It asks for a stop after step ``stop``, and makes the LM head far too large after the step
+    ``spoilt``, once.
+    """
+    config = parse_config(job)
+    assert config.train is not None
+    assert config.teacher is not None
+    tokenizer = load_tokenizer(Path(config.teacher.model))
+    torch.manual_seed(config.train.seed)
+    student = build_student(config.student, tokenizer, 32, config.teacher)
+    student = student.to(getattr(torch, dtype))
+    source = CachedRecords(open_cache(Path(cache)))
+    warnings: list[str] = []
+    spoils: list[int] = []
+    asked = Monitor() if stop is None else stop_after(stop)
+
+    def listen(event: Event) -> None:
+        if event.type == "warning":
+            warnings.append(event.data["message"])
+        asked.listen(event)
+        if event.type == "progress" and event.data["done"] == spoilt and not spoils:
+            spoils.append(spoilt)
+            with torch.no_grad():
+                student.get_output_embeddings().weight.mul_(300.0)
+
+    monitor = Monitor(listen, asked.should_stop)
+    progress = None
+    vocabulary = get_vocabulary_size(tokenizer)
+    try:
+        progress = train(config, source, student, vocabulary, Path(folder), monitor, group)
+    except Interrupted:
+        assert stop is not None
+    weights = collect_weights(student, group)
+    if not group.leads:
+        return {}
+    lines = read_metrics(Path(folder) / "metrics.jsonl")
+    return {
+        "weights": {name: each.numpy() for name, each in weights.items()},
+        "lines": lines,
+        "warnings": warnings,
+        "progress": progress and asdict(progress),
+    }
+
+
+def train_alone(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Train in this process, without other ranks."""
+    return train_student(ALONE, *arguments, **options)
+
+
+def curve(found: dict[str, Any], name: str = "loss") -> list[float]:
+    """The values of a metric, one for each training step."""
+    return [line[name] for line in found["lines"] if line["type"] == "metrics"]
+
+
+def evaluations(found: dict[str, Any]) -> list[dict[str, float]]:
+    """The numbers of each evaluation."""
+    return [
+        {name: value for name, value in line.items() if isinstance(value, float | int)}
+        for line in found["lines"]
+        if line["type"] == "evaluation"
+    ]
+
+
+def farthest(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between the weights of two students."""
+    first: dict[str, NDArray[Any]] = one["weights"]
+    second: dict[str, NDArray[Any]] = other["weights"]
+    assert first.keys() == second.keys()
+    return max(float(abs(first[name] - second[name]).max()) for name in first)

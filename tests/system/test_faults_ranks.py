@@ -1,0 +1,181 @@
+"""A job on two devices, through the whole service; processes are killed, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.harness import Parts, wait_until
+from bench.support.real_job import hash_outcome
+from services.store.schemas import TERMINAL_STATUSES, Job
+
+pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(1200)]
+
+#: Seconds that a run may take, faults included.
+PATIENCE = 300.0
+#: Seconds within which all processes of a job have ended after one was killed.
+END_SECONDS = 20.0
+
+
+@pytest.fixture
+def body(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
+    return {
+        "name": "two",
+        "max_attempts": 100,
+        "resources": {"gpus": 2},
+        "teacher": {"model": str(tiny_teacher), "batch_size": 2},
+        "student": {"init": {"layers": 1, "hidden_size": 32}},
+        "data": {"train": str(tiny_text), "sequence_length": 32, "max_eval_samples": 8},
+        "cache": {"shard_sequences": 8},
+        "train": {
+            "max_steps": 60, "batch_size": 4, "save_steps": 10, "eval_steps": 30,
+            "logging_steps": 5, "strategy": "ddp",
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture
+def parts(new_parts: Callable[..., Parts], tiny_teacher: Path) -> Parts:
+    roots = (tiny_teacher.parent.parent,)
+    parts = new_parts(child_module="services.worker.child", data_roots=roots, silence_seconds=300.0)
+    parts.start_api()
+    return parts
+
+
+def start_worker(parts: Parts) -> Any:
+    worker = parts.start("services.worker", KD_DEVICES="cpu,cpu")
+    wait_until(lambda: any(each.pid == worker.pid for each in parts.jobs.list_workers()))
+    return worker
+
+
+def post(parts: Parts, body: dict[str, Any]) -> str:
+    answer = parts.http.post("/jobs", json=body)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def find_processes(words: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """The processes whose command line holds ``words``, and their environments."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            if all(word in command for word in words):
+                yield int(folder.name), (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+
+
+def find_ranks(parts: Parts, job_id: str) -> dict[int, int]:
+    """The process ids of the ranks of a job, by their number."""
+    folder = str(parts.settings.run_dir(job_id) / "ranks").encode()
+    found = {}
+    for pid, variables in find_processes([folder]):
+        for each in variables:
+            if each.startswith(b"RANK="):
+                found[int(each[5:])] = pid
+    return found
+
+
+def count_processes(parts: Parts, job_id: str) -> int:
+    """The ranks of a job, and torchrun."""
+    folder = str(parts.settings.run_dir(job_id) / "ranks").encode()
+    return len(list(find_processes([folder])))
+
+
+def wait_for_steps(parts: Parts, job_id: str, more: int) -> None:
+    """Wait until the job has taken so many more steps, or has ended."""
+    before = parts.job(job_id).progress.done
+
+    def went_on() -> bool:
+        job = parts.job(job_id)
+        done = job.progress.done if job.stage == "train" else 0
+        return job.status in TERMINAL_STATUSES or done >= before + more
+
+    wait_until(went_on, PATIENCE)
+
+
+def wait_for_end(parts: Parts, job_id: str) -> Job:
+    return parts.wait_for(job_id, *TERMINAL_STATUSES, seconds=PATIENCE)
+
+
+def test_a_job_on_two_devices_runs_and_outlives_the_death_of_a_rank(
+    parts: Parts, body: dict[str, Any]
+) -> None:
+    start_worker(parts)
+    (device,) = [worker.device for worker in parts.jobs.list_workers()]
+    assert device.count == 2
+    undisturbed = hash_outcome(parts, wait_for_end(parts, post(parts, body)))
+
+    job_id = post(parts, body | {"name": "again"})
+    wait_until(lambda: parts.job(job_id).stage == "train", PATIENCE)
+    wait_for_steps(parts, job_id, 15)
+    ranks = find_ranks(parts, job_id)
+    assert ranks.keys() == {0, 1}
+    os.kill(ranks[1], signal.SIGKILL)
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()), END_SECONDS
+    )
+    job = wait_for_end(parts, job_id)
+    assert job.attempt > 1
+    assert hash_outcome(parts, job)["student"] == undisturbed["student"]
+    assert count_processes(parts, job_id) == 0
+
+
+def test_a_cancelled_job_leaves_no_rank(parts: Parts, body: dict[str, Any]) -> None:
+    start_worker(parts)
+    job_id = post(parts, body | {"train": body["train"] | {"max_steps": 100_000}})
+    wait_until(lambda: len(find_ranks(parts, job_id)) == 2, PATIENCE)
+    wait_for_steps(parts, job_id, 2)
+    parts.jobs.change("cancel", job_id)
+    assert wait_for_end(parts, job_id).status == "cancelled"
+    assert count_processes(parts, job_id) == 0
+
+
+@pytest.mark.slow
+def test_any_process_killed_at_random_moments_ends_in_the_same_student(
+    parts: Parts, body: dict[str, Any]
+) -> None:
+    worker = start_worker(parts)
+    undisturbed = hash_outcome(parts, wait_for_end(parts, post(parts, body)))
+    dice = random.Random(20)
+    struck: list[str] = []
+    while len(struck) < 10:
+        job_id = post(parts, body)
+        for _ in range(3):
+            wait_until(
+                lambda job_id=job_id: (
+                    parts.job(job_id).status in TERMINAL_STATUSES or find_ranks(parts, job_id)
+                ),
+                PATIENCE,
+            )
+            time.sleep(dice.uniform(0, 20))
+            victim = dice.choice(["rank", "rank", "torchrun", "child", "worker"])
+            folder = str(parts.settings.run_dir(job_id) / "ranks").encode()
+            ranks = find_ranks(parts, job_id)
+            if not ranks:
+                break
+            if victim == "rank":
+                os.kill(dice.choice(list(ranks.values())), signal.SIGKILL)
+            elif victim == "torchrun":
+                pids = [pid for pid, _ in find_processes([folder])]
+                for pid in set(pids) - set(ranks.values()):
+                    os.kill(pid, signal.SIGKILL)
+            elif victim == "child":
+                os.kill(parts.child_pid(job_id), signal.SIGKILL)
+            else:
+                worker.kill()
+                worker.wait()
+                worker = start_worker(parts)
+            struck.append(victim)
+        job = wait_for_end(parts, job_id)
+        assert hash_outcome(parts, job)["student"] == undisturbed["student"], struck
+        endings = [status for status in parts.statuses(job_id) if status in TERMINAL_STATUSES]
+        assert endings == ["succeeded"], "exactly one ending"
+        wait_until(lambda job_id=job_id: count_processes(parts, job_id) == 0, END_SECONDS)
