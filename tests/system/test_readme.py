@@ -293,6 +293,7 @@ def test_every_lever_has_its_line_in_the_readme() -> None:
     wanted = fields("loss", "train", "checks", "evaluation", "search") | {
         "student.from_teacher",
         "student.lora",
+        "teacher.parallel",
         "teacher.quantization",
     }
     assert wanted - levers() == set()

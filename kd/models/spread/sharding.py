@@ -150,5 +150,5 @@ def _find_uneven_heads(hollow: PreTrainedModel, size: int) -> tuple[str, str] | 
         heads = getattr(shape, field, None) or size
         if heads % size:
             detail = f"tensor cuts the heads into {size} equal parts, but {field} is {heads}."
-            return detail, f"Set resources.gpus to a divisor of {heads}, or it to fsdp."
+            return detail, f"Set resources.gpus to a divisor of {heads}, or parallel to fsdp."
     return None
