@@ -1,7 +1,7 @@
 """Inject hundreds of faults into the service, check its promises, and print how fast it recovers.
 
     python bench/chaos.py [--faults 500] [--jobs 200] [--demo-faults 30] [--outage 300] [--seed 1]
-                          [--workers 3] [--out FILE]
+                          [--workers 3] [--devices 1] [--out FILE]
 
 soak      Jobs write real shards. Some share a cache, some wait for another job, some always die.
           Meanwhile children, workers, hosts, Redis and the API are killed, stopped and terminated,
@@ -9,7 +9,7 @@ soak      Jobs write real shards. Some share a cache, some wait for another job,
           be in its right state, every shard, step and student must equal those of an undisturbed
           run, nothing may have been done twice, and no process may be left over.
 demo      The job of examples/austen runs under the same faults. Its student and its cache must be
-          the same, bit for bit.
+          the same, bit for bit. With --devices 2 two processes train the student together.
 outage    Redis is stopped in the middle of that job's training. The training must continue in
           attempt 1, and its history must be complete.
 
@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 from bench.support.faults import Cluster, Soak, SoakPlan
 from bench.support.judge import SoakVerdict, render_recoveries
 from bench.support.real_job import DisturbedRuns, run_outage
+from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 
 EXAMPLE = ROOT / "examples" / "austen" / "job.yaml"
@@ -83,7 +84,7 @@ def run_soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
 def run_demo(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """Run the real job under faults and through a long outage; returns table and violations."""
     with running(1, "services.worker.child") as (cluster, _):
-        runs = DisturbedRuns(cluster, load_config(EXAMPLE), arguments.seed)
+        runs = DisturbedRuns(cluster, load_example(arguments.devices), arguments.seed)
         try:
             runs.run_undisturbed()
             say(f"the example takes {runs.seconds:.0f} s undisturbed")
@@ -108,7 +109,14 @@ def lengthen_job(runs: DisturbedRuns, seconds: float):  # type: ignore[no-untype
     """The example with more steps, so that its training outlasts the outage."""
     assert runs.config.train is not None and runs.config.train.max_steps is not None
     steps = runs.config.train.max_steps * (1 + 2 * 1.5 * seconds / runs.seconds)
-    return load_config(EXAMPLE, [f"train.max_steps={round(steps)}", "train.logging_steps=5"])
+    more = [f"train.max_steps={round(steps)}", "train.logging_steps=5"]
+    return load_example(runs.config.resources.gpus or 1, more)
+
+
+def load_example(devices: int, changes: list[str] | None = None) -> JobConfig:
+    """Load the example's job, for so many devices of a CPU."""
+    wanted = [f"resources.gpus={devices}"] if devices > 1 else []
+    return load_config(EXAMPLE, [*wanted, *(changes or [])])
 
 
 def main() -> int:
@@ -122,11 +130,16 @@ def main() -> int:
     parser.add_argument(
         "--outage", type=float, default=300.0, help="seconds without Redis; 0 skips this part"
     )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="processes that train the example together"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The workers inherit it.
+    os.environ["KD_DEVICES"] = ",".join(["cpu"] * arguments.devices)
     parts = [run_soak(arguments)] if arguments.faults else []
     parts += [run_demo(arguments)] if arguments.demo_faults else []
     text = "\n".join(table for table, _ in parts)

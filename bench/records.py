@@ -440,7 +440,7 @@ def main() -> None:
                 make_cells(keep_ours(name, options, truth, Path(temporary)), truth, arguments)
             )
         for name in DISTILLKIT:
-            compression = make_compression(name, truth.head.vocabulary)
+            compression = make_compression(DISTILLKIT[name], truth.head.vocabulary)
             kept = keep_top(
                 f"DistillKit {name}", compression.k, truth, compression, Path(temporary)
             )

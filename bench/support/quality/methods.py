@@ -119,9 +119,15 @@ def make_renormalisation(k: int) -> Alter:
     return alter
 
 
-def make_compression(name: str, vocabulary: int) -> distillkit.Compression:
-    """Return DistillKit's configuration "recommended" or "budget" for a vocabulary of this size."""
-    return distillkit.Compression(d=vocabulary, **DISTILLKIT[name])
+def make_exact_settings(k: int) -> dict[str, Any]:
+    """Return the settings of DistillKit's format with which all of ``k`` entries are exact."""
+    none = {"polynomial_terms": (), "residual_bins": (), "delta_encoding": False}
+    return {"k": k, "exact_k": k, "exact_dtype": "bfloat16", "term_dtype": "float32"} | none
+
+
+def make_compression(settings: dict[str, Any], vocabulary: int) -> distillkit.Compression:
+    """Return DistillKit's configuration with ``settings``, for a vocabulary of this size."""
+    return distillkit.Compression(d=vocabulary, **settings)
 
 
 def make_distillkit_rounding(compression: distillkit.Compression) -> Alter:

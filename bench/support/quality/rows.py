@@ -10,6 +10,7 @@ N draws with replacement         RS-KD
 draws like threshold T           RS-KD, with as many distinct tokens as that row has entries
 distillkit budget                DistillKit's format: 50 entries, one of them exact
 distillkit recommended           DistillKit's format: 128 entries, 16 of them exact
+distillkit K exact entries       DistillKit's format: K entries in 4 bytes each, all of them exact
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from bench.support.quality.methods import (
     count_entries,
     make_compression,
     make_distillkit_rounding,
+    make_exact_settings,
     make_hidden_draws,
     make_renormalisation,
 )
@@ -133,13 +135,15 @@ def _open_draws(hidden: CachedRecords, draws: int) -> Told:
     return Told(source, DRAWN_TOKEN_BYTES * count_entries(source))
 
 
-def _make_distillkit(name: str, which: str) -> Row:
+def _make_distillkit(name: str, which: str | None, exact: str | None) -> Row:
+    settings = DISTILLKIT[which] if which else make_exact_settings(int(exact or 0))
+
     def open_compressed(caches: list[CachedRecords]) -> Told:
-        compression = make_compression(which, caches[0].codec.vocabulary_size)
+        compression = make_compression(settings, caches[0].codec.vocabulary_size)
         source = AlteredCache(caches[0], make_distillkit_rounding(compression), name)
         return Told(source, float(compression.logprob_bytes + compression.id_bytes))
 
-    return Row(name, ({"profile": "topk", "k": DISTILLKIT[which]["k"]},), open_compressed)
+    return Row(name, ({"profile": "topk", "k": settings["k"]},), open_compressed)
 
 
 NUMBER = r"(\d*\.?\d+)"
@@ -151,7 +155,7 @@ FORMS: tuple[tuple[str, Callable[..., Row]], ...] = (
     (r"topk (\d+)( and a ghost)?", _make_top),
     (r"([1-9]\d*) draws with replacement", _make_draws),
     (rf"draws like threshold {NUMBER}", _make_like),
-    (r"distillkit (budget|recommended)", _make_distillkit),
+    (r"distillkit (?:(budget|recommended)|([1-9]\d*) exact entries)", _make_distillkit),
 )
 
 

@@ -85,8 +85,9 @@ def farthest(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def test_two_and_four_processes_follow_the_curve_of_one(job: Job, home: Path) -> None:
     one = train(job, home, "one", 1)
-    for ranks in (2, 4):
-        many = train(job, home, f"ranks-{ranks}", ranks)
+    for ranks, strategy in ((2, "fsdp"), (2, "ddp"), (4, "ddp")):
+        shared = job | {"train": job["train"] | {"strategy": strategy}}
+        many = train(shared, home, f"{strategy}-{ranks}", ranks)
         for name in ("loss", "grad_norm", "learning_rate", "tokens"):
             assert curve(many, name) == pytest.approx(curve(one, name), rel=1e-5)
         mine, theirs = (read_lines(each, "evaluation") for each in (one, many))
