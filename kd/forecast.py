@@ -44,12 +44,13 @@ from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.phases import (
     CapturePhase,
     DeviceForecast,
-    Place,
-    TrainingPhase,
     forecast_phases,
+    measure_training,
 )
 from kd.memory.rates import measure_rates
-from kd.memory.step_memory import StepMemoryEstimate, read_resident_memory
+from kd.memory.step_bytes import StepMemoryEstimate
+from kd.memory.step_memory import read_resident_memory
+from kd.memory.training_phase import Place, TrainingPhase
 from kd.models.attention.isolation import isolate_documents
 from kd.models.folder import require_allowed_remote_code
 from kd.models.lm_head import LMHead, find_lm_head
@@ -334,7 +335,7 @@ def _make_training_phase(
         isolate_documents(student)
     steps = count_total_steps(options, text.train)
     records = (text.train + text.validation) * text.targets * measure_record_bytes(source)
-    return TrainingPhase.measure(
+    return measure_training(
         student,
         options,
         vocabulary=vocabulary,

@@ -10,15 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kd.memory.work import ModelWork
+from kd.memory.work import ModelWork, count_forward_bytes
 from kd.models.adapters import find_expert_weights, has_adapters
 from kd.models.layers import find_decoder_layers
 from kd.models.loading import INT4_GROUP
 
-#: Widths of a layer's tensors that are in memory at once in a pass without gradients: of the
-#: hidden states (the residual, its norm, queries, output) and of the MLP (gate, up, product).
-_HIDDEN_COPIES = 4
-_MLP_COPIES = 3
 #: Rows in int4 are filled up to a multiple of this.
 _INT4_TILE = 1024
 
@@ -88,7 +84,10 @@ def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: s
 def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int) -> int:
     """Bytes of the tensors of one layer in a pass without gradients over ``tokens``."""
     config = model.config.get_text_config()
-    width = config.hidden_size
+    return count_forward_bytes(config.hidden_size, find_mlp_width(config), tokens * item_bytes)
+
+
+def find_mlp_width(config: Any) -> int:
+    """The width of an MLP of a layer; four times that of the hidden states where none is named."""
     inner = getattr(config, "intermediate_size", None)
-    inner = inner if isinstance(inner, int) else 4 * width
-    return tokens * (_HIDDEN_COPIES * width + _MLP_COPIES * inner) * item_bytes
+    return inner if isinstance(inner, int) else 4 * config.hidden_size

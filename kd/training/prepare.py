@@ -25,9 +25,9 @@ from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
-from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step, resize_micro_batch
+from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step
+from kd.memory.step_bytes import StepMemoryEstimate, resize_micro_batch
 from kd.memory.step_memory import (
-    StepMemoryEstimate,
     estimate_memory,
     estimate_optimizer_bytes,
     measure_free_memory,

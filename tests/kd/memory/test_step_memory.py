@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.files import format_bytes
+from kd.memory.step_bytes import StepMemoryEstimate
 from kd.memory.step_memory import (
-    StepMemoryEstimate,
     estimate_memory,
     estimate_optimizer_bytes,
     measure_free_memory,
