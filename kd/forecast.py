@@ -41,6 +41,7 @@ from kd.loss.chunk_size import suits_kernels
 from kd.loss.decoder import TargetDecoder
 from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
+from kd.memory.host import choose_chunk_memory
 from kd.memory.phases import (
     CapturePhase,
     DeviceForecast,
@@ -64,7 +65,6 @@ from kd.models.precision import (
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.pipeline import (
     adopt_cache_layout,
-    choose_chunk_memory,
     load_student_tokenizer,
     open_source,
 )
@@ -176,7 +176,7 @@ def estimate_job(
     Leaves no files behind, and raises what the capture and the training would raise.
     """
     question = question or Question()
-    here = _describe_device(pick_device())
+    here = describe_device(pick_device())
     if config.kind == "train":
         with storage_errors(home):
             make_folder(home)
@@ -216,7 +216,7 @@ def _put_together(
     return JobForecast(capture, forecast, tuple(devices))
 
 
-def _describe_device(device: torch.device) -> Place:
+def describe_device(device: torch.device) -> Place:
     """Measure the rates of ``device``, and what this process takes of it by now."""
     is_gpu = device.type == "cuda"
     process = CUDA_CONTEXT if is_gpu else read_resident_memory() + _FIRST_USE_BYTES

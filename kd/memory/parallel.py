@@ -103,7 +103,8 @@ def count_gathered_bytes(step: StepShape) -> int:
     Embeddings, last norm and LM head stay whole for the step. Of the layers two are whole, and one
     has its gradient, and the copy of it in float32 that is reduced.
     """
-    layer = max(step.student.layers, key=lambda each: each.numbers, default=BlockShape())
+    layers = dict.fromkeys(step.student.layers)
+    layer = max(layers, key=lambda each: each.numbers, default=BlockShape())
     gradient = layer.trained_numbers * (step.item + _REDUCED_BYTES)
     whole = step.student.outside.numbers + _WHOLE_LAYERS * layer.numbers
     return whole * step.item + gradient
@@ -116,12 +117,9 @@ def choose_strategy(step: StepShape, ranks: int, memory: int) -> ParallelStrateg
     """
     if ranks == 1:
         return "single"
-    for strategy in ("ddp", "fsdp", "pipeline"):
-        if strategy == "pipeline" and ranks > step.student.layer_count:
-            continue
-        if estimate_rank(step, strategy, ranks).total <= memory:
-            return strategy
-    return "fsdp"
+    possible = list_possible(step.student, ranks)
+    fitting = (each for each in possible if estimate_rank(step, each, ranks).total <= memory)
+    return next(fitting, "fsdp")
 
 
 def _divide(size: int, ranks: int) -> int:
@@ -203,9 +201,8 @@ def _join(one: BlockShape, other: BlockShape) -> BlockShape:
 
 def _take_saved(step: StepShape, share: float, is_last: bool) -> SavedBytesFit:
     """The bytes that autograd keeps in a stage with this share of the layers."""
-    fixed, linear, square = (share * part for part in step.saved.layers)
-    outside = step.saved.outside if is_last else (0.0, 0.0, 0.0)
-    return replace(step.saved, layers=(fixed, linear, square), outside=outside)
+    saved = step.saved.take_layers(share)
+    return saved if is_last else replace(saved, outside=(0.0, 0.0, 0.0))
 
 
 # ---------------------------------------------------------------------- bytes that are sent
@@ -230,12 +227,13 @@ def count_traffic(step: StepShape, strategy: ParallelStrategy, ranks: int) -> fl
         return 0.0
     options = step.options
     micro_batches = options.gradient_accumulation_steps
-    gradients = sum(each.count_gradient_bytes(options) for each in step.student.blocks)
+    gradients = step.student.sum_blocks(lambda each: each.count_gradient_bytes(options))
     if strategy == "ddp":
         return count_all_reduce_bytes(gradients, ranks)
     if strategy == "fsdp":
         weights = step.student.numbers * step.item
-        reduced = sum(each.trained_numbers for each in step.student.blocks) * _REDUCED_BYTES
+        trained = step.student.sum_blocks(lambda each: each.trained_numbers)
+        reduced = trained * _REDUCED_BYTES
         sent = 2 * count_all_gather_bytes(weights, ranks) + count_all_gather_bytes(reduced, ranks)
         return micro_batches * sent
     return 2 * micro_batches * step.saved.at(options.batch_size, step.length).boundary
@@ -282,11 +280,11 @@ def estimate_step_time(
     return StepTime(work, seconds, max(seconds - hidden, 0.0))
 
 
-def list_possible(step: StepShape, ranks: int) -> Iterator[ParallelStrategy]:
+def list_possible(student: StudentShape, ranks: int) -> Iterator[ParallelStrategy]:
     """Yield the strategies that ``ranks`` devices can have: a pipeline needs a layer on each."""
     if ranks == 1:
         yield "single"
         return
     yield from ("ddp", "fsdp")
-    if ranks <= step.student.layer_count:
+    if ranks <= student.layer_count:
         yield "pipeline"

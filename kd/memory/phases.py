@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from kd.memory.model_work import (
     count_weight_bytes,
     estimate_forward_bytes,
 )
-from kd.memory.step_bytes import resize_micro_batch
+from kd.memory.step_bytes import SavedBytesFit, resize_micro_batch
 from kd.memory.step_memory import describe_student, fit_saved_bytes
 from kd.memory.training_phase import ITEM_BYTES, PhaseMemory, Place, TrainingPhase
 from kd.memory.work import ASSUMED_UTILIZATION, Pass, Work, compute_cost
@@ -145,17 +145,31 @@ def measure_training(student: PreTrainedModel, options: TrainConfig, **sizes: An
 
     Call it before ``checkpoint_activations``; nothing of the student changes.
     """
-    length = sizes["length"]
     saved = {
-        name: fit_saved_bytes(student, length, _make_precision(name, student.device))
-        for name in ("fp32", "bf16")
+        name: measure_saved_bytes(student, sizes["length"], name)
+        for name in ("fp32", "bf16", "bf16_pure")
     }
-    with rounded_parameters(student, torch.bfloat16):
-        half = _make_precision("bf16_pure", student.device)
-        saved["bf16_pure"] = fit_saved_bytes(student, length, half)
+    return describe_training_phase(student, options, saved, **sizes)
+
+
+def describe_training_phase(
+    student: PreTrainedModel,
+    options: TrainConfig,
+    saved: Mapping[str, SavedBytesFit],
+    **sizes: Any,
+) -> TrainingPhase:
+    """Describe the training of ``student``, whose passes keep ``saved`` in each precision."""
     model = count_model_work(student, sizes["vocabulary"])
-    shape = describe_student(student)
-    return TrainingPhase(shape, options, saved=saved, model=model, **sizes)
+    return TrainingPhase(describe_student(student), options, saved=saved, model=model, **sizes)
+
+
+def measure_saved_bytes(student: PreTrainedModel, length: int, name: str) -> SavedBytesFit:
+    """Run short passes of ``student`` in the precision ``name``: fp32, bf16 or bf16_pure."""
+    precision = _make_precision(name, student.device)
+    if name != "bf16_pure":
+        return fit_saved_bytes(student, length, precision)
+    with rounded_parameters(student, torch.bfloat16):
+        return fit_saved_bytes(student, length, precision)
 
 
 def _make_precision(name: str, device: torch.device) -> Precision:

@@ -3,13 +3,16 @@
 A step holds weights, their gradients, the optimiser's state, what autograd keeps, and a chunk of
 logits. ``StepShape.estimate`` counts them on one device; ``kd.memory.parallel`` splits them over
 the ranks of several. What autograd keeps is measured by short passes of the student
-(``kd.memory.step_memory``), or told by its shape (``kd.memory.kept_bytes``).
+(``kd.memory.step_memory``), or told by its shape (``kd.planning.shapes``).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from kd.config.train import Checkpointing, TrainConfig
 from kd.files import format_bytes
@@ -141,10 +144,19 @@ class StudentShape:
         """All blocks: the layers, then what lies outside of them."""
         return (*self.layers, self.outside)
 
-    @property
+    @cached_property
+    def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
+        """The different blocks and how often each occurs: most layers are alike."""
+        return tuple(Counter(self.blocks).items())
+
+    def sum_blocks(self, count: Callable[[BlockShape], int]) -> int:
+        """The sum of ``count`` over all blocks."""
+        return sum(count(block) * times for block, times in self.kinds)
+
+    @cached_property
     def numbers(self) -> int:
         """The count of its parameters."""
-        return sum(each.numbers for each in self.blocks)
+        return self.sum_blocks(lambda each: each.numbers)
 
     @property
     def layer_count(self) -> int:
@@ -187,9 +199,23 @@ class SavedBytesFit:
         )
         return SavedBytes(*kept)
 
+    def scale(self, factor: float) -> SavedBytesFit:
+        """The fit of passes that keep ``factor`` times as many bytes."""
+        parts = (self.layers, self.outside, self.boundary)
+        return SavedBytesFit(*(_scale(part, factor) for part in parts))
+
+    def take_layers(self, share: float) -> SavedBytesFit:
+        """The fit of passes through this share of the layers."""
+        return replace(self, layers=_scale(self.layers, share))
+
     def without_casts(self) -> SavedBytesFit:
         """The fit of a pass whose weights are in the precision of the products already."""
         return replace(self, layers=(0.0, *self.layers[1:]))
+
+
+def _scale(parts: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
+    fixed, linear, square = parts
+    return factor * fixed, factor * linear, factor * square
 
 
 def compute_group_sizes(count: int, how: Checkpointing) -> list[int]:
@@ -225,12 +251,12 @@ class StepShape:
 
     def estimate(self) -> StepMemoryEstimate:
         """The bytes of the step on one device."""
-        blocks = self.student.blocks
+        options = self.options
         return StepMemoryEstimate(
-            weights=sum(each.count_weight_bytes(self.options) for each in blocks)
+            weights=self.student.sum_blocks(lambda each: each.count_weight_bytes(options))
             + self.student.buffer_bytes,
-            gradients=sum(each.count_gradient_bytes(self.options) for each in blocks),
-            optimizer=sum(each.count_state_bytes(self.options) for each in blocks),
+            gradients=self.student.sum_blocks(lambda each: each.count_gradient_bytes(options)),
+            optimizer=self.student.sum_blocks(lambda each: each.count_state_bytes(options)),
             activations=self.estimate_activations(),
             head=self.estimate_head(),
         )

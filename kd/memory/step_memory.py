@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,7 @@ def describe_step(
 
 def estimate_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:
     """Bytes of the optimiser's state, and of the moving average of the weights."""
-    blocks = describe_student(student).blocks
-    return sum(each.count_state_bytes(options) for each in blocks)
+    return describe_student(student).sum_blocks(lambda each: each.count_state_bytes(options))
 
 
 def describe_student(student: PreTrainedModel) -> StudentShape:
@@ -156,27 +155,39 @@ def fit_saved_bytes(
 
 
 def _measure_saved_bytes(student: PreTrainedModel, length: int, precision: Precision) -> SavedBytes:
-    """The bytes that a pass of one packed sequence of two documents keeps."""
+    """The bytes that a pass of one packed sequence of two documents keeps.
+
+    A student of fake tensors, which have no values, reads one document: where documents begin is a
+    value.
+    """
     training = student.training
     device = student.device
-    ledger = _StorageCounter({each.untyped_storage().data_ptr() for each in student.parameters()})
+    mode = getattr(next(student.parameters()), "fake_mode", None)
+    ledger = _StorageCounter({_name_storage(each) for each in student.parameters()})
     lengths = (length - length // 2, length // 2)
     positions_BL = torch.cat([torch.arange(each) for each in lengths])[None]
     packed = PackedRows.of(positions_BL).map(lambda each: each.to(device))
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.enable_grad(),
+        mode or nullcontext(),
         precision.autocast(),
     ):
+        tokens_BL = torch.zeros(1, length, dtype=torch.int64, device=device)
         with ledger.watching(find_decoder_layers(student)):
             try:
                 hidden = compute_hidden_states(
-                    student.train(), torch.zeros_like(packed.positions_BL), packed
+                    student.train(), tokens_BL, None if mode is not None else packed
                 )
             finally:
                 student.train(training)
         del hidden
     return SavedBytes(ledger.inside, ledger.total - ledger.inside, ledger.boundary)
+
+
+def _name_storage(tensor: Tensor) -> int:
+    """The place of the object that owns the bytes of ``tensor``; fake tensors have such, too."""
+    return tensor.untyped_storage()._cdata
 
 
 class _StorageCounter:
@@ -205,11 +216,12 @@ class _StorageCounter:
             yield
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
-            self.total += storage.nbytes()
-            self.inside += storage.nbytes() * self._within
+        name = _name_storage(tensor)
+        if name not in self._known:
+            size = tensor.untyped_storage().nbytes()
+            self._known.add(name)
+            self.total += size
+            self.inside += size * self._within
         return tensor
 
     def _enter(self, layer: nn.Module, inputs: Any) -> None:

@@ -18,7 +18,9 @@ that of copies to and from the host, each at a share of the device's rate, the u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kd.memory.devices import DeviceRates
 
@@ -139,3 +141,15 @@ def count_forward_bytes(width: int, inner: int, token_bytes: int) -> int:
     tokens times the bytes of a number.
     """
     return token_bytes * (_HIDDEN_COPIES * width + _MLP_COPIES * inner)
+
+
+def find_expert_share(find: Callable[[str], Any]) -> float:
+    """The share of a layer's experts that a token meets; 1 without experts.
+
+    ``find`` returns a field of the model's configuration, or None.
+    """
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    picks = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    count = next((n for name in counts if isinstance(n := find(name), int)), 1)
+    picked = next((n for name in picks if isinstance(n := find(name), int)), 1)
+    return min(picked / max(count, 1), 1.0)

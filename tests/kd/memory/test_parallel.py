@@ -124,8 +124,8 @@ def test_the_stages_of_a_pipeline_are_as_even_as_the_layers_allow() -> None:
     assert cut_layers(10, 4) == [3, 3, 2, 2]
     with pytest.raises(ValueError, match="4 layers cannot be cut into 5 stages"):
         estimate_rank(make_step(), "pipeline", 5)
-    assert list(list_possible(make_step(), 5)) == ["ddp", "fsdp"]
-    assert list(list_possible(make_step(), 1)) == ["single"]
+    assert list(list_possible(STUDENT, 5)) == ["ddp", "fsdp"]
+    assert list(list_possible(STUDENT, 1)) == ["single"]
 
 
 def test_the_simplest_strategy_that_fits_is_chosen() -> None:
