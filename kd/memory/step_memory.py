@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def _measure_saved_bytes(student: PreTrainedModel, length: int, precision: Preci
     training = student.training
     device = student.device
     mode = getattr(next(student.parameters()), "fake_mode", None)
-    ledger = _StorageCounter({_name_storage(each) for each in student.parameters()})
+    ledger = _StorageCounter(student.parameters())
     lengths = (length - length // 2, length // 2)
     positions_BL = torch.cat([torch.arange(each) for each in lengths])[None]
     packed = PackedRows.of(positions_BL).map(lambda each: each.to(device))
@@ -185,6 +185,10 @@ def _measure_saved_bytes(student: PreTrainedModel, length: int, precision: Preci
     return SavedBytes(ledger.inside, ledger.total - ledger.inside, ledger.boundary)
 
 
+def _refuse(kept: None) -> Tensor:
+    raise AssertionError("the graph of a short pass has no backward pass")
+
+
 def _name_storage(tensor: Tensor) -> int:
     """The place of the object that owns the bytes of ``tensor``; fake tensors have such, too."""
     return tensor.untyped_storage()._cdata
@@ -193,10 +197,10 @@ def _name_storage(tensor: Tensor) -> int:
 class _StorageCounter:
     """Counts the storages that autograd keeps, each once, and those of them that a layer keeps."""
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         # Not counted, because they are in memory anyway: the parameters, and later each storage
-        # seen.
-        self._known = known
+        # seen. They are held, so that no other takes the place of one in memory.
+        self._known = {_name_storage(each): each.untyped_storage() for each in known}
         self._within = False
         self.total = self.inside = self.boundary = 0
 
@@ -210,19 +214,20 @@ class _StorageCounter:
                     layer.register_forward_hook(self._leave),
                 ):
                     stack.callback(handle.remove)
-            stack.enter_context(
-                torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-            )
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, _refuse))
             yield
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _keep(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor``, and give the graph nothing of it to keep.
+
+        A node that kept its own output would keep itself, and the graph would never be freed.
+        """
         name = _name_storage(tensor)
         if name not in self._known:
-            size = tensor.untyped_storage().nbytes()
-            self._known.add(name)
-            self.total += size
-            self.inside += size * self._within
-        return tensor
+            storage = tensor.untyped_storage()
+            self._known[name] = storage
+            self.total += storage.nbytes()
+            self.inside += storage.nbytes() * self._within
 
     def _enter(self, layer: nn.Module, inputs: Any) -> None:
         self._within = True

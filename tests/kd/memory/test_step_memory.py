@@ -211,6 +211,20 @@ def test_an_estimate_changes_nothing() -> None:
     )
 
 
+def test_an_estimate_leaves_no_tensor_in_memory() -> None:
+    """The graphs of its short passes are freed."""
+
+    def list_tensors() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
+
+    student = make_student()
+    estimate(student)  # what libraries keep of their first use
+    before = list_tensors()
+    estimate(student)
+    assert list_tensors() == before
+
+
 def test_an_estimate_is_a_row_a_sentence_and_a_warning() -> None:
     found = StepMemoryEstimate(
         weights=2**20, gradients=2**20, optimizer=2**21, activations=3 * 2**30, head=512
