@@ -46,6 +46,19 @@ _BACKWARD_SHARE = 2 / 3
 LINK_SHARE = 0.8
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a step is split: a strategy, and the ranks that share it."""
+
+    strategy: ParallelStrategy = "single"
+    ranks: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one rank does the whole step."""
+        return self.ranks == 1 or self.strategy == "single"
+
+
 # ---------------------------------------------------------------------- memory
 
 
@@ -70,20 +83,21 @@ class RankMemory:
         return sum(asdict(self).values())
 
 
-def estimate_rank(step: StepShape, strategy: ParallelStrategy, ranks: int) -> RankMemory:
+def estimate_rank(step: StepShape, split: Split) -> RankMemory:
     """The bytes of ``step`` on the rank that needs most.
 
     The options of ``step`` are those of a rank: its batch_size is the micro-batch of one forward
     pass, and in a pipeline its gradient_accumulation_steps are the micro-batches of the step.
     Raises ``ValueError`` for a pipeline of more ranks than the student has layers.
     """
-    if strategy == "pipeline" and ranks > 1:
+    ranks = split.ranks
+    if split.strategy == "pipeline" and ranks > 1:
         stages = [_estimate_stage(step, ranks, stage) for stage in range(ranks)]
         return max(stages, key=lambda each: each.total)
     whole = RankMemory(**asdict(step.estimate()))
-    if ranks == 1 or strategy == "single":
+    if split.is_whole:
         return whole
-    if strategy == "ddp":
+    if split.strategy == "ddp":
         return replace(whole, buffers=DDP_BUCKET_COPIES * whole.gradients)
     return RankMemory(
         weights=step.student.buffer_bytes
@@ -117,9 +131,10 @@ def choose_strategy(step: StepShape, ranks: int, memory: int) -> ParallelStrateg
     """
     if ranks == 1:
         return "single"
-    possible = list_possible(step.student, ranks)
-    fitting = (each for each in possible if estimate_rank(step, each, ranks).total <= memory)
-    return next(fitting, "fsdp")
+    for strategy in list_possible(step.student, ranks):
+        if estimate_rank(step, Split(strategy, ranks)).total <= memory:
+            return strategy
+    return "fsdp"
 
 
 def _divide(size: int, ranks: int) -> int:
@@ -221,16 +236,17 @@ def count_all_gather_bytes(size: float, ranks: int) -> float:
     return size * (ranks - 1) / ranks
 
 
-def count_traffic(step: StepShape, strategy: ParallelStrategy, ranks: int) -> float:
+def count_traffic(step: StepShape, split: Split) -> float:
     """The bytes that a rank sends in a step; ``step`` is as in ``estimate_rank``."""
-    if ranks == 1 or strategy == "single":
+    ranks = split.ranks
+    if split.is_whole:
         return 0.0
     options = step.options
     micro_batches = options.gradient_accumulation_steps
     gradients = step.student.sum_blocks(lambda each: each.count_gradient_bytes(options))
-    if strategy == "ddp":
+    if split.strategy == "ddp":
         return count_all_reduce_bytes(gradients, ranks)
-    if strategy == "fsdp":
+    if split.strategy == "fsdp":
         weights = step.student.numbers * step.item
         trained = step.student.sum_blocks(lambda each: each.trained_numbers)
         reduced = trained * _REDUCED_BYTES
@@ -263,21 +279,42 @@ class StepTime:
 
 
 def estimate_step_time(
-    work: float, traffic: float, strategy: ParallelStrategy, ranks: int, micro_batches: int,
-    rates: DeviceRates,
-) -> StepTime:  # fmt: skip
+    work: float, traffic: float, split: Split, micro_batches: int, rates: DeviceRates
+) -> StepTime:
     """The time of a step of ``work`` seconds on a rank that sends ``traffic`` bytes.
 
     DDP sends during the backward pass of the last micro-batch, FSDP during all passes; only what
     takes longer is waited for. A stage of a pipeline waits for each of its transfers.
     """
-    if ranks == 1 or strategy == "single":
+    if split.is_whole:
         return StepTime(work, 0.0, 0.0)
-    seconds = traffic / (rates.find_link_rate(ranks) * LINK_SHARE)
-    if strategy == "pipeline":
-        return StepTime(work, seconds, seconds, work * (ranks - 1) / micro_batches)
-    hidden = work * (_BACKWARD_SHARE / micro_batches if strategy == "ddp" else 1.0)
+    if split.strategy == "pipeline":
+        seconds = traffic / (LINK_SHARE * rates.find_pair_rate(split.ranks))
+        return StepTime(work, seconds, seconds, work * (split.ranks - 1) / micro_batches)
+    seconds = traffic / (LINK_SHARE * rates.find_ring_rate(split.ranks))
+    hidden = work * (_BACKWARD_SHARE / micro_batches if split.strategy == "ddp" else 1.0)
     return StepTime(work, seconds, max(seconds - hidden, 0.0))
+
+
+def add_replicas(
+    time: StepTime, gradients: float, stages: int, replicas: int, micro_batches: int,
+    rates: DeviceRates,
+) -> StepTime:  # fmt: skip
+    """The time of a pipeline with a stage on each device of a host, copied to ``replicas`` hosts.
+
+    Each stage all-reduces its part of the ``gradients`` with the same stage of the other hosts,
+    during the backward pass of the last micro-batch. The stages share the adapters of a host.
+    """
+    if replicas == 1:
+        return time
+    sent = count_all_reduce_bytes(gradients / stages, replicas)
+    seconds = sent / (LINK_SHARE * rates.network / stages)
+    waiting = max(seconds - time.work * _BACKWARD_SHARE / micro_batches, 0.0)
+    return replace(
+        time,
+        communication=time.communication + seconds,
+        waiting=time.waiting + waiting,
+    )
 
 
 def list_possible(student: StudentShape, ranks: int) -> Iterator[ParallelStrategy]:

@@ -18,6 +18,7 @@ from kd.loss.chunk_size import (
     choose_gpu_chunk_positions,
 )
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
+from kd.memory.parallel import Split, estimate_rank
 from kd.memory.step_bytes import (
     SavedBytesFit,
     StepMemoryEstimate,
@@ -32,6 +33,8 @@ from kd.optim.state_size import count_trained_bytes
 _LOGIT_COPIES = 2
 #: Bytes of a number in each precision of train.precision.
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
+#: One rank does the whole step.
+WHOLE = Split()
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,11 @@ class TrainingPhase:
         """The bytes of a training step on ``place``."""
         return self.describe_step(place).estimate()
 
-    def describe_step(self, place: Place) -> StepShape:
+    def describe_step(self, place: Place, split: Split = WHOLE) -> StepShape:
         """Describe a step on ``place``, with as many logits at once as its memory leaves room for.
 
-        The chunk of a GPU follows what is free beside a step with logits of one position.
+        The chunk of a GPU follows what is free beside a step with logits of one position, on a
+        rank of ``split``.
         """
         shape = StepShape(
             student=self.student,
@@ -137,7 +141,7 @@ class TrainingPhase:
         )
         if self.options.logits_chunk is not None:
             return shape
-        used = place.process + shape.estimate().total
+        used = place.process + estimate_rank(shape, split).total
         logit_bytes = shape.item if shape.kernels else PLAIN_LOGIT_BYTES
         return replace(shape, chunk=place.choose_chunk(self.vocabulary, used, logit_bytes))
 
@@ -173,13 +177,13 @@ class TrainingPhase:
             process=place.process,
         )
 
-    def count_training(self, place: Place) -> Work:
-        """The FLOP and bytes of all steps."""
+    def count_training(self, place: Place, split: Split = WHOLE) -> Work:
+        """The FLOP and bytes of all steps: of the passes of a rank, in a pipeline of all ranks."""
         options = self.options
         micro_batches = self.steps * options.gradient_accumulation_steps
         sequences = micro_batches * options.batch_size
-        shape = self.describe_step(place)
-        step = shape.estimate()
+        shape = self.describe_step(place, split)
+        step = estimate_rank(shape, WHOLE if split.strategy == "pipeline" else split)
         kept = shape.saved.at(options.batch_size, self.length)
         # A step reads weights, gradients and state, and writes weights and state.
         update = 2 * (step.gradients + step.optimizer) + step.gradients

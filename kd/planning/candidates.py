@@ -24,6 +24,7 @@ from kd.memory.parallel import (
     STRATEGIES,
     ParallelStrategy,
     RankMemory,
+    Split,
     StepTime,
     count_traffic,
     estimate_rank,
@@ -176,19 +177,15 @@ def _make_candidate(
     training: TrainingPhase, devices: DeviceGroup, strategy: ParallelStrategy, price: float | None
 ) -> Candidate:
     place = devices.place
-    own = take_rank(training, strategy, devices.count)
-    step = own.describe_step(place)
-    memory = estimate_rank(step, strategy, devices.count)
+    split = Split(strategy, devices.count)
+    own = take_rank(training, split)
+    step = own.describe_step(place, split)
+    memory = estimate_rank(step, split)
     needed = memory.total + place.process + (0 if place.is_gpu else training.loader)
-    sent = count_traffic(step, strategy, devices.count)
-    time = estimate_step_time(
-        _compute_work_seconds(own, place, strategy, devices.count),
-        sent,
-        strategy,
-        devices.count,
-        own.options.gradient_accumulation_steps,
-        place.rates,
-    )
+    sent = count_traffic(step, split)
+    passes = own.options.gradient_accumulation_steps
+    work = compute_work_seconds(own, place, split)
+    time = estimate_step_time(work, sent, split, passes, place.rates)
     seconds = training.steps * time.total
     return Candidate(
         strategy=strategy,
@@ -209,27 +206,25 @@ def _make_candidate(
     )
 
 
-def take_rank(training: TrainingPhase, strategy: ParallelStrategy, ranks: int) -> TrainingPhase:
+def take_rank(training: TrainingPhase, split: Split) -> TrainingPhase:
     """The part of a step that one rank does: all micro-batches of a pipeline, else its own."""
-    if strategy == "pipeline":
+    if split.strategy == "pipeline":
         return training
-    passes = training.options.gradient_accumulation_steps // ranks
+    passes = training.options.gradient_accumulation_steps // split.ranks
     return training.change(gradient_accumulation_steps=passes)
+
+
+def compute_work_seconds(own: TrainingPhase, place: Place, split: Split) -> float:
+    """The seconds of one step's work on a rank; a stage of a pipeline does its share of all."""
+    work = own.count_training(place, split)
+    precision = own.choose_precision(place)
+    seconds = work.seconds(place.rates, precision, own.options.tf32, ASSUMED_UTILIZATION)
+    return seconds / own.steps / (split.ranks if split.strategy == "pipeline" else 1)
 
 
 def count_usable_bytes(rates: DeviceRates) -> int:
     """The bytes of a device that a plan may use."""
     return int(rates.memory * (1 - HEADROOM))
-
-
-def _compute_work_seconds(
-    own: TrainingPhase, place: Place, strategy: ParallelStrategy, ranks: int
-) -> float:
-    """The seconds of one step's work on a rank; a stage of a pipeline does its share of all."""
-    work = own.count_training(place)
-    precision = own.choose_precision(place)
-    seconds = work.seconds(place.rates, precision, own.options.tf32, ASSUMED_UTILIZATION)
-    return seconds / own.steps / (ranks if strategy == "pipeline" else 1)
 
 
 # ---------------------------------------------------------------------- the few best

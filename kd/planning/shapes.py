@@ -65,7 +65,7 @@ def describe_student_files(
     shapes, fields = _read_student(config, student, root, find_vocabulary)
     if not shapes or not _find_layer_numbers(shapes):
         return None
-    plan = _describe(shapes, fields)
+    plan = describe_tensors(shapes, fields)
     return plan if student.lora is None else adapt(plan, student.lora.rank, student.lora.base)
 
 
@@ -113,7 +113,8 @@ def _find_layer_numbers(shapes: Shapes) -> list[int]:
 # ---------------------------------------------------------------------- shape, work, activations
 
 
-def _describe(shapes: Shapes, fields: Mapping[str, Any]) -> StudentPlan:
+def describe_tensors(shapes: Shapes, fields: Mapping[str, Any]) -> StudentPlan:
+    """Describe a model by the shapes of its tensors and the fields of its configuration."""
     blocks: dict[int | None, list[ParameterShape]] = {}
     for name, shape in shapes.items():
         blocks.setdefault(_find_layer_number(name), []).append(describe_parameter(name, shape))
