@@ -47,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
+.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-scale-model bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -109,8 +109,11 @@ bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, besid
 bench-capture: $(STAMP) ## Measure how much of its work a capture hides behind a simulated device (3 minutes)
 	$(BIN)/python bench/capture.py $(BENCH_FLAGS)
 
-bench-forecast: $(STAMP) ## Compare what kd estimate tells with what three jobs take (5 minutes)
+bench-forecast: $(STAMP) ## Compare what kd estimate and kd plan tell with what some jobs take (10 minutes)
 	$(BIN)/python bench/forecast.py $(BENCH_FLAGS)
+
+bench-scale-model: $(STAMP) ## Print what a step is expected to cost on 8 to 1,024 GPUs; needs no GPU
+	$(BIN)/python bench/scale_model.py $(BENCH_FLAGS)
 
 bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the formats of other tools
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)

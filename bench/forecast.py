@@ -1,24 +1,28 @@
-"""Compare what ``kd estimate`` tells with what a job then takes, on the device at hand.
+"""Compare what ``kd estimate`` and ``kd plan`` tell with what a job then takes, on this device.
 
-    python bench/forecast.py [--jobs example cut lora] [--teacher FOLDER] [--gguf FILE] [--out FILE]
+    python bench/forecast.py [--jobs example fresh cut lora] [--teacher FOLDER] [--gguf FILE]
+                             [--out FILE]
 
 The jobs:
 
     example   the job of examples/austen, with fewer steps
+    fresh     a new student of six layers in rows of 128 tokens
     cut       a student of eight layers cut out of a larger teacher: the model in ``--teacher``, for
               instance SmolLM2-135M; without the flag this job is left out
     lora      adapters on the example's teacher, with packed rows of 2,048 tokens
 
 Each job is forecast in one process; capture and training then run in processes of their own, as in
-the service. The memory is that above the imports: the forecast's total and the peak of the process,
-each less what the process took after its imports. The seconds are those
-of reading the text (capture) and of all steps (training).
+the service. The row ``plan`` is the training with the best settings of ``kd plan --devices cpu``.
+The memory is that above the imports: the forecast's total and the peak of the process, each less
+what the process took after its imports. The seconds are those of reading the text (capture) and of
+all steps (training).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -37,6 +41,8 @@ from kd.forecast import estimate_job
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars
 from kd.pipeline import run_stage
+from kd.planning.devices import DeviceName
+from kd.planning.here import plan_training
 from kd.progress import Event, Monitor
 
 CPU = torch.device("cpu")
@@ -59,6 +65,12 @@ def make_jobs(arguments: argparse.Namespace) -> dict[str, JobConfig]:
         "data.max_eval_samples=16", f"train.max_steps={4 * arguments.steps}",
         f"train.eval_steps={4 * arguments.steps}", "train.warmup_steps=1",
     ])}  # fmt: skip
+    jobs["fresh"] = parse_config({
+        "teacher": {"model": str(AUSTEN / "teacher")},
+        "student": {"init": {"layers": 6, "hidden_size": 384}},
+        "data": {**text, "sequence_length": 128, "max_train_samples": 96, "max_eval_samples": 8},
+        "train": {**train, "batch_size": 8},
+    })  # fmt: skip
     if arguments.teacher is not None:
         jobs["cut"] = parse_config({
             "teacher": {"model": arguments.teacher, "gguf_file": arguments.gguf, "batch_size": 4},
@@ -86,6 +98,15 @@ def tell(config: dict[str, Any], home: str) -> dict[str, tuple[float, float]]:
     before = read_resident_memory()
     (device,) = estimate_job(parse_config(config), Path(home)).devices
     return {each.phase: (each.memory_bytes - before, each.seconds) for each in device.phases}
+
+
+def tell_plan(config: dict[str, Any], home: str) -> tuple[tuple[float, float], dict[str, Any]]:
+    """Plan the job: bytes above the imports and seconds of the best settings, and the settings."""
+    hide_progress_bars()
+    before = read_resident_memory()
+    plan = plan_training(parse_config(config), ROOT, Path(home), DeviceName("cpu", 1))
+    best = plan.candidates[0]
+    return (best.memory_bytes - before, best.seconds), best.settings
 
 
 def measure(config: dict[str, Any], home: str, stage: str) -> tuple[float, float]:
@@ -125,6 +146,13 @@ def compare(pool: Executor, name: str, config: JobConfig) -> list[list[str]]:
         for phase, stage in (("capture", "precompute"), ("training", "train")):
             memory, seconds = pool.submit(measure, job, home, stage).result()
             rows.append(format_row(name, phase, told[phase], (memory, seconds)))
+        planned, settings = pool.submit(tell_plan, job, home).result()
+        print(name, settings, file=sys.stderr)
+        changed = job | {"train": job["train"] | settings}
+        shutil.rmtree(Path(home) / "run")
+        rows.append(
+            format_row(name, "plan", planned, pool.submit(measure, changed, home, "train").result())
+        )
     return rows
 
 
@@ -143,7 +171,7 @@ def format_row(
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", nargs="+", default=["example", "cut", "lora"])
+    parser.add_argument("--jobs", nargs="+", default=["example", "fresh", "cut", "lora"])
     parser.add_argument("--teacher", help="folder of the larger teacher of the job cut")
     parser.add_argument("--gguf", help="GGUF file in that folder, where it has no safetensors")
     parser.add_argument("--steps", type=int, default=6, help="steps of a training (example: 4x)")
@@ -151,10 +179,10 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = [f"{read_cpu_name()}, {torch.get_num_threads()} threads; memory in MiB.", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "--:|" * (len(COLUMNS) - 2)]
-    with fresh_processes(["torch", "kd.forecast"]) as pool:
+    with fresh_processes(["torch", "kd.forecast", "kd.planning.here"]) as pool:
         for name, job in make_jobs(arguments).items():
             lines += [f"| {' | '.join(row)} |" for row in compare(pool, name, job)]
-            print(lines[-2:], file=sys.stderr)
+            print("\n".join(lines[-3:]), file=sys.stderr)
     text = "\n".join(lines) + "\n"
     sys.stdout.write(text)
     if arguments.out is not None:

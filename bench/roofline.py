@@ -43,8 +43,8 @@ from bench.support.stage_work import (
     list_stages,
 )
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, find_device_kind
-from kd.memory.phases import Place
 from kd.memory.rates import measure_rates
+from kd.memory.training_phase import Place
 from kd.memory.work import ASSUMED_UTILIZATION
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import find_hardware, pick_device

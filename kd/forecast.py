@@ -41,15 +41,17 @@ from kd.loss.chunk_size import suits_kernels
 from kd.loss.decoder import TargetDecoder
 from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
+from kd.memory.host import choose_chunk_memory
 from kd.memory.phases import (
     CapturePhase,
     DeviceForecast,
-    Place,
-    TrainingPhase,
     forecast_phases,
+    measure_training,
 )
 from kd.memory.rates import measure_rates
-from kd.memory.step_memory import StepMemoryEstimate, read_resident_memory
+from kd.memory.step_bytes import StepMemoryEstimate
+from kd.memory.step_memory import read_resident_memory
+from kd.memory.training_phase import Place, TrainingPhase
 from kd.models.attention.isolation import isolate_documents
 from kd.models.folder import require_allowed_remote_code
 from kd.models.lm_head import LMHead, find_lm_head
@@ -63,7 +65,6 @@ from kd.models.precision import (
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.pipeline import (
     adopt_cache_layout,
-    choose_chunk_memory,
     load_student_tokenizer,
     open_source,
 )
@@ -175,7 +176,7 @@ def estimate_job(
     Leaves no files behind, and raises what the capture and the training would raise.
     """
     question = question or Question()
-    here = _describe_device(pick_device())
+    here = describe_device(pick_device())
     if config.kind == "train":
         with storage_errors(home):
             make_folder(home)
@@ -215,7 +216,7 @@ def _put_together(
     return JobForecast(capture, forecast, tuple(devices))
 
 
-def _describe_device(device: torch.device) -> Place:
+def describe_device(device: torch.device) -> Place:
     """Measure the rates of ``device``, and what this process takes of it by now."""
     is_gpu = device.type == "cuda"
     process = CUDA_CONTEXT if is_gpu else read_resident_memory() + _FIRST_USE_BYTES
@@ -334,7 +335,7 @@ def _make_training_phase(
         isolate_documents(student)
     steps = count_total_steps(options, text.train)
     records = (text.train + text.validation) * text.targets * measure_record_bytes(source)
-    return TrainingPhase.measure(
+    return measure_training(
         student,
         options,
         vocabulary=vocabulary,

@@ -29,13 +29,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.errors import CacheCorrupt
-from cache.reading.arrays import MEMORY_BYTES
 from cache.store import open_cache, verify_cache
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
-from kd.config.train import TrainConfig
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.measure import EvaluationContext
 from kd.evaluation.model_card import write_provenance
@@ -44,7 +42,7 @@ from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, whole_folder, write_json
 from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
-from kd.memory.host import read_memory_bytes
+from kd.memory.host import choose_chunk_memory
 from kd.memory.one_sequence import require_capture_memory
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
@@ -76,8 +74,6 @@ from kd.training.resuming import require_same_job
 
 #: The files of a training in its run folder, beside the plots of its report.
 ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
-#: Part of the host's memory that decoded chunks of a cache may take.
-CHUNK_SHARE = 1 / 8
 
 
 def run_stages(
@@ -300,13 +296,6 @@ def open_source(
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store))
     require_served(config, store.codec)
     return tokenizer, CachedRecords(store)
-
-
-def choose_chunk_memory(options: TrainConfig | None) -> int:
-    """Choose the bytes that decoded chunks of a cache may take: the job's number or the host's."""
-    if options is not None and options.dataloader_memory is not None:
-        return options.dataloader_memory
-    return min(MEMORY_BYTES, int(read_memory_bytes() * CHUNK_SHARE))
 
 
 def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:

@@ -39,7 +39,7 @@ SCIENCE = {
     "torch", "transformers", "datasets", "pyarrow", "tokenizers", "safetensors",
     "huggingface_hub",
     "accelerate", "lm_eval", "matplotlib", "optuna", "peft", "pytorch_optimizer",
-    "schedulefree",
+    "schedulefree", "scipy",
 }  # fmt: skip
 #: For ``services``: network, processes and the terminal, but no torch.
 DOORS = {
@@ -194,7 +194,7 @@ ROOMS = (
     "kd.config", "kd.parallel", "kd.text", "kd.models", "kd.kernels", "kd.loss", "kd.capture",
     "kd.checks", "kd.optim", "kd.memory", "kd.tracking", "kd.training", "kd.evaluation",
     "kd.exchange", "kd.search", "kd.preflight", "kd.pipeline", "kd.rank", "kd.rehearsal",
-    "kd.examine", "kd.forecast",
+    "kd.examine", "kd.forecast", "kd.planning",
     "services.settings", "services.store", "services.process", "services.worker",
     "services.loops", "services.api", "services.terminal", "services.reference",
 )  # fmt: skip

@@ -17,8 +17,10 @@ from kd.capture.estimate import estimate_cache_size, make_codec_identity
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.memory.model_work import count_model_work
-from kd.memory.phases import CapturePhase, Place, TrainingPhase
-from kd.memory.step_memory import SavedBytesFit, fit_saved_bytes
+from kd.memory.phases import CapturePhase
+from kd.memory.step_bytes import SavedBytesFit
+from kd.memory.step_memory import describe_student, fit_saved_bytes
+from kd.memory.training_phase import Place, TrainingPhase
 from kd.memory.work import ModelWork, Pass, Work
 from kd.models.attention.isolation import isolate_documents
 from kd.models.precision import Precision
@@ -207,7 +209,7 @@ def make_training(sizes: Sizes) -> TrainingPhase:
     """Make a training of one step of one micro-batch, document by document."""
     hollow = make_hollow(sizes, sizes.student)
     return TrainingPhase(
-        student=hollow,
+        student=describe_student(hollow),
         options=TrainConfig(max_steps=1, batch_size=sizes.tokens // sizes.document),
         vocabulary=sizes.vocabulary,
         length=sizes.document,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -332,6 +333,19 @@ class TrainConfig(Section):
                 f"{self.optim}: small steps would be lost"
             )
         return self
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of an optimiser step."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    def count_steps(self, sequences: int | None) -> int | None:
+        """Optimiser steps for ``sequences`` of training text; None if they depend on an unknown."""
+        if self.max_steps is not None:
+            return self.max_steps
+        if sequences is None or self.epochs is None:
+            return None
+        return max(1, math.ceil(self.epochs * sequences / self.sequences_per_step))
 
     @property
     def is_pure_bfloat16(self) -> bool:

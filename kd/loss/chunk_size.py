@@ -5,15 +5,19 @@ LM head's weight once more (``kd.memory.work.count_head_gradient_bytes``), so la
 fewer bytes. Their number also decides the order in which the terms of that gradient are added, and
 so its last bits. Therefore the size is a power of two: it stays the same while the free memory
 changes by less than half, as between two steps or two runs of a job. ``train.logits_chunk`` fixes
-it. On a CPU, whose caches decide, it depends on the vocabulary alone.
+it. On a CPU, whose caches decide, it depends on the vocabulary alone. Imports torch only to ask a
+GPU, because plans are made without it.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from cache.codec import Codec
 from cache.profiles import PROFILES
+
+if TYPE_CHECKING:
+    import torch
 
 #: Logits of a chunk on a CPU, 48 MiB in float32. With half as many, products take a tenth longer.
 CPU_ELEMENTS = 12 * 2**20
@@ -36,11 +40,18 @@ def choose_chunk_positions(
     the memory that is free now.
     """
     if device.type != "cuda":
-        return max(min(CPU_ELEMENTS // vocabulary, CPU_POSITIONS), 1)
+        return choose_cpu_chunk_positions(vocabulary)
+    import torch
+
     free = torch.cuda.mem_get_info(device)[0]
     # Memory that torch holds but does not use is free for us, and the driver counts it as taken.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return choose_gpu_chunk_positions(vocabulary, free, logit_bytes)
+
+
+def choose_cpu_chunk_positions(vocabulary: int) -> int:
+    """Return how many positions have their logits in memory at a time, on a CPU."""
+    return max(min(CPU_ELEMENTS // vocabulary, CPU_POSITIONS), 1)
 
 
 def choose_gpu_chunk_positions(

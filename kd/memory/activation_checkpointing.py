@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from kd.config.train import Checkpointing
 from kd.errors import ModelError
+from kd.memory.step_bytes import compute_group_sizes
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 
 
@@ -47,16 +48,6 @@ def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None
         for layer in layers:
             layer.__dict__.pop("forward", None)
         raise _make_refusal(student, how, problem)
-
-
-def compute_group_sizes(count: int, how: Checkpointing) -> list[int]:
-    """The number of layers in each checkpoint, of a model with ``count`` layers."""
-    if how == "none":
-        return []
-    if how == "sqrt":
-        size = math.ceil(count / math.ceil(math.sqrt(count)))
-        return [min(size, count - start) for start in range(0, count, size)]
-    return [1] * (count if how == "full" else math.ceil(count / how))
 
 
 def _group_layers(layers: list[nn.Module], how: Checkpointing) -> list[list[nn.Module]]:

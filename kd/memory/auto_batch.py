@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kd.config.train import ROUNDING_OPTIMIZERS, TrainConfig
 from kd.errors import OutOfMemory, is_out_of_memory
+from kd.memory.step_bytes import resize_micro_batch
 from kd.memory.step_memory import measure_free_memory
 
 #: Share of the free memory that a rehearsal leaves unused, for holes that no allocator avoids.
@@ -117,20 +118,6 @@ def reduce_micro_batch(options: TrainConfig) -> TrainConfig | None:
     batch = options.batch_size
     parts = next((factor for factor in range(2, batch + 1) if batch % factor == 0), None)
     return None if parts is None else resize_micro_batch(options, batch // parts)
-
-
-def resize_micro_batch(options: TrainConfig, batch_size: int) -> TrainConfig:
-    """Split the step into micro-batches of ``batch_size`` sequences, which must divide the step."""
-    accumulation, rest = divmod(
-        options.batch_size * options.gradient_accumulation_steps, batch_size
-    )
-    if rest:
-        raise ValueError(
-            f"{batch_size} sequences do not divide a step of {batch_size * accumulation + rest}"
-        )
-    return options.model_copy(
-        update={"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-    )
 
 
 def find_fitting_micro_batch(

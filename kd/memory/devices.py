@@ -6,7 +6,7 @@ The figures are those of dense products with sums in float32. A job never reache
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 2**20
 
@@ -17,7 +17,9 @@ class DeviceRates:
 
     ``memory`` is in bytes, ``half`` and ``single`` are FLOP/s of products in bfloat16 (float16
     where there is no bfloat16) and in float32, ``tf32`` is that of float32 products in TF32, and
-    ``bandwidth`` and ``link`` are in bytes/s: of its memory, and to and from the host.
+    ``bandwidth`` and ``link`` are in bytes/s: of its memory, and to and from the host. ``peer`` are
+    the bytes/s that it sends to a device of the same host, and ``network`` those that all devices
+    of a host together send to other hosts.
     """
 
     name: str
@@ -29,6 +31,10 @@ class DeviceRates:
     has_bfloat16: bool = True
     #: An assumption for every kind: what 16 lanes of PCIe 4.0 reach; 3.0 has half, 5.0 twice that.
     link: float = 25e9
+    #: None where devices of a host have no NVLink: they send over ``link``.
+    peer: float | None = None
+    #: An assumption where no data sheet names it: 100 Gb/s for a host.
+    network: float = 12.5e9
 
     def find_rate(self, dtype: str, tf32: bool) -> float:
         """The FLOP/s of products in ``dtype``: fp32, bf16 or fp16."""
@@ -36,11 +42,47 @@ class DeviceRates:
             return self.half
         return self.tf32 if tf32 else self.single
 
+    @property
+    def neighbour(self) -> float:
+        """The bytes/s to a device of the same host, by NVLink or over the host's own lanes."""
+        return self.link if self.peer is None else self.peer
+
+    def find_ring_rate(self, ranks: int) -> float:
+        """The bytes/s of a ring of ``ranks`` devices, as each of them sees it.
+
+        NCCL lays one ring through each network adapter of a host, so that a part of the bytes
+        crosses to the next host by each of them.
+        """
+        return self.neighbour if ranks <= HOST_DEVICES else min(self.neighbour, self.network)
+
+    def find_pair_rate(self, ranks: int) -> float:
+        """The bytes/s from one of ``ranks`` devices to the next: beyond a host by one adapter."""
+        adapter = self.network / HOST_DEVICES
+        return self.neighbour if ranks <= HOST_DEVICES else min(self.neighbour, adapter)
+
+
+#: Devices of a host, as in the DGX and HGX systems of NVIDIA.
+HOST_DEVICES = 8
+#: NVLink in one direction, half of the data sheets' sum of both: V100 300 GB/s, A100 600, H100 and
+#: H200 900, B200 1,800.
+_NVLINK = {"v100": 150e9, "a100": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9}
+#: InfiniBand of a host by the DGX data sheets: DGX-1 four adapters of 100 Gb/s, DGX A100 eight of
+#: 200 Gb/s, DGX H100, H200 and B200 eight of 400 Gb/s.
+_INFINIBAND = {"v100": 50e9, "a100": 200e9, "h100": 400e9, "h200": 400e9, "b200": 400e9}
+
+
+def _connect(rates: DeviceRates) -> DeviceRates:
+    """Add the links of the kind, where its maker sells it with NVLink."""
+    family = rates.name.partition("-")[0]
+    if family not in _NVLINK:
+        return rates
+    return replace(rates, peer=_NVLINK[family], network=_INFINIBAND[family])
+
 
 #: Memory is the total that nvidia-smi prints. Rates are without sparsity, from NVIDIA's data sheets
 #: and, for GeForce, from the white papers of Ampere GA102 and Ada (float16 with sums in float32).
 DEVICE_KINDS = {
-    each.name: each
+    each.name: _connect(each)
     for each in (
         DeviceRates("v100", 16_160 * MIB, 125e12, 15.7e12, 15.7e12, 900e9, has_bfloat16=False),
         DeviceRates("t4", 15_360 * MIB, 65e12, 8.1e12, 8.1e12, 320e9, has_bfloat16=False),

@@ -15,6 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache.reading.arrays import MEMORY_BYTES
+from kd.config.train import TrainConfig
+
+#: Part of the host's memory that decoded chunks of a cache may take.
+CHUNK_SHARE = 1 / 8
 #: Files that count kills, by version of cgroup.
 COUNTERS = ("memory.events", "memory.oom_control")
 #: Files with the limit of memory, by version of cgroup.
@@ -49,6 +54,13 @@ def read_memory_bytes() -> int:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [read_number(file, "") for file in _find_files(LIMITS, around=True)]
     return min([host, *(limit for limit in limits if limit)])
+
+
+def choose_chunk_memory(options: TrainConfig | None) -> int:
+    """Choose the bytes that decoded chunks of a cache may take: the job's number or the host's."""
+    if options is not None and options.dataloader_memory is not None:
+        return options.dataloader_memory
+    return min(MEMORY_BYTES, int(read_memory_bytes() * CHUNK_SHARE))
 
 
 def find_own_groups() -> list[Path]:

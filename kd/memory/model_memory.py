@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
-from kd.config.student import StudentInit
+from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.models.folder import ModelFolder
 from kd.optim.state_size import (
@@ -102,7 +102,8 @@ def estimate_least_memory(config: JobConfig, root: Path) -> int | None:
         return None
     if found.student_bytes is None and config.student is not None and config.student.init:
         # Without a teacher the vocabulary is not known, but the layers are.
-        layers = list(_list_llama_parameters(config.student.init, vocabulary=0))
+        shapes = _list_llama_shapes(config.student.init, vocabulary=0)
+        layers = [describe_parameter(name, shape) for name, shape in shapes]
         found = replace(found, student_bytes=_count_student_bytes(config, layers))
     return found.least_bytes
 
@@ -127,30 +128,56 @@ def _list_student_parameters(
     student = config.student
     if student is None or config.train is None:
         return []
-    if student.init is not None and config.teacher is not None:
-        return list(_list_llama_parameters(student.init, find_vocabulary()))
+    if student.init is not None and config.teacher is None:
+        return []
+    shapes = read_student_shapes(student, root, find_vocabulary)
+    return [describe_parameter(name, shape) for name, shape in shapes.items()]
+
+
+def read_student_shapes(
+    student: StudentConfig, root: Path, find_vocabulary: Callable[[], int]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a student by its name.
+
+    Empty for one that is cut out of its teacher, and where no file of safetensors is there.
+    """
+    if student.init is not None:
+        return dict(_list_llama_shapes(student.init, find_vocabulary()))
     if student.model is not None:
-        shapes = ModelFolder(root / student.model).read_text_shapes()
-        return [
-            ParameterShape(shape, _is_layer_matrix(name, shape)) for name, shape in shapes.items()
-        ]
-    return []
+        return ModelFolder(root / student.model).read_text_shapes()
+    return {}
 
 
-def _list_llama_parameters(shape: StudentInit, vocabulary: int) -> Iterator[ParameterShape]:
-    """Yield a Llama's parameters: attention, MLP and norms of each layer, embeddings, LM head."""
+def describe_parameter(name: str, shape: tuple[int, ...]) -> ParameterShape:
+    """Describe the tensor ``name`` of a model as a trained parameter."""
+    return ParameterShape(shape, _is_layer_matrix(name, shape))
+
+
+def _list_llama_shapes(
+    shape: StudentInit, vocabulary: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield a Llama's tensors: attention, MLP and norms of each layer, embeddings, LM head."""
     width = shape.hidden_size
     keys = (shape.num_key_value_heads or shape.attention_heads) * (width // shape.attention_heads)
-    attention = [(width, width), (keys, width), (keys, width), (width, width)]
-    mlp = [(shape.mlp_width, width), (shape.mlp_width, width), (width, shape.mlp_width)]
-    norm = ParameterShape((width,), is_layer_matrix=False)
-    for _ in range(shape.layers):
-        yield from (ParameterShape(each, is_layer_matrix=True) for each in (*attention, *mlp))
-        yield from (norm, norm)
-    yield norm
+    matrices = {
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (shape.mlp_width, width),
+        "mlp.up_proj": (shape.mlp_width, width),
+        "mlp.down_proj": (width, shape.mlp_width),
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+    for layer in range(shape.layers):
+        start = f"model.layers.{layer}"
+        yield from ((f"{start}.{name}.weight", size) for name, size in matrices.items())
+        yield from ((f"{start}.{name}.weight", (width,)) for name in norms)
+    yield "model.norm.weight", (width,)
+    yield "model.embed_tokens.weight", (vocabulary, width)
     # Tied embeddings are the LM head's weight too, and are counted once.
-    for _ in range(1 if shape.tie_word_embeddings else 2):
-        yield ParameterShape((vocabulary, width), is_layer_matrix=False)
+    if not shape.tie_word_embeddings:
+        yield "lm_head.weight", (vocabulary, width)
 
 
 def _is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -10,15 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kd.memory.work import ModelWork
+from kd.memory.work import ModelWork, count_forward_bytes, find_expert_share
 from kd.models.adapters import find_expert_weights, has_adapters
 from kd.models.layers import find_decoder_layers
 from kd.models.loading import INT4_GROUP
 
-#: Widths of a layer's tensors that are in memory at once in a pass without gradients: of the
-#: hidden states (the residual, its norm, queries, output) and of the MLP (gate, up, product).
-_HIDDEN_COPIES = 4
-_MLP_COPIES = 3
 #: Rows in int4 are filled up to a multiple of this.
 _INT4_TILE = 1024
 
@@ -31,7 +27,7 @@ def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
     config = model.config.get_text_config()
     experts = find_expert_weights(model)
     inside = {id(p) for layer in find_decoder_layers(model) for p in layer.parameters()}
-    share = _find_expert_share(config)
+    share = find_expert_share(lambda name: getattr(config, name, None))
     products = sum(
         parameter.numel() * (share if name in experts else 1.0)
         for name, parameter in model.named_parameters()
@@ -47,14 +43,6 @@ def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
         stored=sum(parameter.numel() for parameter in model.parameters()),
         frozen=has_adapters(model),
     )
-
-
-def _find_expert_share(config: Any) -> float:
-    counts = ("num_local_experts", "num_experts", "n_routed_experts")
-    picks = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-    count = next((n for name in counts if isinstance(n := getattr(config, name, None), int)), 1)
-    picked = next((n for name in picks if isinstance(n := getattr(config, name, None), int)), 1)
-    return min(picked / max(count, 1), 1.0)
 
 
 def count_weight_bytes(model: PreTrainedModel, item_bytes: int, quantization: str | None) -> int:
@@ -88,7 +76,10 @@ def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: s
 def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int) -> int:
     """Bytes of the tensors of one layer in a pass without gradients over ``tokens``."""
     config = model.config.get_text_config()
-    width = config.hidden_size
+    return count_forward_bytes(config.hidden_size, find_mlp_width(config), tokens * item_bytes)
+
+
+def find_mlp_width(config: Any) -> int:
+    """The width of an MLP of a layer; four times that of the hidden states where none is named."""
     inner = getattr(config, "intermediate_size", None)
-    inner = inner if isinstance(inner, int) else 4 * width
-    return tokens * (_HIDDEN_COPIES * width + _MLP_COPIES * inner) * item_bytes
+    return inner if isinstance(inner, int) else 4 * config.hidden_size

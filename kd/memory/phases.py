@@ -1,6 +1,6 @@
 """Memory, time and cost of a job's phases on a device: capture, training, evaluation.
 
-    memory   of a training step by ``kd.memory.step_memory``; of a pass without gradients from the
+    memory   of a training step by ``kd.memory.step_bytes``; of a pass without gradients from the
              widths of the model
     time     FLOP and bytes by ``kd.memory.work``, at the share of the device's rates that a timed
              step reached, or at an assumed one
@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -23,97 +22,21 @@ from transformers import PreTrainedModel
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.capture.sampling import PASS_ELEMENTS
 from kd.config.train import ROUNDING_OPTIMIZERS, TrainConfig
-from kd.loss.chunk_size import (
-    PLAIN_LOGIT_BYTES,
-    choose_chunk_positions,
-    choose_gpu_chunk_positions,
-)
-from kd.memory.activation_checkpointing import compute_group_sizes
-from kd.memory.auto_batch import resize_micro_batch
-from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.model_work import (
     count_model_work,
     count_weight_bytes,
     estimate_forward_bytes,
 )
-from kd.memory.step_memory import (
-    SavedBytesFit,
-    StepMemoryEstimate,
-    count_offloaded_bytes,
-    estimate_memory,
-    fit_saved_bytes,
-)
-from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, compute_cost
-from kd.models.layers import find_decoder_layers
+from kd.memory.step_bytes import SavedBytesFit, resize_micro_batch
+from kd.memory.step_memory import describe_student, fit_saved_bytes
+from kd.memory.training_phase import ITEM_BYTES, PhaseMemory, Place, TrainingPhase
+from kd.memory.work import ASSUMED_UTILIZATION, Pass, Work, compute_cost
 from kd.models.precision import Precision, rounded_parameters
-from kd.optim.state_size import count_trained_bytes
 
-#: Copies of a chunk of logits in a pass without gradients.
-_LOGIT_COPIES = 2
 #: Copies of the elements of a pass of the sampler, in float32.
 _PASS_COPIES = 16
 #: Positions of the chunk of the row that lowers train.logits_chunk.
 _SMALL_CHUNK = 256
-_ITEM_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """Bytes at the peak of a phase.
-
-    ``loader`` are decoded or unsealed records, which lie on the host, and ``process`` is what the
-    process takes anyway: its libraries, or on a GPU the CUDA context.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    head: int
-    loader: int
-    process: int
-
-    def count_device_bytes(self, is_gpu: bool) -> int:
-        """The bytes that the device must have: a GPU does not hold the loader's."""
-        return sum(asdict(self).values()) - (self.loader if is_gpu else 0)
-
-    @classmethod
-    def of_step(cls, step: StepMemoryEstimate, loader: int, process: int) -> PhaseMemory:
-        """Add what lies beside a training step."""
-        return cls(**asdict(step), loader=loader, process=process)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A device that a job is forecast for.
-
-    ``process`` are the bytes that a process takes of it anyway, and ``auto`` is what the precision
-    "auto" means on it. ``is_timed`` says that steps are timed on it; the times of another device
-    are expected and not measured.
-    """
-
-    rates: DeviceRates
-    is_gpu: bool
-    process: int
-    auto: str
-    is_timed: bool
-
-    @classmethod
-    def named(cls, kind: DeviceRates) -> Place:
-        """A GPU that is not at hand."""
-        auto = "bf16" if kind.has_bfloat16 else "fp16"
-        return cls(kind, True, CUDA_CONTEXT, auto, is_timed=False)
-
-    def choose_precision(self, name: str) -> str:
-        """The precision that "auto" means here."""
-        return self.auto if name == "auto" else name
-
-    def choose_chunk(self, vocabulary: int, used: int, logit_bytes: int = PLAIN_LOGIT_BYTES) -> int:
-        """Positions whose logits are in memory at once, where ``used`` bytes are in use."""
-        if not self.is_gpu:
-            return choose_chunk_positions(vocabulary, torch.device("cpu"))
-        free = max(self.rates.memory - used, 0)
-        return choose_gpu_chunk_positions(vocabulary, free, logit_bytes)
 
 
 @dataclass(frozen=True)
@@ -217,148 +140,36 @@ def estimate_logit_bytes(device: str, tokens: int, vocabulary: int) -> int:
 # ---------------------------------------------------------------------- the training
 
 
-@dataclass(frozen=True)
-class TrainingPhase:
-    """A training: its student, its text, and what autograd keeps of it in each precision."""
+def measure_training(student: PreTrainedModel, options: TrainConfig, **sizes: Any) -> TrainingPhase:
+    """Run short passes of ``student`` in each precision, and count its work.
 
-    student: PreTrainedModel
-    options: TrainConfig
-    vocabulary: int
-    length: int
-    targets: float
-    steps: int
-    #: Passes over the held-out sequences, and their number.
-    evaluations: int
-    held_out: int
-    loader: int
-    saved: Mapping[str, SavedBytesFit]
-    model: ModelWork
-    #: Whether the kernels of a GPU can compute the loss.
-    suits_kernels: bool = False
+    Call it before ``checkpoint_activations``; nothing of the student changes.
+    """
+    saved = {
+        name: measure_saved_bytes(student, sizes["length"], name)
+        for name in ("fp32", "bf16", "bf16_pure")
+    }
+    return describe_training_phase(student, options, saved, **sizes)
 
-    @classmethod
-    def measure(cls, student: PreTrainedModel, options: TrainConfig, **sizes: Any) -> TrainingPhase:
-        """Run short passes of ``student`` in each precision, and count its work.
 
-        Call it before ``checkpoint_activations``; nothing of the student changes.
-        """
-        length = sizes["length"]
-        saved = {
-            name: fit_saved_bytes(student, length, _make_precision(name, student.device))
-            for name in ("fp32", "bf16")
-        }
-        with rounded_parameters(student, torch.bfloat16):
-            half = _make_precision("bf16_pure", student.device)
-            saved["bf16_pure"] = fit_saved_bytes(student, length, half)
-        model = count_model_work(student, sizes["vocabulary"])
-        return cls(student=student, options=options, saved=saved, model=model, **sizes)
+def describe_training_phase(
+    student: PreTrainedModel,
+    options: TrainConfig,
+    saved: Mapping[str, SavedBytesFit],
+    **sizes: Any,
+) -> TrainingPhase:
+    """Describe the training of ``student``, whose passes keep ``saved`` in each precision."""
+    model = count_model_work(student, sizes["vocabulary"])
+    return TrainingPhase(describe_student(student), options, saved=saved, model=model, **sizes)
 
-    def change(self, **settings: Any) -> TrainingPhase:
-        """Return this training with ``settings`` in place of those of the job's section train."""
-        return replace(self, options=self.options.model_copy(update=settings))
 
-    def estimate_step(self, place: Place) -> StepMemoryEstimate:
-        """The bytes of a training step on ``place``."""
-        return self._estimate_step(place, self._choose_chunk(place))
-
-    def _estimate_step(self, place: Place, chunk: int) -> StepMemoryEstimate:
-        return estimate_memory(
-            self.student,
-            self.options,
-            self.length,
-            self.vocabulary,
-            _make_precision(self._choose_precision(place), self.student.device),
-            self._find_saved(place),
-            chunk,
-            kernels=place.is_gpu and self.suits_kernels,
-        )
-
-    def _choose_chunk(self, place: Place) -> int:
-        """Positions of a step on ``place`` whose logits are in memory at once."""
-        if self.options.logits_chunk is not None:
-            return self.options.logits_chunk
-        kernels = place.is_gpu and self.suits_kernels
-        item = _ITEM_BYTES[self._choose_precision(place)]
-        least = self._estimate_step(place, 1).total
-        logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
-        return place.choose_chunk(self.vocabulary, place.process + least, logit_bytes)
-
-    def _choose_precision(self, place: Place) -> str:
-        return place.choose_precision(self.options.precision)
-
-    def _find_saved(self, place: Place) -> SavedBytesFit:
-        """Return the bytes that autograd keeps in the precision of ``place``.
-
-        Those of float16 are taken from bfloat16, which is as wide.
-        """
-        name = self._choose_precision(place)
-        return self.saved["bf16" if name == "fp16" else name]
-
-    def estimate_training_memory(self, place: Place) -> PhaseMemory:
-        """The bytes at the peak of the training on ``place``."""
-        return PhaseMemory.of_step(self.estimate_step(place), self.loader, place.process)
-
-    def estimate_evaluation_memory(self, place: Place) -> PhaseMemory:
-        """The bytes at the peak of an evaluation between two steps: no gradient is in memory."""
-        step = self.estimate_step(place)
-        item = _ITEM_BYTES[self._choose_precision(place)]
-        tokens = self.options.batch_size * self.length
-        chunk = min(place.choose_chunk(self.vocabulary, place.process + step.total), tokens)
-        return PhaseMemory(
-            weights=step.weights,
-            gradients=0,
-            optimizer=step.optimizer,
-            activations=estimate_forward_bytes(self.student, tokens, item),
-            head=_LOGIT_COPIES * 4 * chunk * self.vocabulary,
-            loader=self.loader,
-            process=place.process,
-        )
-
-    def count_training(self, place: Place) -> Work:
-        """The FLOP and bytes of all steps."""
-        options = self.options
-        micro_batches = self.steps * options.gradient_accumulation_steps
-        sequences = micro_batches * options.batch_size
-        step = self.estimate_step(place)
-        saved = self._find_saved(place)
-        kept = saved.at(options.batch_size, self.length)
-        offloaded = count_offloaded_bytes(self.student, options, self.length, saved)
-        # A step reads weights, gradients and state, and writes weights and state.
-        update = 2 * (step.gradients + step.optimizer) + step.gradients
-        run = Pass(
-            tokens=sequences * self.length,
-            targets=sequences * self.targets,
-            context=self.length,
-            micro_batches=micro_batches,
-            trains=True,
-            chunks=math.ceil(options.batch_size * self.targets / self._choose_chunk(place)),
-            recomputed=self._count_recomputed(),
-            saved_bytes=micro_batches * (kept.layers + kept.outside),
-            updated_bytes=self.steps * update,
-            offloaded_bytes=micro_batches * offloaded,
-        )
-        return Work.of(self.model, run, self._weight_bytes)
-
-    @property
-    def _weight_bytes(self) -> int:
-        """Bytes of a number of the trained weights."""
-        return count_trained_bytes(1, self.options)
-
-    def _count_recomputed(self) -> float:
-        """The share of the layers whose forward pass runs twice."""
-        count = max(len(find_decoder_layers(self.student)), 1)
-        return sum(compute_group_sizes(count, self.options.gradient_checkpointing)) / count
-
-    def count_evaluation(self) -> Work:
-        """The FLOP and bytes of all evaluations on the held-out text."""
-        sequences = self.evaluations * self.held_out
-        run = Pass(
-            tokens=sequences * self.length,
-            targets=sequences * self.targets,
-            context=self.length,
-            micro_batches=sequences / self.options.batch_size,
-        )
-        return Work.of(self.model, run, self._weight_bytes)
+def measure_saved_bytes(student: PreTrainedModel, length: int, name: str) -> SavedBytesFit:
+    """Run short passes of ``student`` in the precision ``name``: fp32, bf16 or bf16_pure."""
+    precision = _make_precision(name, student.device)
+    if name != "bf16_pure":
+        return fit_saved_bytes(student, length, precision)
+    with rounded_parameters(student, torch.bfloat16):
+        return fit_saved_bytes(student, length, precision)
 
 
 def _make_precision(name: str, device: torch.device) -> Precision:
@@ -431,7 +242,7 @@ def forecast_phases(
     phases = []
     strategies: tuple[Strategy, ...] = ()
     if capture is not None:
-        precision = "fp32" if capture.item_bytes == _ITEM_BYTES["fp32"] else "bf16"
+        precision = "fp32" if capture.item_bytes == ITEM_BYTES["fp32"] else "bf16"
         pace = _Pace.of(place, precision, False, (capture.work, capture.seconds), price)
         phases.append(pace.forecast("capture", capture.estimate_memory(place), capture.work))
     if training is not None:

@@ -1,5 +1,7 @@
 """The memory of a training step: estimated before the run, and measured during it.
 
+``kd.memory.step_bytes`` has the arithmetic; a student is described and measured for it here.
+
 Shapes: B sequences, L positions.
 """
 
@@ -8,9 +10,8 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,60 +22,22 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
-from kd.files import format_bytes
 from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_chunk_positions
-from kd.memory.activation_checkpointing import compute_group_sizes
+from kd.memory.model_work import find_mlp_width
+from kd.memory.step_bytes import (
+    BlockShape,
+    HeadShape,
+    SavedBytes,
+    SavedBytesFit,
+    StepMemoryEstimate,
+    StepShape,
+    StudentShape,
+)
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision
 from kd.optim.optimizers import list_trained_shapes
-from kd.optim.state_size import (
-    AVERAGE_NUMBER_BYTES,
-    count_optimizer_bytes,
-    count_trained_bytes,
-)
+from kd.optim.state_size import ParameterShape
 from kd.text.packed_rows import PackedRows
-
-#: Bytes of a number of the sum over chunks that becomes the gradient of the LM head.
-_SUM_BYTES = 4
-
-#: Bytes of a logit and its gradient in float32, where plain operations compute the loss.
-_LOGIT_AND_GRADIENT = 8
-
-
-@dataclass(frozen=True)
-class StepMemoryEstimate:
-    """Bytes of a training step at its peak.
-
-    ``optimizer`` is its state and the moving average of the weights, ``activations`` all tensors
-    that autograd keeps for the backward pass, and ``head`` a chunk of logits and the gradient of
-    the LM head.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        """All bytes of the step."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head
-
-    def row(self) -> str:
-        """The fields in their order, and the total, as a row of a Markdown table."""
-        sizes = (*asdict(self).values(), self.total)
-        return "| " + " | ".join(format_bytes(size) for size in sizes) + " |"
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(self).items())
-        return f"A training step is expected to need {format_bytes(self.total)}: {parts}."
-
-    def warning(self, free: int | None) -> str | None:
-        """A warning if the step needs more than ``free`` bytes beside the weights; else None."""
-        if free is None or self.total - self.weights <= free:
-            return None
-        return f"{self} {format_bytes(free)} is free beside the weights: memory may run out."
 
 
 def estimate_memory(
@@ -83,143 +46,96 @@ def estimate_memory(
     sequence_length: int,
     vocabulary: int,
     precision: Precision,
-    saved: SavedBytesFit | None = None,
-    chunk: int | None = None,
     kernels: bool = False,
 ) -> StepMemoryEstimate:
-    """Estimate the memory of a step of ``student``, from what autograd keeps of short passes.
+    """Estimate the memory of a step of ``student`` on its device (``describe_step``)."""
+    shape = describe_step(student, options, sequence_length, vocabulary, precision, kernels)
+    return shape.estimate()
+
+
+def describe_step(
+    student: PreTrainedModel,
+    options: TrainConfig,
+    sequence_length: int,
+    vocabulary: int,
+    precision: Precision,
+    kernels: bool = False,
+) -> StepShape:
+    """Describe a step of ``student``, with what autograd keeps of short passes.
 
     Call it before ``checkpoint_activations`` and ``compile_student``, which hide those tensors. No
-    state of the model changes. ``saved`` is given where those passes were made before. ``chunk`` is
-    the default of ``train.logits_chunk``; None means that of this device. With ``kernels`` those of
-    a GPU compute the loss (``kd.loss.chunk_size.suits_kernels``).
+    state of the model changes. With ``kernels`` those of a GPU compute the loss
+    (``kd.loss.chunk_size.suits_kernels``).
     """
-    saved = saved or fit_saved_bytes(student, sequence_length, precision)
-    positions = options.batch_size * sequence_length
-    chunk = options.logits_chunk or chunk
     item = precision.dtype.itemsize
-    if chunk is None:
-        logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
-        chunk = choose_chunk_positions(vocabulary, student.device, logit_bytes)
-    logit_bytes = item if kernels else _LOGIT_AND_GRADIENT
-    parameters = list(student.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return StepMemoryEstimate(
-        weights=sum(_count_weight_bytes(each, options) for each in parameters)
-        + sum(map(_count_bytes, student.buffers())),
-        gradients=sum(_count_weight_bytes(each, options) for each in trained),
-        optimizer=estimate_optimizer_bytes(student, options),
-        activations=_estimate_activation_bytes(student, options, sequence_length, saved),
-        head=_estimate_lm_head_bytes(student, options, positions, precision)
-        + min(chunk, positions) * vocabulary * logit_bytes,
+    logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
+    return StepShape(
+        student=describe_student(student),
+        options=options,
+        length=sequence_length,
+        vocabulary=vocabulary,
+        item=item,
+        saved=fit_saved_bytes(student, sequence_length, precision),
+        chunk=options.logits_chunk
+        or choose_chunk_positions(vocabulary, student.device, logit_bytes),
+        kernels=kernels,
     )
 
 
 def estimate_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:
     """Bytes of the optimiser's state, and of the moving average of the weights."""
-    shapes = list_trained_shapes(student)
-    numbers = sum(each.size for each in shapes.values())
-    average = AVERAGE_NUMBER_BYTES * numbers if options.ema_decay is not None else 0
-    return average + count_optimizer_bytes(options.optim, shapes.values())
+    return describe_student(student).sum_blocks(lambda each: each.count_state_bytes(options))
 
 
-def _count_weight_bytes(parameter: Parameter, options: TrainConfig) -> int:
-    """Bytes of a parameter as ``options`` train it, whatever its precision is now."""
-    if not parameter.requires_grad:
-        return _count_bytes(parameter)
-    return count_trained_bytes(parameter.numel(), options)
+def describe_student(student: PreTrainedModel) -> StudentShape:
+    """Describe the parameters of ``student`` by layer; its weights may have no memory."""
+    trained = list_trained_shapes(student)
+    config = student.config.get_text_config()
+    *layers, outside = _list_blocks(student)
+    return StudentShape(
+        layers=tuple(_describe_block(layer, trained) for layer in layers),
+        outside=_describe_block(outside, trained),
+        head=_describe_head(student),
+        width=config.hidden_size,
+        inner=find_mlp_width(config),
+        buffer_bytes=sum(map(_count_bytes, student.buffers())),
+    )
+
+
+def _list_blocks(student: PreTrainedModel) -> list[list[Parameter]]:
+    """The parameters of each layer, then all others; one that layers share is in the first."""
+    left = dict.fromkeys(student.parameters())
+    blocks = []
+    for layer in find_decoder_layers(student):
+        blocks.append([each for each in layer.parameters() if each in left])
+        for parameter in blocks[-1]:
+            del left[parameter]
+    return [*blocks, list(left)]
+
+
+def _describe_block(
+    parameters: list[Parameter], trained: Mapping[Parameter, ParameterShape]
+) -> BlockShape:
+    frozen = [parameter for parameter in parameters if parameter not in trained]
+    return BlockShape(
+        trained=tuple(trained[parameter] for parameter in parameters if parameter in trained),
+        frozen=sum(parameter.numel() for parameter in frozen),
+        frozen_bytes=sum(map(_count_bytes, frozen)),
+    )
+
+
+def _describe_head(student: PreTrainedModel) -> HeadShape:
+    weight = student.get_output_embeddings().weight
+    rows, width = weight.shape
+    tied = weight is student.get_input_embeddings().weight
+    return HeadShape(rows, width, weight.requires_grad, weight.element_size(), tied)
 
 
 def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _estimate_lm_head_bytes(
-    student: PreTrainedModel, options: TrainConfig, positions: int, precision: Precision
-) -> int:
-    """Bytes of the LM head beside its weight and a chunk of logits.
-
-    They are the gradient of the weight before it is added to the others, the weight cast to the
-    precision, and the hidden states with their gradient.
-    """
-    weight = student.get_output_embeddings().weight
-    copy = weight.numel() * precision.dtype.itemsize
-    cast = copy if copy < _count_weight_bytes(weight, options) else 0
-    states = 2 * positions * weight.shape[1] * precision.dtype.itemsize
-    # The gradient of the weight is a sum in float32, whatever the weight is in.
-    return _SUM_BYTES * weight.numel() * weight.requires_grad + cast + states
-
-
 # ---------------------------------------------------------------------- activations
-
-
-@dataclass(frozen=True)
-class _SavedBytes:
-    """Bytes that a forward pass keeps for the backward pass.
-
-    Those kept in the layers and outside them; ``boundary`` is the output of one layer.
-    """
-
-    layers: float
-    outside: float
-    boundary: float
-
-
-@dataclass(frozen=True)
-class SavedBytesFit:
-    """The bytes that a pass of B sequences of L positions keeps: c + B (a L + b L^2).
-
-    The constant c is weights that autocast casts, b is attention masks, and the rest grows with
-    the length. Each tuple holds c, a and b of one field of ``_SavedBytes``.
-    """
-
-    layers: tuple[float, float, float]
-    outside: tuple[float, float, float]
-    boundary: tuple[float, float, float]
-
-    def at(self, batch: int, length: int) -> _SavedBytes:
-        """The bytes that ``batch`` sequences of ``length`` positions keep."""
-        kept = (
-            fixed + batch * (linear * length + square * length**2)
-            for fixed, linear, square in (self.layers, self.outside, self.boundary)
-        )
-        return _SavedBytes(*kept)
-
-
-def _estimate_activation_bytes(
-    student: PreTrainedModel, options: TrainConfig, sequence_length: int, saved: SavedBytesFit
-) -> int:
-    """Bytes of all activations, with checkpointing as configured, while one group is recomputed.
-
-    Of layers whose activations are offloaded only one is on the device, and the cast weights of
-    all.
-    """
-    kept = saved.at(options.batch_size, sequence_length)
-    count = max(len(find_decoder_layers(student)), 1)
-    layer = kept.layers / count
-    groups = compute_group_sizes(count, options.gradient_checkpointing)
-    recomputed = max(groups, default=0) * layer
-    unchecked = count - sum(groups)
-    # In the backward pass of a layer about half of its activations have a gradient at the same
-    # time.
-    working = kept.outside + layer / 2
-    if options.activation_offload:
-        casts = saved.layers[0] / count * unchecked
-        return round(working + casts + max(recomputed, layer * min(unchecked, 1)))
-    return round(working + unchecked * layer + len(groups) * kept.boundary + recomputed)
-
-
-def count_offloaded_bytes(
-    student: PreTrainedModel, options: TrainConfig, sequence_length: int, saved: SavedBytesFit
-) -> float:
-    """Bytes that a micro-batch moves to the host, and later back."""
-    if not options.activation_offload:
-        return 0.0
-    kept = saved.at(options.batch_size, sequence_length)
-    count = max(len(find_decoder_layers(student)), 1)
-    groups = compute_group_sizes(count, options.gradient_checkpointing)
-    unchecked = (count - sum(groups)) / count
-    return unchecked * (kept.layers - saved.layers[0]) + len(groups) * kept.boundary
 
 
 def fit_saved_bytes(
@@ -238,39 +154,53 @@ def fit_saved_bytes(
     return SavedBytesFit(fit("layers"), fit("outside"), fit("boundary"))
 
 
-def _measure_saved_bytes(
-    student: PreTrainedModel, length: int, precision: Precision
-) -> _SavedBytes:
-    """The bytes that a pass of one packed sequence of two documents keeps."""
+def _measure_saved_bytes(student: PreTrainedModel, length: int, precision: Precision) -> SavedBytes:
+    """The bytes that a pass of one packed sequence of two documents keeps.
+
+    A student of fake tensors, which have no values, reads one document: where documents begin is a
+    value.
+    """
     training = student.training
     device = student.device
-    ledger = _StorageCounter({each.untyped_storage().data_ptr() for each in student.parameters()})
+    mode = getattr(next(student.parameters()), "fake_mode", None)
+    ledger = _StorageCounter(student.parameters())
     lengths = (length - length // 2, length // 2)
     positions_BL = torch.cat([torch.arange(each) for each in lengths])[None]
     packed = PackedRows.of(positions_BL).map(lambda each: each.to(device))
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.enable_grad(),
+        mode or nullcontext(),
         precision.autocast(),
     ):
+        tokens_BL = torch.zeros(1, length, dtype=torch.int64, device=device)
         with ledger.watching(find_decoder_layers(student)):
             try:
                 hidden = compute_hidden_states(
-                    student.train(), torch.zeros_like(packed.positions_BL), packed
+                    student.train(), tokens_BL, None if mode is not None else packed
                 )
             finally:
                 student.train(training)
         del hidden
-    return _SavedBytes(ledger.inside, ledger.total - ledger.inside, ledger.boundary)
+    return SavedBytes(ledger.inside, ledger.total - ledger.inside, ledger.boundary)
+
+
+def _refuse(kept: None) -> Tensor:
+    raise AssertionError("the graph of a short pass has no backward pass")
+
+
+def _name_storage(tensor: Tensor) -> int:
+    """The place of the object that owns the bytes of ``tensor``; fake tensors have such, too."""
+    return tensor.untyped_storage()._cdata
 
 
 class _StorageCounter:
     """Counts the storages that autograd keeps, each once, and those of them that a layer keeps."""
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         # Not counted, because they are in memory anyway: the parameters, and later each storage
-        # seen.
-        self._known = known
+        # seen. They are held, so that no other takes the place of one in memory.
+        self._known = {_name_storage(each): each.untyped_storage() for each in known}
         self._within = False
         self.total = self.inside = self.boundary = 0
 
@@ -284,18 +214,20 @@ class _StorageCounter:
                     layer.register_forward_hook(self._leave),
                 ):
                     stack.callback(handle.remove)
-            stack.enter_context(
-                torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-            )
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, _refuse))
             yield
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
+    def _keep(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor``, and give the graph nothing of it to keep.
+
+        A node that kept its own output would keep itself, and the graph would never be freed.
+        """
+        name = _name_storage(tensor)
+        if name not in self._known:
+            storage = tensor.untyped_storage()
+            self._known[name] = storage
             self.total += storage.nbytes()
             self.inside += storage.nbytes() * self._within
-        return tensor
 
     def _enter(self, layer: nn.Module, inputs: Any) -> None:
         self._within = True

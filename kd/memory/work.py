@@ -18,7 +18,9 @@ that of copies to and from the host, each at a share of the device's rate, the u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kd.memory.devices import DeviceRates
 
@@ -31,6 +33,10 @@ _LOGIT_PASSES = {True: 4, False: 2}
 _LOGIT_BYTES = 4
 #: Bytes of a number of the gradient of the LM head's weight.
 _GRADIENT_BYTES = 4
+#: Widths of a layer's tensors that are in memory at once in a pass without gradients: of the
+#: hidden states (the residual, its norm, queries, output) and of the MLP (gate, up, product).
+_HIDDEN_COPIES = 4
+_MLP_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -126,3 +132,24 @@ def count_head_gradient_bytes(numbers: int, chunks: int) -> int:
 def compute_cost(seconds: float, price: float | None) -> float | None:
     """The cost of ``seconds`` at ``price`` an hour, in the currency of the price."""
     return None if price is None else seconds / 3600 * price
+
+
+def count_forward_bytes(width: int, inner: int, token_bytes: int) -> int:
+    """Bytes of the tensors of one layer in a pass without gradients.
+
+    ``width`` is that of the hidden states and ``inner`` that of the MLP; ``token_bytes`` are the
+    tokens times the bytes of a number.
+    """
+    return token_bytes * (_HIDDEN_COPIES * width + _MLP_COPIES * inner)
+
+
+def find_expert_share(find: Callable[[str], Any]) -> float:
+    """The share of a layer's experts that a token meets; 1 without experts.
+
+    ``find`` returns a field of the model's configuration, or None.
+    """
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    picks = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    count = next((n for name in counts if isinstance(n := find(name), int)), 1)
+    picked = next((n for name in picks if isinstance(n := find(name), int)), 1)
+    return min(picked / max(count, 1), 1.0)

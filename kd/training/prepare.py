@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +24,9 @@ from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
-from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step, resize_micro_batch
+from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step
+from kd.memory.step_bytes import StepMemoryEstimate, resize_micro_batch
 from kd.memory.step_memory import (
-    StepMemoryEstimate,
     estimate_memory,
     estimate_optimizer_bytes,
     measure_free_memory,
@@ -286,11 +285,9 @@ def _make_look_ahead(
 
 def count_total_steps(options: TrainConfig, sequences: int) -> int:
     """Optimiser steps of the whole run, for ``sequences`` training sequences."""
-    if options.max_steps is not None:
-        return options.max_steps
-    assert options.epochs is not None, "TrainConfig requires max_steps or epochs"
-    sequences_per_step = options.batch_size * options.gradient_accumulation_steps
-    return max(1, math.ceil(options.epochs * sequences / sequences_per_step))
+    steps = options.count_steps(sequences)
+    assert steps is not None, "TrainConfig requires max_steps or epochs"
+    return steps
 
 
 # ---------------------------------------------------------------------- requirements of the loss

@@ -14,7 +14,7 @@ from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
-from kd.memory.step_memory import StepMemoryEstimate
+from kd.memory.step_bytes import StepMemoryEstimate
 from kd.models.precision import ScalerWatch
 from kd.optim.averaging import Averager
 from kd.parallel.group import Group

@@ -40,20 +40,22 @@ class Admission:
     service: Service
     caller: Caller
 
-    def plan(self, config: JobConfig) -> JobPlan:
-        """Return the plan of the job; raise what ``require_admissible`` raises."""
-        return JobPlan.model_validate(self._ask_process("plan", config))
+    def plan(self, config: JobConfig, devices: str | None = None) -> JobPlan:
+        """Return the plan of the job on ``devices``; raise what ``require_admissible`` raises."""
+        return JobPlan.model_validate(self._ask_process("plan", config, devices))
 
     def estimate(self, config: JobConfig) -> JobEstimate:
         """Return the estimate of the job's capture; raise what ``require_admissible`` raises."""
         return JobEstimate.model_validate(self._ask_process("estimate", config))
 
-    def _ask_process(self, wish: Wish, config: JobConfig) -> dict[str, Any]:
+    def _ask_process(
+        self, wish: Wish, config: JobConfig, devices: str | None = None
+    ) -> dict[str, Any]:
         settings = self.service.settings
         require_space(settings.home, settings.disk_floor_bytes)
         own = [*find_service_problems(config), *find_webhook_problems(config.webhook, settings)]
         try:
-            result = self.service.plans.ask(wish, config, self.caller.name)
+            result = self.service.plans.ask(wish, config, self.caller.name, devices)
         except ConfigError as error:
             raise ConfigError([*error.problems, *own]) from None
         if own:

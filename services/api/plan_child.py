@@ -3,7 +3,7 @@
 It writes a line once it is ready, then reads one order a line from stdin and writes one answer a
 line to stdout, both JSON:
 
-    {"wish": "plan" | "estimate", "config": {...}, "owner": "..."}
+    {"wish": "plan" | "estimate", "config": {...}, "owner": "...", "devices": "..." | null}
     {"result": {...}} | {"problems": [...]} | {"store_error": "..."} | {"limit": "memory"}
     | {"failure": {"type": "...", "detail": "...", "remedy": "..."}}
 """
@@ -42,7 +42,7 @@ def answer_order(
         require_no_problems(config, Folders(settings.root, settings.home, limits))
         if order["wish"] == "estimate":
             return {"result": estimate_by_table(config, settings.root, settings.home).to_json()}
-        plan = plan_job(config, settings, store.list_workers(), kept)
+        plan = plan_job(config, settings, store.list_workers(), kept, order["devices"])
         return {"result": plan.model_dump(mode="json")}
     except ConfigError as error:
         return {"problems": [problem.to_json() for problem in error.problems]}

@@ -35,13 +35,20 @@ class PlanProcess:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
-    def ask(self, wish: Wish, config: JobConfig, owner: str) -> dict[str, Any]:
-        """Return the plan, or the estimate, of a job of ``owner`` as JSON.
+    def ask(
+        self, wish: Wish, config: JobConfig, owner: str, devices: str | None = None
+    ) -> dict[str, Any]:
+        """Return the plan on ``devices``, or the estimate, of a job of ``owner`` as JSON.
 
         Raises ``ConfigError`` with all problems of the job, ``RedisError`` if the job store does
         not answer, and ``ApiProblem`` (503) if other plans or this one take too long or too much.
         """
-        order = {"wish": wish, "config": config.model_dump(mode="json"), "owner": owner}
+        order = {
+            "wish": wish,
+            "config": config.model_dump(mode="json"),
+            "owner": owner,
+            "devices": devices,
+        }
         limit = self._settings.plan_seconds
         if not self._lock.acquire(timeout=limit):
             raise _make_limit_problem(

@@ -5,14 +5,16 @@ Runs no model and imports no torch: what is not known without them stays null.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from cache.errors import CacheError, PotstillError
 from cache.store import read_manifest
 from kd.capture.estimate import (
+    CacheSize,
+    CaptureSize,
     Estimate,
     estimate_vocabulary_size,
     list_measured_files,
@@ -21,7 +23,14 @@ from kd.capture.estimate import (
     measure_free_bytes,
 )
 from kd.config.job import JobConfig
+from kd.errors import ConfigError, ModelError
+from kd.memory.devices import DeviceRates, find_device_kind
+from kd.memory.host import read_memory_bytes
 from kd.memory.model_memory import estimate_least_memory, estimate_model_memory
+from kd.memory.training_phase import Place
+from kd.planning.by_files import plan_by_files
+from kd.planning.devices import CPU, DeviceGroup, DeviceName
+from kd.planning.texts import TextFiles
 from services.api.answers.views import JobPlan, MemoryEstimate
 from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
@@ -34,10 +43,12 @@ def plan_job(
     settings: Settings,
     workers: list[WorkerState],
     kept: KeptAnswers | None = None,
+    devices: str | None = None,
 ) -> JobPlan:
     """Return the plan of a valid job.
 
-    What takes long is taken from ``kept``, as long as the files are the same.
+    What takes long is taken from ``kept``, as long as the files are the same. The training is
+    planned for ``devices``, such as 8xh100; None means those of a worker that trains.
     """
     kept = kept or KeptAnswers()
     capture = _estimate_capture(config, settings, kept)
@@ -49,6 +60,7 @@ def plan_job(
         steps=steps,
         tokens=_count_tokens(config, steps),
         memory=_estimate_memory(config, settings.root, kept),
+        training=_plan_training(config, settings, workers, kept, devices),
         free_bytes=measure_free_bytes(settings.home),
         warnings=[
             *_find_warnings(config, capture, steps),
@@ -62,14 +74,8 @@ def _estimate_capture(
 ) -> JobEstimate | None:
     if "precompute" not in config.stages or config.kind == "verify":
         return None
-    root = settings.root
-    sections = config.model_dump(mode="json", include={"kind", "data", "teacher", "cache"})
     try:
-        work, storage = kept.recall(
-            ["capture", sections],
-            list_measured_files(config, root),
-            lambda: measure_capture(config, root),
-        )
+        work, storage = _measure_capture(config, settings.root, kept)
     except PotstillError:  # a dataset of the hub, or text that only the worker can read
         return None
     free = measure_free_bytes(settings.home)
@@ -77,19 +83,27 @@ def _estimate_capture(
     return JobEstimate(**estimate.to_json())
 
 
+def _measure_capture(
+    config: JobConfig, root: Path, kept: KeptAnswers
+) -> tuple[CaptureSize, CacheSize]:
+    """Measure the text and the cache of a job that captures, or that reads such a cache."""
+    sections = config.model_dump(mode="json", include={"data", "teacher", "cache"})
+    return kept.recall(
+        ["capture", sections],
+        list_measured_files(config, root),
+        lambda: measure_capture(config.model_copy(update={"kind": "distill"}), root),
+    )
+
+
 def _count_steps(config: JobConfig, settings: Settings, capture: JobEstimate | None) -> int | None:
     if config.train is None:
         return None
-    if config.train.max_steps is not None:
-        return config.train.max_steps
     sequences = (
         capture.train_sequences
         if capture is not None
         else _count_sealed_sequences(config, settings)
     )
-    if sequences is None or config.train.epochs is None:
-        return None
-    return max(1, math.ceil(config.train.epochs * sequences / _count_sequences_per_step(config)))
+    return config.train.count_steps(sequences)
 
 
 def _count_sealed_sequences(config: JobConfig, settings: Settings) -> int | None:
@@ -103,31 +117,108 @@ def _count_sealed_sequences(config: JobConfig, settings: Settings) -> int | None
         return None
 
 
-def _count_sequences_per_step(config: JobConfig) -> int:
-    if config.train is None:
-        return 0
-    return config.train.batch_size * config.train.gradient_accumulation_steps
-
-
 def _count_tokens(config: JobConfig, steps: int | None) -> int | None:
-    if steps is None:
+    if steps is None or config.train is None:
         return None
-    return steps * _count_sequences_per_step(config) * config.data.sequence_length
+    return steps * config.train.sequences_per_step * config.data.sequence_length
 
 
 # ---------------------------------------------------------------------- memory
 
 
 def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> MemoryEstimate:
+    found = estimate_model_memory(config, root, _make_vocabulary_finder(config, root, kept))
+    return MemoryEstimate(**asdict(found))
+
+
+def _make_vocabulary_finder(config: JobConfig, root: Path, kept: KeptAnswers) -> Callable[[], int]:
+    """Make the function that returns the vocabulary of the job's teacher."""
     teacher = None if config.teacher is None else config.teacher.model_dump(mode="json")
+    return lambda: kept.recall(
+        ["vocabulary", teacher],
+        list_teacher_files(config, root),
+        lambda: estimate_vocabulary_size(config, root),
+    )
 
-    def find_vocabulary() -> int:
-        files = list_teacher_files(config, root)
-        return kept.recall(
-            ["vocabulary", teacher], files, lambda: estimate_vocabulary_size(config, root)
-        )
 
-    return MemoryEstimate(**asdict(estimate_model_memory(config, root, find_vocabulary)))
+# ---------------------------------------------------------------------- training
+
+
+#: Memory of a worker's process beside its job: the libraries that it imports. An assumption.
+_PROCESS_BYTES = 512 << 20
+#: Rates of a processor that is not at hand, to compare settings by; no time is told of them.
+_CORE = DeviceRates("cpu", 0, half=1e11, single=1e11, tf32=1e11, bandwidth=1e10)
+
+
+def _plan_training(
+    config: JobConfig,
+    settings: Settings,
+    workers: list[WorkerState],
+    kept: KeptAnswers,
+    devices: str | None,
+) -> dict[str, Any] | None:
+    """Plan the training for ``devices``, or for a worker that trains.
+
+    None without a training or a device, and where only a loaded model tells the student. Devices
+    that were asked for must suit the job; those of a worker need not.
+    """
+    group = _choose_devices(config, workers, devices)
+    if group is None:
+        return None
+    files = TextFiles(
+        settings.root,
+        settings.home,
+        lambda job, root: _measure_capture(job, root, kept)[0],
+        _make_vocabulary_finder(config, settings.root, kept),
+    )
+    try:
+        plan = plan_by_files(config, files, group)
+    except ConfigError:
+        if devices is not None:
+            raise
+        return None
+    except ModelError:
+        return None
+    return None if plan is None else _hide_times(plan.to_json(), group)
+
+
+def _choose_devices(
+    config: JobConfig, workers: list[WorkerState], devices: str | None
+) -> DeviceGroup | None:
+    """The devices that were asked for; else the largest of a worker that trains."""
+    training = [each.device for each in workers if "train" in each.stages]
+    largest = max(training, key=lambda each: each.total_bytes, default=None)
+    if devices is not None:
+        name = DeviceName.parse(devices)
+        if name.kind != CPU:
+            return DeviceGroup.of_kind(name)
+        memory = 0 if largest is None or largest.count else largest.memory_bytes
+        return _make_processor(memory or read_memory_bytes(), name.count)
+    if largest is None or not largest.memory_bytes:
+        return None
+    if not largest.count:
+        return _make_processor(largest.memory_bytes, 1)
+    kind = find_device_kind(largest.name)
+    if kind is None:
+        return None
+    rates = replace(kind, name=largest.name, memory=largest.memory_bytes)
+    return DeviceGroup(Place.named(rates), config.resources.gpus or largest.count)
+
+
+def _make_processor(memory: int, count: int) -> DeviceGroup:
+    place = Place(replace(_CORE, memory=memory), False, _PROCESS_BYTES, "fp32", is_timed=False)
+    return DeviceGroup.of_host(place, count)
+
+
+def _hide_times(plan: dict[str, Any], group: DeviceGroup) -> dict[str, Any]:
+    """Leave the times of a processor out: nobody measured its rates."""
+    if group.place.is_gpu:
+        return plan
+    least = [] if plan["shortfall"] is None else [plan["shortfall"]["least"]]
+    for candidate in (*plan["candidates"], *least):
+        candidate |= {"step_seconds": None, "step": None, "seconds": None, "efficiency": None}
+        candidate["why"] = ""
+    return plan
 
 
 # ---------------------------------------------------------------------- warnings

@@ -20,14 +20,13 @@ from services.terminal.commands import (
     backup,
     caches,
     check,
-    estimate,
     evaluate,
     exchange,
     jobs,
     keys,
     recovery,
-    validate,
 )
+from services.terminal.commands.before import estimate, plan, validate
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
     AsJson,
@@ -70,6 +69,7 @@ app = typer.Typer(
 )
 app.add_typer(jobs.app)
 app.add_typer(estimate.app)
+app.add_typer(plan.app)
 app.add_typer(validate.app)
 app.add_typer(check.app)
 app.add_typer(evaluate.app)

@@ -11,7 +11,7 @@ from bench.roofline import Expected, describe_place, expect, render_expected, re
 from bench.support.paths import ROOT
 from bench.support.stage_work import REAL, SMALL, ModelShape, Sizes, Stage, list_stages
 from kd.memory.devices import DEVICE_KINDS
-from kd.memory.phases import Place
+from kd.memory.training_phase import Place
 from kd.models.precision import pick_device
 
 PAGE = ROOT / "docs/benchmarks/gpu.md"

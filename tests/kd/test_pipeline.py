@@ -19,7 +19,8 @@ from cache.store import verify_cache
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
 from kd.files import write_json
-from kd.pipeline import choose_chunk_memory, run_stage, run_stages
+from kd.memory.host import choose_chunk_memory
+from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -366,7 +367,7 @@ def merged(job: Job, changes: Job) -> Job:
 def test_the_reader_s_memory_is_the_job_s_else_a_share_of_the_host_s(
     job, monkeypatch, given, host, expected
 ):
-    monkeypatch.setattr("kd.pipeline.read_memory_bytes", lambda: host)
+    monkeypatch.setattr("kd.memory.host.read_memory_bytes", lambda: host)
     train = job["train"] | {"dataloader_memory": given}
     assert choose_chunk_memory(parse_config(job | {"train": train}).train) == expected
 

@@ -20,7 +20,7 @@ from kd.config.train import TrainConfig
 from kd.memory import activation_offload
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
-from kd.memory.step_memory import count_offloaded_bytes, estimate_memory, fit_saved_bytes
+from kd.memory.step_memory import describe_step, estimate_memory
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision, round_parameters
@@ -208,8 +208,7 @@ def test_the_copies_are_what_was_told(how: Any, monkeypatch: pytest.MonkeyPatch)
     options = TrainConfig(
         max_steps=1, batch_size=BATCH, gradient_checkpointing=how, activation_offload=True
     )
-    saved = fit_saved_bytes(student, LENGTH, FLOAT32)
-    told = count_offloaded_bytes(student, options, LENGTH, saved)
+    told = describe_step(student, options, LENGTH, VOCABULARY, FLOAT32).count_offloaded_bytes()
     checkpoint_activations(student, how)
     offload_activations(student)
     with counting(monkeypatch) as sizes:

@@ -17,8 +17,8 @@ from kd.memory.auto_batch import (
     memory_errors,
     reduce_micro_batch,
     rehearse_step,
-    resize_micro_batch,
 )
+from kd.memory.step_bytes import resize_micro_batch
 from tests.support.kd.memory_script import run_memory_script
 
 CPU = torch.device("cpu")
@@ -260,8 +260,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError, is_out_of_memory
 from kd.memory.auto_batch import (
-    find_fitting_micro_batch, memory_errors, rehearse_step, resize_micro_batch,
+    find_fitting_micro_batch, memory_errors, rehearse_step,
 )
+from kd.memory.step_bytes import resize_micro_batch
 from kd.memory.step_memory import estimate_optimizer_bytes, measure_free_memory
 from kd.models.layers import compute_hidden_states
 

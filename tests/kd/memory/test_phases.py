@@ -20,13 +20,13 @@ from kd.memory.model_work import count_model_work, count_weight_bytes
 from kd.memory.phases import (
     CapturePhase,
     DeviceForecast,
-    Place,
     Strategy,
-    TrainingPhase,
     forecast_phases,
+    measure_training,
 )
 from kd.memory.rates import measure_rates
 from kd.memory.step_memory import estimate_memory
+from kd.memory.training_phase import Place, TrainingPhase
 from kd.memory.work import (
     ASSUMED_UTILIZATION,
     ModelWork,
@@ -48,12 +48,15 @@ HERE = Place(RATES, is_gpu=False, process=1000, auto="fp32", is_timed=True)
 MODEL = ModelWork(products=1000, attention=64, head=800, vocabulary=50, stored=2000)
 
 
-def make_training(width: int = 16, **changes: Any) -> TrainingPhase:
+def make_training(student: LlamaForCausalLM | None = None, **changes: Any) -> TrainingPhase:
     options = TrainConfig(max_steps=10, batch_size=4).model_copy(update=changes)
     sizes = {"vocabulary": 50, "length": 48, "targets": 47.0, "steps": 10}
     rest = {"evaluations": 2, "held_out": 8, "loader": 100}
-    student = make_llama(width=width, layers=4)
-    return TrainingPhase.measure(student, options, **sizes, **rest)
+    return measure_training(student or make_student(), options, **sizes, **rest)
+
+
+def make_student(width: int = 16) -> LlamaForCausalLM:
+    return make_llama(width=width, layers=4)
 
 
 def make_capture() -> CapturePhase:
@@ -227,7 +230,7 @@ def test_the_memory_of_a_training_is_the_step_s_and_what_lies_beside_it() -> Non
     training = make_training()
     phase = forecast_phases(HERE, None, training, seconds=5.0).phases[0]
     options = training.options
-    step = estimate_memory(training.student, options, 48, 50, Precision("cpu", torch.float32))
+    step = estimate_memory(make_student(), options, 48, 50, Precision("cpu", torch.float32))
     assert phase.memory_bytes == step.total + 100 + 1000
     evaluation = forecast_phases(HERE, None, training, seconds=5.0).phases[1].memory
     assert (evaluation.gradients, evaluation.weights) == (0, phase.memory.weights)
@@ -288,8 +291,9 @@ def test_levers_that_a_job_cannot_pull_are_left_out() -> None:
 
 
 def test_pure_bfloat16_and_small_states_need_less_memory() -> None:
-    training = make_training(width=64)
-    numbers = sum(each.numel() for each in training.student.parameters())
+    student = make_student(width=64)
+    training = make_training(student)
+    numbers = sum(each.numel() for each in student.parameters())
     found = read(forecast_phases(HERE, None, training, seconds=5.0))
     bytes_of = {name: each.memory_bytes for name, each in found.items()}
     half, pure = (
@@ -303,7 +307,7 @@ def test_pure_bfloat16_and_small_states_need_less_memory() -> None:
     assert less >= 4 * numbers + half.activations - pure.activations
     assert bytes_of["train.optim adamw_8bit"] < bytes_of["as written"] - 2 * numbers
     # The passes in bfloat16 leave the student as it was.
-    assert {each.dtype for each in training.student.parameters()} == {torch.float32}
+    assert {each.dtype for each in student.parameters()} == {torch.float32}
 
 
 def test_offloaded_activations_take_the_time_of_two_copies() -> None:

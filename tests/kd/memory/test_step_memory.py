@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.files import format_bytes
+from kd.memory.step_bytes import StepMemoryEstimate
 from kd.memory.step_memory import (
-    StepMemoryEstimate,
     estimate_memory,
     estimate_optimizer_bytes,
     measure_free_memory,
@@ -209,6 +209,20 @@ def test_an_estimate_changes_nothing() -> None:
     assert not any(
         module._forward_hooks or module._forward_pre_hooks for module in student.modules()
     )
+
+
+def test_an_estimate_leaves_no_tensor_in_memory() -> None:
+    """The graphs of its short passes are freed."""
+
+    def list_tensors() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
+
+    student = make_student()
+    estimate(student)  # what libraries keep of their first use
+    before = list_tensors()
+    estimate(student)
+    assert list_tensors() == before
 
 
 def test_an_estimate_is_a_row_a_sentence_and_a_warning() -> None:

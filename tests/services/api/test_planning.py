@@ -114,6 +114,68 @@ def test_a_plan_warns_of_models_larger_than_every_worker(
     assert not any("64 GiB" in warning for warning in list_warnings(small))
 
 
+@pytest.mark.parametrize(
+    ("device", "devices"),
+    [
+        (Device(memory_bytes=8 << 30), "1 x cpu"),
+        (Device(kind="cuda", name="NVIDIA L4", count=2, memory_bytes=24 << 30), "2 x NVIDIA L4"),
+        (Device(kind="cuda", name="Radeon", count=2, memory_bytes=24 << 30), None),
+        (None, None),
+    ],
+)
+def test_a_training_is_planned_for_a_worker_that_trains(
+    device: Device | None, devices: str | None, tiny_teacher: Path, tmp_path: Path
+) -> None:
+    """No time is told of a processor, whose rates nobody measured."""
+    job = parse_config(make_job({"init": INIT}, tiny_teacher, "adamw"))
+    workers = [WorkerState(id="other", stages=["precompute"], device=Device(memory_bytes=1 << 40))]
+    if device is not None:
+        workers.append(WorkerState(id="w", stages=["train"], device=device))
+    found = plan_job(job, Settings(home=tmp_path), workers).training
+    assert (found or {}).get("devices") == devices
+    if found is not None and device is not None:
+        assert found["device_bytes"] == device.memory_bytes
+        best = found["candidates"][0]
+        assert best["batch_size"] * best["gradient_accumulation_steps"] == 8
+        assert (best["seconds"] is None) == (device.kind == "cpu") == (best["why"] == "")
+        assert best["memory"]["gradients"] == 4 * found["budget"]["parameters"]
+
+
+def test_devices_that_are_asked_for_must_suit_the_job(tiny_teacher: Path, tmp_path: Path) -> None:
+    job = parse_config(make_job({"init": INIT}, tiny_teacher, "adamw"))
+
+    def plan(devices: str) -> dict[str, Any] | None:
+        return plan_job(job, Settings(home=tmp_path), [], None, devices).training
+
+    found = plan("4xh100")
+    assert found is not None and found["devices"] == "4 x h100" and not found["shortfall"]
+    for devices, why in (("3xh100", "cannot be split"), ("8xh9", "'h9', which is not known")):
+        with pytest.raises(ConfigError, match=why):
+            plan(devices)
+    unknown = make_job({"from_teacher": {"layers": 1, "hidden_size": 8}}, tiny_teacher, "adamw")
+    assert (
+        plan_job(parse_config(unknown), Settings(home=tmp_path), [], None, "h100").training is None
+    )
+
+
+def test_devices_are_asked_for_in_the_query(
+    planner: Callable[..., tuple[Parts, int]], tiny_teacher: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    parts, _ = planner(plan_seconds=PATIENCE_SECONDS, data_roots=(Path("/"),))
+    job = make_job({"init": INIT}, tiny_teacher, "adamw")
+    job["data"]["train"] = str(tiny_text)
+
+    def ask(query: str) -> Any:
+        return parts.http.post(f"/jobs/validate{query}", json=job, timeout=PATIENCE_SECONDS)
+
+    found = ask("?devices=2xt4").json()["training"]
+    assert (found["devices"], found["steps"]) == ("2 x t4", 1)
+    assert found["candidates"][0]["precision"] == "fp16"
+    refused = problem(ask("?devices=0xt4"), 422)
+    assert "0 devices" in str(refused)
+    assert ask("").json()["training"] is None
+
+
 def test_planning_imports_no_torch() -> None:
     code = "import sys, services.api.planning; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

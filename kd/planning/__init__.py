@@ -1,0 +1,1 @@
+"""Settings of a training for given devices: `kd plan` and the plan of `POST /jobs/validate`."""
