@@ -1,7 +1,7 @@
 """Compare what ``kd estimate`` and ``kd plan`` tell with what a job then takes, on this device.
 
-    python bench/forecast.py [--jobs example fresh cut lora] [--teacher FOLDER] [--gguf FILE]
-                             [--out FILE]
+    python bench/forecast.py [--jobs example fresh short cut lora] [--teacher FOLDER]
+                             [--gguf FILE] [--out FILE]
 
 The jobs:
 
@@ -9,7 +9,8 @@ The jobs:
     fresh     a new student of six layers in rows of 128 tokens
     cut       a student of eight layers cut out of a larger teacher: the model in ``--teacher``, for
               instance SmolLM2-135M; without the flag this job is left out
-    lora      adapters on the example's teacher, with packed rows of 2,048 tokens
+    short     adapters on the example's teacher, with packed rows of 256 tokens
+    lora      the same with rows of 2,048 tokens
 
 Each job is forecast in one process; capture and training then run in processes of their own, as in
 the service. The row ``plan`` is the training with the best settings of ``kd plan --devices cpu``.
@@ -80,6 +81,12 @@ def make_jobs(arguments: argparse.Namespace) -> dict[str, JobConfig]:
             },
             "train": {**train, "batch_size": 4},
         })  # fmt: skip
+    jobs["short"] = parse_config({
+        "teacher": {"model": str(AUSTEN / "teacher"), "batch_size": 4},
+        "student": {"model": str(AUSTEN / "teacher"), "lora": {"rank": 16}},
+        "data": {**text, "sequence_length": 256, "max_train_samples": 24, "max_eval_samples": 4},
+        "train": {**train, "batch_size": 4},
+    })  # fmt: skip
     jobs["lora"] = parse_config({
         "teacher": {"model": str(AUSTEN / "teacher"), "batch_size": 2},
         "student": {"model": str(AUSTEN / "teacher"), "lora": {"rank": 16}},
@@ -171,7 +178,7 @@ def format_row(
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", nargs="+", default=["example", "fresh", "cut", "lora"])
+    parser.add_argument("--jobs", nargs="+", default=["example", "fresh", "short", "cut", "lora"])
     parser.add_argument("--teacher", help="folder of the larger teacher of the job cut")
     parser.add_argument("--gguf", help="GGUF file in that folder, where it has no safetensors")
     parser.add_argument("--steps", type=int, default=6, help="steps of a training (example: 4x)")
