@@ -113,7 +113,7 @@ bench-forecast: $(STAMP) ## Compare what kd estimate and kd plan tell with what 
 	$(BIN)/python bench/forecast.py $(BENCH_FLAGS)
 
 bench-scale-model: $(STAMP) ## Print what a step is expected to cost on 8 to 1,024 GPUs; needs no GPU
-	$(BIN)/python bench/scale_model.py $(BENCH_FLAGS)
+	$(BIN)/python bench/devices/scale_model.py $(BENCH_FLAGS)
 
 bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the formats of other tools
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)
@@ -145,7 +145,7 @@ bench-kernels: $(STAMP) ## Print launches and waits of the hot path, and the ker
 	$(BIN)/python bench/gpu/kernel_builds.py
 
 bench-scale: $(STAMP) ## Measure what two and four ranks gain on this machine, and what their exchange costs
-	$(BIN)/python bench/scale.py $(BENCH_FLAGS)
+	$(BIN)/python bench/devices/scale.py $(BENCH_FLAGS)
 
 chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs run; print what broke (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python bench/chaos.py $(CHAOS_FLAGS)

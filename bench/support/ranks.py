@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 #: Modules that the prepared process imports once.
-PREPARED = ["bench.support.ranks", "bench.scale", "kd.pipeline", "torch.distributed.fsdp"]
+PREPARED = ["bench.support.ranks", "bench.devices.scale", "kd.pipeline", "torch.distributed.fsdp"]
 #: Seconds that the ranks may take.
 PATIENCE = 300.0
 

@@ -33,9 +33,9 @@ from kd.optim.state_size import ParameterShape
 ParallelStrategy = Literal["single", "ddp", "fsdp", "pipeline"]
 #: From the simplest to the one that moves most.
 STRATEGIES: tuple[ParallelStrategy, ...] = get_args(ParallelStrategy)
-#: Copies of the gradients in the buckets of DDP: they lie beside the gradients, which is torch's
-#: default.
-DDP_BUCKET_COPIES = 1
+#: Copies of the gradients in the buckets of DDP: none, because gradients are views of the buckets
+#: (``kd.parallel.strategies.replicate``).
+DDP_BUCKET_COPIES = 0
 #: Layers that FSDP has whole at the same time: the one in use, and the next.
 _WHOLE_LAYERS = 2
 #: Bytes of a number that FSDP reduces, in float32.

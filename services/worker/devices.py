@@ -96,7 +96,7 @@ class WorkerDevice:
         return min((gpu.memory_bytes for gpu in self.gpus), default=0) or read_memory_bytes()
 
     def build_environment(self, wanted: int | None = None) -> dict[str, str]:
-        """Variables with which a child sees ``wanted`` of these devices; None = all GPUs, or one."""
+        """Variables with which a child sees ``wanted`` of these devices; None = all GPUs."""
         # Without a known GPU nothing is hidden: there may be a GPU that NVML does not know.
         if not (self.gpus or self.hidden or wanted == 0):
             return {}

@@ -1,4 +1,4 @@
-"""docs/scale.md has what bench/scale_model.py prints, and the table follows its formulas."""
+"""docs/scale.md has what scale_model.py prints, and the table follows its formulas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.scale_model import (
+from bench.devices.scale_model import (
     COLUMNS,
     KINDS,
     LENGTH,

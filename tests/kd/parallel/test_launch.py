@@ -16,17 +16,11 @@ from bench.support.harness import wait_until
 from bench.support.paths import ROOT
 from kd.errors import ConfigError, Interrupted, NotFinite, RankLost
 from kd.parallel.failures import RankError
-from kd.parallel.launch import FOLDER, RankOrder, run_in_ranks
+from kd.parallel.launch import FOLDER
 from kd.progress import Event, Monitor
+from tests.support.kd.sharing.scripted_rank import launch
 
 pytestmark = pytest.mark.long
-
-MODULE = "tests.support.scripted_rank"
-
-
-def launch(name: str, folder: Path, monitor: Monitor | None = None) -> dict[str, object]:
-    order = RankOrder("train", {"name": name}, str(folder), str(folder))
-    return run_in_ranks(order, 2, monitor or Monitor(), MODULE)
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -73,7 +67,8 @@ def test_a_stop_reaches_every_rank(tmp_path: Path) -> None:
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     """At any moment: also while torchrun or a rank still imports."""
     code = (
-        "import sys; from pathlib import Path; from tests.kd.parallel.test_launch import launch; "
+        "import sys; from pathlib import Path; "
+        "from tests.support.kd.sharing.scripted_rank import launch; "
         "launch('wait', Path(sys.argv[1]))"
     )
     for seconds in (1.0, None):

@@ -113,8 +113,8 @@ def test_sampled_ids_of_tensor_parallelism_are_the_same(
     assert common >= 0.999 * len(set(theirs) | set(ours))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("profile", ["hidden", pytest.param("threshold", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["hidden", "threshold"])
 def test_records_of_fsdp_are_those_of_one_process(
     options: Options, home: Path, profile: str
 ) -> None:
@@ -150,7 +150,7 @@ def kill(rank: int, home: Path) -> Any:
     return lambda _: os.kill(find_ranks(home)[rank], signal.SIGKILL)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stopped_or_killed_capture_goes_on_to_the_same_bytes(
     options: Options, home: Path, tmp_path: Path
 ) -> None:

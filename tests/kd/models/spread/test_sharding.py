@@ -58,7 +58,7 @@ def test_a_teacher_by_fsdp_computes_the_same_numbers(tmp_path: Path) -> None:
     assert all(each["held"] < 0.8 for each in found.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_teacher_by_tensor_parallelism_computes_the_same_within_rounding(tmp_path: Path) -> None:
     found = compare("tensor", [name for name in FEW if name not in UNPLANNED], tmp_path)
     require_equal(found, 2e-6)

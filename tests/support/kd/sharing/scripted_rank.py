@@ -10,13 +10,20 @@ from pathlib import Path
 
 from kd.errors import ConfigError, Interrupted, NotFinite, Problem
 from kd.parallel.failures import write_failure
-from kd.parallel.launch import RankOrder
+from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
-from kd.progress import Event
+from kd.progress import Event, Monitor
 from kd.rank import has_stdin_ended, open_events
 
+MODULE = "tests.support.kd.sharing.scripted_rank"
 #: Seconds after which a rank that waits gives up.
 PATIENCE = 60.0
+
+
+def launch(name: str, folder: Path, monitor: Monitor | None = None) -> dict[str, object]:
+    """Run two such ranks, whose job has this name; the run folder is ``folder``."""
+    order = RankOrder("train", {"name": name}, str(folder), str(folder))
+    return run_in_ranks(order, 2, monitor or Monitor(), MODULE)
 
 
 def wait_for_stop() -> None:

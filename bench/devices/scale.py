@@ -1,6 +1,6 @@
 """Measure what several ranks gain on this machine, and what their exchange costs.
 
-    python bench/scale.py [--rounds 5] [--steps 4] [--quick] [--out FILE]
+    python bench/devices/scale.py [--rounds 5] [--steps 4] [--quick] [--out FILE]
 
 The steps are those of ``kd.training``, on a cache of profile threshold, with as many sequences
 whatever the number of ranks. Every rank is a process with one arithmetic thread, and exchanges

@@ -1,6 +1,6 @@
 """Print the cost of a step that is expected on 8 to 1,024 GPUs, from bytes and link rates.
 
-    python bench/scale_model.py [--model NAME ...] [--kind NAME ...] [--out FILE]
+    python bench/devices/scale_model.py [--model NAME ...] [--kind NAME ...] [--out FILE]
 
 Nothing is run. The arithmetic is that of ``kd plan`` (``kd/memory/parallel.py``); the page
 docs/scale.md has what this prints. Every device does the same work at each number of devices.

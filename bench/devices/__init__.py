@@ -1,0 +1,1 @@
+"""What several devices gain: measured on processes of a CPU, and expected of GPUs."""
