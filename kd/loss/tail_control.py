@@ -79,9 +79,8 @@ class TailControl(nn.Module):
 
     def observe(self, hidden_ND: Tensor) -> None:
         """Remember hidden states of the present step, for the steps after it."""
-        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        # In float64 from here on, so that the order of the micro-batches and ranks changes nothing.
-        sum_D = hidden_ND.detach().sum(0, dtype=dtype).double()
+        # In float64, so that the order of the micro-batches and ranks changes nothing.
+        sum_D = hidden_ND.detach().sum(0, dtype=torch.float64)
         self._sum_D = self._sum_D + sum_D if self._positions else sum_D
         self._positions += len(hidden_ND)
 
@@ -96,8 +95,13 @@ class TailControl(nn.Module):
         """
         positions = group.add(self._positions)
         if positions:
-            sum_D = self._sum_D if self._positions else torch.zeros_like(self.direction_D).double()
-            newest_D = (group.add_(sum_D) / positions).to(self.direction_D.dtype)
+            sum_D = (
+                self._sum_D
+                if self._positions
+                else torch.zeros_like(self.direction_D, dtype=torch.float64)
+            )
+            newest_D = torch.empty_like(self.direction_D)
+            torch.div(group.add_(sum_D), positions, out=newest_D)
             # On the device, so that the host does not wait: the first step is the whole average.
             self.direction_D.lerp_(newest_D, (self.steps == 0).float().clamp(min=_NEWEST))
             self.steps += 1

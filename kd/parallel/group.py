@@ -50,7 +50,7 @@ class Group:
 
     def add(self, number: int) -> int:
         """Return the sum of ``number`` over all ranks."""
-        return int(self.add_(torch.tensor(number)))
+        return number if self.alone else int(self.add_(torch.tensor(number)))
 
     def find_least(self, number: int) -> int:
         """Return the least ``number`` of all ranks."""

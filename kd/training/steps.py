@@ -127,8 +127,8 @@ def forward_backward(run: Run, step: Step) -> None:
                 inputs = (batch, step.alpha, step.temperature)
                 terms: LossTerms = run.loss_module(run.loss.compute, *inputs)
                 # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the
-                # ranks' parts.
-                share = terms.total / step.tokens * run.group.size
+                # ranks' parts: so it is over the tokens of a rank, on average.
+                share = terms.total / (step.tokens / run.group.size)
                 with run.clock.phase("backward"):
                     run.state.scaler.scale(share).backward()
             sums += torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double()
