@@ -79,7 +79,7 @@ def alter_loss(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
     def wrong(*arguments: Any, **more: Any) -> Any:
         terms = real(*arguments, **more)
-        return type(terms)(**{**vars(terms), "total": terms.total * factor})
+        return terms._replace(total=terms.total * factor)
 
     monkeypatch.setattr(kd.training.step_loss, "compute_distillation_loss", wrong)
 

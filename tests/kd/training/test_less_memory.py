@@ -12,6 +12,7 @@ import torch
 from cache.store import open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError
 from kd.memory.model_memory import estimate_least_memory
 from kd.models.adapters import list_trained_parameters
@@ -141,7 +142,7 @@ def test_checkpoints_from_before_the_field_are_resumed(tiny_teacher: Path, tiny_
     unknown: dict[str, Any] = {
         "student": {"lora": {"base"}},
         "loss": {"router_balance", "tail_control"},
-        "teacher": {"quantization"},
+        "teacher": {"quantization", *SPREAD_FIELDS},
     }
     content = [
         jobs[0].model_dump_json(include={"student", "loss", "teacher"}, exclude=unknown),

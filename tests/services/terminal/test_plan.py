@@ -46,7 +46,7 @@ def test_kd_plan_prints_the_best_settings_and_why(job_file: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 x h100 with 79.6 GiB each, by the maker's figures; all numbers")
-    assert re.search(r"^1 +ddp +4 +2 +none +bf16 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^1 +fsdp +4 +2 +none +bf16 ", done.stdout, re.MULTILINE)
     assert "1: the fastest of the" in done.stdout and "buffers" in done.stdout
     assert not (tmp_path / "home").exists()
     found: dict[str, Any] = json.loads(kd(*asked, "--json").stdout)
