@@ -13,7 +13,7 @@
 # ROOFLINE_FLAGS  passed to bench/roofline.py, for example ROOFLINE_FLAGS="--measure"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # EXAMPLE_SECONDS  how long `make examples` begins new runs
-# LONG=1       `make test` also runs the tests marked long, as the check of every commit does
+# LONG=1       `make test` also runs the tests marked long
 # SLOW=1       `make test` also runs the tests marked long and slow
 
 PYTHON      ?= python3
