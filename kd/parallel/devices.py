@@ -27,7 +27,7 @@ def count_ranks(config: JobConfig) -> int:
     """
     wanted = config.resources.gpus or 1
     found = count_devices()
-    if wanted > max(found, 1):
+    if wanted > found:
         detail = f"it asks for {wanted} devices, but this process may use {found}."
         remedy = (
             "Lower it, or give the worker more: KD_DEVICES=0,1 names two GPUs, KD_DEVICES=cpu,cpu "

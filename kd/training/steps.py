@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -229,6 +231,20 @@ def roll_back(run: Run, step: Step) -> bool:
 # ---------------------------------------------------------------------- the step itself
 
 
+@contextmanager
+def rounding_alike(run: Run, step: Step) -> Iterator[None]:
+    """Let all ranks draw the same numbers in the block, which rounds their steps stochastically.
+
+    Their own generators differ, because their dropout does; copies of the weights must not.
+    """
+    if run.group.alone or not run.options.is_pure_bfloat16:
+        yield
+        return
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        torch.manual_seed(hash((run.options.seed, step.number)))
+        yield
+
+
 def take_step(run: Run, step: Step) -> None:
     """Update weights, learning rate, temperature and average of the weights, and count the step."""
     state = run.state
@@ -237,7 +253,11 @@ def take_step(run: Run, step: Step) -> None:
     if run.look_ahead is not None:
         slope = run.look_ahead.compute_slope(run.loss.temperature, step.number, run.loss.objective)
     # Memory may run out here too: the first step allocates the optimiser's state.
-    with memory_errors(run.options, str(run.memory)), run.clock.phase("optimizer"):
+    with (
+        memory_errors(run.options, str(run.memory)),
+        run.clock.phase("optimizer"),
+        rounding_alike(run, step),
+    ):
         state.scaler.step(state.optimizer)
         taken = run.scale_watch.update(state.scaler, step.number + 1)
     # The scaler skips a step whose gradients overflowed: then nothing else moves either.

@@ -111,6 +111,7 @@ def attempt_stage(
         # The supervisor judges how a process ended: this one ends as the rank did.
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), error.signum)
         return EXIT_FAILED
     except Exception as error:

@@ -185,3 +185,16 @@ def test_ranks_go_back_together_after_a_spike(
         two, _ = run_ranks(2, train_student, shared, cache, folder, "float32", None, 13)
         assert two["progress"]["rollbacks"] == 1
         assert curve(two) == pytest.approx(curve(one), rel=1e-5)
+
+
+def test_copies_stay_equal_with_dropout_and_steps_that_are_rounded_stochastically(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    rounded = change(
+        job,
+        student={"init": {"layers": 2, "hidden_size": 16, "attention_dropout": 0.1}},
+        train={"precision": "bf16_pure", "strategy": "ddp"},
+    )
+    found, _ = run_ranks(2, train_student, rounded, caches["threshold"], str(tmp_path / "run"))
+    first, second = found["digests"]
+    assert first == second

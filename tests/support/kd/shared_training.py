@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from cache.store import open_cache
 from kd.config.jobfile import parse_config
@@ -65,16 +67,27 @@ def train_student(
         progress = train(config, source, student, vocabulary, Path(folder), monitor, group)
     except Interrupted:
         assert stop is not None
+    digests = group.gather(hash_parameters(student))
     weights = collect_weights(student, group)
     if not group.leads:
         return {}
     lines = read_metrics(Path(folder) / "metrics.jsonl")
     return {
-        "weights": {name: each.numpy() for name, each in weights.items()},
+        "weights": {name: each.double().numpy() for name, each in weights.items()},
         "lines": lines,
+        "digests": digests,
         "warnings": warnings,
         "progress": progress and asdict(progress),
     }
+
+
+def hash_parameters(student: torch.nn.Module) -> str:
+    """Hash what this process holds of the parameters."""
+    digest = hashlib.sha256()
+    for parameter in student.parameters():
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(own.detach().double().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def train_alone(*arguments: Any, **options: Any) -> dict[str, Any]:
