@@ -186,7 +186,7 @@ def _take_stage(
 
 
 def _split_outside(student: StudentShape) -> tuple[BlockShape, BlockShape]:
-    """What lies outside of the layers, in the first stage and in the last."""
+    """Split what lies outside of the layers into the first stage's part and the last one's."""
     shape = student.head
     own = ParameterShape((shape.rows, shape.width), is_layer_matrix=False)
     if not shape.trained:

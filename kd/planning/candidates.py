@@ -272,7 +272,7 @@ def _explain_best(best: Candidate, found: list[Candidate], count: int) -> str:
 
 
 def _explain(candidate: Candidate, best: Candidate) -> str:
-    """What the candidate costs beside the best one, and what takes the time."""
+    """Say what the candidate costs beside the best one, and what takes the time."""
     ratio = candidate.time.total / best.time.total
     spared = best.memory_bytes - candidate.memory_bytes
     parts = [f"{ratio:.2f} times the time"]

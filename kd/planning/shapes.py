@@ -202,7 +202,7 @@ def _estimate_saved(
 
 
 def adapt(plan: StudentPlan, rank: int, base: str = "float32") -> StudentPlan:
-    """The same student, frozen, with adapters of ``rank`` at all matrices of its layers."""
+    """Freeze the student of ``plan``, and put adapters at all matrices of its layers."""
     item = FLOAT32 if base == "float32" else 2
     shape = plan.shape
     outside = _freeze(shape.outside, item)
@@ -231,7 +231,7 @@ def _adapt_block(block: BlockShape, rank: int, item: int) -> BlockShape:
 
 
 def shorten(plan: StudentPlan, layers: int) -> StudentPlan:
-    """The same student with its first ``layers`` alone."""
+    """Keep the first ``layers`` of the student of ``plan`` alone."""
     share = layers / plan.shape.layer_count
     saved = {name: fit.take_layers(share) for name, fit in plan.saved.items()}
     shape = replace(plan.shape, layers=plan.shape.layers[:layers])

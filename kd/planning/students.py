@@ -62,7 +62,7 @@ def describe_training(config: JobConfig, text: TextSize, steps: int) -> Training
 
 
 def measure_fake_passes(student: PreTrainedModel, length: int) -> Mapping[str, SavedBytesFit]:
-    """What passes of ``student``, which has no memory, would keep in each precision.
+    """Measure what passes of ``student`` keep in each precision; its weights take no memory.
 
     Its rows are one document. torch's fake products of experts know bfloat16 alone: where a pass
     in float32 is refused, twice the bytes of the one in bfloat16 are told, which is too many.
