@@ -22,7 +22,6 @@ formulas of the rings are those of Patarasuk and Yuan 2009, those of FSDP are of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
@@ -122,19 +121,6 @@ def count_gathered_bytes(step: StepShape) -> int:
     gradient = layer.trained_numbers * (step.item + _REDUCED_BYTES)
     whole = step.student.outside.numbers + _WHOLE_LAYERS * layer.numbers
     return whole * step.item + gradient
-
-
-def choose_strategy(step: StepShape, ranks: int, memory: int) -> ParallelStrategy:
-    """The first of ddp, fsdp and pipeline whose step needs no more than ``memory`` on a rank.
-
-    Where none fits it is fsdp; one rank alone is single.
-    """
-    if ranks == 1:
-        return "single"
-    for strategy in list_possible(step.student, ranks):
-        if estimate_rank(step, Split(strategy, ranks)).total <= memory:
-            return strategy
-    return "fsdp"
 
 
 def _divide(size: int, ranks: int) -> int:
@@ -315,13 +301,3 @@ def add_replicas(
         communication=time.communication + seconds,
         waiting=time.waiting + waiting,
     )
-
-
-def list_possible(student: StudentShape, ranks: int) -> Iterator[ParallelStrategy]:
-    """Yield the strategies that ``ranks`` devices can have: a pipeline needs a layer on each."""
-    if ranks == 1:
-        yield "single"
-        return
-    yield from ("ddp", "fsdp")
-    if ranks <= student.layer_count:
-        yield "pipeline"

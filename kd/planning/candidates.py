@@ -4,7 +4,6 @@ A candidate is a strategy, a micro-batch, activation checkpointing and a precisi
 a step stay as the job says: with S of them, N ranks and micro-batches of b sequences,
 
     single, ddp, fsdp   each rank does S / (b N) forward passes a step
-    pipeline            S / b micro-batches pass through all ranks
 
 ``train.gradient_accumulation_steps`` counts the forward passes of all ranks, S / b, as it does on
 one device. Imports no torch.
@@ -29,11 +28,11 @@ from kd.memory.parallel import (
     count_traffic,
     estimate_rank,
     estimate_step_time,
-    list_possible,
 )
 from kd.memory.step_bytes import resize_micro_batch
 from kd.memory.training_phase import Place, TrainingPhase
 from kd.memory.work import ASSUMED_UTILIZATION, compute_cost
+from kd.parallel.limits import list_unsharded_fields
 from kd.planning.devices import DeviceGroup
 
 #: Share of a device's memory that a plan leaves free, for holes and for what the estimate misses.
@@ -89,6 +88,7 @@ class Candidate:
     def settings(self) -> dict[str, Any]:
         """The fields of the job's section ``train`` that make this candidate."""
         return {
+            "strategy": self.strategy,
             "batch_size": self.batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "gradient_checkpointing": self.gradient_checkpointing,
@@ -101,7 +101,7 @@ def list_candidates(
 ) -> list[Candidate]:
     """All candidates, the best first: those that fit, by time; then the others, by memory.
 
-    Empty where a step has fewer sequences than there are devices, and the student fewer layers.
+    Empty where a step has fewer sequences than there are devices.
     ``price`` is that of an hour of one device.
     """
     found = [
@@ -127,22 +127,28 @@ def _list_settings(
     options = training.options
     ways = dict.fromkeys((options.gradient_checkpointing, *_CHECKPOINTING))
     precisions = list_precisions(training, devices.place)
-    for strategy in list_possible(training.student, devices.count):
-        for batch in list_micro_batches(options, strategy, devices.count):
-            resized = replace(training, options=resize_micro_batch(options, batch))
-            for how, precision in itertools.product(ways, precisions):
-                yield resized.change(precision=precision, gradient_checkpointing=how), strategy
+    for batch in list_micro_batches(options, devices.count):
+        resized = replace(training, options=resize_micro_batch(options, batch))
+        for how, precision in itertools.product(ways, precisions):
+            changed = resized.change(precision=precision, gradient_checkpointing=how)
+            for strategy in list_strategies(changed.options, devices.count):
+                yield changed, strategy
 
 
-def list_micro_batches(options: TrainConfig, strategy: ParallelStrategy, ranks: int) -> list[int]:
+def list_strategies(options: TrainConfig, ranks: int) -> tuple[ParallelStrategy, ...]:
+    """List the strategies by which ``ranks`` devices can train with ``options``."""
+    if ranks == 1:
+        return ("single",)
+    return ("ddp",) if list_unsharded_fields(options) else ("ddp", "fsdp")
+
+
+def list_micro_batches(options: TrainConfig, ranks: int) -> list[int]:
     """The micro-batches that divide a step, and its passes among ``ranks``; the largest first.
 
-    Of many only some are kept, at even distances, and the job's own. The micro-batches of a
-    pipeline need not divide among its ranks.
+    Of many only some are kept, at even distances, and the job's own.
     """
     sequences = options.sequences_per_step
-    parts = 1 if strategy == "pipeline" else ranks
-    found = [batch for batch in _list_divisors(sequences) if sequences // batch % parts == 0]
+    found = [batch for batch in _list_divisors(sequences) if sequences // batch % ranks == 0]
     if len(found) <= _MOST_MICRO_BATCHES:
         return found
     last = len(found) - 1
@@ -261,7 +267,6 @@ def _explain_best(best: Candidate, found: list[Candidate], count: int) -> str:
         "single": "one device",
         "ddp": "each device holds the whole student, and only gradients are sent",
         "fsdp": "weights, gradients and state are divided by the devices",
-        "pipeline": "each device holds some of the layers",
     }
     others = {each.strategy for each in found} - {each.strategy for each in found if each.fits}
     too_large = f"; {' and '.join(sorted(others))} would not fit" if others else ""
@@ -283,6 +288,4 @@ def _explain(candidate: Candidate, best: Candidate) -> str:
         parts.append("layers run forward twice")
     if candidate.time.waiting > 0:
         parts.append(f"waits {candidate.time.waiting / candidate.time.total:.0%} for links")
-    if candidate.time.idle > 0:
-        parts.append(f"idle {candidate.time.idle / candidate.time.total:.0%}")
     return ", ".join(parts)

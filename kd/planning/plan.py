@@ -83,8 +83,7 @@ def _make_split_error(training: TrainingPhase, devices: DeviceGroup) -> ConfigEr
         Problem(
             "/devices",
             f"a step of {training.options.sequences_per_step} sequences cannot be split evenly "
-            f"over {devices.count} devices, nor a student of {training.student.layer_count} "
-            "layers in as many stages.",
+            f"over {devices.count} devices.",
             "Ask for a number of devices that divides the step, or raise train.batch_size or "
             "train.gradient_accumulation_steps.",
         )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from kd.config.jobfile import parse_config
-from kd.config.train import TrainConfig
+from kd.config.train import Strategy, TrainConfig
 from kd.errors import ConfigError
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS
-from kd.memory.parallel import STRATEGIES
 from kd.memory.phases import Place, forecast_phases, measure_training
 from kd.memory.training_phase import TrainingPhase
+from kd.parallel.limits import list_unsharded_fields
 from kd.planning.by_files import plan_by_files
 from kd.planning.candidates import HEADROOM, list_candidates, list_micro_batches
 from kd.planning.devices import DeviceGroup, DeviceName
@@ -90,11 +90,20 @@ def test_the_sequences_of_a_step_stay_as_the_job_says(count: int) -> None:
     assert found
     for each in found:
         assert each.batch_size * each.gradient_accumulation_steps == 16
-        if each.strategy != "pipeline":
-            assert each.gradient_accumulation_steps % count == 0
-    # A pipeline of more ranks than layers does not exist, and one rank needs no strategy.
-    expected = {"single"} if count == 1 else {*STRATEGIES} - {"single"}
-    assert {each.strategy for each in found} == expected - ({"pipeline"} if count > 4 else set())
+        assert each.gradient_accumulation_steps % count == 0
+    expected = {"single"} if count == 1 else {"ddp", "fsdp"}
+    assert {each.strategy for each in found} == expected
+
+
+def test_every_candidate_is_a_job_that_is_accepted() -> None:
+    """A strategy is proposed only with settings that train.strategy allows."""
+    for changes in ({}, {"optim": "muon"}, {"optim": "adamw_8bit"}, {"auto_batch": True}):
+        training = make_training(**changes)
+        for each in list_candidates(training, DeviceGroup(GPU, 2)):
+            options = training.options.model_copy(update=each.settings)
+            assert each.strategy in get_args(Strategy)
+            if each.strategy == "fsdp":
+                assert list_unsharded_fields(options) == []
 
 
 def test_what_fits_comes_first_and_the_fastest_of_it_is_the_best() -> None:
@@ -135,7 +144,7 @@ def test_the_cost_is_that_of_all_devices() -> None:
 
 def test_of_many_micro_batches_some_are_tried_and_the_job_s_own() -> None:
     options = TrainConfig(max_steps=1, batch_size=48, gradient_accumulation_steps=5040)
-    found = list_micro_batches(options, "single", 1)
+    found = list_micro_batches(options, 1)
     assert 16 <= len(found) <= 17 and 48 in found and found[-1] == 1
     assert all(48 * 5040 % batch == 0 for batch in found)
 
@@ -158,7 +167,7 @@ def test_adapters_on_a_base_in_bfloat16_keep_their_precision() -> None:
 
 def test_where_nothing_fits_the_levers_are_told_by_what_they_save() -> None:
     training = make_training(width=256)
-    devices = shrink(DeviceGroup(GPU, 2), CUDA_CONTEXT)
+    devices = shrink(DeviceGroup(GPU, 1), CUDA_CONTEXT)
     plan = make_plan(training, devices)
     shortfall = plan.shortfall
     assert shortfall is not None and plan.candidates == ()
@@ -174,10 +183,10 @@ def test_where_nothing_fits_the_levers_are_told_by_what_they_save() -> None:
         assert lever.saved_bytes == least - lever.memory_bytes > 0
     sizes = [each.memory_bytes for each in shortfall.levers]
     assert sizes == sorted(sizes)
-    # Two layers less of AdamW in float32: 16 bytes a number, on one of two ranks.
+    # Two layers less of AdamW in float32: 16 bytes a number.
     numbers = training.student.layers[0].numbers
     half = levers["a student of 2 layers in place of 4"]
-    assert half.saved_bytes > 2 * 16 * numbers / 2 * 0.9
+    assert half.saved_bytes > 2 * 16 * numbers * 0.9
 
 
 def test_more_devices_are_a_lever_where_they_are_enough() -> None:
