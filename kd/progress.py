@@ -31,7 +31,10 @@ and two that only the supervisor uses; they are not stored:
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,6 +70,25 @@ def replace_nonfinite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [replace_nonfinite(item) for item in value]
     return value
+
+
+class EventPipe:
+    """The pipe to the process that started this one: the first stdout, for events alone.
+
+    From now on stdout is stderr: what this process prints goes to its log.
+    """
+
+    def __init__(self) -> None:
+        self._pipe = os.dup(1)  # not inherited by programs that the run starts
+        self._lock = threading.Lock()
+        os.dup2(2, 1)
+
+    def send(self, event: Event) -> None:
+        """Write one event as one line."""
+        line = json.dumps(event.to_json(), allow_nan=False).encode() + b"\n"
+        with self._lock:
+            while line:
+                line = line[os.write(self._pipe, line) :]
 
 
 def make_interruption(what: str) -> Interrupted:

@@ -7,19 +7,17 @@ What a rank prints goes to stderr, which is the log of the run.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
-from kd.progress import Event, Monitor, replace_nonfinite
+from kd.progress import Event, EventPipe, Monitor
 
 if TYPE_CHECKING:
     from kd.parallel.launch import RankOrder
@@ -40,8 +38,8 @@ def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
 
     rank = int(os.environ["RANK"])
     folder = Path(sys.argv[1])
-    send = open_events()
-    listen: Callable[[Event], None] = send if rank == 0 else (lambda event: None)
+    events = EventPipe()
+    listen: Callable[[Event], None] = events.send if rank == 0 else (lambda event: None)
     code = 0
     try:
         result = work(RankOrder.read(folder), Monitor(listen, has_stdin_ended, patient=False))
@@ -70,21 +68,6 @@ def run_order(order: RankOrder, monitor: Monitor) -> dict[str, Any]:
     config = parse_config(order.config)
     with confined_datasets(read_granted_limits()):
         return run(config, Path(order.home), Path(order.run_dir), monitor, join_group())
-
-
-def open_events() -> Callable[[Event], None]:
-    """Return a function that writes an event to stdout; all that is printed goes to stderr."""
-    pipe = os.dup(1)
-    os.dup2(2, 1)
-    lock = threading.Lock()
-
-    def send(event: Event) -> None:
-        line = json.dumps(replace_nonfinite(event.to_json()), allow_nan=False).encode() + b"\n"
-        with lock:
-            while line:
-                line = line[os.write(pipe, line) :]
-
-    return send
 
 
 def has_stdin_ended() -> bool:

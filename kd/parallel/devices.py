@@ -8,15 +8,14 @@ import torch
 
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
-from kd.parallel.variables import DEVICES_VARIABLE
+from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
 
 
 def count_devices() -> int:
     """Count the GPUs that torch sees; without one, the CPU devices that KD_DEVICES names, or 1."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    names = [name.strip() for name in os.environ.get(DEVICES_VARIABLE, "").split(",")]
-    return max(names.count("cpu"), 1)
+    return max(split_names(os.environ.get(DEVICES_VARIABLE, "")).count(CPU), 1)
 
 
 def count_ranks(config: JobConfig) -> int:

@@ -32,7 +32,7 @@ from kd.parallel.lifeline import die_with_parent
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement, grant_limits
 from kd.preflight.problems import Folders, require_no_problems
-from kd.progress import Event, Monitor, WorkHeldElsewhere, replace_nonfinite
+from kd.progress import Event, EventPipe, Monitor, WorkHeldElsewhere
 from services.process.lifeline import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
@@ -120,22 +120,6 @@ def attempt_stage(
         return EXIT_FAILED
     events.send(Event("result", result))
     return EXIT_DONE
-
-
-class EventPipe:
-    """The pipe to the supervisor: the first stdout of this process. stdout becomes the log."""
-
-    def __init__(self) -> None:
-        self._pipe = os.dup(1)  # not inherited by programs that the run starts
-        self._lock = threading.Lock()
-        os.dup2(2, 1)
-
-    def send(self, event: Event) -> None:
-        """Write one event as one line."""
-        line = json.dumps(replace_nonfinite(event.to_json()), allow_nan=False).encode() + b"\n"
-        with self._lock:
-            while line:
-                line = line[os.write(self._pipe, line) :]
 
 
 @contextmanager

@@ -28,9 +28,8 @@ import pynvml
 from cache.disk import make_folder, storage_errors, try_lock
 from cache.errors import PotstillError
 from kd.memory.host import read_memory_bytes
-from kd.parallel.variables import DEVICES_VARIABLE
+from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
 
-CPU = "cpu"
 #: Time between two looks for a free GPU.
 POLL_SECONDS = 1.0
 #: Errors of a host without a GPU. Any other error of the driver is a failure.
@@ -222,7 +221,7 @@ def count_cpus(wanted: str | None) -> int:
 
     Raises ``DeviceError`` if it names both.
     """
-    names = _split_words(wanted or "")
+    names = split_names(wanted or "")
     cpus = names.count(CPU)
     if cpus not in (0, len(names)):
         raise DeviceError(
@@ -237,12 +236,12 @@ def choose_gpus(
 ) -> list[Gpu]:
     """The GPUs that KD_DEVICES names, all of which must exist; else those that CUDA would show."""
     if wanted:
-        return [_require_gpu(name, gpus) for name in _split_words(wanted)]
+        return [_require_gpu(name, gpus) for name in split_names(wanted)]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus
     shown = []
-    for name in _split_words(visible):
+    for name in split_names(visible):
         if (gpu := _find(name, gpus)) is None:
             break  # CUDA too ignores an unknown name and all names after it
         shown.append(gpu)
@@ -266,10 +265,6 @@ def _find(name: str, gpus: list[Gpu]) -> Gpu | None:
         (gpu for gpu in gpus if name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name)),
         None,
     )
-
-
-def _split_words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _lock_one(gpus: list[Gpu], home: Path) -> WorkerDevice | None:

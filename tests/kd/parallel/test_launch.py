@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from kd.errors import ConfigError, Interrupted, NotFinite, RankLost
 from kd.parallel.failures import RankError
 from kd.parallel.launch import FOLDER
 from kd.progress import Event, Monitor
+from tests.support.kd.sharing.processes import list_processes
 from tests.support.kd.sharing.scripted_rank import launch
 
 pytestmark = pytest.mark.long
@@ -52,7 +52,7 @@ def test_the_error_of_one_rank_ends_all(
         assert [each.pointer for each in caught.value.problems] == ["/train/order"]
     if isinstance(caught.value, RankLost):
         assert caught.value.signum == signal.SIGKILL
-    wait_until(lambda: not find_processes(tmp_path), 10)
+    wait_until(lambda: not list_processes(tmp_path), 10)
     assert not (tmp_path / FOLDER).exists()
 
 
@@ -81,16 +81,4 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
             time.sleep(seconds)
         process.kill()
         process.wait()
-        wait_until(lambda: not find_processes(tmp_path), 60)
-
-
-def find_processes(folder: Path) -> list[int]:
-    found = []
-    for each in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (each / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if int(each.name) != os.getpid() and str(folder / FOLDER).encode() in words:
-            found.append(int(each.name))
-    return found
+        wait_until(lambda: not list_processes(tmp_path), 60)

@@ -7,15 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
+from kd.parallel.launch import FOLDER
 from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
+from kd.tracking.metrics import read_metrics
+from tests.support.kd.shared_training import curve, evaluations, farthest, make_shared_job
 from tests.support.kd.sharing.processes import find_ranks
+from tests.support.kd.training import stop_after
 
 pytestmark = pytest.mark.slow
 
@@ -24,21 +27,8 @@ Job = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def job(tiny_teacher: Path, tiny_text: Path) -> Job:
-    return {
-        "name": "tiny",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-        "student": {"init": {"layers": 2, "hidden_size": 16}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.2, "sequence_length": 32,
-            "max_train_samples": 40, "max_eval_samples": 7,
-        },
-        "cache": {"shard_sequences": 8},
-        "train": {
-            "max_steps": 20, "batch_size": 2, "gradient_accumulation_steps": 4, "eval_steps": 10,
-            "save_steps": 5, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 2,
-        },
-        "evaluation": {"max_new_tokens": 4},
-    }  # fmt: skip
+    steps = {"max_steps": 20, "eval_steps": 10, "save_steps": 5, "warmup_steps": 2}
+    return make_shared_job(tiny_teacher, tiny_text, **steps)
 
 
 @pytest.fixture(scope="module")
@@ -49,38 +39,21 @@ def home(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def train(job: Job, home: Path, name: str, ranks: int, monitor: Monitor | None = None) -> Path:
-    """Train in ``ranks`` processes, and return the run folder."""
+def train(
+    job: Job, home: Path, name: str, ranks: int, monitor: Monitor | None = None
+) -> dict[str, Any]:
+    """Train in ``ranks`` processes; returns what the run folder holds."""
     folder = home / "runs" / name
-    os.environ["KD_DEVICES"] = ",".join(["cpu"] * ranks)
-    try:
-        config = parse_config(job | {"resources": {"gpus": ranks if ranks > 1 else None}})
+    config = parse_config(job | {"resources": {"gpus": ranks if ranks > 1 else None}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KD_DEVICES", ",".join(["cpu"] * ranks))
         run_stage("train", config, home, folder, monitor or Monitor())
-    finally:
-        del os.environ["KD_DEVICES"]
-    return folder
-
-
-def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["type"] == kind]
-
-
-def curve(folder: Path, name: str = "loss") -> list[float]:
-    return [line[name] for line in read_lines(folder, "metrics")]
-
-
-def numbers(line: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if isinstance(value, float | int)}
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    return load_file(folder / "student" / "model.safetensors")
-
-
-def farthest(one: dict[str, Any], other: dict[str, Any]) -> float:
-    assert one.keys() == other.keys()
-    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+    assert not (folder / FOLDER).exists()
+    return {
+        "lines": read_metrics(folder / "metrics.jsonl"),
+        "weights": load_file(folder / "student" / "model.safetensors"),
+        "report": json.loads((folder / "report.json").read_text()),
+    }
 
 
 def test_two_and_four_processes_follow_the_curve_of_one(job: Job, home: Path) -> None:
@@ -90,36 +63,21 @@ def test_two_and_four_processes_follow_the_curve_of_one(job: Job, home: Path) ->
         many = train(shared, home, f"{strategy}-{ranks}", ranks)
         for name in ("loss", "grad_norm", "learning_rate", "tokens"):
             assert curve(many, name) == pytest.approx(curve(one, name), rel=1e-5)
-        mine, theirs = (read_lines(each, "evaluation") for each in (one, many))
-        for own, other in zip(mine, theirs, strict=True):
-            assert numbers(other) == pytest.approx(numbers(own), rel=1e-5)
-        assert farthest(weights(one), weights(many)) < 1e-4
-        report = json.loads((many / "report.json").read_text())
-        assert report["evaluation"]
-        assert not (many / "ranks").exists()
-
-
-class Stopper:
-    """Asks for a stop once the run has reported a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.reached = False
-        self.monitor = Monitor(self.listen, lambda: self.reached)
-
-    def listen(self, event: Event) -> None:
-        self.reached |= event.type == "metrics" and event.data["step"] >= self.step
+        for own, other in zip(evaluations(one), evaluations(many), strict=True):
+            assert other == pytest.approx(own, rel=1e-5)
+        assert farthest(one, many) < 1e-4
+        assert many["report"]["evaluation"]
 
 
 def test_a_run_goes_on_with_another_number_of_processes(job: Job, home: Path) -> None:
     whole = train(job, home, "whole", 1)
     for ranks, step in ((1, 4), (2, 9), (4, 14)):
         with pytest.raises(Interrupted, match="Stopped on request"):
-            train(job, home, "parts", ranks, Stopper(step).monitor)
+            train(job, home, "parts", ranks, stop_after(step))
     parts = train(job, home, "parts", 1)
     assert curve(parts, "step") == curve(whole, "step")
     assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
-    assert farthest(weights(whole), weights(parts)) < 1e-4
+    assert farthest(whole, parts) < 1e-4
 
 
 class Killer:
@@ -150,4 +108,4 @@ def test_a_killed_rank_ends_all_and_the_resumed_run_is_the_same_bit_for_bit(
         assert find_ranks(home) == {}
     disturbed = train(job, home, "disturbed", 2)
     assert curve(disturbed) == curve(whole)
-    assert farthest(weights(whole), weights(disturbed)) == 0.0
+    assert farthest(whole, disturbed) == 0.0

@@ -16,6 +16,7 @@ from tests.support.kd.shared_training import (
     curve,
     evaluations,
     farthest,
+    make_shared_job,
     train_alone,
     train_student,
 )
@@ -27,20 +28,8 @@ Job = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def job(tiny_teacher: Path, tiny_text: Path) -> Job:
-    return {
-        "name": "shared",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 8},
-        "student": {"init": {"layers": 2, "hidden_size": 16}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.2, "sequence_length": 32,
-            "max_train_samples": 40, "max_eval_samples": 7,
-        },
-        "cache": {"shard_sequences": 8},
-        "train": {
-            "max_steps": 6, "batch_size": 2, "gradient_accumulation_steps": 4, "eval_steps": 3,
-            "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 1,
-        },
-    }  # fmt: skip
+    steps = {"max_steps": 6, "eval_steps": 3, "save_steps": 2, "warmup_steps": 1}
+    return make_shared_job(tiny_teacher, tiny_text, **steps)
 
 
 @pytest.fixture(scope="module")

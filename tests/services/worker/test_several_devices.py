@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from bench.support.harness import Parts, wait_until
 from bench.support.real_job import hash_outcome
 from services.store.schemas import TERMINAL_STATUSES, Job
+from tests.support.kd.sharing.processes import find_ranks, list_processes
 
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -61,32 +63,10 @@ def post(parts: Parts, body: dict[str, Any]) -> str:
     return str(answer.json()["id"])
 
 
-def find_processes(words: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """The processes whose command line holds ``words``, and their environments."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().split(b"\0")
-            if all(word in command for word in words):
-                yield int(folder.name), (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-
-
-def find_ranks(parts: Parts, job_id: str) -> dict[int, int]:
-    """The process ids of the ranks of a job, by their number."""
-    folder = str(parts.settings.run_dir(job_id) / "ranks").encode()
-    found = {}
-    for pid, variables in find_processes([folder]):
-        for each in variables:
-            if each.startswith(b"RANK="):
-                found[int(each[5:])] = pid
-    return found
-
-
-def count_processes(parts: Parts, job_id: str) -> int:
-    """The ranks of a job, and torchrun."""
-    folder = str(parts.settings.run_dir(job_id) / "ranks").encode()
-    return len(list(find_processes([folder])))
+def kill(pid: int) -> None:
+    """Kill a process, unless it has just ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_steps(parts: Parts, job_id: str, more: int) -> None:
@@ -114,26 +94,26 @@ def test_a_job_on_two_devices_runs_and_outlives_the_death_of_a_rank(
     job_id = post(parts, body)
     wait_until(lambda: parts.job(job_id).stage == "train", PATIENCE)
     wait_for_steps(parts, job_id, 15)
-    ranks = find_ranks(parts, job_id)
+    ranks = find_ranks(parts.settings.run_dir(job_id))
     assert ranks.keys() == {0, 1}
-    os.kill(ranks[1], signal.SIGKILL)
+    kill(ranks[1])
     gone = [Path(f"/proc/{pid}") for pid in ranks.values()]
     wait_until(lambda: not any(each.exists() for each in gone), END_SECONDS)
     job = wait_for_end(parts, job_id)
     assert (job.status, job.attempt) == ("succeeded", 2)
     assert hash_outcome(parts, job)
-    assert count_processes(parts, job_id) == 0
+    assert list_processes(parts.settings.run_dir(job_id)) == []
 
 
 @pytest.mark.slow
 def test_a_cancelled_job_leaves_no_rank(parts: Parts, body: dict[str, Any]) -> None:
     start_worker(parts)
     job_id = post(parts, body | {"train": body["train"] | {"max_steps": 100_000}})
-    wait_until(lambda: len(find_ranks(parts, job_id)) == 2, PATIENCE)
+    wait_until(lambda: len(find_ranks(parts.settings.run_dir(job_id))) == 2, PATIENCE)
     wait_for_steps(parts, job_id, 2)
     parts.jobs.change("cancel", job_id)
     assert wait_for_end(parts, job_id).status == "cancelled"
-    assert count_processes(parts, job_id) == 0
+    assert list_processes(parts.settings.run_dir(job_id)) == []
 
 
 @pytest.mark.slow
@@ -149,24 +129,24 @@ def test_any_process_killed_at_random_moments_ends_in_the_same_student(
         for _ in range(3):
             wait_until(
                 lambda job_id=job_id: (
-                    parts.job(job_id).status in TERMINAL_STATUSES or find_ranks(parts, job_id)
+                    parts.job(job_id).status in TERMINAL_STATUSES
+                    or find_ranks(parts.settings.run_dir(job_id))
                 ),
                 PATIENCE,
             )
             time.sleep(dice.uniform(0, 20))
             victim = dice.choice(["rank", "rank", "torchrun", "child", "worker"])
-            folder = str(parts.settings.run_dir(job_id) / "ranks").encode()
-            ranks = find_ranks(parts, job_id)
+            ranks = find_ranks(parts.settings.run_dir(job_id))
             if not ranks:
                 break
             if victim == "rank":
-                os.kill(dice.choice(list(ranks.values())), signal.SIGKILL)
+                kill(dice.choice(list(ranks.values())))
             elif victim == "torchrun":
-                pids = [pid for pid, _ in find_processes([folder])]
+                pids = list_processes(parts.settings.run_dir(job_id))
                 for pid in set(pids) - set(ranks.values()):
-                    os.kill(pid, signal.SIGKILL)
+                    kill(pid)
             elif victim == "child":
-                os.kill(parts.child_pid(job_id), signal.SIGKILL)
+                kill(parts.child_pid(job_id))
             else:
                 worker.kill()
                 worker.wait()
@@ -176,4 +156,6 @@ def test_any_process_killed_at_random_moments_ends_in_the_same_student(
         assert hash_outcome(parts, job)["student"] == undisturbed["student"], struck
         endings = [status for status in parts.statuses(job_id) if status in TERMINAL_STATUSES]
         assert endings == ["succeeded"], "exactly one ending"
-        wait_until(lambda job_id=job_id: count_processes(parts, job_id) == 0, END_SECONDS)
+        wait_until(
+            lambda job_id=job_id: list_processes(parts.settings.run_dir(job_id)) == [], END_SECONDS
+        )

@@ -25,6 +25,25 @@ from kd.training.loop import train
 from tests.support.kd.training import stop_after
 
 
+def make_shared_job(teacher: Path, text: Path, **train: Any) -> dict[str, Any]:
+    """Make a job whose steps of 8 sequences one, two and four ranks can share."""
+    return {
+        "name": "shared",
+        "teacher": {"model": str(teacher), "batch_size": 8},
+        "student": {"init": {"layers": 2, "hidden_size": 16}},
+        "data": {
+            "train": str(text), "validation_fraction": 0.2, "sequence_length": 32,
+            "max_train_samples": 40, "max_eval_samples": 7,
+        },
+        "cache": {"shard_sequences": 8},
+        "train": {
+            "batch_size": 2, "gradient_accumulation_steps": 4, "logging_steps": 1,
+            "learning_rate": 1e-2, **train,
+        },
+        "evaluation": {"max_new_tokens": 4},
+    }  # fmt: skip
+
+
 def train_student(
     group: Group,
     job: dict[str, Any],

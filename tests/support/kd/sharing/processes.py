@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from kd.parallel.launch import FOLDER
 
 
 def find_ranks(home: Path) -> dict[int, int]:
-    """The process ids of the ranks whose run folders are below ``home``, by their number.
+    """The process ids of the ranks whose run folders are ``home`` or below it, by their number.
 
     Other tests on this machine have ranks of their own.
     """
     found = {}
+    for pid, words in _list_commands(home):
+        if words[2:4] == [b"-m", b"kd.rank"] and (rank := _read_rank(pid)) is not None:
+            found[rank] = pid
+    return found
+
+
+def list_processes(home: Path) -> list[int]:
+    """The process ids of these ranks, and of torchrun, which runs them."""
+    return [pid for pid, _ in _list_commands(home)]
+
+
+def _read_rank(pid: int) -> int | None:
+    """The rank that torchrun gave a process; None if the process has just ended."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
+
+
+def _list_commands(home: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """Process id and command line of each process that names a folder of ranks below ``home``."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[2:4] == [b"-m", b"kd.rank"] and words[4].startswith(bytes(home)):
-            rank = next(each for each in variables if each.startswith(b"RANK="))
-            found[int(rank[5:])] = int(folder.name)
-    return found
+        named = any(
+            each.startswith(bytes(home)) and each.endswith(f"/{FOLDER}".encode()) for each in words
+        )
+        if named and int(folder.name) != os.getpid():
+            yield int(folder.name), words

@@ -12,8 +12,8 @@ from kd.errors import ConfigError, Interrupted, NotFinite, Problem
 from kd.parallel.failures import write_failure
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
-from kd.progress import Event, Monitor
-from kd.rank import has_stdin_ended, open_events
+from kd.progress import Event, EventPipe, Monitor
+from kd.rank import has_stdin_ended
 
 MODULE = "tests.support.kd.sharing.scripted_rank"
 #: Seconds after which a rank that waits gives up.
@@ -57,19 +57,19 @@ def main() -> None:
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    send = open_events()
+    events = EventPipe()
     sys.stdout.write("what a rank prints is no event\n")
     name = RankOrder.read(folder).config["name"]
     (Path(RankOrder.read(folder).run_dir) / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == 0:
-        send(Event("progress", {"done": 1}))
+        events.send(Event("progress", {"done": 1}))
     try:
         act(name, rank)
     except Exception as error:
         write_failure(folder, rank, error)
         os._exit(1)
     if rank == 0:
-        send(Event("result", {"answer": 42, "wild": float("nan")}))
+        events.send(Event("result", {"answer": 42, "wild": float("nan")}))
 
 
 if __name__ == "__main__":
