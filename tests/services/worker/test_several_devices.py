@@ -16,7 +16,7 @@ import pytest
 from bench.support.harness import Parts, wait_until
 from bench.support.real_job import hash_outcome
 from services.store.schemas import TERMINAL_STATUSES, Job
-from tests.support.kd.sharing.processes import find_ranks, list_processes
+from tests.support.kd.sharing.processes import find_parent, find_ranks, list_processes
 
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -139,14 +139,15 @@ def test_any_process_killed_at_random_moments_ends_in_the_same_student(
             ranks = find_ranks(parts.settings.run_dir(job_id))
             if not ranks:
                 break
+            launchers = set(list_processes(parts.settings.run_dir(job_id))) - set(ranks.values())
             if victim == "rank":
                 kill(dice.choice(list(ranks.values())))
             elif victim == "torchrun":
-                pids = list_processes(parts.settings.run_dir(job_id))
-                for pid in set(pids) - set(ranks.values()):
+                for pid in launchers:
                     kill(pid)
             elif victim == "child":
-                kill(parts.child_pid(job_id))
+                for pid in launchers:
+                    kill(find_parent(pid))
             else:
                 worker.kill()
                 worker.wait()

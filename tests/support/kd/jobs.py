@@ -16,6 +16,8 @@ from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.loss import FeatureConfig, LearnedTemperature, LossConfig, Ramp
+from kd.config.optimisation.loss_scale import LossScale
+from kd.config.optimisation.rates import BatchScaling
 from kd.config.placement import Resources
 from kd.config.search import Dimension, SearchConfig
 from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher, StudentInit
@@ -59,6 +61,8 @@ LORA = JOB | {"student": {"model": "x", "lora": {}}}
 CUT_OUT = JOB | {"student": {"from_teacher": {"layers": 1}}}
 RAMPED = changed("loss.alpha", RAMP)
 COOLING = JOB | {"cache": {"profile": "dense"}, "loss": {"temperature": RAMP}}
+DROPPING = changed("train.dropout", RAMP)
+SCALED = changed("train.batch_scaling", {"rule": "sqrt", "batch": 8})
 LEARNING = JOB | {"cache": {"profile": "dense"}, "loss": {"temperature": LEARNED}}
 SEARCHING = JOB | {"kind": "search", "search": SEARCH}
 
@@ -104,6 +108,9 @@ LEVELS = [
     ("loss.temperature", LearnedTemperature, LEARNING),
     ("loss.features", FeatureConfig, JOB),
     ("train", TrainConfig, JOB),
+    ("train.batch_scaling", BatchScaling, SCALED),
+    ("train.dropout", Ramp, DROPPING),
+    ("train.loss_scale", LossScale, JOB),
     ("checks", ChecksConfig, JOB),
     ("evaluation", EvaluationConfig, JOB),
     ("search", SearchConfig, SEARCHING),

@@ -26,6 +26,12 @@ def list_processes(home: Path) -> list[int]:
     return [pid for pid, _ in _list_commands(home)]
 
 
+def find_parent(pid: int) -> int:
+    """The process id of the parent of ``pid``, which must be alive."""
+    # The fields follow the name, which is in brackets and may hold anything.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def _read_rank(pid: int) -> int | None:
     """The rank that torchrun gave a process; None if the process has just ended."""
     try:
