@@ -137,12 +137,18 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
-    def _early_stopping_has_a_measure(self) -> Self:
+    def _what_follows_the_held_out_loss_has_one(self) -> Self:
         patience = self.train.early_stopping_patience if self.train is not None else None
         if patience is not None and not self._holds_out:
             raise ValueError(
                 "train.early_stopping_patience needs held-out text, but data.validation_fraction 0 "
                 "holds nothing out"
+            )
+        schedule = self.train.lr_scheduler_type if self.train is not None else None
+        if schedule == "reduce_lr_on_plateau" and not self._holds_out:
+            raise ValueError(
+                "train.lr_scheduler_type reduce_lr_on_plateau follows the held-out loss, but "
+                "data.validation_fraction 0 holds nothing out"
             )
         return self
 

@@ -114,7 +114,8 @@ def _find_temperature_kind(value: Any) -> str:
     return "Ramp" if isinstance(value, Mapping | Ramp) else "float"
 
 
-def _find_alpha_kind(value: Any) -> str:
+def find_ramp(value: Any) -> str:
+    """Tell a number from a schedule, by the tag that the union has for each."""
     return "Ramp" if isinstance(value, Mapping | Ramp) else "float"
 
 
@@ -132,7 +133,7 @@ class LossConfig(Section):
 
     alpha: Annotated[
         Annotated[Weight, Tag("float")] | Annotated[Ramp, Tag("Ramp")],
-        Discriminator(_find_alpha_kind),
+        Discriminator(find_ramp),
     ] = Field(
         0.1,
         description=(

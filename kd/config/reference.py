@@ -121,8 +121,10 @@ def _find_description(field: dict[str, Any], definitions: dict[str, Any]) -> str
 
 def _list_alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the schema of each type that a field may have, except null."""
-    options = field.get("anyOf") or field.get("oneOf") or [field]
-    return [option for option in options if option.get("type") != "null"]
+    options = field.get("anyOf") or field.get("oneOf")
+    if options is None:
+        return [] if field.get("type") == "null" else [field]
+    return [each for option in options for each in _list_alternatives(option)]
 
 
 def _name_section(option: dict[str, Any]) -> str:

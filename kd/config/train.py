@@ -5,44 +5,20 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from kd.config.loss import Ramp, find_ramp
+from kd.config.optimisation.loss_scale import LossScale
+from kd.config.optimisation.rates import (
+    BatchScaling,
+    ScheduleArgument,
+    Scheduler,
+    require_schedule_arguments,
+)
 from kd.config.section import AS_BYTES, Section
 
-Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "onecycle",
-]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", "schedule_free"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-
-#: The arguments of transformers.get_scheduler for each schedule, besides warm-up and length.
-#: The first set is optional; of a second set that is not empty exactly one argument is needed.
-SCHEDULER_KWARGS: dict[str, tuple[set[str], set[str]]] = {
-    "linear": (set(), set()),
-    "cosine": ({"num_cycles"}, set()),
-    "cosine_with_restarts": ({"num_cycles"}, set()),
-    "polynomial": ({"lr_end", "power"}, set()),
-    "constant": (set(), set()),
-    "constant_with_warmup": (set(), set()),
-    "inverse_sqrt": ({"timescale"}, set()),
-    "cosine_with_min_lr": ({"num_cycles"}, {"min_lr", "min_lr_rate"}),
-    "cosine_warmup_with_min_lr": ({"num_cycles", "warmup_lr_rate"}, {"min_lr", "min_lr_rate"}),
-    "warmup_stable_decay": (
-        {"num_cycles", "min_lr_ratio", "num_stable_steps"},
-        {"num_decay_steps"},
-    ),
-    "onecycle": ({"pct_start", "div_factor", "final_div_factor"}, set()),
-}
 
 
 # Both fields also accept true and false, which are common for them in other tools.
@@ -62,6 +38,7 @@ Compile = Annotated[
     Literal["none", "default", "reduce-overhead", "max-autotune"], BeforeValidator(_parse_compile)
 ]
 
+DropoutShare = Annotated[float, Field(ge=0, lt=1)]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 
 #: The arguments of each optimiser that ``optim_args`` may set; others have fields of their own.
@@ -101,13 +78,28 @@ class TrainConfig(Section):
         ),
     )
     learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
+    batch_scaling: BatchScaling | None = Field(
+        None,
+        description=(
+            "Scale learning_rate with the sequences of a step (batch_size times "
+            "gradient_accumulation_steps); default: learning_rate is taken as it is."
+        ),
+    )
     lr_scheduler_type: Scheduler = Field(
         "cosine",
-        description="A schedule of transformers.get_scheduler, or onecycle (torch's OneCycleLR).",
+        description=(
+            "A schedule of transformers.get_scheduler; onecycle (torch's OneCycleLR); step = times "
+            "gamma every step_size steps after the warm-up; multistep = times gamma at each of "
+            "milestones; reduce_lr_on_plateau = times factor where more than patience evaluations "
+            "in a row have not lowered the held-out loss. `kd lr job.yaml` shows the rates."
+        ),
     )
-    lr_scheduler_kwargs: dict[str, float] = Field(
+    lr_scheduler_kwargs: dict[str, ScheduleArgument] = Field(
         default_factory=dict,
-        description="Extra arguments of the schedule, for example {min_lr_rate: 0.1}.",
+        description=(
+            "Extra arguments of the schedule, for example {min_lr_rate: 0.1} or "
+            "{milestones: [1000, 2000], gamma: 0.1}."
+        ),
     )
     warmup_steps: int = Field(0, ge=0, le=10_000_000, description="Steps of linear warm-up.")
     optim: Optimizer = Field(
@@ -157,6 +149,32 @@ class TrainConfig(Section):
     )
     max_grad_norm: float = Field(
         1.0, ge=0, le=1e6, description="Clip the gradient's global norm to this; 0 = do not clip."
+    )
+    adaptive_clipping: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description=(
+            "Clip the gradient of each row of a matrix of the layers to this share of the row's "
+            "own norm (AGC; 0.01 is usual), before max_grad_norm clips the whole. Embeddings, LM "
+            "head, norms and biases are left alone."
+        ),
+    )
+    dropout: (
+        Annotated[
+            Annotated[DropoutShare, Tag("float")] | Annotated[Ramp, Tag("Ramp")],
+            Discriminator(find_ramp),
+        ]
+        | None
+    ) = Field(
+        None,
+        description=(
+            "Dropout of the student's layers: a number below 1, or a change over the run "
+            "{schedule, start, end, steps}; default: what the student's config.json says."
+        ),
+    )
+    loss_scale: LossScale = Field(
+        default_factory=LossScale, description="The scale of the loss with precision fp16."
     )
     precision: Literal["auto", "bf16", "bf16_pure", "fp16", "fp32"] = Field(
         "auto",
@@ -334,6 +352,28 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _dropout_changes_within_its_bounds(self) -> Self:
+        dropout = self.dropout
+        if not isinstance(dropout, Ramp):
+            return self
+        for name, end in (("start", dropout.start), ("end", dropout.end)):
+            if end >= 1:
+                raise ValueError(f"train.dropout.{name} must be below 1, but got {end:g}")
+        if self.compile != "none":
+            raise ValueError(
+                f"train.dropout changes at every step, for which train.compile {self.compile} "
+                "would compile anew: set train.compile to none, or train.dropout to a number"
+            )
+        return self
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The peak of the learning rate, scaled with the sequences of a step."""
+        if self.batch_scaling is None:
+            return self.learning_rate
+        return self.batch_scaling.scale(self.learning_rate, self.sequences_per_step)
+
     @property
     def sequences_per_step(self) -> int:
         """Sequences of an optimiser step."""
@@ -414,17 +454,5 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_has_its_arguments(self) -> Self:
-        given = self.lr_scheduler_kwargs.keys()
-        optional, needed = SCHEDULER_KWARGS[self.lr_scheduler_type]
-        if unknown := given - optional - needed:
-            raise ValueError(
-                f"lr_scheduler_kwargs of {self.lr_scheduler_type} cannot hold "
-                f"{', '.join(sorted(unknown))}, "
-                f"only {', '.join(sorted(optional | needed)) or 'nothing'}"
-            )
-        if needed and len(given & needed) != 1:
-            raise ValueError(
-                f"lr_scheduler_kwargs of {self.lr_scheduler_type} must hold "
-                f"{' or '.join(sorted(needed))}"
-            )
+        require_schedule_arguments(self.lr_scheduler_type, self.lr_scheduler_kwargs)
         return self

@@ -42,6 +42,18 @@ def draw_plots(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lin
     return list(wanted)
 
 
+def draw_rates(path: Path, rates: Sequence[float]) -> None:
+    """Draw the learning rate of each step of a run as a PNG file."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(range(1, len(rates) + 1), rates)
+        axes.set(title="Learning rate", xlabel="step", ylim=(0, None))
+        axes.grid(alpha=0.3)
+
+    _save_figure(path, draw)
+
+
 def _save_figure(path: Path, draw: Callable[[Any], None]) -> None:
     """Draw on a new figure and write it, without pyplot's global state or a window."""
     # Imported here because most commands draw nothing.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kd.config.optimisation.loss_scale import LossScale
 from kd.errors import ConfigError, Problem, TrainingError
 from kd.models.layers import compute_hidden_states
 from kd.text.batches import Batch
@@ -205,6 +206,18 @@ ALARM_STEPS = 20
 LEAST_SCALE = 1e-4
 
 
+def make_scaler(options: LossScale, precision: Precision) -> torch.amp.GradScaler:
+    """Make the scaler of the loss; it does nothing where ``precision`` needs none."""
+    return torch.amp.GradScaler(
+        precision.device,
+        init_scale=options.initial,
+        growth_factor=options.growth_factor,
+        growth_interval=options.growth_interval,
+        backoff_factor=options.backoff_factor,
+        enabled=precision.scales_loss,
+    )
+
+
 def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
     """Let ``scaler`` unscale gradients anew after a step that was broken off.
 
@@ -255,7 +268,8 @@ class ScalerWatch:
         last = self.falls[-1]
         self.falls = []
         return (
-            f"The loss scale of float16 was halved {ALARM_FALLS} times "
+            f"The loss scale of float16 fell {ALARM_FALLS} times "
             f"from step {first} to {last}: gradients overflow, and {self.skipped} steps "
-            "were skipped so far. Lower train.learning_rate, or set train.precision to fp32."
+            "were skipped so far. Lower train.learning_rate, raise "
+            "train.loss_scale.growth_interval, or set train.precision to fp32."
         )

@@ -1,10 +1,19 @@
-"""Schedules of the learning rate: those of ``transformers.get_scheduler``, and torch's OneCycle."""
+"""Schedules of the learning rate.
+
+transformers.get_scheduler           linear, cosine, polynomial and others
+torch's OneCycleLR                   onecycle
+step, multistep                      the rate falls by a factor at given steps
+torch's ReduceLROnPlateau            it falls where the held-out loss no longer does
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from bisect import bisect_right
+from typing import Any, SupportsFloat
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import get_scheduler
 
 from kd.config.train import TrainConfig
@@ -20,8 +29,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer, options: TrainConfig, steps
     """
     name = options.lr_scheduler_type
     # YAML may write a count as 2.0; the schedules need whole numbers.
-    extra = {
-        key: int(value) if value == int(value) else value
+    extra: dict[str, Any] = {
+        key: int(value) if not isinstance(value, tuple) and value == int(value) else value
         for key, value in options.lr_scheduler_kwargs.items()
     }
     if options.optim == "schedule_free" and not name.startswith("constant"):
@@ -33,6 +42,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer, options: TrainConfig, steps
     try:
         if name == "onecycle":
             return _make_one_cycle(optimizer, options, steps)
+        if name in ("step", "multistep"):
+            return _make_falls(optimizer, options, steps)
+        if name == "reduce_lr_on_plateau":
+            return Plateau(optimizer, options.warmup_steps, **extra)
         return get_scheduler(name, optimizer, options.warmup_steps, steps, extra)
     except (TypeError, ValueError) as error:
         raise TrainingError(
@@ -66,6 +79,88 @@ def _make_one_cycle(optimizer: torch.optim.Optimizer, options: TrainConfig, step
     )
 
 
+def _make_falls(optimizer: torch.optim.Optimizer, options: TrainConfig, steps: int) -> LambdaLR:
+    """Make a schedule that multiplies the rate by ``gamma`` (0.1) at given steps.
+
+    ``step_size`` counts steps from the end of the warm-up, ``milestones`` from the start of the
+    run. (torch's StepLR and MultiStepLR have no warm-up.)
+    """
+    warmup = options.warmup_steps
+    arguments = options.lr_scheduler_kwargs
+    gamma = _read_number(arguments, "gamma", 0.1)
+    milestones = arguments.get("milestones")
+    if isinstance(milestones, tuple):
+        if not warmup < milestones[0] <= milestones[-1] < steps:
+            raise ValueError(
+                f"milestones must be steps after the {warmup} of the warm-up and before the end "
+                f"of the run at {steps}"
+            )
+        falls = list(milestones)
+    else:
+        size = int(_read_number(arguments, "step_size", math.inf))
+        falls = list(range(warmup + size, steps, size))
+
+    def share(step: int) -> float:
+        return step / warmup if step < warmup else gamma ** bisect_right(falls, step)
+
+    return LambdaLR(optimizer, share)
+
+
+def _read_number(arguments: dict[str, Any], name: str, default: float) -> float:
+    return float(arguments.get(name, default))
+
+
+class Plateau(ReduceLROnPlateau):
+    """A linear warm-up; then the rate falls where the held-out loss no longer does.
+
+    ``step`` follows each optimiser step, as with the other schedules, and ``observe`` each
+    evaluation. Evaluations during the warm-up count for nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, warmup: int, **arguments: Any) -> None:
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.warmup = warmup
+        self.taken = 0
+        super().__init__(optimizer, eps=0.0, **arguments)
+        self._warm_up()
+
+    def step(  # type: ignore[override]
+        self, metrics: SupportsFloat | None = None, epoch: int | None = None
+    ) -> None:
+        """Count an optimiser step; the rate rises until the warm-up is over."""
+        self.taken += 1
+        if self.taken <= self.warmup:
+            self._warm_up()
+
+    def observe(self, loss: float) -> None:
+        """Record the held-out loss of an evaluation, in nats; lower the rate where that is due."""
+        if self.taken >= self.warmup:
+            super().step(loss)
+
+    def _warm_up(self) -> None:
+        share = self.taken / self.warmup if self.warmup else 1.0
+        for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = rate * share
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of the state as JSON values, which infinity is none of."""
+        best = None if math.isinf(self.best) else self.best
+        return {**super().state_dict(), "best": best, "mode_worse": None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a result of ``state_dict``."""
+        super().load_state_dict(state_dict)
+        if state_dict["best"] is None:
+            self.best = self.mode_worse
+
+
+def observe_evaluation(scheduler: Any, loss: float | None) -> None:
+    """Tell a schedule that follows the held-out ``loss``, in nats, of an evaluation."""
+    if isinstance(scheduler, Plateau) and loss is not None:
+        scheduler.observe(loss)
+
+
 def scale_rates(scheduler: Any, factor: float) -> None:
     """Multiply the rates of every group, now and for the rest of the schedule, by ``factor``."""
     scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
@@ -73,3 +168,19 @@ def scale_rates(scheduler: Any, factor: float) -> None:
     for group in scheduler.optimizer.param_groups:
         for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
             group[key] *= factor
+
+
+def list_rates(options: TrainConfig, steps: int) -> list[float]:
+    """Return the rate of the LM head at each of ``steps`` optimiser steps.
+
+    A schedule that follows the held-out loss never falls here. Raises ``TrainingError`` where the
+    schedule cannot be made.
+    """
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], options.peak_learning_rate)
+    scheduler = make_scheduler(optimizer, options, steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return rates

@@ -14,6 +14,7 @@ from kd.errors import Interrupted
 from kd.memory.auto_batch import saving_errors
 from kd.models.layers import stopping_forward
 from kd.optim.averaging import serving
+from kd.optim.schedules import observe_evaluation
 from kd.parallel.strategies import call_whole
 from kd.progress import SILENT, make_interruption
 from kd.text.batches import Batch
@@ -128,6 +129,7 @@ def evaluate_step(run: Run) -> bool:
         save_checkpoint(run)
         raise
     run.progress.evaluation_due = False
+    observe_evaluation(run.state.scheduler, found.get("validation_loss"))
     return record_evaluation(run.progress, found)
 
 

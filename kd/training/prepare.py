@@ -38,6 +38,7 @@ from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import (
     Precision,
     ScalerWatch,
+    make_scaler,
     pick_device,
     round_parameters,
     set_tf32,
@@ -266,7 +267,7 @@ def _make_state(
         model=loss.student,
         optimizer=optimizer,
         scheduler=make_scheduler(optimizer, options, loss.steps),
-        scaler=torch.amp.GradScaler(device.type, enabled=loss.precision.scales_loss),
+        scaler=make_scaler(options.loss_scale, loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
         group=group,

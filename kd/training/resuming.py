@@ -9,6 +9,7 @@ from typing import Any
 from kd.capture.estimate import make_codec_identity
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.optimisation.loss_scale import LossScale
 from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
 from kd.files import read_json
@@ -20,6 +21,15 @@ FREE_FIELDS = {
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_memory",
     "dataloader_pin_memory", "activation_offload", "strategy",
 }  # fmt: skip
+#: Fields that are newer than the first checkpoints, with the values that mean what was done before
+#: they existed: then a checkpoint's identity does not have them.
+NEWER_FIELDS: dict[str, Any] = {
+    "lm_head_floor": 0.0,
+    "batch_scaling": None,
+    "adaptive_clipping": None,
+    "dropout": None,
+    "loss_scale": LossScale(),
+}
 #: The rule by which windows are chosen. A run that began by another rule would read some sequences
 #: of its epoch twice and others never.
 WINDOWS = "windows by decoded bytes"
@@ -44,10 +54,10 @@ def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}
-    free = FREE_FIELDS if train.lm_head_floor else {*FREE_FIELDS, "lm_head_floor"}
+    unused = {name for name, value in NEWER_FIELDS.items() if getattr(train, name) == value}
     content = [
         config.model_dump_json(include=_list_shaping_sections(config), exclude=unset),
-        train.model_dump_json(exclude=free),
+        train.model_dump_json(exclude=FREE_FIELDS | unused),
         source_identity,
     ]
     if train.order == "windows":

@@ -16,7 +16,9 @@ from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.memory.step_bytes import StepMemoryEstimate
 from kd.models.precision import ScalerWatch
+from kd.optim.adaptive_clipping import find_clipped
 from kd.optim.averaging import Averager
+from kd.optim.dropout import Dropout
 from kd.parallel.group import Group
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Batch, Source, read_training_batches
@@ -63,10 +65,16 @@ class Run:
     meter: ProgressMeter
     #: The parameters that the optimiser moves, those of the feature projections included.
     trained: list[nn.Parameter] = field(init=False)
+    #: The matrices whose gradients are clipped row by row; empty without adaptive clipping.
+    clipped: list[nn.Parameter] = field(init=False)
+    #: None where the dropout of the student stays as it is.
+    dropout: Dropout | None = field(init=False)
 
     def __post_init__(self) -> None:
         groups = self.state.optimizer.param_groups
         self.trained = [parameter for group in groups for parameter in group["params"]]
+        self.clipped = find_clipped(self.student) if self.options.adaptive_clipping else []
+        self.dropout = None if self.options.dropout is None else Dropout.of(self.student)
 
     @property
     def group(self) -> Group:

@@ -23,9 +23,11 @@ from kd.checks.initial_loss import check_initial_loss
 from kd.checks.verdict import Verdict
 from kd.errors import OutOfMemory
 from kd.loss.fused import LossTerms
+from kd.loss.ramps import evaluate_ramp
 from kd.loss.temperature import StepStatistics
 from kd.memory.auto_batch import memory_errors, reduce_micro_batch, saving_errors
 from kd.models.precision import forget_unscaling
+from kd.optim.adaptive_clipping import clip_rows
 from kd.parallel.sharded_files import make_whole
 from kd.parallel.strategies import synchronising
 from kd.text.batches import Batch
@@ -37,7 +39,8 @@ from kd.training.run import Run
 class Step:
     """One optimiser step: its inputs, and the measurements that the parts of the step fill in.
 
-    Losses and entropy are means per token, in nats. ``grad_norm`` is the norm before clipping.
+    Losses and entropy are means per token, in nats. ``grad_norm`` is the norm that
+    ``max_grad_norm`` clips.
     """
 
     #: Counted from 0.
@@ -70,6 +73,8 @@ def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
     # The first step compiles, which may take longer than a supervisor waits for a step.
     run.monitor.report_alive(stepping=run.compilation is None)
     run.clock.add("data", waited)
+    if run.dropout is not None and run.options.dropout is not None:
+        run.dropout.set(evaluate_ramp(run.options.dropout, number, run.steps))
     return Step(
         number=number,
         micro_batches=micro_batches,
@@ -150,6 +155,8 @@ def measure_gradients(run: Run, step: Step) -> None:
     # Before clipping, which turns all gradients into 0 where the norm is infinite.
     first = step.number == len(run.progress.skipped)
     verdicts = check_first_step(run, step) if first else []
+    if run.options.adaptive_clipping is not None:
+        clip_rows(run.clipped, run.options.adaptive_clipping)
     limit = run.options.max_grad_norm or math.inf
     step.grad_norm = float(make_whole(nn.utils.clip_grad_norm_(run.trained, limit)))
     if is_finite(run, step):

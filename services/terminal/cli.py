@@ -26,7 +26,7 @@ from services.terminal.commands import (
     keys,
     recovery,
 )
-from services.terminal.commands.before import estimate, plan, validate
+from services.terminal.commands.before import estimate, plan, rates, validate
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
     AsJson,
@@ -70,6 +70,7 @@ app = typer.Typer(
 app.add_typer(jobs.app)
 app.add_typer(estimate.app)
 app.add_typer(plan.app)
+app.add_typer(rates.app)
 app.add_typer(validate.app)
 app.add_typer(check.app)
 app.add_typer(evaluate.app)

@@ -13,12 +13,14 @@ from kd.config.reference import render_configuration
 from tests.support.kd.jobs import (
     COOLING,
     CUT_OUT,
+    DROPPING,
     JOB,
     LEARNED,
     LEARNING,
     LORA,
     RAMP,
     RAMPED,
+    SCALED,
     SEARCH,
     SEARCHING,
     all_sections,
@@ -112,7 +114,7 @@ BOUNDS = [
     ("train.learning_rate", [0, -1, 11, float("inf")], [1e-9, 10]),
     (
         "train.lr_scheduler_type",
-        ["cosin", "reduce_lr_on_plateau", "linear"],
+        ["cosin", "reduce_lr_on_plateau", "linear", "step", "multistep"],
         ["cosine_with_restarts"],
     ),
     (
@@ -120,6 +122,8 @@ BOUNDS = [
         [{"num_cycles": "b"}, {"num_cycles": float("inf")}, {"a": 1}, 3],
         [{}, {"num_cycles": 1}],
     ),
+    ("train.batch_scaling.rule", ["cubic", None], ["linear", "sqrt"]),
+    ("train.batch_scaling.batch", [0, 100_000_001, None], [1, 100_000_000]),
     ("train.warmup_steps", [-1], [0]),
     (
         "train.optim",
@@ -139,6 +143,16 @@ BOUNDS = [
     ("train.adam_epsilon", [0, 2], [1]),
     ("train.lm_head_floor", [-0.1, 1.0], [0]),
     ("train.max_grad_norm", [-1], [0]),
+    ("train.adaptive_clipping", [0, 10.1], [1e-4, 10, None]),
+    ("train.dropout", [-0.1, 1.0, {"start": 0}], [0, 0.99, None, RAMP]),
+    ("train.dropout.schedule", ["sine", None], ["linear", "cosine", "step"]),
+    ("train.dropout.start", [-0.1, 1.0], [0, 0.99]),
+    ("train.dropout.end", [-0.1, 1.0], [0, 0.99]),
+    ("train.dropout.steps", [0, 100_000_001], [1, None]),
+    ("train.loss_scale.initial", [0, 2.0**41], [1e-3, 2.0**40]),
+    ("train.loss_scale.growth_factor", [1, 1025], [1.1, 1024]),
+    ("train.loss_scale.growth_interval", [0, 100_000_001], [1]),
+    ("train.loss_scale.backoff_factor", [0, 1], [0.01, 0.99]),
     ("train.precision", ["int8", "bfloat16"], ["bf16", "bf16_pure"]),
     (
         "train.gradient_checkpointing",
@@ -217,6 +231,8 @@ HOLDERS = {
     "loss.temperature.e": COOLING,
     "loss.temperature.": LEARNING,
     "search.": SEARCHING,
+    "train.batch_scaling.": SCALED,
+    "train.dropout.": DROPPING,
     "": JOB,
 }
 
@@ -292,7 +308,7 @@ def test_the_reference_tells_every_section_once_with_all_its_places():
     assert headings[0] == "## The job"
     assert {
         "## `data.train[]`, `data.validation[]`",
-        "## `loss.alpha`, `loss.temperature` with `schedule`",
+        "## `loss.alpha`, `loss.temperature`, `train.dropout` with `schedule`",
         "## `loss.temperature` with `mode`",
         "## `search.space.*`",
         "## `student.lora`",

@@ -16,8 +16,9 @@ from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.config.jobfile import apply_overrides, load_config, parse_config, parse_yaml
 from kd.config.loss import LossConfig
+from kd.config.optimisation.rates import SCHEDULER_KWARGS, Scheduler
 from kd.config.student import StudentConfig, StudentInit
-from kd.config.train import OPTIMIZER_ARGUMENTS, SCHEDULER_KWARGS, Optimizer, Scheduler, TrainConfig
+from kd.config.train import OPTIMIZER_ARGUMENTS, Optimizer, TrainConfig
 from kd.errors import ConfigError, Problem
 from tests.support.kd.jobs import (
     JOB,
@@ -481,11 +482,11 @@ def test_schedulers_are_those_of_transformers_that_need_no_metric():
     """Two schedules of transformers take a metric, so they do not depend on the step alone."""
     from transformers.trainer_utils import SchedulerType
 
-    metric_driven = {"reduce_lr_on_plateau", "greedy"}
-    assert (
-        set(typing.get_args(Scheduler)) - {"onecycle"}
-        == {each.value for each in SchedulerType} - metric_driven
-    )
+    ours = {"onecycle", "step", "multistep", "reduce_lr_on_plateau"}
+    assert set(typing.get_args(Scheduler)) - ours == {each.value for each in SchedulerType} - {
+        "reduce_lr_on_plateau",
+        "greedy",
+    }
 
 
 def test_a_schedules_arguments_are_those_of_transformers_that_are_numbers():
@@ -494,7 +495,7 @@ def test_a_schedules_arguments_are_those_of_transformers_that_are_numbers():
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    for name in set(SCHEDULER_KWARGS) - {"onecycle"}:
+    for name in set(SCHEDULER_KWARGS) - {"onecycle", "step", "multistep", "reduce_lr_on_plateau"}:
         optional, needed = SCHEDULER_KWARGS[name]
         signature = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
         numbers = {key for key, each in signature.items() if not isinstance(each.default, str)}
@@ -537,6 +538,15 @@ def test_an_optimisers_arguments_are_those_of_its_library(name):
         ("warmup_stable_decay", {}, "must hold num_decay_steps"),
         ("constant", {"num_cycles": 1}, "cannot hold num_cycles, only nothing"),
         ("cosine", {"num_cycle": 1}, "cannot hold num_cycle, only num_cycles"),
+        ("step", {"gamma": 0.5}, "must hold step_size"),
+        ("step", {"step_size": 1.5}, "step_size must be whole numbers"),
+        ("step", {"step_size": 2, "gamma": 1.5}, "gamma must be from 0 to 1"),
+        ("step", {"step_size": [2, 3]}, "step_size must be a number"),
+        ("multistep", {"milestones": 5}, "milestones must be a list of steps"),
+        ("multistep", {"milestones": [5, 5]}, "milestones must be steps from 1 on that rise"),
+        ("multistep", {"milestones": []}, "milestones must be steps from 1 on that rise"),
+        ("reduce_lr_on_plateau", {"factor": 1}, "factor must be less than 1"),
+        ("reduce_lr_on_plateau", {"patience": -1}, "patience must be from 0 to 10000"),
     ],
 )
 def test_a_schedule_without_its_arguments_is_refused_before_anything_runs(
@@ -547,7 +557,23 @@ def test_a_schedule_without_its_arguments_is_refused_before_anything_runs(
     assert found.pointer == "/train" and complaint in found.detail
 
 
-SCHEDULE_KWARGS: dict[str, dict[str, float]] = {
+def test_a_rate_that_follows_the_held_out_loss_needs_some() -> None:
+    job = changed("train.lr_scheduler_type", "reduce_lr_on_plateau")
+    job["train"].pop("lr_scheduler_kwargs")
+    parse_config(job)
+    (found,) = problems(changed("data.validation_fraction", 0, job))
+    assert "reduce_lr_on_plateau follows the held-out loss" in found.detail
+
+
+def test_dropout_that_changes_cannot_be_compiled() -> None:
+    (found,) = problems(changed("train.dropout", RAMP, changed("train.compile", "default")))
+    assert "would compile anew" in found.detail
+    parse_config(changed("train.dropout", 0.1, changed("train.compile", "default")))
+
+
+SCHEDULE_KWARGS: dict[str, dict[str, typing.Any]] = {
+    "step": {"step_size": 4},
+    "multistep": {"milestones": [4, 6]},
     "cosine_with_min_lr": {"min_lr_rate": 0.1},
     "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
     "warmup_stable_decay": {"num_decay_steps": 4},

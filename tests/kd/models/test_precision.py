@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from kd.config.optimisation.loss_scale import LossScale
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, TrainingError
 from kd.models.loading import choose_teacher_dtype
@@ -20,6 +21,7 @@ from kd.models.precision import (
     LEAST_SCALE,
     Precision,
     ScalerWatch,
+    make_scaler,
     set_tf32,
 )
 
@@ -151,6 +153,21 @@ def test_skipped_steps_are_counted_and_the_others_taken() -> None:
     assert watch.describe_alarm() is None
 
 
+def test_the_scale_moves_as_the_job_says() -> None:
+    half = Precision("cpu", torch.float16)
+    options = LossScale(initial=64, growth_factor=4, growth_interval=2, backoff_factor=0.25)
+    scaler = make_scaler(options, half)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scales = []
+    for bad in (False, False, True, False, False):
+        take_step(scaler, weight, optimizer, bad)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [64, 256, 64, 64, 256]
+    assert not make_scaler(options, Precision("cpu", torch.bfloat16)).is_enabled()
+
+
 def run_watch(
     bad_steps: set[int], steps: int, watch: ScalerWatch, first: int = 1
 ) -> list[tuple[int, str]]:
@@ -171,7 +188,7 @@ def test_a_scale_that_falls_fast_is_an_alarm_and_a_slow_one_is_none() -> None:
     assert ALARM_STEPS == 20
     (alarm,) = run_watch(fast, 60, ScalerWatch())
     assert alarm[0] == 29, "at the step of the last fall, and once"
-    assert "halved 4 times from step 10 to 29" in alarm[1]
+    assert "fell 4 times from step 10 to 29" in alarm[1]
     assert "train.learning_rate" in alarm[1]
     assert run_watch(slow, 60, ScalerWatch()) == []
 

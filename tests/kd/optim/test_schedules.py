@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from kd.config.train import SCHEDULER_KWARGS, TrainConfig
+from kd.config.optimisation.rates import SCHEDULER_KWARGS, ScheduleArgument
+from kd.config.train import TrainConfig
 from kd.errors import TrainingError
-from kd.optim.schedules import make_scheduler, scale_rates
+from kd.optim.schedules import list_rates, make_scheduler, observe_evaluation, scale_rates
 
 STEPS = 40
 WARMUP = 8
-CASES: dict[str, dict[str, float]] = {
+CASES: dict[str, dict[str, ScheduleArgument]] = {
     "linear": {},
     "cosine": {},
     "cosine_with_restarts": {"num_cycles": 2},
@@ -27,6 +29,9 @@ CASES: dict[str, dict[str, float]] = {
     "cosine_warmup_with_min_lr": {"min_lr": 0.2},
     "warmup_stable_decay": {"num_decay_steps": 10, "min_lr_ratio": 0.2},
     "onecycle": {"div_factor": 10.0, "final_div_factor": 100.0},
+    "step": {"step_size": 10, "gamma": 0.5},
+    "multistep": {"milestones": (12, 30), "gamma": 0.2},
+    "reduce_lr_on_plateau": {"patience": 3},
 }
 
 
@@ -44,6 +49,9 @@ AFTER_WARMUP: dict[str, Callable[[int, float], float]] = {
     "inverse_sqrt": lambda t, p: math.sqrt(10 / (t + 10 - WARMUP)),
     "cosine_with_min_lr": lambda t, p: 0.1 + 0.9 * bend(p),
     "cosine_warmup_with_min_lr": lambda t, p: 0.1 + 0.9 * bend(p),
+    "step": lambda t, p: 0.5 ** ((t - WARMUP) // 10),
+    "multistep": lambda t, p: 0.2 ** ((t >= 12) + (t >= 30)),
+    "reduce_lr_on_plateau": lambda t, p: 1.0,  # without evaluations
     "warmup_stable_decay": lambda t, p: 1.0 if t < 30 else 0.2 + 0.8 * bend((t - 30) / 10),
 }
 
@@ -66,7 +74,7 @@ def expected(name: str, t: int) -> float:
 
 
 def make_options(
-    name: str, arguments: dict[str, float], warmup: int = WARMUP, **changes: object
+    name: str, arguments: dict[str, ScheduleArgument], warmup: int = WARMUP, **changes: object
 ) -> TrainConfig:
     asked = {
         "lr_scheduler_type": name,
@@ -176,3 +184,68 @@ def test_a_cut_rate_stays_cut(name: str) -> None:
     after = rates(optimizer, scheduler, STEPS - 15)
     assert before == whole[:15]
     assert after == [[0.25 * rate for rate in step] for step in whole[15:]]
+
+
+# ---------------------------------------------------------------------- falls of the rate
+
+
+def test_milestones_outside_of_the_run_are_refused() -> None:
+    for milestones in ((WARMUP, 20), (20, STEPS)):
+        with pytest.raises(TrainingError, match="must be steps after the 8 of the warm-up"):
+            make_parts(make_options("multistep", {"milestones": milestones}))
+
+
+def test_falls_without_a_warm_up_are_those_of_torch() -> None:
+    options = make_options("step", {"step_size": 7}, 0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    own = rates(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 7))
+    assert list_rates(options, STEPS) == pytest.approx([rate for (rate,) in own])
+    options = make_options("multistep", {"milestones": (3, 20)}, 0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    own = rates(optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 20]))
+    assert list_rates(options, STEPS) == pytest.approx([rate for (rate,) in own])
+
+
+#: Held-out losses of evaluations, one after every third step.
+LOSSES = [5.0, 4.0, 4.1, 4.2, 3.0, 3.1, 3.2, 3.3, 3.4, 3.5, 3.6, 3.7]
+
+
+def follow(losses: list[float], cut: int | None = None) -> list[float]:
+    """The rate after each evaluation; saved and restored after ``cut`` of them."""
+    options = make_options("reduce_lr_on_plateau", {"patience": 1, "factor": 0.5, "min_lr": 0.3})
+    optimizer, scheduler = make_parts(options)
+    seen = []
+    for number, loss in enumerate(losses):
+        if number == cut:
+            saved = json.loads(json.dumps(scheduler.state_dict(), allow_nan=False))
+            groups = optimizer.state_dict()
+            optimizer, scheduler = make_parts(options)
+            optimizer.load_state_dict(groups)
+            scheduler.load_state_dict(saved)
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        observe_evaluation(scheduler, loss)
+        seen.append(scheduler.get_last_lr()[0])
+    return seen
+
+
+def test_the_rate_falls_where_the_held_out_loss_does_not() -> None:
+    found = follow(LOSSES)
+    assert found[:2] == [0.75, 1.5], "the warm-up"
+    # An evaluation of the warm-up counts for nothing: 4.1 is the first, and 4.2 the first that is
+    # worse; then every second one.
+    assert found[2:] == [2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.3, 0.3]
+
+
+@pytest.mark.parametrize("cut", range(0, len(LOSSES), 2))
+def test_a_restored_plateau_goes_on_as_it_was(cut: int) -> None:
+    assert follow(LOSSES, cut) == follow(LOSSES)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_follows_the_sequences_of_a_step(rule: str, factor: float) -> None:
+    scaling = {"batch_scaling": {"rule": rule, "batch": 4}, "lr_scheduler_type": "constant"}
+    asked = {"learning_rate": 0.01, "batch_size": 8, "gradient_accumulation_steps": 2, **scaling}
+    options = TrainConfig(max_steps=3, **asked)
+    assert list_rates(options, 3) == pytest.approx([0.01 * factor] * 3)

@@ -32,7 +32,7 @@ from kd.tracking.metrics import read_metrics
 from kd.training import resuming
 from kd.training.lookahead import LookAhead
 from kd.training.loop import train
-from kd.training.resuming import FREE_FIELDS, compute_resume_identity
+from kd.training.resuming import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
 from tests.support.kd.students import copy_weights
 from tests.support.kd.training import stop_after
 
@@ -156,6 +156,22 @@ LEVERS: dict[str, dict[str, Any]] = {
             "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
         }
     },
+    "step": {
+        "train": {"lr_scheduler_type": "step", "lr_scheduler_kwargs": {"step_size": 2}},
+    },
+    "multistep": {
+        "train": {"lr_scheduler_type": "multistep", "lr_scheduler_kwargs": {"milestones": [2, 4]}},
+    },
+    "reduce_lr_on_plateau": {
+        "train": {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "eval_steps": 1,
+            "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.2, "factor": 0.5},
+        },
+    },
+    "batch_scaling": {"train": {"batch_scaling": {"rule": "sqrt", "batch": 1}}},
+    "adaptive_clipping": {"train": {"adaptive_clipping": 1e-4}},
+    "dropout": {"train": {"dropout": {"schedule": "linear", "start": 0.4, "end": 0.0}}},
     "ema_decay": {"train": {"ema_decay": 0.9}},
     "max_grad_norm": {"train": {"max_grad_norm": 0.01, "optim": "lars", "learning_rate": 1.0}},
     "bf16": {"train": {"precision": "bf16"}},
@@ -376,7 +392,7 @@ def test_the_slope_that_looks_ahead_is_that_of_the_loss(
         assert found == pytest.approx((up - down) / (2 * step), rel=2e-3)
 
 
-def test_without_the_floor_a_job_may_resume_what_was_begun_before_it_existed(
+def test_without_newer_fields_a_job_may_resume_what_was_begun_before_they_existed(
     taught: Taught,
 ) -> None:
     plain = taught.config(train={"lm_head_floor": 0.0})
@@ -384,12 +400,14 @@ def test_without_the_floor_a_job_may_resume_what_was_begun_before_it_existed(
         plain.model_dump_json(
             include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control"}}
         ),
-        plain.require_train().model_dump_json(exclude={*FREE_FIELDS, "lm_head_floor"}),
+        plain.require_train().model_dump_json(exclude=FREE_FIELDS | NEWER_FIELDS.keys()),
         "source",
     ]
     before = hashlib.sha256("\n".join(content).encode()).hexdigest()
     assert compute_resume_identity(plain, "source") == before
-    assert compute_resume_identity(taught.config(), "source") != before
+    for field in ({"lm_head_floor": 0.1}, {"dropout": 0.0}, {"loss_scale": {"initial": 2.0}}):
+        changed = taught.config(train={"lm_head_floor": 0.0, **field})
+        assert compute_resume_identity(changed, "source") != before
 
 
 def test_the_control_of_tails_changes_the_student_and_a_stop_does_not(

@@ -414,16 +414,17 @@ def test_full_disk_while_saving_leaves_the_last_checkpoint(
 
 @pytest.mark.usefixtures("half_on_cpu")
 def test_a_step_that_overflows_in_half_precision_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The loss scale starts too high: steps are skipped until it fits, and the schedule waits."""
-    real = torch.amp.GradScaler
-    monkeypatch.setattr(
-        torch.amp,
-        "GradScaler",
-        lambda *a, **k: real(*a, **k, init_scale=2.0**40, growth_interval=99),
+    job = make_job(
+        precision="fp16",
+        max_steps=40,
+        logging_steps=1,
+        eval_steps=40,
+        save_steps=40,
+        loss_scale={"initial": 2.0**40, "growth_interval": 99},
     )
-    job = make_job(precision="fp16", max_steps=40, logging_steps=1, eval_steps=40, save_steps=40)
     student, _ = run(job, tmp_path, dropout=0.0)
     rates = [
         line["learning_rate"]

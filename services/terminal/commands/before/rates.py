@@ -1,0 +1,71 @@
+"""``kd lr``: the learning rate over a whole run, before it starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.terminal.console import (
+    AsJson,
+    Home,
+    JobFile,
+    Overrides,
+    load_job_file,
+    make_settings,
+    out,
+    print_facts,
+    print_json,
+    print_table,
+)
+
+Plot = Annotated[Path | None, typer.Option("--out", help="Also draw the rates into this PNG file.")]
+
+app = typer.Typer()
+
+
+@app.command()
+def lr(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    plot: Plot = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the learning rate over a job's whole run, as a table and a plot.
+
+    Trains nothing. `--set train.lr_scheduler_type=cosine` and the like try another schedule.
+    A schedule that follows the held-out loss is shown as if it never fell.
+    """
+    from kd.planning.rates import plan_rates
+
+    settings = make_settings(home=home)
+    config = load_job_file(job_file, overrides)
+    picture = None if plot is None else plot.resolve()
+    os.chdir(settings.root)  # a job's relative paths start there
+    found = plan_rates(config, settings.root, settings.home)
+    if picture is not None:
+        found.draw(picture)
+    if as_json:
+        print_json(found.to_json())
+        return
+    print_facts(
+        {
+            "schedule": found.schedule,
+            "steps": len(found.rates),
+            "sequences_per_step": found.sequences_per_step,
+            "peak": f"{found.peak:.4g}",
+        }
+    )
+    out.print("")
+    print_table(
+        ["step", "learning rate", "of the peak"],
+        [
+            [f"{row['step']:,}", f"{row['rate']:.4g}", f"{row['share']:.1%}"]
+            for row in found.list_rows()
+        ],
+    )
+    if picture is not None:
+        out.print(f"\nplot: {picture}", markup=False, soft_wrap=True)
