@@ -9,7 +9,7 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, alpha, learning_rate,
                  grad_norm}
     temperature  {step, temperature, temperature_gradient, temperature_margin}, if it is learned
-    layers       {step, grad_norms by group of layers}
+    scalars      {step, and names such as throughput/tokens_per_second (kd.tracking.scalars)}
     check        {step, check, ok, message, remedy, facts}
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,

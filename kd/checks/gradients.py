@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kd.checks.verdict import Verdict
-from kd.models.layers import group_layers
 from kd.parallel.sharded_files import make_whole
 
 #: Names that a message lists; the facts have all of them.
@@ -62,19 +60,24 @@ def check_gradients(student: nn.Module, scaled: bool = False) -> Verdict:
     )
 
 
-def compute_layer_gradient_norms(student: PreTrainedModel) -> dict[str, float]:
-    """The norm of the gradient in each group of layers, 0 where there is none.
+def compute_gradient_norms(
+    groups: Iterable[tuple[str, Sequence[nn.Parameter]]],
+) -> dict[str, float]:
+    """The norm of the gradient in each of ``groups``, 0 where there is none.
 
-    Call it before clipping.
+    A parameter may be in several of them. Call it before clipping.
     """
-    groups = group_layers(student)
-    # One transfer for all groups, as above.
-    norms = (
-        torch.stack([_compute_norm(parameters) for _, parameters in groups]).tolist()
-        if groups
-        else []
+    groups = list(groups)
+    present = list(
+        dict.fromkeys(each for _, group in groups for each in group if each.grad is not None)
     )
-    return {name: norm for (name, _), norm in zip(groups, norms, strict=True)}
+    norms = [make_whole(torch.linalg.vector_norm(each.grad.float())) for each in present]  # type: ignore[union-attr]
+    # One transfer for all of them: each transfer waits for the device.
+    found = dict(zip(present, torch.stack(norms).tolist() if norms else [], strict=True))
+    return {
+        name: math.hypot(*(found.get(each, 0.0) for each in parameters))
+        for name, parameters in groups
+    }
 
 
 def _find_largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
@@ -85,20 +88,6 @@ def _find_largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
     ]
     # One transfer for all of them: each transfer waits for the device.
     return torch.stack(sizes).tolist() if sizes else []
-
-
-def _compute_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    parameters = list(parameters)
-    norms = [
-        make_whole(torch.linalg.vector_norm(each.grad.float()))
-        for each in parameters
-        if each.grad is not None
-    ]
-    return (
-        torch.linalg.vector_norm(torch.stack(norms))
-        if norms
-        else torch.zeros((), device=parameters[0].device)
-    )
 
 
 def _is_unmoved_adapter(name: str, trained: dict[str, nn.Parameter]) -> bool:

@@ -3,6 +3,8 @@
     spike         loss > spike_factor x max(its moving average, 0.1 nats), and the cross-entropy
                   rose by at least half as much
     clipping      share of the steps of a window whose gradient was clipped
+    exploding     a layer whose gradient has a large norm
+    vanishing     a layer whose gradient has a small one
     starvation    share of the time of a window of steps that went into waiting for data
     agreement     top-1 agreement with the teacher, against the best so far
 
@@ -15,10 +17,12 @@ kept.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kd.checks.dead_units import check_dead_units
 from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.text.batches import count_loader_threads
@@ -32,6 +36,8 @@ AVERAGE_WARM_UP = 10
 LEAST_LOSS = 0.1
 #: Steps over which shares are taken.
 WINDOW = 50
+#: Layers that a message names; the facts have all of them.
+NAMES_SHOWN = 5
 #: First steps of a process whose time does not count: they compile and fill caches.
 WARM_UP = 5
 
@@ -48,6 +54,9 @@ class _State:
     clipping: bool = False
     best_agreement: float | None = None
     apart: bool = False
+    exploding: list[str] = field(default_factory=list)
+    vanishing: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,36 @@ class TrainingWatch:
         alarms = [self._check_clipping(grad_norm), self._check_starvation(seconds)]
         return [alarm for alarm in alarms if alarm is not None]
 
+    def observe_layers(self, norms: Mapping[str, float]) -> list[Verdict]:
+        """Record the norm of each layer's gradient before clipping; return the alarms.
+
+        A norm that is not finite is an error of its own.
+        """
+        least, most = self._checks.vanishing_norm, self._checks.exploding_norm
+        state = self._state
+        large = [name for name, norm in norms.items() if 0 < most < norm < math.inf]
+        small = [name for name, norm in norms.items() if norm < least]
+        alarms = []
+        for check, now, before, bound, remedy in (
+            ("exploding", large, state.exploding, f"above {most:g}", _EXPLODING_REMEDY),
+            ("vanishing", small, state.vanishing, f"below {least:g}", _VANISHING_REMEDY),
+        ):
+            if new := [name for name in now if name not in before]:
+                facts = {"norms": {name: norms[name] for name in now}}
+                message = f"The norm of the gradient is {bound} in {_format_names(new)}."
+                alarms.append(Verdict(check, False, message, remedy, facts))
+        state.exploding, state.vanishing = large, small
+        return alarms
+
+    def observe_units(self, shares: dict[str, float]) -> list[Verdict]:
+        """Record the share of each layer's dead units; return an alarm where a layer has many."""
+        checks, state = self._checks, self._state
+        verdict = check_dead_units(shares, checks.dead_activation, checks.dead_share)
+        dead = [name for name, share in shares.items() if share > checks.dead_share]
+        new = set(dead) - set(state.dead)
+        state.dead = dead
+        return [verdict] if new else []
+
     def _check_clipping(self, grad_norm: float) -> Verdict | None:
         state = self._state
         limit = self._train.max_grad_norm
@@ -216,7 +255,20 @@ class TrainingWatch:
         return [Verdict("agreement", False, message, _AGREEMENT_REMEDY, facts)]
 
 
+def _format_names(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
 _SPIKE_REMEDY = "Lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm."
+_EXPLODING_REMEDY = (
+    "Lower train.learning_rate, add train.warmup_steps, lower train.max_grad_norm, or set "
+    "train.adaptive_clipping to 0.01."
+)
+_VANISHING_REMEDY = (
+    "The layer learns nothing. With precision fp16 raise train.loss_scale.initial or use bf16; "
+    "else look for a layer that the loss does not reach, or raise train.learning_rate."
+)
 _CLIPPING_REMEDY = (
     "All clipped steps have one length, however large the gradient: "
     "lower train.learning_rate, or raise train.max_grad_norm."

@@ -54,6 +54,42 @@ class ChecksConfig(Section):
             "that is not finite, fails the run."
         ),
     )
+    exploding_norm: float = Field(
+        100.0,
+        ge=0,
+        le=1e12,
+        description=(
+            "Warn if the gradient of a layer has a norm above this, before clipping; 0 = do not "
+            "check. Looked at every train.logging_steps steps, as vanishing_norm is."
+        ),
+    )
+    vanishing_norm: float = Field(
+        1e-7,
+        ge=0,
+        le=1.0,
+        description="Warn if the gradient of a layer has a norm below this; 0 = do not check.",
+    )
+    dead_activation: float = Field(
+        1e-6,
+        ge=0,
+        le=1.0,
+        description=(
+            "A channel of an MLP is dead if its activation stays below this over the first batch "
+            "of an evaluation; 0 = do not check. Not checked with train.compile."
+        ),
+    )
+    dead_share: float = Field(
+        0.1, ge=0, le=1, description="Warn if more than this share of a layer's channels is dead."
+    )
+    loss_scale_falls: int = Field(
+        4,
+        ge=1,
+        le=20,
+        description=(
+            "Warn if the loss scale of fp16 falls this often within 20 steps: then gradients "
+            "overflow, and steps are lost."
+        ),
+    )
     clipping_share: float = Field(
         0.5, gt=0, le=1, description="Warn if more than this share of the steps is clipped."
     )

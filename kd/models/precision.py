@@ -196,10 +196,8 @@ def compute_target_hidden_states(forward: nn.Module, batch: Batch, precision: Pr
 
 # ---------------------------------------------------------------------- the loss scale
 
-#: Falls of the loss scale within ``ALARM_STEPS`` that raise an alarm. A single fall is normal: the
+#: The number of latest steps in which falls of the scale are counted. A single fall is normal: the
 #: scaler finds the right scale by raising it until gradients overflow.
-ALARM_FALLS = 4
-#: The number of latest steps in which falls are counted.
 ALARM_STEPS = 20
 #: The loss scale at which training stops. Gradients that overflow here are above 6e8, too large for
 #: any loss that can still be trained.
@@ -260,15 +258,15 @@ class ScalerWatch:
             )
         return False
 
-    def describe_alarm(self) -> str | None:
-        """Return a warning if the scale fell often in the last steps, and start to count anew."""
-        if len(self.falls) < ALARM_FALLS:
+    def describe_alarm(self, most: int) -> str | None:
+        """Return a warning if the scale fell ``most`` times lately, and start to count anew."""
+        if len(self.falls) < most:
             return None
         first = self.falls[0]
         last = self.falls[-1]
         self.falls = []
         return (
-            f"The loss scale of float16 fell {ALARM_FALLS} times "
+            f"The loss scale of float16 fell {most} times "
             f"from step {first} to {last}: gradients overflow, and {self.skipped} steps "
             "were skipped so far. Lower train.learning_rate, raise "
             "train.loss_scale.growth_interval, or set train.precision to fp32."

@@ -46,9 +46,9 @@ class MetricsLog:
         """Write the state of a learned temperature, at every step."""
         self._write("temperature", {"step": step, **values})
 
-    def write_layers(self, step: int, norms: dict[str, float]) -> None:
-        """Write the norm of the gradient in each group of layers."""
-        self._write("layers", {"step": step, "grad_norms": norms})
+    def write_scalars(self, step: int, values: dict[str, float]) -> None:
+        """Write the scalars of ``kd.tracking.scalars``."""
+        self._write("scalars", {"step": step, **values})
 
     def write_verdicts(self, step: int, verdicts: Iterable[Verdict]) -> None:
         """Write the results of checks; the type of their events is ``check``."""

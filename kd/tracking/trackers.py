@@ -9,9 +9,12 @@ from kd.config.job import JobConfig
 from kd.errors import TrainingError
 from kd.progress import Event, Monitor
 
+#: The types of events whose numbers the trackers get.
+NUMBERS = ("metrics", "evaluation", "scalars", "temperature")
+
 
 class Trackers:
-    """Sends the numbers of metrics and evaluation events to the trackers that the job names.
+    """Sends all numbers of metrics.jsonl to the trackers that the job names.
 
     A tracker that cannot be started ends the run before it begins. A tracker that fails later
     causes a warning and is not used again: it must not end a run that trains.
@@ -54,7 +57,7 @@ def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
 
     def listen(event: Event) -> None:
         monitor.listen(event)
-        if event.type in ("metrics", "evaluation") and "step" in event.data:
+        if event.type in NUMBERS and "step" in event.data:
             trackers.log(int(event.data["step"]), event.data)
 
     return Monitor(listen, monitor.should_stop)

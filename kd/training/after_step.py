@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from kd.checks.dead_units import UnitWatch, watching_units
 from kd.checks.verdict import Verdict
 from kd.checks.watch import StepSeconds
 from kd.errors import Interrupted
@@ -18,6 +19,7 @@ from kd.optim.schedules import observe_evaluation
 from kd.parallel.strategies import call_whole
 from kd.progress import SILENT, make_interruption
 from kd.text.batches import Batch
+from kd.tracking.scalars import measure_memory, name_scalars
 from kd.training import checkpoint
 from kd.training.compiling import CompileReport
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
@@ -66,13 +68,18 @@ def report_step(run: Run, step: Step) -> None:
     alarms = run.watch.observe_step(step.loss, step.ce_loss, step.grad_norm, seconds)
     run.log.write_verdicts(progress.step, alarms)
     slow_disk = run.disk_watch.observe_step(step.tokens, seconds)
-    for alarm in (temperature.describe_alarm(), run.scale_watch.describe_alarm(), slow_disk):
+    scale_alarm = run.scale_watch.describe_alarm(run.config.checks.loss_scale_falls)
+    for alarm in (temperature.describe_alarm(), scale_alarm, slow_disk):
         if alarm is not None:
             run.monitor.emit("warning", message=alarm)
     if temperature.learned:
         run.log.write_temperature(progress.step, temperature.report())
+    run.speed.count(step.tokens, run.options.sequences_per_step, seconds.waited + seconds.worked)
     if is_reported(run, step):
         report_metrics(run, step)
+        report_scalars(run, step)
+        norms = {name: step.norms[name] for name, _ in run.layers}
+        run.log.write_verdicts(progress.step, run.watch.observe_layers(norms))
 
 
 def report_metrics(run: Run, step: Step) -> None:
@@ -86,12 +93,39 @@ def report_metrics(run: Run, step: Step) -> None:
         ce_loss=step.ce_loss,
         perplexity=compute_perplexity(step.ce_loss),
         alpha=step.alpha,
-        learning_rate=step.learning_rate,
+        learning_rate=step.learning_rates[0],
         grad_norm=step.grad_norm,
         tokens=run.progress.tokens,
         **run.loss.temperature.report(),
     )
-    run.log.write_layers(run.progress.step, step.layer_norms)
+
+
+def report_scalars(run: Run, step: Step) -> None:
+    """Write the step's speed and memory, and the rate and the gradient's norm of each layer."""
+    rates = {
+        id(parameter): rate
+        for (_, parameters), rate in zip(run.groups, step.learning_rates, strict=True)
+        for parameter in parameters
+    }
+    named = {name: rates[id(parameters[0])] for name, parameters in [*run.layers, *run.groups]}
+    run.log.write_scalars(
+        run.progress.step,
+        run.speed.report()
+        | measure_memory(run.device)
+        | name_scalars("grad_norm", step.norms)
+        | name_scalars("learning_rate", named)
+        | report_loss_scale(run, step),
+    )
+
+
+def report_loss_scale(run: Run, step: Step) -> dict[str, float]:
+    """Return the loss scale, and how many steps overflowed so far; empty without a scale."""
+    if not run.loss.precision.scales_loss:
+        return {}
+    return {
+        "loss_scale/scale": step.loss_scale,
+        "loss_scale/overflowed_steps": run.scale_watch.skipped,
+    }
 
 
 def compute_perplexity(loss: float) -> float:
@@ -148,11 +182,17 @@ def evaluate_now(run: Run) -> dict[str, Any]:
     loss = run.loss
     stopped = f"in the evaluation after step {run.progress.step} of {run.steps}"
 
+    units: UnitWatch | None = None
+
     def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore:
+        nonlocal units
         # Ranks that compute together stop together: between two batches.
         if not run.group.alone and run.should_stop():
             raise make_interruption(stopped)
-        return call_whole(run.loss_module, work, batch)
+        if units is not None or not looks_at_units(run):
+            return call_whole(run.loss_module, work, batch)
+        with watching_units(run.student) as units:
+            return call_whole(run.loss_module, work, batch)
 
     with (
         run.clock.phase("evaluation"),
@@ -171,9 +211,18 @@ def evaluate_now(run: Run) -> dict[str, Any]:
             group=run.group,
             call=call,
         )
+    if units is not None and units.largest and run.group.leads:
+        shares = units.find_dead_shares(run.config.checks.dead_activation)
+        found["dead_units"] = sum(shares.values()) / len(shares)
+        run.log.write_verdicts(run.progress.step, run.watch.observe_units(shares))
     run.log.write_evaluation(run.progress.step, found)
     run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))
     return found
+
+
+def looks_at_units(run: Run) -> bool:
+    """Whether dead units are looked for; hooks would make a compiled student compile anew."""
+    return run.config.checks.dead_activation > 0 and run.options.compile == "none"
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -36,7 +36,7 @@ from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import call_whole
 from kd.progress import Monitor
 from kd.text.batches import Source, TimedIterator
-from kd.tracking.stopwatch import compute_utilisation, count_flops_per_token
+from kd.tracking.stopwatch import compute_utilisation
 from kd.tracking.trace import Trace
 from kd.tracking.trackers import Trackers, add_trackers
 from kd.training import checkpoint
@@ -160,13 +160,10 @@ def write_profile(run: Run) -> None:
     """Write profile.json: the seconds of each phase in this process, speed and peak memory."""
     progress = run.progress
     tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
-    flops_per_token = count_flops_per_token(
-        run.student, run.loss.lm_head.vocabulary, run.config.data.sequence_length
-    )
     profile = {
         "phases": [phase.to_json() for phase in run.clock.table()],
         "tokens_per_second": tokens_per_second,
-        "mfu": compute_utilisation(tokens_per_second, flops_per_token, run.device),
+        "mfu": compute_utilisation(tokens_per_second, run.speed.flops_per_token, run.device),
         "peak_memory_bytes": read_peak_memory(run.device),
     }
     if run.group.leads:

@@ -53,7 +53,8 @@ from kd.parallel.strategies import WholeLoss, replicate, shard
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Source, read_training_batches
 from kd.tracking.metrics import MetricsLog
-from kd.tracking.stopwatch import Stopwatch
+from kd.tracking.scalars import SpeedMeter
+from kd.tracking.stopwatch import Stopwatch, count_flops_per_token
 from kd.tracking.trace import Trace
 from kd.training import checkpoint
 from kd.training.checkpoint import TrainingProgress, TrainState
@@ -125,6 +126,11 @@ def prepare(
         scale_watch=ScalerWatch(**state.progress.scale_watch),
         log=_open_log(folder if group.leads else None, monitor, state.progress),
         meter=ProgressMeter(loss.steps, "steps", done=state.progress.step),
+        speed=SpeedMeter(
+            count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length),
+            device,
+            group.size,
+        ),
     )
     reset_peak_memory(device)
     return run

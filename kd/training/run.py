@@ -15,6 +15,7 @@ from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.memory.step_bytes import StepMemoryEstimate
+from kd.models.layers import group_layers
 from kd.models.precision import ScalerWatch
 from kd.optim.adaptive_clipping import find_clipped
 from kd.optim.averaging import Averager
@@ -23,6 +24,7 @@ from kd.parallel.group import Group
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Batch, Source, read_training_batches
 from kd.tracking.metrics import MetricsLog
+from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import Stopwatch
 from kd.tracking.trace import Trace
 from kd.training.checkpoint import TrainingProgress, TrainState
@@ -63,16 +65,22 @@ class Run:
     scale_watch: ScalerWatch
     log: MetricsLog
     meter: ProgressMeter
+    speed: SpeedMeter
     #: The parameters that the optimiser moves, those of the feature projections included.
     trained: list[nn.Parameter] = field(init=False)
+    #: The trained parameters of each layer, and of each group of the optimiser, by name.
+    layers: list[tuple[str, list[nn.Parameter]]] = field(init=False)
+    groups: list[tuple[str, list[nn.Parameter]]] = field(init=False)
     #: The matrices whose gradients are clipped row by row; empty without adaptive clipping.
     clipped: list[nn.Parameter] = field(init=False)
     #: None where the dropout of the student stays as it is.
     dropout: Dropout | None = field(init=False)
 
     def __post_init__(self) -> None:
-        groups = self.state.optimizer.param_groups
-        self.trained = [parameter for group in groups for parameter in group["params"]]
+        groups = [group["params"] for group in self.state.optimizer.param_groups]
+        self.trained = [parameter for group in groups for parameter in group]
+        self.layers = group_layers(self.student)
+        self.groups = [(f"group {number}", group) for number, group in enumerate(groups)]
         self.clipped = find_clipped(self.student) if self.options.adaptive_clipping else []
         self.dropout = None if self.options.dropout is None else Dropout.of(self.student)
 

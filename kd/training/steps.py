@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kd.checks.gradients import check_gradients, compute_layer_gradient_norms
+from kd.checks.gradients import check_gradients, compute_gradient_norms
 from kd.checks.initial_loss import check_initial_loss
 from kd.checks.verdict import Verdict
 from kd.errors import OutOfMemory
@@ -59,11 +59,13 @@ class Step:
     ce_loss: float = 0.0
     entropy: float = 0.0
     loss_scale: float = 1.0
-    learning_rate: float = 0.0
+    #: The rate of each group of the optimiser; the first is that of the LM head.
+    learning_rates: list[float] = field(default_factory=list)
     grad_norm: float = 0.0
     #: Whether the batch is left out: then neither weights nor tokens count it.
     left_out: bool = False
-    layer_norms: dict[str, float] = field(default_factory=dict)
+    #: The norm of the gradient in each layer and each group of the optimiser, where it is reported.
+    norms: dict[str, float] = field(default_factory=dict)
 
 
 def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
@@ -151,7 +153,7 @@ def measure_gradients(run: Run, step: Step) -> None:
     step.loss_scale = float(run.state.scaler.get_scale())
     run.state.scaler.unscale_(run.state.optimizer)
     if is_reported(run, step):
-        step.layer_norms = compute_layer_gradient_norms(run.student)
+        step.norms = compute_gradient_norms([*run.layers, *run.groups])
     # Before clipping, which turns all gradients into 0 where the norm is infinite.
     first = step.number == len(run.progress.skipped)
     verdicts = check_first_step(run, step) if first else []
@@ -255,7 +257,7 @@ def rounding_alike(run: Run, step: Step) -> Iterator[None]:
 def take_step(run: Run, step: Step) -> None:
     """Update weights, learning rate, temperature and average of the weights, and count the step."""
     state = run.state
-    step.learning_rate = state.scheduler.get_last_lr()[0]
+    step.learning_rates = [float(rate) for rate in state.scheduler.get_last_lr()]
     slope = None
     if run.look_ahead is not None:
         slope = run.look_ahead.compute_slope(run.loss.temperature, step.number, run.loss.objective)

@@ -10,11 +10,20 @@ const CHARTS = [
   { title: "Learning rate", names: ["learning_rate"] },
   { title: "Gradient norm", names: ["grad_norm"] },
   { title: "Temperature", names: ["temperature"] },
+  { title: "Tokens a second", names: ["throughput/tokens_per_second"] },
+  { title: "Memory, GiB", names: ["memory/*"], unit: 2 ** 30 },
+  {
+    title: "Gradient norm by layer",
+    names: ["grad_norm/embeddings", "grad_norm/layer*", "grad_norm/head"],
+    log: true,
+  },
 ];
-/** The metrics of all charts: the API sends only these. */
+/** The metrics of all charts: the API sends only these. A star stands for any end of a name. */
 export const NAMES = CHARTS.flatMap((chart) => chart.names);
 const HEIGHT = 220; // pixels
 const SMOOTHING = 0.9; // the weight of the earlier points
+const COLOURS = 3; // of the style sheet; more lines get hues at equal distances
+const LEGEND = 8; // the most lines that a legend lists
 
 /** The charts of a page. `update` takes the API's series; a chart appears with its first point. */
 export class Charts {
@@ -39,15 +48,24 @@ export class Charts {
   update(series = null) {
     if (series) this.series = new Map(series.map((each) => [each.name, each]));
     for (const chart of CHARTS) {
-      const names = chart.names.filter((name) => this.series.get(name)?.steps.length);
+      const names = this.resolve(chart.names);
       if (!names.length) continue;
       const drawn = this.drawn.get(chart);
       if (drawn?.names.join() === names.join()) {
-        drawn.plot.setData(this.data(names));
+        drawn.plot.setData(this.data(chart, names));
         this.describe(chart, names);
       } else this.draw(chart, names);
     }
     this.root.hidden = !this.drawn.size;
+  }
+
+  /** The metrics that have points, in the order of their numbers. */
+  resolve(patterns) {
+    const known = [...this.series.keys()].filter((name) => this.series.get(name).steps.length);
+    const order = new Intl.Collator("en", { numeric: true }).compare;
+    return patterns.flatMap((pattern) => pattern.endsWith("*")
+      ? known.filter((name) => name.startsWith(pattern.slice(0, -1))).sort(order)
+      : known.filter((name) => name === pattern));
   }
 
   draw(chart, names) {
@@ -55,7 +73,7 @@ export class Charts {
     known?.plot.destroy();
     const figure = known?.figure ?? h("figure", {}, h("figcaption", {}, chart.title));
     const options = this.options(names, chart.log || this.log.checked);
-    const plot = new uPlot(options, this.data(names), figure);
+    const plot = new uPlot(options, this.data(chart, names), figure);
     this.drawn.set(chart, { figure, names, plot });
     // A new chart may belong between older ones, so all figures are put in order again.
     if (!known) this.box.append(...CHARTS.flatMap((each) => this.drawn.get(each)?.figure ?? []));
@@ -77,17 +95,20 @@ export class Charts {
     };
     const label = (value) => (value == null ? "" : number(value, 3));
     // Without a cursor the legend shows the newest value.
+    const stroke = (at) => (names.length <= COLOURS
+      ? colour(`--series-${at + 1}`) : `hsl(${(360 * at) / names.length} 65% 50%)`);
     const newest = (plot, series) => plot.data[series].findLast((each) => each != null);
     return {
       width: this.width(), height: HEIGHT,
+      legend: { show: names.length <= LEGEND },
       cursor: { sync: { key: "step" } },
       scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
       axes: [axis, { ...axis, size: 64, values: (_, values) => values.map(label) }],
       series: [
         { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },
         ...names.map((name, at) => ({
-          label: name.replaceAll("_", " "),
-          stroke: colour(`--series-${at + 1}`),
+          label: name.split("/").at(-1).replaceAll("_", " "),
+          stroke: stroke(at),
           width: 2,
           spanGaps: true,
           // Dots help to see few points, and hide the line of many.
@@ -98,12 +119,13 @@ export class Charts {
     };
   }
 
-  data(names) {
+  data(chart, names) {
     // Evaluations are few and exact, so only training metrics are smoothed.
     const smoothed = (name) => this.smooth.checked && !name.startsWith("validation_");
     return uPlot.join(names.map((name) => {
       const { steps, values } = this.series.get(name);
-      return [steps, this.above(smoothed(name) ? smooth(values) : values)];
+      const shown = chart.unit ? values.map((value) => value / chart.unit) : values;
+      return [steps, this.above(smoothed(name) ? smooth(shown) : shown)];
     }));
   }
 

@@ -32,7 +32,7 @@
 -- kd:format               string  the format of all this; a server of another format is refused by name
 -- kd:job:{id}             hash    the record of a job; nested values are JSON under dotted names
 -- kd:job:{id}:events      stream  events: type and data (JSON), about the last 10 000
--- kd:job:{id}:{series}    zset    metrics, evaluation, temperature: data by step, at most 8 192 points each, spread evenly
+-- kd:job:{id}:{series}    zset    metrics, evaluation, temperature, scalars: data by step, at most SERIES[series] points, spread evenly
 -- kd:job:{id}:waits       set     dependencies that have not succeeded
 -- kd:job:{id}:dependents  set     jobs whose waits contain this job
 -- kd:job:{id}:study       list    of a search: the journal of its Optuna study, as lines of JSON
@@ -60,12 +60,13 @@
 
 local FORMAT = '2'
 local DAY = 24 * 60 * 60
-local EVENTS, POINTS = 10000, 8192
+local EVENTS = 10000
 local HINTS = 32  -- kept in a queue of Celery: each wakes one idle worker
 local TERMINAL = {succeeded = true, failed = true, cancelled = true}
 local ACTIVE = {running = true, cancelling = true, pausing = true}
 local OPEN = {'waiting', 'queued', 'running', 'cancelling', 'pausing', 'paused'}
-local SERIES = {metrics = true, evaluation = true, temperature = true}
+-- The most points of each series. A point of scalars holds several numbers for each layer.
+local SERIES = {metrics = 8192, evaluation = 8192, temperature = 8192, scalars = 1024}
 -- The actions that a client may ask for, by status, in the order in which a client shows them.
 local ALLOWED = {
   waiting = {'pause', 'cancel'},
@@ -161,7 +162,7 @@ end
 
 -- The history of an ended job expires after a month, unless the job is retried.
 local function keep(id, command)
-  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'study', 'trials'}) do
+  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'scalars', 'study', 'trials'}) do
     if command == 'PERSIST' then redis.call('PERSIST', key(id, part))
     else redis.call('EXPIRE', key(id, part), 30 * DAY) end
   end
@@ -424,7 +425,7 @@ function changes.delete(id, status)
   index(id, status, 'remove')
   index(id, '*', 'remove')
   weigh(get(id, 'owner') or '', -(tonumber(get(id, 'record_bytes') or '') or 0))
-  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'waits', 'dependents', 'study', 'trials'}) do
+  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'scalars', 'waits', 'dependents', 'study', 'trials'}) do
     redis.call('DEL', key(id, part))
   end
   redis.call('DEL', key(id))
@@ -546,10 +547,10 @@ local function plot(id, series, data)
   local name = key(id, series)
   redis.call('ZREMRANGEBYSCORE', name, step, step)
   redis.call('ZADD', name, step, data)
-  if redis.call('ZCARD', name) <= POINTS then return end
+  if redis.call('ZCARD', name) <= SERIES[series] then return end
   local points = redis.call('ZRANGE', name, 0, -1, 'WITHSCORES')
   local kept = tonumber(points[2])
-  local gap = (points[#points] - kept) / (POINTS / 2)  -- in steps: dropping every second point would thin out the old part again and again
+  local gap = (points[#points] - kept) / (SERIES[series] / 2)  -- in steps: dropping every second point would thin out the old part again and again
   for i = 3, #points - 2, 2 do
     if points[i + 1] - kept < gap then redis.call('ZREM', name, points[i]) else kept = tonumber(points[i + 1]) end
   end

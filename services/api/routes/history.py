@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -143,7 +144,11 @@ def job_metrics(
     job: KnownJob,
     service: TheService,
     names: Annotated[
-        str | None, Query(description="Only these metrics, separated by commas; by default all.")
+        str | None,
+        Query(
+            description="Only these metrics, separated by commas; by default all. grad_norm/* "
+            "means all whose names begin with grad_norm/."
+        ),
     ] = None,
     after_step: Annotated[
         int, Query(ge=-1, le=1 << 53, description="Only points after this step.")
@@ -157,11 +162,11 @@ def job_metrics(
     A long series is thinned: equal spans of steps each keep their lowest and highest point.
     """
     points = service.store.read_metrics(job.id, after_step)
-    wanted = {name for name in (names or "").split(",") if name}
+    wanted = [name for name in (names or "").split(",") if name]
     found = {
         name: series
         for name, series in _group_series(points).items()
-        if not wanted or name in wanted
+        if not wanted or any(fnmatchcase(name, each) for each in wanted)
     }
     return MetricsHistory(
         series=[_thin_series(name, series, max_points) for name, series in sorted(found.items())],

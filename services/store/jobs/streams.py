@@ -9,7 +9,7 @@ from typing import Any, cast
 from services.store.jobs.script import ScriptedStore
 
 #: Types of events whose data is kept by step.
-SERIES = ("metrics", "evaluation", "temperature")
+SERIES = ("metrics", "evaluation", "temperature", "scalars")
 
 
 class Streams(ScriptedStore):

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
-from kd.checks.gradients import check_gradients, compute_layer_gradient_norms
+from kd.checks.gradients import check_gradients, compute_gradient_norms
+from kd.models.layers import group_layers
 from tests.support.kd.students import make_llama
 
 
@@ -114,7 +115,9 @@ def test_an_adapter_waits_for_its_other_half() -> None:
     ids=["tied", "untied", "gpt2"],
 )
 def test_norms_of_layer_groups_make_up_the_whole(student: PreTrainedModel) -> None:
-    norms = compute_layer_gradient_norms(run_backward(student))
+    run_backward(student)
+    norms = compute_gradient_norms([*group_layers(student), ("all", list(student.parameters()))])
+    everything = norms.pop("all")
     assert len(norms) == len({*norms}) == 4
     squares = {
         name: float(p.grad.double().square().sum()) for name, p in student.named_parameters()
@@ -123,10 +126,11 @@ def test_norms_of_layer_groups_make_up_the_whole(student: PreTrainedModel) -> No
     assert norms["layer 1"] == pytest.approx(math.sqrt(layer), rel=1e-5)
     whole = math.sqrt(sum(norm**2 for norm in norms.values()))
     assert whole == pytest.approx(math.sqrt(sum(squares.values())), rel=1e-5)
+    assert everything == pytest.approx(whole, rel=1e-5)
     assert whole == pytest.approx(
         float(nn.utils.clip_grad_norm_(student.parameters(), math.inf)), rel=1e-5
     )
 
 
 def test_a_group_without_gradients_has_norm_0() -> None:
-    assert set(compute_layer_gradient_norms(make_student()).values()) == {0.0}
+    assert set(compute_gradient_norms(group_layers(make_student())).values()) == {0.0}

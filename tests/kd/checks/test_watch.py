@@ -268,3 +268,38 @@ def test_an_empty_state_starts_anew() -> None:
     watch = make_watch([2.0] * 30)
     watch.restore({})
     assert watch.average == 0.0 and not watch.is_spike(100.0, 100.0)
+
+
+# ---------------------------------------------------------------------- layers and units
+
+
+def test_a_layer_s_gradient_that_explodes_or_vanishes_is_an_alarm_once() -> None:
+    watch = TrainingWatch(make_job(exploding_norm=10, vanishing_norm=1e-3))
+    usual = {"embeddings": 1.0, "layer 0": 1e-2, "head": 10.0}
+    assert watch.observe_layers(usual) == []
+    large, small = watch.observe_layers({"embeddings": 11.0, "layer 0": 1e-4, "head": 12.0})
+    assert (large.check, small.check) == ("exploding", "vanishing")
+    assert large.message == "The norm of the gradient is above 10 in embeddings, head."
+    assert small.facts == {"norms": {"layer 0": 1e-4}}
+    assert "adaptive_clipping" in large.remedy and "learns nothing" in small.remedy
+    assert watch.observe_layers({"embeddings": 11.0, "layer 0": 1e-4, "head": 1.0}) == []
+    # A checkpoint keeps which alarms have sounded.
+    resumed = TrainingWatch(make_job(exploding_norm=10, vanishing_norm=1e-3))
+    resumed.restore(json.loads(json.dumps(watch.state())))
+    (again,) = resumed.observe_layers({"embeddings": 11.0, "layer 0": 1e-4, "head": 12.0})
+    assert again.message.endswith("above 10 in head.")
+
+
+def test_layers_are_not_looked_at_where_the_bounds_are_0_nor_judged_by_infinity() -> None:
+    watch = TrainingWatch(make_job(exploding_norm=0, vanishing_norm=0))
+    assert watch.observe_layers({"layer 0": 1e9, "layer 1": 0.0}) == []
+    assert TrainingWatch(make_job()).observe_layers({"layer 0": math.inf}) == []
+
+
+def test_dead_units_are_an_alarm_once_and_again_for_another_layer() -> None:
+    watch = TrainingWatch(make_job(dead_share=0.2))
+    assert watch.observe_units({"layer 0": 0.2, "layer 1": 0.0}) == []
+    (alarm,) = watch.observe_units({"layer 0": 0.3, "layer 1": 0.0})
+    assert alarm.check == "dead_units" and not alarm.ok
+    assert watch.observe_units({"layer 0": 0.4, "layer 1": 0.0}) == []
+    assert len(watch.observe_units({"layer 0": 0.4, "layer 1": 0.5})) == 1

@@ -203,7 +203,7 @@ def test_a_lever_changes_the_student_and_a_stop_does_not(
         [
             line
             for line in read_metrics(tmp_path / name / "metrics.jsonl")
-            if line["type"] != "check"
+            if line["type"] not in ("check", "scalars")
         ]
         for name in ("cut", "whole")
     ]
@@ -336,10 +336,43 @@ def test_a_trace_a_profile_and_a_tracker_are_written(taught: Taught, tmp_path: P
         and profile["tokens_per_second"] > 0
         and profile["mfu"] is None
     )
-    assert list((tmp_path / "tensorboard").rglob("events.out.tfevents.*"))
+    assert read_tensorboard(tmp_path / "tensorboard") == pytest.approx(
+        list_scalars(tmp_path / "metrics.jsonl"), rel=1e-6
+    )
     assert [
         event for event in events if event.type == "artifact" and event.data["name"] == "trace.json"
     ]
+
+
+def read_tensorboard(folder: Path) -> dict[tuple[str, int], float]:
+    """Every scalar of a run's event files, by its name and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for file in folder.rglob("events.out.tfevents.*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            found |= {(name, each.step): each.value for each in events.Scalars(name)}
+    return found
+
+
+def list_scalars(path: Path) -> dict[tuple[str, int], float]:
+    """Every number of metrics.jsonl but the facts of checks, by its name and step."""
+    found = {
+        (name, line["step"]): float(value)
+        for line in read_metrics(path)
+        if line["type"] != "check"
+        for name, value in line.items()
+        if name != "step" and isinstance(value, int | float)
+    }
+    names = {name for name, _ in found}
+    assert {"loss", "validation_loss", "throughput/tokens_per_second", "memory/peak_bytes",
+            "memory/resident_bytes", "grad_norm/layer 1", "grad_norm/group 0",
+            "learning_rate/head", "learning_rate/group 1"} <= names  # fmt: skip
+    rates = [found["learning_rate/group 0", step] for step in range(1, STEPS + 1)]
+    assert rates == [found["learning_rate", step] for step in range(1, STEPS + 1)]
+    return found
 
 
 def test_what_the_records_cannot_serve_is_refused_before_the_first_step(

@@ -318,11 +318,34 @@ def test_metrics_are_one_series_each(api: Parts) -> None:
     assert api.http.get(f"/jobs/{claim.id}/metrics").json()["last_step"] == 4
 
 
+def test_scalars_of_layers_are_series_that_a_star_finds(api: Parts) -> None:
+    claim = running(api)
+    scalars = {"grad_norm/layer 0": 0.5, "grad_norm/layer 10": 0.25, "memory/peak_bytes": 2.0**30}
+    tell(api, claim, ("metrics", {"step": 1, "loss": 3.0}), ("scalars", {"step": 1, **scalars}))
+    assert set(metrics(api, claim.id)) == {"loss", *scalars}
+    assert set(metrics(api, claim.id, names="loss,grad_norm/*")) == {
+        "loss", "grad_norm/layer 0", "grad_norm/layer 10"
+    }  # fmt: skip
+    view = api.http.get(f"/jobs/{claim.id}").json()
+    assert "memory/peak_bytes" not in view["metrics"], "a job's view stays short"
+
+
 def test_a_step_that_is_taken_again_counts_once(api: Parts) -> None:
     claim = running(api)
     tell(api, claim, ("metrics", {"step": 1, "loss": 3.0}), ("metrics", {"step": 2, "loss": 2.0}))
     tell(api, claim, ("metrics", {"step": 2, "loss": 2.5}))
     assert metrics(api, claim.id)["loss"]["values"] == [3.0, 2.5]
+
+
+def test_scalars_keep_fewer_points_than_losses(api: Parts) -> None:
+    claim = running(api)
+    for start in range(0, 3000, 500):
+        steps = range(start, start + 500)
+        tell(api, claim, *(("scalars", {"step": s, "memory/peak_bytes": 1.0}) for s in steps))
+        tell(api, claim, *(("metrics", {"step": s, "loss": 1.0}) for s in steps))
+    found = metrics(api, claim.id)
+    assert found["loss"]["points"] == 3000
+    assert 512 <= found["memory/peak_bytes"]["points"] <= 1024
 
 
 def test_a_long_history_is_thinned_out_and_shows_its_spikes(api: Parts) -> None:

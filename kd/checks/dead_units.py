@@ -1,0 +1,108 @@
+"""Find dead units: channels of a layer's MLP that no token of a batch activates.
+
+A channel is an input of the projection back to the hidden width. Its activation is what the
+nonlinearity, times the gate where there is one, gives. Mixtures of experts are left out: a token
+meets few of their channels.
+
+Shapes: C channels of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from kd.checks.verdict import Verdict
+from kd.models.layers import find_decoder_layers
+
+#: Layers that a message names; the facts have all of them.
+LAYERS_SHOWN = 5
+_REMEDY = (
+    "These channels learn nothing: lower train.learning_rate, add train.warmup_steps, or lower "
+    "train.weight_decay. A student cut out of its teacher may have inherited them."
+)
+
+
+@dataclass
+class UnitWatch:
+    """The largest magnitude of each channel (C,) so far, by the number of its layer."""
+
+    largest: dict[int, Tensor] = field(default_factory=dict)
+
+    def find_dead_shares(self, least: float) -> dict[str, float]:
+        """Return the share of the channels of each layer whose magnitude stayed below ``least``."""
+        return {
+            f"layer {number}": float((most < least).float().mean())
+            for number, most in sorted(self.largest.items())
+        }
+
+    def observe(self, number: int, inputs: Tensor) -> None:
+        """Record the inputs (..., C) of the projection of layer ``number``."""
+        most = inputs.detach().abs().flatten(0, -2).amax(0).float()
+        seen = self.largest.get(number)
+        self.largest[number] = most if seen is None else torch.maximum(seen, most)
+
+
+@contextmanager
+def watching_units(student: PreTrainedModel) -> Iterator[UnitWatch]:
+    """Watch the MLPs of ``student`` in the forward passes of the block."""
+    watch = UnitWatch()
+    handles = []
+    width = student.config.get_text_config().hidden_size
+    for number, layer in enumerate(find_decoder_layers(student)):
+        projection = _find_projection(layer, width)
+        if projection is None:
+            continue
+
+        def observe(module: nn.Module, inputs: tuple[Any, ...], number: int = number) -> None:
+            watch.observe(number, inputs[0])
+
+        handles.append(projection.register_forward_pre_hook(observe))
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _find_projection(layer: nn.Module, width: int) -> nn.Module | None:
+    """Return the projection from the widest inputs of ``layer`` to ``width``; None without one."""
+    found = [
+        (inputs, module)
+        for name, module in layer.named_modules()
+        if "expert" not in name
+        for inputs, outputs in [_read_sizes(module)]
+        if outputs == width and inputs > width
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _read_sizes(module: nn.Module) -> tuple[int, int]:
+    """The widths of a linear module's inputs and outputs; zeros for other modules."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):  # the linear module of GPT-2
+        return int(module.nx), int(module.nf)
+    return 0, 0
+
+
+def check_dead_units(shares: dict[str, float], least: float, most: float) -> Verdict:
+    """Make the verdict on the shares of dead units by layer; more than ``most`` are an alarm."""
+    over = [name for name, share in shares.items() if share > most]
+    facts = {"shares": shares, "activation": least}
+    if not over:
+        return Verdict("dead_units", True, "The units of the MLPs are alive.", facts=facts)
+    shown = ", ".join(f"{name} ({shares[name]:.0%})" for name in over[:LAYERS_SHOWN])
+    more = f" and {len(over) - LAYERS_SHOWN} more" if len(over) > LAYERS_SHOWN else ""
+    message = (
+        f"More than {most:.0%} of the MLP's channels stay below {least:g} over an evaluation "
+        f"batch in {shown}{more}."
+    )
+    return Verdict("dead_units", False, message, _REMEDY, facts)
