@@ -214,6 +214,11 @@ class Batch:
             return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the batch lies in pinned memory."""
+        return self.tokens_BL.is_pinned()
+
     def pin(self) -> Batch:
         """Copy the batch to pinned memory, from which a GPU copies while the CPU goes on."""
         return self._map(Tensor.pin_memory)
@@ -480,7 +485,8 @@ def _read_ahead(
 ) -> Iterator[Item]:
     """Yield ``load`` of every step in order, while ``workers`` threads load later steps.
 
-    They are at most ``workers * steps_each`` steps ahead, and end with the iterator.
+    They are at most ``workers * steps_each`` steps ahead. They live as long as the iterator: epochs
+    do not begin them anew.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="batches")
     ahead = workers * steps_each

@@ -19,7 +19,7 @@ from kd.optim.schedules import observe_evaluation
 from kd.parallel.strategies import call_whole
 from kd.progress import SILENT, make_interruption
 from kd.text.batches import Batch
-from kd.tracking.scalars import measure_memory, name_scalars
+from kd.tracking.scalars import StepWork, measure_memory, name_scalars
 from kd.training import checkpoint
 from kd.training.compiling import CompileReport
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
@@ -74,7 +74,15 @@ def report_step(run: Run, step: Step) -> None:
             run.monitor.emit("warning", message=alarm)
     if temperature.learned:
         run.log.write_temperature(progress.step, temperature.report())
-    run.speed.count(step.tokens, run.options.sequences_per_step, seconds.waited + seconds.worked)
+    run.speed.count(
+        StepWork(
+            tokens=step.tokens,
+            samples=run.options.sequences_per_step,
+            waited=seconds.waited,
+            worked=seconds.worked,
+            pinned=sum(each.is_pinned for each in step.micro_batches) / len(step.micro_batches),
+        )
+    )
     if is_reported(run, step):
         report_metrics(run, step)
         report_scalars(run, step)

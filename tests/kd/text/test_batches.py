@@ -258,6 +258,14 @@ def test_so_many_threads_read_at_once(workers):
     assert len(list(batches)) == 2 * workers and not reading_threads()
 
 
+def test_the_threads_live_through_all_epochs():
+    seen: set[int] = set()
+    source = Watched(20, before=lambda _: seen.add(threading.get_ident()))
+    batches = read_training_batches(source, options(4, 1, 3, dataloader_num_workers=2), range(50))
+    assert len(list(batches)) == 50, "ten epochs"
+    assert 1 <= len(seen) <= 2
+
+
 @pytest.mark.parametrize("workers, factor", [(1, 1), (1, 4), (3, 1), (2, 3)])
 def test_so_many_steps_are_read_ahead_and_no_more(workers, factor):
     read: list[int] = []

@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import TrainingError
+from kd.memory.devices import find_device_kind
 from kd.progress import Event, Monitor
+from kd.tracking.scalars import SpeedMeter, StepWork
 from kd.tracking.stopwatch import Stopwatch, compute_utilisation, count_flops_per_token
 from kd.tracking.trace import SKIPPED_STEPS, Trace
 from kd.tracking.trackers import Trackers, add_trackers
@@ -64,6 +66,32 @@ def test_flops_are_those_of_the_matrix_products(tied: bool) -> None:
 
 def test_utilisation_needs_a_known_device() -> None:
     assert compute_utilisation(1e6, 1e9, CPU) is None
+
+
+def test_speed_is_a_mean_since_the_last_report() -> None:
+    meter = SpeedMeter(flops_per_token=1.0, device=CPU, devices=2)
+    assert meter.report() == {}
+    meter.count(StepWork(tokens=300, samples=4, waited=0.5, worked=0.5, pinned=1.0))
+    meter.count(StepWork(tokens=100, samples=4, waited=0.0, worked=1.0, pinned=0.5))
+    assert meter.report() == {
+        "throughput/tokens_per_second": 200.0,
+        "throughput/samples_per_second": 4.0,
+        "throughput/steps_per_second": 1.0,
+        "loader/waited_share": 0.25,
+        "loader/late_steps": 0.5,
+        "loader/pinned_share": 0.75,
+    }
+    meter.count(StepWork(tokens=100, samples=4, waited=0.0, worked=0.25, pinned=0.0))
+    assert meter.report()["throughput/tokens_per_second"] == 400.0
+
+
+def test_utilisation_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = find_device_kind("NVIDIA H100 80GB HBM3")
+    assert kind is not None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    meter = SpeedMeter(flops_per_token=kind.half / 1000, device=torch.device("cuda"), devices=2)
+    meter.count(StepWork(tokens=1000, samples=1, waited=0.0, worked=1.0, pinned=1.0))
+    assert meter.report()["throughput/mfu"] == pytest.approx(0.5)
 
 
 def test_a_trace_holds_the_steps_after_the_first_ones(tmp_path: Path) -> None:
