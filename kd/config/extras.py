@@ -24,6 +24,11 @@ NO_TORCHAO = Problem(
     "adamw_8bit needs torchao, which is not installed.",
     "Install it: pip install 'potstill[quantization]'; or set train.optim to adamw.",
 )
+NO_FLOAT8 = Problem(
+    "/train/fp8",
+    "products in float8 need torchao, which is not installed.",
+    "Install it: pip install 'potstill[quantization]'; or set train.fp8 to false.",
+)
 NO_QUANTIZER = Problem(
     "/teacher/quantization",
     "the job quantises the teacher, but torchao is not installed.",
@@ -46,12 +51,9 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
         for place, name in enumerate(reported)
         if not any(map(find_spec, TRACKER_MODULES[name]))
     ]
-    if (
-        config.train is not None
-        and config.train.optim == "adamw_8bit"
-        and not is_torchao_installed()
-    ):
-        problems.append(NO_TORCHAO)
+    if config.train is not None and not is_torchao_installed():
+        problems += [NO_TORCHAO] if config.train.optim == "adamw_8bit" else []
+        problems += [NO_FLOAT8] if config.train.fp8 else []
     return problems + find_missing_harness(config)
 
 

@@ -153,6 +153,16 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
+    def _adapters_are_not_in_float8(self) -> Self:
+        lora = self.student.lora if self.student is not None else None
+        if lora is not None and self.train is not None and self.train.fp8:
+            raise ValueError(
+                "train.fp8 is for students whose weights are all trained, but student.lora trains "
+                "adapters: set train.fp8 to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _base_has_the_precision_of_products(self) -> Self:
         lora = self.student.lora if self.student is not None else None
         precision = self.train.precision if self.train is not None else "auto"

@@ -184,6 +184,14 @@ class TrainConfig(Section):
             "halves their memory, and steps are rounded stochastically (optim adamw or adamw_8bit)."
         ),
     )
+    fp8: bool = Field(
+        False,
+        description=(
+            "Multiply in float8 in the student's layers, by torchao (extra quantization), on GPUs "
+            "of the Ada and Hopper generations and later; precision must be auto or bf16. It pays "
+            "for wide layers (4,096 and more) with train.compile."
+        ),
+    )
     tf32: bool = Field(
         True, description="Let float32 matrix products use TF32, on GPUs that have it."
     )
@@ -391,6 +399,15 @@ class TrainConfig(Section):
     def is_pure_bfloat16(self) -> bool:
         """Whether the trained weights are in bfloat16, without a copy in float32."""
         return self.precision == "bf16_pure"
+
+    @model_validator(mode="after")
+    def _float8_stands_beside_bfloat16(self) -> Self:
+        if self.fp8 and self.precision not in ("auto", "bf16"):
+            raise ValueError(
+                "train.fp8 multiplies in float8 where bf16 would multiply in bfloat16, but "
+                f"train.precision is {self.precision}: set it to auto or bf16"
+            )
+        return self
 
     @model_validator(mode="after")
     def _compiled_layers_keep_their_activations(self) -> Self:

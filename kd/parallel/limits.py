@@ -23,6 +23,7 @@ def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
             options.precision in ("fp16", "bf16_pure"),
             f"{options.precision} scales or rounds whole gradients; bf16 and fp32 do not",
         ),
+        ("fp8", options.fp8, "float8 was not tried with gathered weights"),
         (
             "auto_batch",
             options.auto_batch,

@@ -230,6 +230,7 @@ def _find_device_problems(config: JobConfig, device: torch.device | None) -> lis
 def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Problem]:
     # This imports torch, which a caller that has a device has imported already.
     from kd.models.precision import Precision, require_quantization
+    from kd.models.products.float8 import require_float8
 
     teacher = config.teacher
     try:
@@ -237,6 +238,8 @@ def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Pr
             require_quantization(teacher.quantization, device)
         if config.train is None:
             return []
+        if config.train.fp8:
+            require_float8(device)
         precision = Precision.choose(config.train.precision, device)
     except ConfigError as error:
         return error.problems

@@ -43,6 +43,7 @@ from kd.models.precision import (
     round_parameters,
     set_tf32,
 )
+from kd.models.products.float8 import multiply_in_float8, require_float8
 from kd.models.routers import find_router_balance
 from kd.optim.averaging import Averager
 from kd.optim.optimizers import make_optimizer
@@ -87,6 +88,8 @@ def prepare(
     options = config.require_train()
     device = pick_device()
     precision = Precision.choose(options.precision, device)
+    if options.fp8:
+        require_float8(device)
     set_tf32(device, options.tf32)
     nn.Module.to(student, device)
     lm_head, memory = _prepare_student(config, source, student, vocabulary, precision, monitor)
@@ -168,6 +171,8 @@ def _prepare_student(
     warning = memory.warning(measure_free_memory(student.device))
     if warning:
         monitor.emit("warning", message=warning)
+    if options.fp8:
+        multiply_in_float8(student)
     checkpoint_activations(student, options.gradient_checkpointing)
     if options.activation_offload:
         offload_activations(student)

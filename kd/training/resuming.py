@@ -28,6 +28,7 @@ NEWER_FIELDS: dict[str, Any] = {
     "batch_scaling": None,
     "adaptive_clipping": None,
     "dropout": None,
+    "fp8": False,
     "loss_scale": LossScale(),
 }
 #: The rule by which windows are chosen. A run that began by another rule would read some sequences

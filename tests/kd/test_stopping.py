@@ -26,6 +26,7 @@ from kd.progress import Event, Monitor
 from kd.search.trials import TrialMonitor
 from kd.text.corpus import load_corpus
 from kd.training.checkpoint import list_checkpoints
+from tests.support.kd.training import read_history
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,9 +157,7 @@ def test_an_evaluation_that_was_stopped_is_made_anew(job: Job, tmp_path: Path) -
         "step-00000004"
     ]
     run_stages(config, tmp_path, tmp_path / "cut")
-    lines = [
-        (tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("cut", "whole")
-    ]
+    lines = [read_history(tmp_path / name) for name in ("cut", "whole")]
     assert lines[0] == lines[1]
     reports = [
         json.loads((tmp_path / name / "report.json").read_text())["student_perplexity"]

@@ -153,6 +153,7 @@ BOUNDS = [
     ("train.loss_scale.growth_factor", [1, 1025], [1.1, 1024]),
     ("train.loss_scale.growth_interval", [0, 100_000_001], [1]),
     ("train.loss_scale.backoff_factor", [0, 1], [0.01, 0.99]),
+    ("train.fp8", [2, "e4m3"], [True, False]),
     ("train.precision", ["int8", "bfloat16"], ["bf16", "bf16_pure"]),
     (
         "train.gradient_checkpointing",

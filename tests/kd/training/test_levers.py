@@ -34,7 +34,7 @@ from kd.training.lookahead import LookAhead
 from kd.training.loop import train
 from kd.training.resuming import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
 from tests.support.kd.students import copy_weights
-from tests.support.kd.training import stop_after
+from tests.support.kd.training import read_history, stop_after
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -200,11 +200,7 @@ def test_a_lever_changes_the_student_and_a_stop_does_not(
         taught.train(config, tmp_path / "cut", stop_after(3))
     assert same(taught.train(config, tmp_path / "cut"), whole), "resumed, it is another student"
     lines = [
-        [
-            line
-            for line in read_metrics(tmp_path / name / "metrics.jsonl")
-            if line["type"] not in ("check", "scalars")
-        ]
+        [line for line in read_history(tmp_path / name) if line["type"] != "check"]
         for name in ("cut", "whole")
     ]
     assert lines[0] == lines[1]

@@ -31,7 +31,7 @@ from kd.training.checkpoint import TrainingProgress
 from kd.training.loop import train
 from kd.training.prepare import count_total_steps
 from tests.support.kd.students import assert_same, copy_weights, make_llama
-from tests.support.kd.training import make_text_job, stop_after
+from tests.support.kd.training import make_text_job, read_history, stop_after
 
 VOCABULARY = 50
 
@@ -85,7 +85,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, st
     resumed, progress = run(job, tmp_path / "cut")
     assert_same(copy_weights(resumed), copy_weights(whole))
     assert progress.step == 8
-    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("cut", "whole")]
+    lines = [read_history(tmp_path / name) for name in ("cut", "whole")]
     assert lines[0] == lines[1], "no line lost, doubled or different"
 
 

@@ -25,7 +25,7 @@ from kd.tracking.metrics import read_metrics
 from kd.training.checkpoint import TrainingProgress, list_checkpoints
 from kd.training.loop import train
 from tests.support.kd.students import assert_same, copy_weights, make_llama
-from tests.support.kd.training import make_text_job, stop_after
+from tests.support.kd.training import make_text_job, read_history, stop_after
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -169,7 +169,7 @@ def test_stopped_around_it_and_resumed_equals_uninterrupted(tmp_path: Path, mome
     second = run(tmp_path / "cut", resumed)
     assert second.skipped == first.skipped
     assert_same(copy_weights(resumed), copy_weights(whole))
-    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("cut", "whole")]
+    lines = [read_history(tmp_path / name) for name in ("cut", "whole")]
     assert lines[0] == lines[1]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.progress import Event, Monitor
+from kd.tracking.metrics import read_metrics
 
 
 def make_text_job(train: dict[str, Any], **sections: Any) -> JobConfig:
@@ -35,3 +37,15 @@ def stop_after(step: int) -> Monitor:
             seen.append(event.data["done"])
 
     return Monitor(listen, lambda: bool(seen) and seen[-1] >= step)
+
+
+def read_history(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without what depends on the clock and the machine.
+
+    The history of a run that was stopped must be that of an undisturbed one.
+    """
+    measured = ("throughput/", "loader/", "memory/")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(measured)}
+        for line in read_metrics(run_dir / "metrics.jsonl")
+    ]
