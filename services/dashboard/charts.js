@@ -13,7 +13,7 @@ const CHARTS = [
   { title: "Tokens a second", names: ["throughput/tokens_per_second"] },
   { title: "Memory, GiB", names: ["memory/*"], unit: 2 ** 30 },
   {
-    title: "Gradient norm by layer",
+    title: "Gradient norm by layer, from red at the bottom to the top",
     names: ["grad_norm/embeddings", "grad_norm/layer*", "grad_norm/head"],
     log: true,
   },
@@ -107,7 +107,7 @@ export class Charts {
       series: [
         { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },
         ...names.map((name, at) => ({
-          label: name.split("/").at(-1).replaceAll("_", " "),
+          label: name.split("/").at(-1).replace(/_bytes$/, "").replaceAll("_", " "),
           stroke: stroke(at),
           width: 2,
           spanGaps: true,
@@ -138,7 +138,8 @@ export class Charts {
   describe(chart, names) {
     const last = names.map((name) => {
       const { steps, values } = this.series.get(name);
-      return `${name.replaceAll("_", " ")} ${number(values.at(-1))} at step ${steps.at(-1)}`;
+      const last = values.at(-1) / (chart.unit ?? 1);
+      return `${name.replaceAll("_", " ")} ${number(last)} at step ${steps.at(-1)}`;
     });
     const canvas = this.drawn.get(chart).figure.querySelector("canvas");
     canvas.setAttribute("role", "img");

@@ -208,6 +208,36 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     assert page.get_by_role("img").count() == 3
 
 
+@in_browser
+def test_a_job_shows_its_speed_its_memory_and_its_layers(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "layers")
+    names = ["embeddings", *(f"layer {number}" for number in range(12)), "head"]
+    tell(
+        api,
+        claim,
+        *(
+            (
+                "scalars",
+                {"step": step, "throughput/tokens_per_second": 250.0 + step,
+                 "memory/peak_bytes": 3 * 2**29, "memory/resident_bytes": 2**30}
+                | {f"grad_norm/{name}": 0.1 * step + at for at, name in enumerate(names)},
+            )
+            for step in (1, 2, 3)
+        ),
+    )  # fmt: skip
+    open_page(page, api, f"jobs/{claim.id}")
+    titles = ["^Tokens a second", "^Memory, GiB", "^Gradient norm by layer, from red"]
+    expect(page.get_by_role("figure")).to_have_text([re.compile(title) for title in titles])
+    expect(page.get_by_role("img", name="Memory")).to_have_attribute(
+        "aria-label",
+        "Memory, GiB: memory/peak bytes 1.5 at step 3, memory/resident bytes 1 at step 3.",
+    )
+    label = page.get_by_role("img", name="Gradient norm by layer").get_attribute("aria-label")
+    assert label is not None and label.index("layer 2 ") < label.index("layer 10 ")
+    if folder := os.environ.get("KD_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / "layers.png", full_page=True)
+
+
 def count_painted_pixels(page: Page) -> int:
     """Count the pixels of the first chart that have any colour."""
     return int(
