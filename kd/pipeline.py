@@ -70,7 +70,7 @@ from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import load_corpus
 from kd.training.loop import train
 from kd.training.prepare import require_served
-from kd.training.resuming import require_same_job
+from kd.training.resume.identity import require_same_job
 
 #: The files of a training in its run folder, beside the plots of its report.
 ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")

@@ -18,6 +18,7 @@ from kd.config.checks import ChecksConfig
 from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
 from kd.config.loss import LearnedTemperature, LossConfig
+from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import Placement
 from kd.config.search import SearchConfig
 from kd.config.student import StudentConfig
@@ -68,6 +69,9 @@ class JobConfig(Placement):
     )
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="How the finished student is measured."
+    )
+    resume: ResumeConfig | None = Field(
+        None, description="How a finished run goes on for more steps."
     )
     search: SearchConfig | None = Field(
         None, description="What a search tries; required for kind search."
@@ -149,6 +153,14 @@ class JobConfig(Placement):
             raise ValueError(
                 "train.lr_scheduler_type reduce_lr_on_plateau follows the held-out loss, but "
                 "data.validation_fraction 0 holds nothing out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_training_run_goes_on(self) -> Self:
+        if self.resume is not None and self.kind not in ("distill", "train"):
+            raise ValueError(
+                f"resume lets a training run go on, but kind {self.kind} trains none: remove resume"
             )
         return self
 

@@ -151,7 +151,7 @@ class Plateau(ReduceLROnPlateau):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a result of ``state_dict``."""
         super().load_state_dict(state_dict)
-        if state_dict["best"] is None:
+        if state_dict.get("best") is None:
             self.best = self.mode_worse
 
 

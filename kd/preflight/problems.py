@@ -8,7 +8,7 @@
 ``kd validate``, ``kd run``, ``POST /jobs``, a worker's process and each stage of the pipeline call
 it, each with what it can see. Two checks stand elsewhere, because they need more than a job and
 raise errors of other classes: whether a run folder belongs to another job
-(kd/training/resuming.py), and whether teacher and student fit once they are loaded
+(kd/training/resume/identity.py), and whether teacher and student fit once they are loaded
 (kd/pipeline.py).
 
 Imports no torch, because the API and the terminal import it.

@@ -62,7 +62,9 @@ class TrainingProgress:
     found. ``evaluation_due`` is set where the run was stopped in the evaluation after ``step``,
     which is then made anew. ``skipped`` lists the batches that were left out, each with its
     ``step`` (counted from 1) and the numbers of its ``sequences`` whose loss or gradient is not
-    finite.
+    finite. ``schedule_began`` is the step at which the present schedule of the learning rate began.
+    ``stems`` are the identities of the longer runs that may continue this one
+    (``kd.training.resume.identity.compute_stems``).
     """
 
     step: int = 0
@@ -78,6 +80,8 @@ class TrainingProgress:
     learning_rate_factor: float = 1.0
     skipped: list[dict[str, Any]] = field(default_factory=list)
     batch_size: int | None = None
+    schedule_began: int = 0
+    stems: dict[str, str] = field(default_factory=dict)
     watch: dict[str, Any] = field(default_factory=dict)
     scale_watch: dict[str, Any] = field(default_factory=dict)
 
@@ -261,11 +265,19 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 
 def read_newest_identity(folder: Path) -> str | None:
     """The identity in the newest checkpoint whose state.json is whole; its tensors are not read."""
+    newest = read_newest_state(folder)
+    return None if newest is None else str(newest["identity"])
+
+
+def read_newest_state(folder: Path) -> dict[str, Any] | None:
+    """The newest state.json that is whole, with identity and progress; tensors are not read."""
     for path in reversed(list_checkpoints(folder)):
         try:
-            return str(verify_json((path / "state.json").read_bytes(), "state.json")["identity"])
-        except (OSError, CacheCorrupt, KeyError):
+            content = verify_json((path / "state.json").read_bytes(), "state.json")
+        except (OSError, CacheCorrupt):
             continue
+        if {"identity", "progress"} <= content.keys():
+            return dict(content)
     return None
 
 

@@ -47,7 +47,6 @@ from kd.models.products.float8 import multiply_in_float8, require_float8
 from kd.models.routers import find_router_balance
 from kd.optim.averaging import Averager
 from kd.optim.optimizers import make_optimizer
-from kd.optim.schedules import make_scheduler
 from kd.parallel.group import ALONE, Group
 from kd.parallel.limits import list_unsharded_fields
 from kd.parallel.strategies import WholeLoss, replicate, shard
@@ -61,7 +60,15 @@ from kd.training import checkpoint
 from kd.training.checkpoint import TrainingProgress, TrainState
 from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
-from kd.training.resuming import compute_resume_identity
+from kd.training.resume.continuing import (
+    Earlier,
+    copy_history,
+    find_earlier,
+    lengthen,
+    make_resumed_scheduler,
+    read_schedule_start,
+)
+from kd.training.resume.identity import compute_resume_identity, compute_stems
 from kd.training.run import Run
 from kd.training.step_loss import StepLoss
 
@@ -98,15 +105,23 @@ def prepare(
     # Before anything refers to a parameter: the parts of sharded parameters are new ones.
     loss_module = _make_loss_module(options, loss, memory, group, monitor)
     average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
-    state = _make_state(options, loss, average, device, group)
     identity = compute_resume_identity(config, str(source.identity))
+    earlier = find_earlier(config, folder, identity, str(source.identity))
+    state = _make_state(config, loss, average, device, group, read_schedule_start(folder))
 
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it.
     # Ranks draw different dropout.
     torch.manual_seed(options.seed + group.rank)
-    for problem in checkpoint.load_newest(folder / "checkpoints", state, identity):
+    stored = earlier or Earlier(folder / "checkpoints", identity)
+    for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
         monitor.emit("warning", message=problem)
+    state.progress.stems = compute_stems(config, str(source.identity))
+    if earlier is not None:
+        state = lengthen(state, config, loss.steps)
+        if group.leads:
+            copy_history(earlier, folder)
+        checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
     if options.auto_batch:
         options = fit_micro_batch(options, source, state, loss, monitor)
     run = Run(
@@ -259,13 +274,15 @@ def choose_strategy(
 
 
 def _make_state(
-    options: TrainConfig,
+    config: JobConfig,
     loss: StepLoss,
     average: Averager | None,
     device: torch.device,
     group: Group,
+    schedule_began: int,
 ) -> TrainState:
     """Make optimiser, schedule and loss scale, with all that a checkpoint must hold."""
+    options = config.require_train()
     projections = loss.features.parameters() if loss.features is not None else ()
     optimizer = make_optimizer(loss.student, projections, options, device)
     extras: dict[str, nn.Module | None] = {
@@ -277,7 +294,7 @@ def _make_state(
     return TrainState(
         model=loss.student,
         optimizer=optimizer,
-        scheduler=make_scheduler(optimizer, options, loss.steps),
+        scheduler=make_resumed_scheduler(optimizer, config, loss.steps, schedule_began),
         scaler=make_scaler(options.loss_scale, loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},

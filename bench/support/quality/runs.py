@@ -49,7 +49,7 @@ from kd.text.batches import PlainText, Source, read_validation_batches
 from kd.text.corpus import Corpus
 from kd.training.evaluate import score_positions
 from kd.training.loop import train
-from kd.training.resuming import compute_resume_identity
+from kd.training.resume.identity import compute_resume_identity
 
 #: A run that another process holds is waited for.
 OTHER_RUN = "another process's training of the same student"

@@ -216,6 +216,12 @@ BOUNDS = [
         [{"": "x"}, {"a b": "x"}, {"a": "x\n"}, {"a" * 64: "x"}, {str(n): "x" for n in range(17)}],
         [{"a": "x/1"}],
     ),
+    ("resume.schedule", ["continue"], ["extend", "restart", "constant"]),
+    (
+        "resume.run",
+        ["", "../other", "a/b", ".hidden", "a" * 65],
+        ["run-1", "job_" + "0" * 26, None],
+    ),
     ("priority", [-1, 10, 1.5], [0, 9]),
     ("depends_on", [["job"], ["job_" + "a" * 25], ["job_" + "a" * 26] * 33], [["job_" + "a" * 26]]),
     ("deadline_seconds", [0, 31_622_401, "soon"], [1, 31_622_400]),

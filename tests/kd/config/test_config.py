@@ -565,6 +565,12 @@ def test_a_rate_that_follows_the_held_out_loss_needs_some() -> None:
     assert "reduce_lr_on_plateau follows the held-out loss" in found.detail
 
 
+def test_only_a_training_run_goes_on() -> None:
+    parse_config(changed("resume", {}))
+    (found,) = problems(changed("resume", {}, SEARCHING))
+    assert "kind search trains none: remove resume" in found.detail
+
+
 def test_dropout_that_changes_cannot_be_compiled() -> None:
     (found,) = problems(changed("train.dropout", RAMP, changed("train.compile", "default")))
     assert "would compile anew" in found.detail

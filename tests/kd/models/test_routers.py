@@ -20,7 +20,7 @@ from kd.progress import SILENT
 from kd.text.batches import Batch, PlainText
 from kd.text.corpus import Corpus
 from kd.training.loop import train
-from kd.training.resuming import FREE_FIELDS, compute_resume_identity
+from kd.training.resume.identity import FREE_FIELDS, compute_resume_identity
 from tests.support.kd.training import make_text_job
 from tests.support.kd.zoo import VOCABULARY, build, some_tokens
 

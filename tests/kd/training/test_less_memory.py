@@ -24,7 +24,7 @@ from kd.progress import SILENT
 from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
-from kd.training.resuming import FREE_FIELDS, compute_resume_identity
+from kd.training.resume.identity import FREE_FIELDS, compute_resume_identity
 from tests.support.kd.zoo import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,10 +29,10 @@ from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
 from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
-from kd.training import resuming
 from kd.training.lookahead import LookAhead
 from kd.training.loop import train
-from kd.training.resuming import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
+from kd.training.resume import identity as resuming
+from kd.training.resume.identity import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
 from tests.support.kd.students import copy_weights
 from tests.support.kd.training import read_history, stop_after
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,18 +21,19 @@ from kd.loss.targets import Targets
 from kd.models.precision import Precision
 from kd.optim.schedules import make_scheduler
 from kd.progress import Event, Monitor
-from kd.text.batches import PlainText
-from kd.text.corpus import Corpus
-from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
 from kd.training import checkpoint
 from kd.training.checkpoint import TrainingProgress
 from kd.training.loop import train
 from kd.training.prepare import count_total_steps
 from tests.support.kd.students import assert_same, copy_weights, make_llama
-from tests.support.kd.training import make_text_job, read_history, stop_after
-
-VOCABULARY = 50
+from tests.support.kd.training import (
+    VOCABULARY,
+    make_source,
+    make_text_job,
+    read_history,
+    stop_after,
+)
 
 
 def make_job(**train_options: Any) -> JobConfig:
@@ -46,22 +46,6 @@ def make_job(**train_options: Any) -> JobConfig:
         "warmup_steps": 2,
     }
     return make_text_job(options | train_options)
-
-
-def make_source(seed: int = 0) -> PlainText:
-    """Documents of unequal length over a skewed vocabulary: micro-batches differ in tokens."""
-    rng = np.random.default_rng(seed)
-    config = make_job().data
-
-    def documents(count: int) -> list[Document]:
-        lengths = rng.integers(2, 30, count)
-        return [
-            Document((rng.zipf(1.5, length) % VOCABULARY).astype(np.uint32)) for length in lengths
-        ]
-
-    return PlainText(
-        Corpus(pack_documents(documents(40), config), pack_documents(documents(8), config))
-    )
 
 
 def make_student(dropout: float = 0.2) -> LlamaForCausalLM:

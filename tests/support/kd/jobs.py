@@ -18,6 +18,7 @@ from kd.config.jobfile import parse_config
 from kd.config.loss import FeatureConfig, LearnedTemperature, LossConfig, Ramp
 from kd.config.optimisation.loss_scale import LossScale
 from kd.config.optimisation.rates import BatchScaling
+from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import Resources
 from kd.config.search import Dimension, SearchConfig
 from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher, StudentInit
@@ -115,5 +116,6 @@ LEVELS = [
     ("evaluation", EvaluationConfig, JOB),
     ("search", SearchConfig, SEARCHING),
     ("search.space.x", Dimension, SEARCHING),
+    ("resume", ResumeConfig, JOB),
     ("resources", Resources, JOB),
 ]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.progress import Event, Monitor
+from kd.text.batches import PlainText
+from kd.text.corpus import Corpus
+from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
+
+#: The vocabulary of ``make_source``.
+VOCABULARY = 50
 
 
 def make_text_job(train: dict[str, Any], **sections: Any) -> JobConfig:
@@ -25,6 +33,25 @@ def make_text_job(train: dict[str, Any], **sections: Any) -> JobConfig:
             "train": train,
             **sections,
         }
+    )
+
+
+def make_source(seed: int = 0) -> PlainText:
+    """Return documents of unequal length over a skewed vocabulary.
+
+    Micro-batches differ in tokens.
+    """
+    rng = np.random.default_rng(seed)
+    config = make_text_job({"max_steps": 1}).data
+
+    def documents(count: int) -> list[Document]:
+        lengths = rng.integers(2, 30, count)
+        return [
+            Document((rng.zipf(1.5, length) % VOCABULARY).astype(np.uint32)) for length in lengths
+        ]
+
+    return PlainText(
+        Corpus(pack_documents(documents(40), config), pack_documents(documents(8), config))
     )
 
 

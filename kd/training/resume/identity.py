@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,34 @@ NEWER_FIELDS: dict[str, Any] = {
     "fp8": False,
     "loss_scale": LossScale(),
 }
+#: Fields that a longer run may change, and those that it may change where its schedule restarts.
+LENGTH_FIELDS = frozenset({"max_steps", "epochs", "eval_steps", "early_stopping_patience"})
+RATE_FIELDS = frozenset(
+    {"learning_rate", "batch_scaling", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
+)
 #: The rule by which windows are chosen. A run that began by another rule would read some sequences
 #: of its epoch twice and others never.
 WINDOWS = "windows by decoded bytes"
 
 
-def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
-    """A digest of everything that shapes the weights.
+def compute_stems(config: JobConfig, source_identity: str) -> dict[str, str]:
+    """Digests of what a longer run must share with this one, for each ``resume.schedule``.
+
+    They leave out what it may change: the length, and with ``restart`` the learning rate.
+    """
+    rates = LENGTH_FIELDS | RATE_FIELDS
+    free = {"extend": LENGTH_FIELDS, "constant": LENGTH_FIELDS, "restart": rates}
+    alone = config.model_copy(update={"resume": None})
+    return {
+        schedule: compute_resume_identity(alone, source_identity, fields)
+        for schedule, fields in free.items()
+    }
+
+
+def compute_resume_identity(
+    config: JobConfig, source_identity: str, free: Set[str] = frozenset()
+) -> str:
+    """A digest of everything that shapes the weights, but for the train section's fields ``free``.
 
     A job may resume from a checkpoint of the same identity.
     """
@@ -58,11 +80,13 @@ def compute_resume_identity(config: JobConfig, source_identity: str) -> str:
     unused = {name for name, value in NEWER_FIELDS.items() if getattr(train, name) == value}
     content = [
         config.model_dump_json(include=_list_shaping_sections(config), exclude=unset),
-        train.model_dump_json(exclude=FREE_FIELDS | unused),
+        train.model_dump_json(exclude=FREE_FIELDS | unused | free),
         source_identity,
     ]
     if train.order == "windows":
         content.append(WINDOWS)
+    if config.resume is not None:
+        content.append(f"resume by {config.resume.schedule}")
     return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 
@@ -80,16 +104,26 @@ def require_same_job(config: JobConfig, run_dir: Path) -> None:
     earlier = _load_earlier_job(run_dir)
     if earlier is None or earlier.train is None:
         return
-    if fields := [
+    free = _list_free_fields(config)
+    changed = [
         *_list_changed_fields(_dump_shaping_fields(earlier), _dump_shaping_fields(config)),
         *_list_changed_capture_fields(earlier, config),
-    ]:
+    ]
+    if fields := [name for name in changed if ".".join(name.split(".")[:2]) not in free]:
         raise TrainingError(
             f"{run_dir} holds checkpoints of another job, from which this one differs in "
             f"{', '.join(fields)}.",
             f"Give another run folder (--run-dir) or another name, or delete {run_dir} to start "
-            "over.",
+            "over. A finished run goes on for more steps with the section resume.",
         )
+
+
+def _list_free_fields(config: JobConfig) -> set[str]:
+    """The dotted names of the fields in which a longer run may differ from the one it continues."""
+    if config.resume is None:
+        return set()
+    free = LENGTH_FIELDS | (RATE_FIELDS if config.resume.schedule == "restart" else frozenset())
+    return {f"train.{name}" for name in free}
 
 
 def _load_earlier_job(run_dir: Path) -> JobConfig | None:

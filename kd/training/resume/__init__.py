@@ -1,0 +1,1 @@
+"""Which job may go on from a checkpoint, and how a finished run goes on."""

@@ -1,0 +1,188 @@
+"""Let a finished run go on for more steps: the section ``resume`` of a job.
+
+The longer job may differ from the earlier one in its length and in how often it evaluates; with
+``schedule: restart`` in its learning rate too. All state goes on: weights, optimiser, loss scale,
+random numbers, learned temperature, and the place in the data. The first checkpoint under the
+longer job's identity is written at once, so that a stop finds it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cache.disk import make_folder, storage_errors
+from kd.config.job import JobConfig
+from kd.config.train import TrainConfig
+from kd.errors import ConfigError, Problem, TrainingError
+from kd.optim.schedules import Plateau, make_scheduler
+from kd.training import checkpoint
+from kd.training.checkpoint import TrainState
+from kd.training.resume.identity import compute_stems
+
+#: The least share of the peak at which a constant rate still trains.
+LEAST_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The run that goes on: the folder of its checkpoints, and the identity in them."""
+
+    checkpoints: Path
+    identity: str
+
+
+def find_earlier(
+    config: JobConfig, run_dir: Path, identity: str, source_identity: str
+) -> Earlier | None:
+    """Find the shorter run that ``config`` continues.
+
+    None where the job does not ask for that, and where its own checkpoints exist already. Raises
+    ``ConfigError`` where the run that it names cannot go on as this job.
+    """
+    if config.resume is None:
+        return None
+    own = run_dir / "checkpoints"
+    newest = checkpoint.read_newest_state(own)
+    named = config.resume.run
+    if newest is None and named is None:
+        return None
+    folder = own
+    if newest is None:
+        folder = run_dir.parent / str(named) / "checkpoints"
+        newest = checkpoint.read_newest_state(folder)
+        if newest is None:
+            raise _refuse("/resume/run", f"the run {named} has no checkpoint.", _NAME_A_RUN)
+    if newest["identity"] == identity:
+        return None if folder == own else Earlier(folder, identity)
+    stem = compute_stems(config, source_identity)[config.resume.schedule]
+    if newest["progress"].get("stems", {}).get(config.resume.schedule) != stem:
+        if folder == own:
+            return None  # the checkpoint itself is refused, with what differs
+        raise _refuse(
+            "/resume/run",
+            f"the run {named} trained another student: more than its length differs from this job.",
+            "Change train.max_steps or train.epochs alone; with resume.schedule restart the "
+            "learning rate and its schedule may change too.",
+        )
+    return Earlier(folder, newest["identity"])
+
+
+def read_schedule_start(run_dir: Path) -> int:
+    """Read at which step the present schedule began; 0 without a checkpoint."""
+    newest = checkpoint.read_newest_state(run_dir / "checkpoints")
+    return 0 if newest is None else int(newest["progress"].get("schedule_began", 0))
+
+
+def make_resumed_scheduler(
+    optimizer: torch.optim.Optimizer, config: JobConfig, steps: int, began: int
+) -> Any:
+    """Make the schedule of a run of ``steps`` steps whose present schedule began at ``began``."""
+    options = config.require_train()
+    if not began or config.resume is None or config.resume.schedule == "extend":
+        return make_scheduler(optimizer, options, steps)
+    if config.resume.schedule == "constant":
+        return make_scheduler(optimizer, _hold_rate(options), steps)
+    return make_scheduler(optimizer, options, steps - began)
+
+
+def _hold_rate(options: TrainConfig) -> TrainConfig:
+    held = {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}, "warmup_steps": 0}
+    return options.model_copy(update=held)
+
+
+def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
+    """Let ``state``, which the earlier run's checkpoint has filled, go on to ``steps`` steps.
+
+    Raises ``ConfigError`` where there is no step left, and ``TrainingError`` where a constant rate
+    would train nothing.
+    """
+    assert config.resume is not None
+    progress = state.progress
+    if progress.step >= steps:
+        raise _refuse(
+            "/train",
+            f"the run has taken {progress.step} steps already, and this job has {steps}.",
+            f"Raise train.max_steps above {progress.step}, or train.epochs.",
+        )
+    progress.evaluations_since_best = 0
+    progress.evaluation_due = False
+    match config.resume.schedule:
+        case "extend":
+            progress.schedule_began = 0
+            if not isinstance(state.scheduler, Plateau):  # it depends on no length
+                state = replace(state, scheduler=_repeat(state, config, steps))
+        case "restart":
+            progress.schedule_began = progress.step
+            _raise_rates(state, config.require_train().peak_learning_rate)
+            scheduler = make_resumed_scheduler(state.optimizer, config, steps, progress.step)
+            state = replace(state, scheduler=scheduler)
+        case "constant":
+            progress.schedule_began = progress.step
+            state = replace(state, scheduler=_hold(state, config, steps))
+    return state
+
+
+def _raise_rates(state: TrainState, peak: float | None = None) -> None:
+    """Set every group's rate to its peak, as roll-backs have lowered it.
+
+    ``peak`` is another peak of the first group, whose share the other groups keep.
+    """
+    groups = state.optimizer.param_groups
+    scale = 1.0
+    if peak is not None:
+        scale = peak * state.progress.learning_rate_factor / _read_peak(groups[0])
+    for group in groups:
+        group["lr"] = group["initial_lr"] = _read_peak(group) * scale
+
+
+def _read_peak(group: dict[str, Any]) -> float:
+    # OneCycleLR begins below its peak.
+    return float(group.get("max_lr", group["initial_lr"]))
+
+
+def _repeat(state: TrainState, config: JobConfig, steps: int) -> Any:
+    """Make the schedule of ``steps`` steps, at the step where the run stands."""
+    _raise_rates(state)
+    scheduler = make_scheduler(state.optimizer, config.require_train(), steps)
+    with warnings.catch_warnings():
+        # torch wants a step of the optimiser before each; they were taken by the earlier run.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(state.progress.step):
+            scheduler.step()
+    return scheduler
+
+
+def _hold(state: TrainState, config: JobConfig, steps: int) -> Any:
+    groups = state.optimizer.param_groups
+    rate, peak = float(groups[0]["lr"]), _read_peak(groups[0])
+    if rate < LEAST_SHARE * peak:
+        raise TrainingError(
+            f"resume.schedule constant would train at a rate of {rate:.3g}, to which "
+            f"{config.require_train().lr_scheduler_type} had fallen from {peak:.3g}.",
+            "Set resume.schedule to restart or extend.",
+        )
+    for group in groups:
+        group["initial_lr"] = group["lr"]  # the base of the schedule
+    return make_scheduler(state.optimizer, _hold_rate(config.require_train()), steps)
+
+
+def copy_history(earlier: Earlier, run_dir: Path) -> None:
+    """Begin the history of a run with that of the run that it continues, unless it has one."""
+    theirs, own = earlier.checkpoints.parent / "metrics.jsonl", run_dir / "metrics.jsonl"
+    if theirs != own and theirs.exists() and not own.exists():
+        with storage_errors(run_dir):
+            make_folder(run_dir)
+            shutil.copyfile(theirs, own)
+
+
+_NAME_A_RUN = "Name a run folder beside this one, or the id of a job whose training has begun."
+
+
+def _refuse(pointer: str, detail: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(pointer, detail, remedy)])

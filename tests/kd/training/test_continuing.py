@@ -1,0 +1,151 @@
+"""A finished run goes on: the schedules, the equality with a longer run, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from kd.errors import ConfigError, Interrupted, TrainingError
+from kd.progress import SILENT, Monitor
+from kd.tracking.metrics import read_metrics
+from kd.training.loop import train
+from tests.support.kd.students import copy_weights, make_llama
+from tests.support.kd.training import VOCABULARY, make_source, make_text_job, stop_after
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FLAT = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+STEP = {"lr_scheduler_type": "step", "lr_scheduler_kwargs": {"step_size": 3}, "warmup_steps": 2}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "warmup_steps": 2}
+COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+ONE_CYCLE = {"lr_scheduler_type": "onecycle"}
+
+
+def run(
+    folder: Path,
+    steps: int,
+    resume: dict[str, Any] | None = None,
+    monitor: Monitor = SILENT,
+    **train_options: Any,
+) -> dict[str, Tensor]:
+    options = {
+        "max_steps": steps, "batch_size": 4, "eval_steps": 4, "save_steps": 100,
+        "logging_steps": 1, "learning_rate": 1e-2, **train_options,
+    }  # fmt: skip
+    job = make_text_job(options, **({} if resume is None else {"resume": resume}))
+    student = make_llama(VOCABULARY, attention_dropout=0.2)
+    train(job, make_source(), student, VOCABULARY, folder, monitor)
+    return copy_weights(student)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(one[name].equal(other[name]) for name in one)
+
+
+def rates(folder: Path) -> list[float]:
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [line["learning_rate"] for line in lines if line["type"] == "metrics"]
+
+
+@pytest.mark.parametrize("schedule", [FLAT, STEP, PLATEAU], ids=["flat", "step", "plateau"])
+def test_an_extended_run_is_one_that_was_so_long_from_the_start(
+    schedule: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = run(tmp_path / "whole", 12, **schedule)
+    run(tmp_path / "parts", 4, **schedule)
+    longer = run(tmp_path / "parts", 8, {"schedule": "extend"}, **schedule)
+    assert not same(longer, whole)
+    assert same(run(tmp_path / "parts", 12, {"schedule": "extend"}, **schedule), whole)
+    assert rates(tmp_path / "parts") == rates(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("schedule", [COSINE, ONE_CYCLE], ids=["cosine", "one cycle"])
+def test_an_extended_schedule_goes_on_at_the_step_where_the_longer_one_is(
+    schedule: dict[str, Any], tmp_path: Path
+) -> None:
+    run(tmp_path / "whole", 12, **schedule)
+    run(tmp_path / "parts", 6, **schedule)
+    first = rates(tmp_path / "parts")
+    run(tmp_path / "parts", 12, {"schedule": "extend"}, **schedule)
+    assert rates(tmp_path / "parts") == pytest.approx(first + rates(tmp_path / "whole")[6:])
+
+
+@pytest.mark.parametrize("how", ["extend", "restart", "constant"])
+def test_a_continued_run_that_is_stopped_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
+    for name in ("whole", "cut"):
+        run(tmp_path / name, 5, **STEP)
+    whole = run(tmp_path / "whole", 12, {"schedule": how}, **STEP)
+    for stop in (6, 9):
+        with pytest.raises(Interrupted):
+            run(tmp_path / "cut", 12, {"schedule": how}, stop_after(stop), **STEP)
+    assert same(run(tmp_path / "cut", 12, {"schedule": how}, **STEP), whole)
+    assert rates(tmp_path / "cut") == rates(tmp_path / "whole")
+
+
+def test_a_restarted_schedule_rises_and_falls_over_the_added_steps(tmp_path: Path) -> None:
+    run(tmp_path / "run", 6, **COSINE)
+    first = rates(tmp_path / "run")
+    # With restart the learning rate may change too.
+    again = {**COSINE, "learning_rate": 5e-3}
+    run(tmp_path / "run", 14, {"schedule": "restart"}, **again)
+    run(tmp_path / "eight", 8, **again)
+    assert rates(tmp_path / "run") == pytest.approx(first + rates(tmp_path / "eight"))
+
+
+def test_a_constant_rate_is_that_of_the_last_step(tmp_path: Path) -> None:
+    run(tmp_path / "run", 6, **STEP)
+    last = rates(tmp_path / "run")[-1]
+    run(tmp_path / "run", 9, {"schedule": "constant"}, **STEP)
+    assert rates(tmp_path / "run")[6:] == pytest.approx([last] * 3)
+
+
+def test_a_rate_that_has_fallen_to_0_cannot_stay_constant(tmp_path: Path) -> None:
+    run(tmp_path / "run", 4, **COSINE)
+    with pytest.raises(TrainingError, match="would train at a rate of 0, to which cosine") as error:
+        run(tmp_path / "run", 8, {"schedule": "constant"}, **COSINE)
+    assert "restart or extend" in error.value.remedy
+
+
+def test_another_run_goes_on_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    run(tmp_path / "first", 4, **FLAT)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
+    longer = run(tmp_path / "second", 8, {"run": "first"}, **FLAT)
+    assert same(longer, run(tmp_path / "whole", 8, **FLAT))
+    assert rates(tmp_path / "second") == rates(tmp_path / "whole"), "with the history of the first"
+    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
+
+
+def test_a_run_that_early_stopping_ended_goes_on(tmp_path: Path) -> None:
+    stopping = {**FLAT, "early_stopping_patience": 1, "learning_rate": 10.0, "eval_steps": 1}
+    run(tmp_path / "run", 30, **stopping)
+    ended = len(rates(tmp_path / "run"))
+    assert ended < 30
+    run(tmp_path / "run", 31, {"schedule": "extend"}, **{**stopping, "early_stopping_patience": 50})
+    assert len(rates(tmp_path / "run")) == 31
+
+
+@pytest.mark.parametrize(
+    ("steps", "resume", "changed", "message"),
+    [
+        (4, {"run": "first"}, {"weight_decay": 0.2}, "trained another student"),
+        (8, {"run": "missing"}, {}, "the run missing has no checkpoint"),
+        (3, {"run": "first"}, {}, "has taken 4 steps already, and this job has 3"),
+        (8, {"run": "first"}, {"learning_rate": 0.5}, "trained another student"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_with_its_reason(
+    steps: int, resume: dict[str, Any], changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    run(tmp_path / "first", 4, **FLAT)
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "second", steps, resume, **{**FLAT, **changed})
+    assert not (tmp_path / "second" / "checkpoints").exists()
+
+
+def test_without_the_section_a_longer_job_is_another_job(tmp_path: Path) -> None:
+    run(tmp_path / "run", 4, **FLAT)
+    with pytest.raises(TrainingError, match="was written by another job"):
+        run(tmp_path / "run", 8, **FLAT)
