@@ -58,7 +58,7 @@ EXCEPTIONS = {
     "services/process/extras.py": {"packaging"},
     # It uses the kernels of this package where somebody has installed it.
     "kd/models/attention/kernels.py": {"flash_attn"},
-    # Each uses the extra that holds torchao: the optimiser of 8 bits, products in float8, rounded teachers.
+    # Each uses the extra that holds torchao: an optimiser of 8 bits, float8, rounded teachers.
     "kd/optim/eight_bit.py": {"torchao"},
     "kd/models/products/float8.py": {"torchao"},
     "kd/models/loading.py": {"torchao"},
