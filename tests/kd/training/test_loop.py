@@ -423,4 +423,8 @@ def test_a_step_that_overflows_in_half_precision_changes_nothing(
         if line.get("check") == "gradients"
     ]
     assert check["ok"], "clipping by an infinite norm would turn all gradients into 0"
+    scalars = [line for line in read_history(tmp_path) if line["type"] == "scalars"]
+    assert scalars[0]["loss_scale/scale"] == 2.0**40 > scalars[-1]["loss_scale/scale"]
+    lost = [line["loss_scale/overflowed_steps"] for line in scalars]
+    assert lost[0] == 1 and lost == sorted(lost) and lost[-1] == rates.count(0.0) - 1
     assert all(torch.isfinite(tensor).all() for tensor in copy_weights(student).values())
