@@ -146,7 +146,7 @@ def evaluate_now(run: Run) -> dict[str, Any]:
     loss = run.loss
     stopped = f"in the evaluation after step {run.progress.step} of {run.steps}"
 
-    def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore:
+    def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore | None:
         # Ranks that compute together stop together: between two batches.
         if not run.group.alone and run.should_stop():
             raise make_interruption(stopped)
