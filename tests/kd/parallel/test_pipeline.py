@@ -13,13 +13,15 @@ from torch import nn
 
 from bench.support.ranks import run_ranks
 from kd.config.jobfile import parse_config
-from kd.errors import NotFinite
+from kd.config.loss import LossConfig
+from kd.errors import ConfigError, NotFinite
 from kd.loss.fused import LossTerms
 from kd.models.stages.cut import StudentStage, cut
 from kd.parallel.group import Group
 from kd.pipeline import run_precompute
 from kd.progress import SILENT
 from kd.training import step_loss
+from kd.training.prepare import require_stages
 from tests.support.kd.shared_training import (
     curve,
     evaluations,
@@ -29,6 +31,7 @@ from tests.support.kd.shared_training import (
     train_alone,
     train_student,
 )
+from tests.support.kd.zoo import build
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.long]
 
@@ -275,3 +278,10 @@ def test_a_loss_that_is_not_finite_ends_all_stages_with_one_error(
     for error in errors:
         assert error.startswith("At step 3 the loss is nan")
         assert "With train.strategy pipeline the batch is not searched." in error
+
+
+def test_a_balance_loss_of_routers_is_refused_and_may_be_left_out() -> None:
+    student = build("mixtral")
+    with pytest.raises(ConfigError, match="no stage sees the routers of all layers of a Mixtral"):
+        require_stages(LossConfig(), student, 2)
+    require_stages(LossConfig(router_balance=0.0), student, 2)
