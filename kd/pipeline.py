@@ -69,7 +69,7 @@ from kd.search.trials import search_students
 from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import load_corpus
 from kd.training.loop import train
-from kd.training.prepare import require_served
+from kd.training.prepare import require_served, require_stages
 from kd.training.resume.identity import require_same_job
 
 #: The files of a training in its run folder, beside the plots of its report.
@@ -185,6 +185,10 @@ def require_possible_student(config: JobConfig, planned: CapturePlan) -> None:
         config.student, own, config.data.sequence_length, config.teacher
     )
     require_rows(student, vocabulary)
+    train = config.train
+    stages = config.resources.gpus or 1
+    if train is not None and train.strategy == "pipeline" and stages > 1:
+        require_stages(config.loss, student, stages)
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

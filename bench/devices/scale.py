@@ -9,7 +9,8 @@ through gloo on the loopback. One rank of strategy single is the reference; the 
     apart    as many processes, each on its part of the step, which exchange nothing. No strategy
              can be faster here, so this is the ideal: with two cores four processes are no faster
              than two, and two hardware threads of one core are less than twice one.
-    exchange the time of a step less that of ranks apart
+    exchange the time of a step less that of ranks apart; of a pipeline, also the time in which
+             stages wait for each other
     memory   the largest resident memory of a rank above that of the imports, at its peak
 """
 
@@ -45,7 +46,7 @@ from kd.tracking.trace import Trace
 from kd.training.prepare import prepare
 
 SIZES = BenchmarkSizes(student=(4, 384), vocabulary=16_384, length=256, batch=2)
-QUICK = BenchmarkSizes(teacher=(1, 64), student=(2, 64), vocabulary=512, length=32, batch=2)
+QUICK = BenchmarkSizes(teacher=(1, 64), student=(4, 64), vocabulary=512, length=32, batch=2)
 #: Micro-batches of a step, which the ranks share.
 MICRO_BATCHES = 4
 #: Sequences of the cache.
@@ -56,10 +57,14 @@ VARIANTS = (
     (2, "apart"),
     (2, "ddp"),
     (2, "fsdp"),
+    (2, "pipeline"),
     (4, "apart"),
     (4, "ddp"),
     (4, "fsdp"),
+    (4, "pipeline"),
 )
+#: The strategies by which ranks work on one student.
+SHARED = ("ddp", "fsdp", "pipeline")
 MIB = 2**20
 
 
@@ -69,7 +74,7 @@ def measure_rank(
     """Take steps as one of the ranks; returns the seconds of a step and the bytes of the peak."""
     torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    shared = strategy in ("ddp", "fsdp")
+    shared = strategy in SHARED
     parts = 1 if shared else group.size
     layers, width = sizes.student
     config = parse_config({
@@ -143,7 +148,7 @@ def render(found: dict[tuple[int, str], list[dict[str, float]]], sizes: Benchmar
         ideal = median(least / each for least, each in zip(apart, seconds, strict=True))
         exchange = median(each - least for least, each in zip(apart, seconds, strict=True))
         memory = median(row["bytes"] for row in rows) / MIB
-        shown = strategy in ("ddp", "fsdp")
+        shown = strategy in SHARED
         lines.append(
             f"| {count} | {strategy} | {1e3 * median(seconds):.0f} | "
             f"{tokens / median(seconds):,.0f} | {speed:.2f} | "

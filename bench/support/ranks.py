@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 #: Modules that the prepared process imports once.
-PREPARED = ["bench.support.ranks", "bench.devices.scale", "kd.pipeline", "torch.distributed.fsdp"]
+PREPARED = [
+    "bench.support.ranks",
+    "bench.devices.scale",
+    "kd.pipeline",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+]
 #: Seconds that the ranks may take.
 PATIENCE = 300.0
 

@@ -9,18 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from kd.checks.verdict import Verdict
+from kd.parallel.group import ALONE, Group
 from kd.parallel.sharded_files import make_whole
 
 #: Names that a message lists; the facts have all of them.
 NAMES_SHOWN = 5
 
 
-def check_gradients(student: nn.Module, scaled: bool = False) -> Verdict:
+def check_gradients(student: nn.Module, scaled: bool = False, group: Group = ALONE) -> Verdict:
     """Check the gradients after a backward pass.
 
     ``facts`` names the missing, zero and non-finite ones. ``scaled`` means that a loss scaler is at
-    work: it skips a step whose gradients are not finite, so they are no fault here.
+    work: it skips a step whose gradients are not finite, so they are no fault here. Where ``group``
+    are stages, all of them are checked together.
     """
+    found = _find_faults(student, scaled)
+    if group.staged:
+        stages = group.gather(found)
+        # A tied weight is on two of them.
+        found = {key: sorted({name for each in stages for name in each[key]}) for key in found}
+    return _judge(**found)
+
+
+def _find_faults(student: nn.Module, scaled: bool) -> dict[str, list[str]]:
+    """The names of the trained parameters, and of those whose gradient has each kind of fault."""
     trained = {
         name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad
     }
@@ -36,6 +48,10 @@ def check_gradients(student: nn.Module, scaled: bool = False) -> Verdict:
         if size == 0.0 and not _is_unmoved_adapter(name, trained)
     ]
     wild = [] if scaled else [name for name, size in largest.items() if not math.isfinite(size)]
+    return {"trained": list(trained), "missing": missing, "zero": zero, "wild": wild}
+
+
+def _judge(trained: list[str], missing: list[str], zero: list[str], wild: list[str]) -> Verdict:
     facts = {"parameters": len(trained), "missing": missing, "zero": zero, "not_finite": wild}
     kinds = (
         ("no gradient reaches", missing),

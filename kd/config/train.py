@@ -39,7 +39,7 @@ Compile = Annotated[
 ]
 
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
-Strategy = Literal["auto", "single", "ddp", "fsdp"]
+Strategy = Literal["auto", "single", "ddp", "fsdp", "pipeline"]
 
 #: The arguments of each optimiser that ``optim_args`` may set; others have fields of their own.
 OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
@@ -54,6 +54,37 @@ OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
 
 #: The optimisers that can train weights in bfloat16: they round their steps stochastically.
 ROUNDING_OPTIMIZERS = ("adamw", "adamw_8bit")
+
+
+class PipelineConfig(Section):
+    """How strategy pipeline cuts the student and the step."""
+
+    stages: int | None = Field(
+        None,
+        ge=2,
+        le=64,
+        description=(
+            "Parts of consecutive layers, one on each device; null = as many as resources.gpus, "
+            "the only number that is possible."
+        ),
+    )
+    microbatches: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description=(
+            "Equal parts of a step that pass through the stages one after the other; null = "
+            "gradient_accumulation_steps. Of M parts and S stages, a stage waits for "
+            "(S - 1) / (M + S - 1) of a step."
+        ),
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b",
+        description=(
+            "1f1b = a stage goes backward as soon as it can, with at most as many micro-batches in "
+            "memory as there are stages; gpipe = all go forward first, and all are in memory."
+        ),
+    )
 
 
 class TrainConfig(Section):
@@ -215,10 +246,15 @@ class TrainConfig(Section):
         description=(
             "How several devices (resources.gpus) train one student. ddp: each holds the whole "
             "student, and gradients are averaged. fsdp: each holds a part of weights, gradients "
-            "and optimiser (FSDP2), for students that do not fit one device. single: one device. "
+            "and optimiser (FSDP2), for students that do not fit one device. pipeline: each holds "
+            "some consecutive layers, and sends only hidden states, for slow links. single: one "
+            "device. "
             "auto: ddp, or fsdp where the estimate of memory says that ddp does not fit. A step "
             "has as many sequences as on one device, in equal parts."
         ),
+    )
+    pipeline: PipelineConfig = Field(
+        default_factory=PipelineConfig, description="The stages of strategy pipeline."
     )
     compile: Compile = Field(
         "none",

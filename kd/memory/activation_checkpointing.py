@@ -12,6 +12,7 @@ Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.0617
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,14 @@ from kd.memory.step_bytes import compute_group_sizes
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 
 
-def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None:
+def checkpoint_activations(
+    student: PreTrainedModel, how: Checkpointing, own: Sequence[nn.Module] | None = None
+) -> None:
     """Let ``student``'s layers checkpoint their activations in training.
 
-    Nothing else of the model changes. Raises ``ModelError``, with the model as it was, where it has
-    no such layers or its results would change.
+    They are all of them, or the consecutive layers ``own``. Nothing else of the model changes.
+    Raises ``ModelError``, with the model as it was, where it has no such layers or its results
+    would change.
     """
     if how == "none":
         return
@@ -42,7 +46,7 @@ def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None
             student, how, "drops layers at random (layerdrop), which a group of layers cannot"
         )
     before = _run_probe(student, layers)
-    for group in _group_layers(layers, how):
+    for group in _group_layers(layers if own is None else list(own), how):
         _CheckpointGroup(group).install()
     if (problem := _find_difference(student, layers, before)) is not None:
         for layer in layers:

@@ -28,6 +28,7 @@ from typing import Literal, get_args
 from kd.memory.devices import DeviceRates
 from kd.memory.step_bytes import BlockShape, SavedBytesFit, StepShape, StudentShape
 from kd.optim.state_size import ParameterShape
+from kd.parallel.cutting import cut_layers
 
 ParallelStrategy = Literal["single", "ddp", "fsdp", "pipeline"]
 #: From the simplest to the one that moves most.
@@ -128,14 +129,6 @@ def _divide(size: int, ranks: int) -> int:
 
 
 # ---------------------------------------------------------------------- stages of a pipeline
-
-
-def cut_layers(count: int, stages: int) -> list[int]:
-    """The number of layers in each stage; the first ones have one more where they do not divide."""
-    if stages > count:
-        raise ValueError(f"{count} layers cannot be cut into {stages} stages")
-    each, rest = divmod(count, stages)
-    return [each + (stage < rest) for stage in range(stages)]
 
 
 def _estimate_stage(step: StepShape, stages: int, stage: int) -> RankMemory:

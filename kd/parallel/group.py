@@ -27,10 +27,14 @@ PATIENCE = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Group:
-    """The number of this rank and of all ranks. Rank 0 leads: it alone reports and writes files."""
+    """The number of this rank and of all ranks. Rank 0 leads: it alone reports and writes files.
+
+    ``staged``: the ranks are the stages of a pipeline, which all work on the same sequences.
+    """
 
     rank: int = 0
     size: int = 1
+    staged: bool = False
 
     @property
     def leads(self) -> bool:
@@ -41,6 +45,11 @@ class Group:
     def alone(self) -> bool:
         """Whether there is no other rank."""
         return self.size == 1
+
+    @property
+    def readers(self) -> Group:
+        """The ranks among which sequences are dealt: all, or this one alone where it is a stage."""
+        return ALONE if self.staged else self
 
     def add_(self, tensor: Tensor) -> Tensor:
         """Replace ``tensor`` by its sum over all ranks; all get the same bits."""

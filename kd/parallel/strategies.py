@@ -4,6 +4,7 @@
     ddp      every rank holds the whole student; gradients are averaged over the ranks
     fsdp     every rank holds a part of each parameter, of its gradient and of the optimiser's
              state; a layer is whole on a rank only while it computes (FSDP2, ZeRO stage 3)
+    pipeline every rank holds some consecutive layers (kd/parallel/stages.py)
 
 Body, LM head and loss are one module, ``WholeLoss``, because torch's wrappers act in the forward
 pass of the module that they wrap: whatever was computed outside of it would not be synchronised.
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kd.parallel.group import Group
 from kd.parallel.sharded_files import make_whole
+from kd.parallel.stages import StageLoss
 
 Result = TypeVar("Result")
 
@@ -94,8 +97,13 @@ def is_sharded(loss: nn.Module) -> bool:
     return isinstance(loss, FSDPModule)
 
 
-def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Result:
-    """Return ``work(*inputs)``, without a backward pass to follow, where parameters are whole."""
+def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Result | None:
+    """Return ``work(*inputs)``, without a backward pass to follow, where parameters are whole.
+
+    In a pipeline the first input is the batch, and all stages but the last get None.
+    """
+    if isinstance(loss, StageLoss):
+        return loss.call(work, *inputs)
     if not isinstance(loss, FSDPModule):
         return work(*inputs)
     found: Result = loss(work, *inputs)
@@ -105,13 +113,35 @@ def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Re
 
 
 def collect_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:
-    """Return all parameters of ``module``, whole and in the host's memory; empty but on rank 0."""
+    """Return all parameters of ``module``, whole and in the host's memory; empty but on rank 0.
+
+    What rank 0 lacks is sent by the first rank that has it.
+    """
     found = {}
-    for name, parameter in module.named_parameters():
-        whole = make_whole(parameter.detach())
-        if group.leads:
+    own = dict(module.named_parameters())
+    for name, source, shape, dtype in _list_sources(own, group):
+        # Where each rank has a part, all of them take part in making it whole.
+        whole = make_whole(own[name].detach()) if name in own else None
+        if group.leads and whole is not None:
             found[name] = whole.cpu()
+        elif group.leads:
+            found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.recv(found[name], source)
+        elif group.rank == source and whole is not None:
+            dist.send(whole.cpu().contiguous(), 0)
     return found
+
+
+def _list_sources(
+    own: dict[str, nn.Parameter], group: Group
+) -> list[tuple[str, int, list[int], str]]:
+    """List each parameter of all ranks: its name, the first rank that has it, shape and type."""
+    shapes = [[name, list(each.shape), str(each.dtype)[6:]] for name, each in own.items()]
+    found: dict[str, tuple[str, int, list[int], str]] = {}
+    for rank, stage in enumerate(group.gather(shapes)):
+        for name, shape, dtype in stage:
+            found.setdefault(name, (name, rank, shape, dtype))
+    return list(found.values())
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from kd.config.loss import LearnedTemperature
 from kd.config.teacher import SHARED
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
-from kd.parallel.limits import WHOLE_MODES, list_unsharded_fields
+from kd.parallel.limits import WHOLE_MODES, list_unsharded_fields, list_unstaged_fields
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.limits import Confinement
@@ -175,6 +175,12 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
             )
     elif devices > 1 and config.train is not None:
         yield from _find_training_problems(config, config.train, devices)
+    elif config.train is not None and _names_stages(config.train):
+        yield from _find_stage_problems(config, config.train, devices)
+
+
+def _names_stages(train: TrainConfig) -> bool:
+    return train.strategy == "pipeline" and train.pipeline.stages is not None
 
 
 def _find_parallel(config: JobConfig) -> str:
@@ -193,8 +199,10 @@ def _find_training_problems(
             yield Problem(
                 "/train/strategy",
                 f"single uses one device, but resources.gpus asks for {devices}.",
-                "Set it to auto, ddp or fsdp, or resources.gpus to 1.",
+                "Set it to auto, ddp, fsdp or pipeline, or resources.gpus to 1.",
             )
+    elif train.strategy == "pipeline":
+        yield from _find_stage_problems(config, train, devices)
     elif (sequences := train.batch_size * train.gradient_accumulation_steps) % devices:
         yield Problem(
             "/train/batch_size",
@@ -216,6 +224,38 @@ def _find_sharding_problems(config: JobConfig, train: TrainConfig) -> Iterator[P
     if isinstance(temperature, LearnedTemperature) and temperature.mode in WHOLE_MODES:
         detail = f"train.strategy is fsdp, but {temperature.mode} needs gradients of whole weights."
         yield Problem("/loss/temperature/mode", detail, remedy)
+
+
+def _find_stage_problems(config: JobConfig, train: TrainConfig, devices: int) -> Iterator[Problem]:
+    """Refuse steps that cannot be cut so, and what stages cannot do."""
+    wanted = train.pipeline
+    if wanted.stages not in (None, devices):
+        yield Problem(
+            "/train/pipeline/stages",
+            f"each device has one stage, but it is {wanted.stages} and resources.gpus is "
+            f"{devices}.",
+            f"Leave it out, or set resources.gpus to {wanted.stages}.",
+        )
+    count = wanted.microbatches or train.gradient_accumulation_steps
+    sequences = train.sequences_per_step
+    if sequences % count:
+        yield Problem(
+            "/train/pipeline/microbatches",
+            f"a step has {sequences} sequences (batch_size {train.batch_size} x "
+            f"gradient_accumulation_steps {train.gradient_accumulation_steps}), which cannot be "
+            f"cut into {count} equal micro-batches.",
+            f"Set it to a divisor of {sequences}.",
+        )
+    elif wanted.schedule == "1f1b" and count < devices:
+        yield Problem(
+            "/train/pipeline/microbatches",
+            f"1f1b needs a micro-batch for each of {devices} stages, but a step has {count}.",
+            f"Set it to {devices} or more (it is gradient_accumulation_steps by default), or "
+            "train.pipeline.schedule to gpipe.",
+        )
+    remedy = "Change it, or set train.strategy to ddp or fsdp."
+    for pointer, why in list_unstaged_fields(config, train):
+        yield Problem(pointer, f"train.strategy is pipeline, but {why}.", remedy)
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:
@@ -243,6 +283,12 @@ def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Pr
         precision = Precision.choose(config.train.precision, device)
     except ConfigError as error:
         return error.problems
+    if config.train.strategy == "pipeline" and precision.scales_loss:
+        detail = (
+            f"train.strategy is pipeline, but {config.train.precision} means fp16 on this device, "
+            "which scales gradients of all stages alike."
+        )
+        return [Problem("/train/precision", detail, "Set it to fp32, or train.strategy to ddp.")]
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "bfloat16" and precision.name != "bf16":
         return [

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -207,6 +207,10 @@ class Batch:
         count, length = self.tokens_BL.shape
         row_N = self.rows_N.cpu().numpy() // length
         return np.bincount(row_N, minlength=count)
+
+    def drop_records(self) -> Batch:
+        """Return the batch without records, for a rank that computes no loss."""
+        return replace(self, teacher=None)
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to ``device``, without waiting if it is pinned; on the CPU return it."""

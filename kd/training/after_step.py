@@ -25,7 +25,7 @@ from kd.training.compiling import CompileReport
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
 from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
 from kd.training.run import Run
-from kd.training.steps import Step, is_reported
+from kd.training.steps import Step, is_reported, join_stages
 
 #: Nats above which exp overflows a float64.
 LARGEST_EXPONENT = 700.0
@@ -86,8 +86,7 @@ def report_step(run: Run, step: Step) -> None:
     if is_reported(run, step):
         report_metrics(run, step)
         report_scalars(run, step)
-        norms = {name: step.norms[name] for name, _ in run.layers}
-        run.log.write_verdicts(progress.step, run.watch.observe_layers(norms))
+        run.log.write_verdicts(progress.step, run.watch.observe_layers(step.layer_norms))
 
 
 def report_metrics(run: Run, step: Step) -> None:
@@ -115,12 +114,14 @@ def report_scalars(run: Run, step: Step) -> None:
         for (_, parameters), rate in zip(run.groups, step.learning_rates, strict=True)
         for parameter in parameters
     }
-    named = {name: rates[id(parameters[0])] for name, parameters in [*run.layers, *run.groups]}
+    named = {name: rates[id(parameters[0])] for name, parameters in run.layers}
+    named |= {name: rate for (name, _), rate in zip(run.groups, step.learning_rates, strict=True)}
+    named = join_stages(run, named)
     run.log.write_scalars(
         run.progress.step,
         run.speed.report()
         | measure_memory(run.device)
-        | name_scalars("grad_norm", step.norms)
+        | name_scalars("grad_norm", step.layer_norms | step.group_norms)
         | name_scalars("learning_rate", named)
         | report_loss_scale(run, step),
     )
@@ -192,7 +193,7 @@ def evaluate_now(run: Run) -> dict[str, Any]:
 
     units: UnitWatch | None = None
 
-    def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore:
+    def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore | None:
         nonlocal units
         # Ranks that compute together stop together: between two batches.
         if not run.group.alone and run.should_stop():

@@ -12,9 +12,9 @@ A checkpoint appears by one rename, and its hashes are checked before it is used
 saved again after a roll-back, the old checkpoint keeps another name beside the place until the new
 one is there. No file is a pickle.
 
-Where each rank holds a part of every parameter (train.strategy fsdp), shard-*.safetensors take the
-place of the first three files, one from each rank with its parts of all their tensors. A run of any
-strategy and of any number of ranks goes on from either kind.
+Where each rank holds a part of every parameter (train.strategy fsdp) or some layers (pipeline),
+shard-*.safetensors take the place of the first three files, one from each rank with its parts of
+all their tensors. A run of any strategy and of any number of ranks goes on from either kind.
 
 Training resumed from a checkpoint equals training that was never stopped, bit for bit on a CPU.
 """
@@ -120,6 +120,10 @@ def _write_checkpoint(
     final: Path, state: TrainState, identity: str, random: dict[str, Tensor]
 ) -> None:
     tensors, numbers = _collect_optimizer_state(state)
+    if state.group.staged:
+        numbers = {
+            name: each for stage in state.group.gather(numbers) for name, each in stage.items()
+        }
     with _writing_folder(final, state.group) as partial:
         if is_sharded(state):
             state.group.wait()  # until the folder is there
@@ -162,8 +166,8 @@ def _writing_folder(final: Path, group: Group) -> Iterator[Path]:
 
 
 def is_sharded(state: TrainState) -> bool:
-    """Whether each rank holds a part of every parameter."""
-    return any(isinstance(each, DTensor) for each in state.model.parameters())
+    """Whether each rank holds a part of every parameter, or a stage of the model."""
+    return state.group.staged or any(isinstance(each, DTensor) for each in state.model.parameters())
 
 
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
@@ -314,7 +318,8 @@ def _copy_into(mine: dict[str, Tensor], path: Path, file: int, group: Group) -> 
     """
     single = path / _FILES[file]
     stored = list_tensors(single) if single.exists() else list_stored(path).keys()
-    different = mine.keys() ^ stored if single.exists() else mine.keys() - stored
+    whole = single.exists() and not group.staged
+    different = mine.keys() ^ stored if whole else mine.keys() - stored
     if different:
         raise TrainingError(
             f"{single if single.exists() else path} and this run differ in "
@@ -322,7 +327,7 @@ def _copy_into(mine: dict[str, Tensor], path: Path, file: int, group: Group) -> 
             "Use another run folder, or delete this one to start over.",
         )
     with torch.no_grad():
-        if single.exists() and not any(isinstance(each, DTensor) for each in mine.values()):
+        if whole and not any(isinstance(each, DTensor) for each in mine.values()):
             for name, tensor in load_file(single).items():
                 mine[name].copy_(tensor)
         elif mine:
@@ -431,6 +436,8 @@ def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -
     tensors = _load_optimizer_tensors(path, parameters, state)
     for full_name, value in {**tensors, **content["optimizer"]}.items():
         name, _, key = full_name.rpartition(".")
+        if name not in parameters and state.group.staged:
+            continue  # another stage has it
         parameter = parameters[name]
         if isinstance(value, Tensor) and not _stays_on_host(key, group_of[parameter]):
             value = value.to(parameter.device)

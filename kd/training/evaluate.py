@@ -63,7 +63,7 @@ def evaluate_student(
     temperature: float = 1.0,
     text_bytes: int | None = None,
     group: Group = ALONE,
-    call: Callable[..., BatchScore] = call_directly,
+    call: Callable[..., BatchScore | None] = call_directly,
 ) -> dict[str, Any]:
     """Compute means over the held-out targets, in nats; empty where nothing is held out.
 
@@ -75,7 +75,8 @@ def evaluate_student(
     and ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens.
 
     The ranks of ``group`` share the batches, and all of them get the means over all batches.
-    ``call(work, batch)`` returns ``work(batch)``, computed where the parameters are whole.
+    ``call(work, batch)`` returns ``work(batch)``, computed where the parameters are whole; None on
+    a rank that another one measures for.
     """
     student.eval()
 
@@ -86,9 +87,9 @@ def evaluate_student(
         return BatchScore(score, batch.count_targets())
 
     scores = []
-    for counted, batch in deal_validation_batches(source, batch_size, group):
+    for counted, batch in deal_validation_batches(source, batch_size, group.readers):
         score = call(score_batch, batch.to(device))
-        if counted:
+        if counted and score is not None:
             scores.append(score)
     scores = _exchange_scores(scores, group)
     losses = sum((each.losses for each in scores), BlockLosses.none())

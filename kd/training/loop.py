@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -115,10 +116,18 @@ def compare_losses(run: Run, tokens: int) -> Verdict:
     """
     for batch in run.read_next_batches(1 + run.config.checks.max_skipped):
         inputs = (batch, run.progress.step, tokens)
-        verdict = call_whole(run.loss_module, run.loss.check_parity, *inputs)
+        verdict = share_verdict(run, call_whole(run.loss_module, run.loss.check_parity, *inputs))
         if math.isfinite(verdict.facts["loss"]):
             break
     return verdict
+
+
+def share_verdict(run: Run, own: Verdict | None) -> Verdict:
+    """Return the verdict of the last rank where only the last stage has one, else the own one."""
+    if not run.group.staged:
+        assert own is not None
+        return own
+    return Verdict(**run.group.gather(own and asdict(own))[-1])
 
 
 def run_loop(run: Run) -> None:

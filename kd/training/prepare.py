@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,13 @@ from kd.models.precision import (
 )
 from kd.models.products.float8 import multiply_in_float8, require_float8
 from kd.models.routers import find_router_balance
+from kd.models.stages.cut import cut, pick_own_layers, require_cuttable
 from kd.optim.averaging import Averager
 from kd.optim.optimizers import make_optimizer
+from kd.parallel.cutting import compute_bubble
 from kd.parallel.group import ALONE, Group
 from kd.parallel.limits import list_unsharded_fields
+from kd.parallel.stages import StageLoss, keep_owned
 from kd.parallel.strategies import WholeLoss, replicate, shard
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Source, read_training_batches
@@ -93,21 +97,32 @@ def prepare(
     cannot be trained as the job asks, and ``OutOfMemory`` where not even one sequence fits.
     """
     options = config.require_train()
+    if options.strategy == "pipeline" and not group.alone:
+        group = replace(group, staged=True)
+        options = cut_step(options)
     device = pick_device()
     precision = Precision.choose(options.precision, device)
     if options.fp8:
         require_float8(device)
     set_tf32(device, options.tf32)
     nn.Module.to(student, device)
-    lm_head, memory = _prepare_student(config, source, student, vocabulary, precision, monitor)
+    lm_head, memory = _prepare_student(
+        config, source, student, vocabulary, precision, monitor, group
+    )
     compilation = compile_student(student, options.compile)
     loss = _make_loss(config, source, student, lm_head, precision, device)
     # Before anything refers to a parameter: the parts of sharded parameters are new ones.
     loss_module = _make_loss_module(options, loss, memory, group, monitor)
+    projections = loss.features.parameters() if loss.features is not None else ()
+    optimizer = make_optimizer(student, projections, options, device)
+    if group.staged:
+        # After the optimiser, whose groups are those of the whole student.
+        loss_module = _cut_student(options, loss, optimizer, group, monitor)
     average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
     identity = compute_resume_identity(config, str(source.identity))
     earlier = find_earlier(config, folder, identity, str(source.identity))
-    state = _make_state(config, loss, average, device, group, read_schedule_start(folder))
+    began = read_schedule_start(folder)
+    state = _make_state(config, loss, optimizer, average, group, began)
 
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it.
@@ -164,6 +179,7 @@ def _prepare_student(
     vocabulary: int,
     precision: Precision,
     monitor: Monitor,
+    group: Group,
 ) -> tuple[LMHead, StepMemoryEstimate]:
     """Check that the job can train ``student``, which lies on its device.
 
@@ -171,6 +187,8 @@ def _prepare_student(
     """
     options = config.require_train()
     require_context(student, config.data.sequence_length)
+    if group.staged:
+        require_stages(config.loss, student, group.size)
     lm_head = find_lm_head(student, vocabulary)
     if config.data.packing:
         isolate_documents(student)
@@ -184,11 +202,13 @@ def _prepare_student(
     kernels = student.device.type == "cuda" and suits_kernels(source.codec, config.loss.divergence)
     memory = estimate_memory(student, options, length, vocabulary, precision, kernels=kernels)
     warning = memory.warning(measure_free_memory(student.device))
-    if warning:
+    # The estimate is of the whole student.
+    if warning and not group.staged:
         monitor.emit("warning", message=warning)
     if options.fp8:
         multiply_in_float8(student)
-    checkpoint_activations(student, options.gradient_checkpointing)
+    own = pick_own_layers(student, group.rank, group.size) if group.staged else None
+    checkpoint_activations(student, options.gradient_checkpointing, own)
     if options.activation_offload:
         offload_activations(student)
     return lm_head, memory
@@ -254,13 +274,42 @@ def _make_loss_module(
     """Make all parameters one module, which exchanges gradients where there are several ranks."""
     parts = [loss.student] if loss.features is None else [loss.student, loss.features]
     whole = WholeLoss(parts)
-    if group.alone:
+    if group.alone or group.staged:
         return whole
     strategy = choose_strategy(options, memory, loss.student.device, group)
     monitor.emit("stage", stage="train", phase=f"training on {group.size} devices ({strategy})")
     if strategy == "ddp":
         return replicate(whole)
     return shard(whole, find_decoder_layers(loss.student), loss.precision.dtype, group)
+
+
+def cut_step(options: TrainConfig) -> TrainConfig:
+    """Return ``options`` with the micro-batches that ``train.pipeline`` asks for."""
+    count = options.pipeline.microbatches or options.gradient_accumulation_steps
+    return resize_micro_batch(options, options.sequences_per_step // count)
+
+
+def _cut_student(
+    options: TrainConfig,
+    loss: StepLoss,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    monitor: Monitor,
+) -> StageLoss:
+    """Leave one stage of the student on this rank, and its parameters alone in ``optimizer``."""
+    stage = cut(loss.student, group.rank, group.size, loss.precision)
+    keep_owned(optimizer, stage.owned)
+    bubble = compute_bubble(group.size, options.gradient_accumulation_steps)
+    phase = f"training on {group.size} devices (pipeline; each waits for {bubble:.0%} of a step)"
+    monitor.emit("stage", stage="train", phase=phase)
+    if options.gradient_accumulation_steps < group.size:
+        message = (
+            f"A step has {options.gradient_accumulation_steps} micro-batches for {group.size} "
+            f"stages, so that each stage waits for {bubble:.0%} of the step. Raise "
+            "train.pipeline.microbatches."
+        )
+        monitor.emit("warning", message=message)
+    return StageLoss(stage, group, options.pipeline.schedule, loss.student.device)
 
 
 def choose_strategy(
@@ -276,15 +325,12 @@ def choose_strategy(
 def _make_state(
     config: JobConfig,
     loss: StepLoss,
+    optimizer: torch.optim.Optimizer,
     average: Averager | None,
-    device: torch.device,
     group: Group,
     schedule_began: int,
 ) -> TrainState:
-    """Make optimiser, schedule and loss scale, with all that a checkpoint must hold."""
-    options = config.require_train()
-    projections = loss.features.parameters() if loss.features is not None else ()
-    optimizer = make_optimizer(loss.student, projections, options, device)
+    """Make schedule and loss scale, with all that a checkpoint must hold."""
     extras: dict[str, nn.Module | None] = {
         "temperature": loss.temperature if loss.temperature.learned else None,
         "features": loss.features,
@@ -295,7 +341,7 @@ def _make_state(
         model=loss.student,
         optimizer=optimizer,
         scheduler=make_resumed_scheduler(optimizer, config, loss.steps, schedule_began),
-        scaler=make_scaler(options.loss_scale, loss.precision),
+        scaler=make_scaler(config.require_train().loss_scale, loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
         group=group,
@@ -339,6 +385,21 @@ def require_entropies(config: JobConfig, source: Source) -> None:
         detail = "it needs the teacher's entropy, which the records of this cache do not hold."
         remedy = "Set it to 0, or capture with a local teacher."
         raise ConfigError([Problem("/loss/entropy_weighting", detail, remedy)])
+
+
+def require_stages(config: LossConfig, student: PreTrainedModel, stages: int) -> None:
+    """Raise ``ModelError`` or ``ConfigError`` where ``student`` cannot be trained in ``stages``.
+
+    It may be hollow. What only its numbers show is found when it is cut.
+    """
+    require_cuttable(student, stages)
+    if find_router_balance(student, config.router_balance) is not None:
+        detail = (
+            "train.strategy is pipeline, but no stage sees the routers of all layers of a "
+            f"{type(student).__name__}."
+        )
+        remedy = "Set it to 0, or train.strategy to ddp or fsdp."
+        raise ConfigError([Problem("/loss/router_balance", detail, remedy)])
 
 
 # ---------------------------------------------------------------------- restored state

@@ -36,9 +36,10 @@ def leave_out(run: Run, step: Step) -> None:
     """
     run.monitor.report_alive(stepping=False)
     drop_gradients(run)
-    if is_sharded(run.loss_module):
+    if is_sharded(run.loss_module) or run.group.staged:
         # A gradient of one sequence alone would need an exchange of its own for each.
-        raise make_error(run, step, "With train.strategy fsdp the batch is not searched.")
+        strategy = "pipeline" if run.group.staged else "fsdp"
+        raise make_error(run, step, f"With train.strategy {strategy} the batch is not searched.")
     faulty = find_faulty_sequences(run, step)
     batches = [batch for _, batch in faulty] or [
         batch.to(run.device) for batch in step.micro_batches

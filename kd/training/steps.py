@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ from kd.memory.auto_batch import memory_errors, reduce_micro_batch, saving_error
 from kd.models.precision import forget_unscaling
 from kd.optim.adaptive_clipping import clip_rows
 from kd.parallel.sharded_files import make_whole
+from kd.parallel.stages import StageLoss
 from kd.parallel.strategies import synchronising
 from kd.text.batches import Batch
 from kd.training import checkpoint
@@ -65,7 +66,8 @@ class Step:
     #: Whether the batch is left out: then neither weights nor tokens count it.
     left_out: bool = False
     #: The norm of the gradient in each layer and each group of the optimiser, where it is reported.
-    norms: dict[str, float] = field(default_factory=dict)
+    layer_norms: dict[str, float] = field(default_factory=dict)
+    group_norms: dict[str, float] = field(default_factory=dict)
 
 
 def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
@@ -84,7 +86,7 @@ def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
         began=began,
         alpha=run.loss.alpha_at(number),
         temperature=run.loss.temperature.track(number),
-        tokens=max(run.group.add(sum(len(batch) for batch in micro_batches)), 1),
+        tokens=max(run.group.readers.add(sum(len(batch) for batch in micro_batches)), 1),
     )
 
 
@@ -129,20 +131,32 @@ def forward_backward(run: Run, step: Step) -> None:
         run.loss.control.forget()
     # On the device and in float64: no micro-batch waits for the device, and long sums stay exact.
     sums = torch.zeros(4, device=run.device, dtype=torch.float64)
+
+    def compute_share(batch: Batch) -> Tensor:
+        inputs = (batch, step.alpha, step.temperature)
+        terms: LossTerms = run.loss_module(run.loss.compute, *inputs)
+        sums.add_(torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double())
+        # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the ranks'
+        # parts: so it is over the tokens of a rank, on average.
+        return terms.total / (step.tokens / run.group.readers.size)
+
     with memory_errors(run.options, str(run.memory)):
-        for number, micro_batch in enumerate(step.micro_batches, start=1):
-            with synchronising(run.loss_module, last=number == len(step.micro_batches)):
-                batch = micro_batch.to(run.device)
-                inputs = (batch, step.alpha, step.temperature)
-                terms: LossTerms = run.loss_module(run.loss.compute, *inputs)
-                # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the
-                # ranks' parts: so it is over the tokens of a rank, on average.
-                share = terms.total / (step.tokens / run.group.size)
-                with run.clock.phase("backward"):
-                    run.state.scaler.scale(share).backward()
-            sums += torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double()
+        if isinstance(run.loss_module, StageLoss):
+            with run.clock.phase("stages"):
+                run.loss_module.run_step(step.micro_batches, compute_share)
+        else:
+            add_gradients(run, step, compute_share)
     sums = run.group.add_(sums)
     step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
+
+
+def add_gradients(run: Run, step: Step, compute_share: Callable[[Batch], Tensor]) -> None:
+    """Compute the loss of one micro-batch after the other, and add up the gradients."""
+    for number, micro_batch in enumerate(step.micro_batches, start=1):
+        with synchronising(run.loss_module, last=number == len(step.micro_batches)):
+            share = compute_share(micro_batch.to(run.device))
+            with run.clock.phase("backward"):
+                run.state.scaler.scale(share).backward()
 
 
 def measure_gradients(run: Run, step: Step) -> None:
@@ -153,16 +167,44 @@ def measure_gradients(run: Run, step: Step) -> None:
     step.loss_scale = float(run.state.scaler.get_scale())
     run.state.scaler.unscale_(run.state.optimizer)
     if is_reported(run, step):
-        step.norms = compute_gradient_norms([*run.layers, *run.groups])
+        measure_norms(run, step)
     # Before clipping, which turns all gradients into 0 where the norm is infinite.
     first = step.number == len(run.progress.skipped)
     verdicts = check_first_step(run, step) if first else []
     if run.options.adaptive_clipping is not None:
         clip_rows(run.clipped, run.options.adaptive_clipping)
     limit = run.options.max_grad_norm or math.inf
-    step.grad_norm = float(make_whole(nn.utils.clip_grad_norm_(run.trained, limit)))
+    step.grad_norm = float(clip_gradients(run, limit))
     if is_finite(run, step):
         run.log.write_verdicts(step.number, verdicts)
+
+
+def measure_norms(run: Run, step: Step) -> None:
+    """Measure the norm of the gradient in each layer, and in each group of the optimiser.
+
+    The groups of stages are parts, whose norms tell nothing of the whole.
+    """
+    groups = [] if run.group.staged else run.groups
+    norms = compute_gradient_norms([*run.layers, *groups])
+    step.group_norms = {name: norms.pop(name) for name, _ in groups}
+    step.layer_norms = join_stages(run, norms)
+
+
+def clip_gradients(run: Run, limit: float) -> Tensor:
+    """Clip the gradients of all ranks by their common norm, and return the norm before it."""
+    if isinstance(run.loss_module, StageLoss):
+        return run.loss_module.clip_(run.trained, limit)
+    return make_whole(nn.utils.clip_grad_norm_(run.trained, limit))
+
+
+def join_stages(run: Run, own: dict[str, float]) -> dict[str, float]:
+    """Return the numbers of the layers of all stages; what two stages have, as the first has it."""
+    if not run.group.staged:
+        return own
+    joined: dict[str, float] = {}
+    for stage in run.group.gather(own):
+        joined |= {name: number for name, number in stage.items() if name not in joined}
+    return joined
 
 
 def is_reported(run: Run, step: Step) -> bool:
@@ -179,7 +221,8 @@ def check_first_step(run: Run, step: Step) -> list[Verdict]:
     if config.checks.initial_loss:
         verdicts.append(check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, fresh))
     if config.checks.gradients:
-        verdicts.append(check_gradients(run.student, run.loss.precision.scales_loss))
+        scaled = run.loss.precision.scales_loss
+        verdicts.append(check_gradients(run.student, scaled, run.group))
     return verdicts
 
 
@@ -273,7 +316,7 @@ def take_step(run: Run, step: Step) -> None:
     if taken:
         state.scheduler.step()
         # The temperature's own gradient is outside of the module whose gradients are averaged.
-        scale = step.loss_scale * run.group.size
+        scale = step.loss_scale * run.group.readers.size
         statistics = StepStatistics(step.kd_loss, step.entropy, slope, scale)
         run.loss.temperature.step(step.number, statistics, run.group)
         if run.loss.control is not None:

@@ -543,6 +543,13 @@ def test_a_student_that_cannot_be_is_refused_before_the_capture(job, tiny_teache
         with pytest.raises(error, match=message):
             run(job | {"student": student}, tmp_path / "home")
         assert not (tmp_path / "home" / "caches").exists()
+    # Four stages of a student of two layers.
+    steps = {"strategy": "pipeline", "batch_size": 2, "gradient_accumulation_steps": 4}
+    staged = {"resources": {"gpus": 4}, "train": job["train"] | steps}
+    shallow = {"init": {"layers": 2, "hidden_size": 16}}
+    with pytest.raises(ModelError, match="2 layers cannot be cut into 4 stages"):
+        run(job | staged | {"student": shallow}, tmp_path / "home")
+    assert not (tmp_path / "home" / "caches").exists()
     alone = {key: value for key, value in job.items() if key != "train"} | {"kind": "precompute"}
     assert run(alone | {"student": wrong[0][0]}, tmp_path / "home")["cache"], (
         "whoever captures alone may say anything"

@@ -161,7 +161,10 @@ BOUNDS = [
         ["none", "full", "sqrt", 2, 1024, True, False],
     ),
     ("train.activation_offload", [2, "gpu"], [True, False]),
-    ("train.strategy", ["dp", 2], ["auto", "single", "ddp"]),
+    ("train.strategy", ["dp", 2], ["auto", "single", "ddp", "fsdp", "pipeline"]),
+    ("train.pipeline.stages", [1, 65], [2, 64, None]),
+    ("train.pipeline.microbatches", [0, 65537], [1, 65536, None]),
+    ("train.pipeline.schedule", ["zero"], ["1f1b", "gpipe"]),
     (
         "train.compile",
         ["fast", 1],

@@ -58,7 +58,7 @@ def train(
 
 def test_two_and_four_processes_follow_the_curve_of_one(job: Job, home: Path) -> None:
     one = train(job, home, "one", 1)
-    for ranks, strategy in ((2, "fsdp"), (2, "ddp"), (4, "ddp")):
+    for ranks, strategy in ((2, "fsdp"), (2, "ddp"), (4, "ddp"), (2, "pipeline")):
         shared = job | {"train": job["train"] | {"strategy": strategy}}
         many = train(shared, home, f"{strategy}-{ranks}", ranks)
         for name in ("loss", "grad_norm", "learning_rate", "tokens"):
@@ -96,16 +96,19 @@ class Killer:
             os.kill(find_ranks(self.home)[self.rank], signal.SIGKILL)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_a_killed_rank_ends_all_and_the_resumed_run_is_the_same_bit_for_bit(
-    job: Job, home: Path
+    job: Job, home: Path, strategy: str
 ) -> None:
-    whole = train(job, home, "undisturbed", 2)
+    job = job | {"train": job["train"] | {"strategy": strategy}}
+    whole = train(job, home, f"undisturbed-{strategy}", 2)
+    name = f"disturbed-{strategy}"
     for rank, step in ((0, 7), (1, 13)):
         killer = Killer(home, rank, step)
         with pytest.raises(RankLost, match=f"Process {rank} .* killed by SIGKILL"):
-            train(job, home, "disturbed", 2, killer.monitor)
+            train(job, home, name, 2, killer.monitor)
         assert time.monotonic() - killer.killed_at < 15
         assert find_ranks(home) == {}
-    disturbed = train(job, home, "disturbed", 2)
+    disturbed = train(job, home, name, 2)
     assert curve(disturbed) == curve(whole)
     assert farthest(whole, disturbed) == 0.0

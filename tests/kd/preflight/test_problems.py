@@ -9,6 +9,7 @@ import torch
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
+from kd.models.precision import Hardware
 from kd.preflight.limits import Confinement
 from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
 
@@ -87,6 +88,77 @@ def test_devices_that_a_job_could_not_use_are_refused() -> None:
     assert found.startswith("train.strategy: single uses one device, but resources.gpus asks for 2")
     (found,) = find_sharing_problems(2, kind="precompute")
     assert found.startswith("resources.gpus: it asks for 2 devices, but only a training uses")
+
+
+def find_stage_problems(gpus: int | None = 2, **train: Any) -> list[str]:
+    return find_sharing_problems(gpus, **({"strategy": "pipeline"} | train))
+
+
+def test_a_step_is_cut_into_micro_batches_for_all_stages_or_refused() -> None:
+    for gpus in (None, 1, 2, 3):
+        assert find_stage_problems(gpus) == []
+    assert find_stage_problems(2, pipeline={"stages": 2, "microbatches": 6}) == []
+    (found,) = find_stage_problems(2, pipeline={"microbatches": 4})
+    assert found == (
+        "train.pipeline.microbatches: a step has 6 sequences (batch_size 2 x "
+        "gradient_accumulation_steps 3), which cannot be cut into 4 equal micro-batches. Set it to "
+        "a divisor of 6."
+    )
+    (found,) = find_stage_problems(4)
+    assert found == (
+        "train.pipeline.microbatches: 1f1b needs a micro-batch for each of 4 stages, but a step "
+        "has 3. Set it to 4 or more (it is gradient_accumulation_steps by default), or "
+        "train.pipeline.schedule to gpipe."
+    )
+    assert find_stage_problems(4, pipeline={"schedule": "gpipe"}) == []
+    for gpus in (None, 3):
+        (found,) = find_stage_problems(gpus, pipeline={"stages": 2})
+        assert found.startswith("train.pipeline.stages: each device has one stage, but it is 2 and")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("precision", "fp16"),
+        ("precision", "bf16_pure"),
+        ("optim", "adamw_8bit"),
+        ("auto_batch", True),
+        ("compile", "default"),
+        ("activation_offload", True),
+        ("order", "length"),
+    ],
+)
+def test_stages_refuse_what_they_cannot_do(name: str, value: Any) -> None:
+    (found,) = find_stage_problems(2, **{name: value})
+    assert found.startswith(f"train.{name}: train.strategy is pipeline, but ")
+    assert found.endswith(" Change it, or set train.strategy to ddp or fsdp.")
+
+
+def test_stages_refuse_a_device_whose_half_precision_is_float16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = Hardware("before Ampere", "fp16", tf32=False)
+    monkeypatch.setattr("kd.models.precision.find_hardware", lambda device: old)
+    for strategy, wanted in (("ddp", []), ("pipeline", ["/train/precision"])):
+        train = {"max_steps": 1, "gradient_accumulation_steps": 2, "strategy": strategy}
+        changes = {"kind": "distill", "search": None, "evaluation": {}, "resources": {"gpus": 2}}
+        machine = Machine(device=torch.device("cuda"))
+        assert find_pointers(None, machine, **changes, train=train) == wanted
+
+
+def test_stages_refuse_losses_that_need_the_whole_student() -> None:
+    train = {
+        "max_steps": 1, "batch_size": 2, "gradient_accumulation_steps": 2, "strategy": "pipeline",
+    }  # fmt: skip
+    for profile, loss, pointer in (
+        ("tempered", {"temperature": {"mode": "lookahead"}}, "/loss/temperature/mode"),
+        ("hidden", {"features": {"weight": 0.5}}, "/loss/features"),
+        ("threshold", {"router_balance": 0.1}, "/loss/router_balance"),
+    ):
+        changes = {"kind": "distill", "search": None, "evaluation": {}, "resources": {"gpus": 2}}
+        changes |= {"cache": {"profile": profile}, "train": train, "loss": loss}
+        changes["data"] = {"train": "no-such-text.txt", "validation_fraction": 0.1}
+        assert find_pointers(**changes) == [pointer]
 
 
 def test_the_folders_show_what_is_missing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kd.config.placement import Resources
 from kd.config.search import Dimension, SearchConfig
 from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher, StudentInit
 from kd.config.teacher import TeacherConfig
-from kd.config.train import TrainConfig
+from kd.config.train import PipelineConfig, TrainConfig
 from kd.errors import ConfigError, Problem
 
 JOB: dict[str, Any] = {
@@ -112,6 +112,7 @@ LEVELS = [
     ("train.batch_scaling", BatchScaling, SCALED),
     ("train.dropout", Ramp, DROPPING),
     ("train.loss_scale", LossScale, JOB),
+    ("train.pipeline", PipelineConfig, JOB),
     ("checks", ChecksConfig, JOB),
     ("evaluation", EvaluationConfig, JOB),
     ("search", SearchConfig, SEARCHING),

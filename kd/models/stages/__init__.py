@@ -1,0 +1,1 @@
+"""A student of which each process holds some consecutive layers: ``train.strategy`` pipeline."""
