@@ -82,7 +82,7 @@ from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, open_writer
 from cache.testing import make_codec, make_identity
-from kd.capture.recording import Recorder
+from kd.capture.recording import LOGIT_ELEMENTS, Recorder
 from kd.capture.teacher import Teacher
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
@@ -200,7 +200,10 @@ def make_capture_task(sizes: BenchmarkSizes, folder: Path) -> Task:
 
     def about() -> str:
         records = describe_records(read(threshold), tempered)
-        shares = measure_forward_shares(bare, partial(read, threshold), partial(read, tempered))
+        softmaxes = partial(compute_softmaxes, sizes, 2 * tempered.recorder.knots)
+        shares = measure_forward_shares(
+            bare, partial(read, threshold), partial(read, tempered), softmaxes
+        )
         return f"{records}; {measure_sealing(sizes, folder, bare)}{shares}"
 
     return Task({name: Variant(run, flops) for name, run in runs.items()}, sizes.tokens, about)
@@ -236,7 +239,21 @@ def measure_sealing(sizes: BenchmarkSizes, folder: Path, bare: Runnable) -> str:
     return f"{sealed}, {share:.2%} of their bare forward's time"
 
 
-def measure_forward_shares(bare: Runnable, threshold: Runnable, tempered: Runnable) -> str:
+def compute_softmaxes(sizes: BenchmarkSizes, count: int) -> None:
+    """Compute ``count`` softmaxes of the logits of a batch, in chunks as large as a capture's.
+
+    A tempered record takes two for each node, and sums: one of all tokens for the sizes, and one of
+    its tail alone for the log-partition, whose terms would underflow beside the head's.
+    """
+    rows = max(LOGIT_ELEMENTS["cpu"] // sizes.vocabulary, 1)
+    logits_NV = torch.zeros(rows, sizes.vocabulary)
+    for _ in range(-(-count * sizes.tokens // rows)):
+        torch.softmax(logits_NV, 1, out=logits_NV)
+
+
+def measure_forward_shares(
+    bare: Runnable, threshold: Runnable, tempered: Runnable, softmaxes: Runnable
+) -> str:
     """Measure the share of a capture's processor time that is the bare forward's, on one thread.
 
     Where the forward pass uses every core, no capture is faster than this, whatever it overlaps.
@@ -248,14 +265,18 @@ def measure_forward_shares(bare: Runnable, threshold: Runnable, tempered: Runnab
     # Threads that wait for each other would use processor time too.
     torch.set_num_threads(1)
     try:
-        rounds = [[measure_cpu(run) for run in (bare, threshold, tempered)] for _ in range(3)]
+        rounds = [
+            [measure_cpu(run) for run in (bare, threshold, tempered, softmaxes)] for _ in range(3)
+        ]
     finally:
         torch.set_num_threads(threads)
     shares = [median(taken[0] / taken[which] for taken in rounds) for which in (1, 2)]
+    floor = median(taken[0] / (taken[0] + taken[3]) for taken in rounds)
     return (
         f"; of the processor's time the bare forward is {shares[0]:.2f} of reading and "
         f"{shares[1]:.2f} of tempered reading, the most speed of a capture whose forward uses "
-        "every core"
+        f"every core; with nothing but the softmaxes of its nodes tempered reading would reach "
+        f"{floor:.2f}"
     )
 
 
@@ -661,6 +682,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, help="vocabulary of both models")
     parser.add_argument("--length", type=int, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, help="sequences of a batch")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="precision of the teacher and of the student's products",
+    )
     parser.add_argument("--rounds", type=int, help="rounds; each variant is timed once in each")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, which show only that it works"

@@ -23,6 +23,9 @@ from cache.errors import StorageError
 TEMPORARY_PREFIX = ".tmp-"
 #: Prefix of the name of a folder that another folder is about to replace.
 ASIDE_PREFIX = f"{TEMPORARY_PREFIX}old-"
+#: Bytes that a probe of a disk writes, about those of a file of a shard, and how often.
+PROBE_BYTES = 1 << 18
+_PROBES = 3
 #: Time between two attempts to take a lock.
 _POLL_SECONDS = 0.2
 #: Time between two attempts to remove a folder.
@@ -73,6 +76,40 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_path(path.parent)
+
+
+def measure_disk(folder: Path) -> float:
+    """Return the bytes a second that the disk of ``folder`` takes and gives, the lesser of both.
+
+    A small file is written durably and read back some times; the fastest time counts. What the
+    system keeps in memory is dropped before it is read, where the disk's file system allows that.
+    """
+    path = folder / f"{TEMPORARY_PREFIX}probe"
+    data = os.urandom(PROBE_BYTES)
+    taken: list[float] = []
+    given: list[float] = []
+    try:
+        with storage_errors(folder):
+            for _ in range(_PROBES):
+                taken.append(_time(lambda: write_file(path, data)))
+                given.append(_time_read(path))
+    finally:
+        path.unlink(missing_ok=True)
+    return PROBE_BYTES / max(min(taken), min(given))
+
+
+def _time_read(path: Path) -> float:
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return _time(file.read)
+
+
+def _time(work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes."""
+    began = time.perf_counter()
+    work()
+    return max(time.perf_counter() - began, 1e-9)
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:

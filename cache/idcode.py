@@ -21,6 +21,7 @@ compress to a third of a byte for each id.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,20 @@ def sort_by_rank(rank: NDArray[Any], ids: NDArray[Any], counts: NDArray[Any]) ->
     return np.argsort(rows * np.int64(len(rank)) + rank[ids], kind="stable")
 
 
+def sort_ranks(
+    rank: NDArray[np.int64], ids: NDArray[Any], counts: NDArray[Any]
+) -> NDArray[np.int64]:
+    """Return the ranks (E,) of the ids of every record, ascending.
+
+    It is ``rank[ids]`` in the order of ``sort_by_rank``, in a third of its time.
+    """
+    base = np.repeat(np.arange(len(counts)) * np.int64(len(rank)), counts)
+    keys: NDArray[np.int64] = base + rank.take(ids)
+    keys.sort()
+    keys -= base
+    return keys
+
+
 def pack_ranks(ranks: NDArray[Any], counts: NDArray[Any], entries: NDArray[Any]) -> PackedIds:
     """Code ``ranks`` (E,), which ascend within each record.
 
@@ -83,16 +98,24 @@ def pack_ranks(ranks: NDArray[Any], counts: NDArray[Any], entries: NDArray[Any])
     # The first gap of a record counts from rank 0.
     first = compute_offsets(counts)[:-1][counts > 0]
     gaps[first] = ranks[first]
-    # frexp returns the bit length of an integer; symbols hold the uppermost four bits.
-    exponent = np.maximum(np.frexp(gaps.astype(np.float64))[1].astype(np.int64) - 4, 0)
-    symbols = np.where(exponent > 0, 8 * exponent + (gaps >> exponent), gaps)
-    place, starts = _locate_bits(exponent, entries)
-    low = (gaps & ((1 << exponent) - 1)) << (place & 7)
+    symbols = _list_symbols(int(gaps.max(initial=0)).bit_length()).take(gaps)
+    place, starts = _locate_bits(_BITS.take(symbols), entries)
+    low = (gaps - _BASE.take(symbols)) << (place & 7)
     # Bits of different entries never overlap, so adding them is the same as or-ing them.
     bits = np.zeros(int(starts[-1]) + 3, np.int64)
     for byte in range(3):
         np.add.at(bits, (place >> 3) + byte, (low >> (8 * byte)) & 0xFF)
-    return PackedIds(symbols.astype(np.uint8), bits[: int(starts[-1])].astype(np.uint8), starts)
+    return PackedIds(symbols, bits[: int(starts[-1])].astype(np.uint8), starts)
+
+
+@functools.cache
+def _list_symbols(length: int) -> NDArray[np.uint8]:
+    """Return the symbol of every gap of at most ``length`` binary digits."""
+    gap = np.arange(1 << length)
+    # frexp returns the bit length of an integer; symbols hold the uppermost four bits.
+    exponent = np.maximum(np.frexp(gap.astype(np.float64))[1].astype(np.int64) - 4, 0)
+    symbols = np.where(exponent > 0, 8 * exponent + (gap >> exponent), gap)
+    return symbols.astype(np.uint8)
 
 
 def _locate_bits(

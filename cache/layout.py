@@ -22,6 +22,7 @@ from cache.idcode import (
     order_tokens,
     pack_ranks,
     sort_by_rank,
+    sort_ranks,
     unpack_ranks,
 )
 from cache.profiles import PROFILES
@@ -84,12 +85,16 @@ def _code_ids(
     name: str, ids: NDArray[Any], logprobs: NDArray[Any] | None, cut: _IdCoding
 ) -> tuple[Arrays, NDArray[np.int64]]:
     """Code one column of ids with its log-probabilities; also return each sequence's first byte."""
-    order = sort_by_rank(cut.rank, ids, cut.counts)
-    packed = pack_ranks(cut.rank[ids[order]], cut.counts, cut.entries)
-    arrays = {f"{name}_symbols": packed.symbols, f"{name}_bits": packed.bits}
-    return arrays | (
-        {} if logprobs is None else {f"{name}_logprobs": logprobs[order]}
-    ), packed.starts
+    arrays = {}
+    if logprobs is None:
+        ranks = sort_ranks(cut.rank, ids, cut.counts)
+    else:
+        order = sort_by_rank(cut.rank, ids, cut.counts)
+        ranks = cut.rank[ids[order]]
+        arrays[f"{name}_logprobs"] = logprobs[order]
+    packed = pack_ranks(ranks, cut.counts, cut.entries)
+    coded = {f"{name}_symbols": packed.symbols, f"{name}_bits": packed.bits}
+    return coded | arrays, packed.starts
 
 
 def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:

@@ -44,11 +44,13 @@ from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.memory.host import choose_chunk_memory
 from kd.memory.one_sequence import require_capture_memory
+from kd.models.attention.isolation import foresee_isolation
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
 from kd.models.lm_head import require_rows
 from kd.models.loading import (
     hide_progress_bars,
+    load_hollow,
     require_shareable_teacher,
     require_trainable_student,
 )
@@ -157,7 +159,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     """Make sure that a sealed cache for this job exists, as ``run_precompute`` does."""
     planned = plan_capture(config, monitor)
     monitor.check("after the text was read; no shard was begun")
-    require_possible_student(config, planned)
+    require_possible_student(config, planned, monitor)
     if not (home / "caches" / planned.identity.fingerprint / "manifest.json").is_file():
         require_capture_memory(planned, pick_device())
     # Before the capture, so that a listener knows the cache while it is still being written.
@@ -171,8 +173,8 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     return {"cache": summary}
 
 
-def require_possible_student(config: JobConfig, planned: CapturePlan) -> None:
-    """Raise now the errors that training would raise for the job's student.
+def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: Monitor) -> None:
+    """Raise now the errors that training would raise for the job's student, and warn as it would.
 
     Its tokenizer and its shape are enough to find them. The capture before training may take days.
     """
@@ -189,6 +191,12 @@ def require_possible_student(config: JobConfig, planned: CapturePlan) -> None:
     stages = config.resources.gpus or 1
     if train is not None and train.strategy == "pipeline" and stages > 1:
         require_stages(config.loss, student, stages)
+    # A fresh student is a Llama, and one cut out of the teacher attends as the teacher does.
+    if config.data.packing and config.student.model is not None:
+        folder = resolve_model(config.student.model, config.student.revision)
+        with torch.device("meta"):
+            hollow = load_hollow(folder, torch.float32)
+        foresee_isolation(hollow, config.data.sequence_length, monitor)
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

@@ -352,20 +352,24 @@ def _interpolate(profile: str, threshold: float) -> tuple[float, float, float]:
     return rest, tail, entries
 
 
-def require_space(folder: Path, identity: CacheIdentity, positions: int, width: int) -> None:
-    """Raise ``StorageError`` where the disk certainly cannot hold the cache in ``folder``.
+def estimate_bytes(identity: CacheIdentity, positions: int, width: int) -> int:
+    """Return the bytes of a whole cache of ``positions``; ``width`` is the teacher's, or 0."""
+    size = estimate_cache_size(identity.record_codec(), width)
+    return size.sum_bytes(positions, identity.shard_count)
+
+
+def require_space(folder: Path, identity: CacheIdentity, positions: int, need: int) -> None:
+    """Raise ``StorageError`` where the disk certainly cannot hold ``need`` bytes in ``folder``.
 
     Bytes of the cache that are already written count as available.
     """
-    codec = identity.record_codec()
-    need = estimate_cache_size(codec, width).sum_bytes(positions, identity.shard_count)
     need -= sum(list_file_sizes(folder).values())
     free = measure_free_bytes(folder)
     # This teacher may have a lower entropy than the table's, and need less: half must fit.
     if need * 0.5 > free:
         raise StorageError(
             f"{folder} needs about {format_bytes(need)} for {positions:,} tokens of profile "
-            f"{codec.profile}, but {format_bytes(free)} is free.",
+            f"{identity.codec.profile}, but {format_bytes(free)} is free.",
             "Free space, set KD_HOME to another disk, or store less: raise cache.threshold, "
             "or lower data.max_train_samples. Run `kd estimate` to see the size in advance.",
         )

@@ -18,9 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Protocol, Self
 
+from cache.disk import measure_disk
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
 from cache.store import CacheWriter
@@ -32,8 +34,10 @@ from kd.progress import Monitor, ProgressMeter
 #: sealed, each at the most. A million tokens of profile threshold, some ten seconds of the fastest
 #: GPU, and far less than sealing takes for itself.
 IN_FLIGHT_BYTES = 1 << 28
-#: Seconds below which a disk is not called slow: small shards are hardly worth a warning.
+#: Seconds below which a disk is not called slow: what little it holds is hardly worth a warning.
 LEAST_DISK_SECONDS = 1.0
+#: Tokens a second of a fast teacher. A disk that takes as many is not compared with the teacher.
+FAST_TOKENS = 100_000
 #: Threads that encode. More gain little: numpy holds the interpreter's lock for part of its work.
 ENCODERS = 2
 
@@ -72,16 +76,49 @@ class SealedShard:
         """Describe a disk that takes less than the teacher gives; None if it takes enough."""
         if self.disk_seconds <= max(self.read_seconds, LEAST_DISK_SECONDS):
             return None
-        taken, given = (
-            self.bytes / max(seconds, 1e-9) / 1e6
-            for seconds in (self.disk_seconds, self.read_seconds)
+        return _describe_slow_disk(
+            *(self.bytes / max(seconds, 1e-9) for seconds in (self.disk_seconds, self.read_seconds))
         )
-        return (
-            f"The disk of the cache is slow: it takes {taken:.3g} MB/s, and the teacher gives "
-            f"{given:.3g} MB/s, so that the capture waits for the disk. Move KD_HOME to a local "
-            "disk and copy the cache when it is complete, or store fewer bytes for a token: set "
-            "cache.threshold higher, or choose another cache.profile."
-        )
+
+
+def foresee_slow_disk(
+    writer: CacheWriter, reader: RecordReader, sequences: Sequences, whole: tuple[int, int]
+) -> str | None:
+    """Describe a disk that will take less than the teacher gives; None if it takes enough.
+
+    ``whole`` are the positions and the bytes of the cache. The disk is probed for some
+    milliseconds. The teacher reads micro-batches of ``sequences``, which are not kept, only where
+    the disk would not do for a fast one.
+    """
+    positions, size = whole
+    taken = measure_disk(writer.folder)
+    each = size / max(positions, 1)
+    if taken > each * FAST_TOKENS or size < taken * LEAST_DISK_SECONDS:
+        return None
+    given = each * _measure_reader(reader, sequences)
+    return _describe_slow_disk(taken, given) if taken < given else None
+
+
+def _measure_reader(reader: RecordReader, sequences: Sequences) -> float:
+    """Return the positions a second of the teacher's second micro-batch, or of its only one."""
+    rate = 0.0
+    began = time.monotonic()
+    for delivery in islice(reader.deliver(sequences, 0), 2):
+        delivery.encode()  # waits for what a GPU still computes
+        rate = delivery.positions / max(time.monotonic() - began, 1e-9)
+        began = time.monotonic()
+    reader.take_tail_sums()  # these are read again
+    return rate
+
+
+def _describe_slow_disk(taken: float, given: float) -> str:
+    """Say that a disk takes fewer bytes a second than the teacher gives."""
+    return (
+        f"The disk of the cache is slow: it takes {taken / 1e6:.3g} MB/s, and the teacher gives "
+        f"{given / 1e6:.3g} MB/s, so that the capture waits for the disk. Move KD_HOME to a local "
+        "disk and copy the cache when it is complete, or store fewer bytes for a token: set "
+        "cache.threshold higher, or choose another cache.profile."
+    )
 
 
 @dataclass(frozen=True)
@@ -212,6 +249,12 @@ class CaptureReport:
         left = sum(len(identity.shard_range(index)) for index in missing)
         self._meter = ProgressMeter(total, "sequences", done=total - left)
 
+    def tell_slow_disk(self, warning: str | None) -> None:
+        """Report a slow disk, once."""
+        if warning is not None and not self._judged_disk:
+            self.monitor.emit("warning", message=warning)
+            self._judged_disk = True
+
     def tell_read(self, sequences: int, positions: int) -> None:
         """Report sequences that were read, and their positions."""
         self.monitor.emit("progress", **self._meter.advance(sequences, positions))
@@ -223,8 +266,7 @@ class CaptureReport:
             return
         self.monitor.emit("shard", bytes=shard.bytes, seconds=shard.seconds)
         # The first shard alone: while a later one is read, the reading waits for the disk too.
-        if not self._judged_disk and (warning := shard.describe_slow_disk()):
-            self.monitor.emit("warning", message=warning)
+        self.tell_slow_disk(shard.describe_slow_disk())
         self._judged_disk = True
         if not self.watch.holds_out(shard.index):
             return

@@ -32,13 +32,13 @@ from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifes
 from cache.records import Records, Sequences, TailSums
 from cache.store import Cache, CacheWriter, locate_lock, open_cache, verify_cache
 from cache.store import open_writer as open_for_capture
-from kd.capture.estimate import require_space
+from kd.capture.estimate import estimate_bytes, require_space
 from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
 from kd.capture.remote import RemoteTeacher
-from kd.capture.shards import CaptureReport, RecordReader, record_shards
+from kd.capture.shards import CaptureReport, RecordReader, foresee_slow_disk, record_shards
 from kd.capture.usefulness import HeldOutWatch
 from kd.errors import OutOfMemory, is_out_of_memory
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
@@ -81,8 +81,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
         if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
             warn_of_overruled(found, monitor)
             return summarise_cache(found, reused=True)
-        positions = plan.corpus.train.positions + plan.corpus.validation.positions
-        require_space(folder, plan.identity, positions, ModelFolder(plan.folder).hidden_width or 0)
+        require_space(folder, plan.identity, *estimate_whole(plan))
         teacher = capture_shards(writer, plan, monitor)
         size = plan.identity.tokenizer.vocabulary_size
         writer.write_token_map(make_token_map(plan.tokenizer, size).to_arrays())
@@ -91,6 +90,13 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
     sealed = open_cache(folder, plan.identity)
     warn_of_overruled(sealed, monitor)
     return summarise_cache(sealed, reused=False)
+
+
+def estimate_whole(plan: CapturePlan) -> tuple[int, int]:
+    """Return the positions of the cache of ``plan``, and about how many bytes it will have."""
+    positions = plan.corpus.train.positions + plan.corpus.validation.positions
+    width = ModelFolder(plan.folder).hidden_width or 0
+    return positions, estimate_bytes(plan.identity, positions, width)
 
 
 def find_sealed_cache(
@@ -158,8 +164,10 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
         return None
     monitor.emit("stage", stage="precompute", phase="loading the teacher")
     with open_reader(plan, writer, monitor) as teacher:
-        monitor.emit("stage", stage="precompute", phase="capturing")
         report = CaptureReport(monitor, plan.identity, missing, watch)
+        first = select_shard_sequences(plan, missing[0])
+        report.tell_slow_disk(foresee_slow_disk(writer, teacher, first, estimate_whole(plan)))
+        monitor.emit("stage", stage="precompute", phase="capturing")
         work = ((index, select_shard_sequences(plan, index)) for index in missing)
         record_shards(teacher, writer, work, report)
         return teacher

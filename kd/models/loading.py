@@ -127,7 +127,7 @@ def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.devi
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
-    # A CPU is slow in 16 bits; a GGUF file is unpacked to float32.
+    # Most CPUs are slow in 16 bits; a GGUF file is unpacked to float32.
     if device.type == "cpu" or config.gguf_file:
         return torch.float32
     stored: torch.dtype = getattr(torch, ModelFolder(folder).dtype or "float32")

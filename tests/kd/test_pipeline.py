@@ -472,6 +472,21 @@ def test_a_model_that_leaks_is_refused_when_packed_and_distilled_when_not(job, t
     assert run(leaky | {"data": job["data"] | {"packing": False}}, tmp_path)["report"]["steps"] == 6
 
 
+def test_a_student_that_leaks_is_refused_before_the_capture(job, tokenizer, tmp_path):
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    student = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=3, n_head=2))
+    student.save_pretrained(tmp_path / "bloom")
+    tokenizer.save_pretrained(tmp_path / "bloom")
+    leaky = job | {"student": {"model": str(tmp_path / "bloom")}}
+    with pytest.raises(ModelError, match="BloomForCausalLM attends across") as caught:
+        run(leaky, tmp_path)
+    assert "data.packing to false" in caught.value.remedy
+    assert not (tmp_path / "caches").exists()
+
+
 # ---------------------------------------------------------------------- damage
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ BLOCK_ELEMENTS = 2**21
 LEAST_QUERIES = 16
 #: Queries of a block at most.
 MOST_QUERIES = 256
+#: Seeds of dropout that are drawn from.
+SEEDS = 2**31
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,24 @@ class Scoring:
     """How scores become weights.
 
     ``scale`` multiplies q k. ``softcap`` bounds the scores; None does not. ``dropout`` is the
-    share of the weights that are set to zero.
+    share of the weights that are set to zero. It is drawn from ``seed``, from which that of span n
+    differs by n; None draws a seed for each span, from torch's generator.
     """
 
     scale: float
     softcap: float | None = None
     dropout: float = 0.0
+    seed: int | None = None
+
+    def of_span(self, number: int) -> Scoring:
+        """Return the scoring of a span, by its place among all of a batch."""
+        return self if self.seed is None else replace(self, seed=self.seed + number)
+
+    def choose_seed(self) -> int:
+        """Return the seed of the dropout of one span."""
+        if not self.dropout:
+            return 0
+        return int(torch.randint(SEEDS, ())) if self.seed is None else self.seed
 
 
 def attend_in_blocks(
@@ -126,7 +140,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx.first_l = first_l
         ctx.scoring = scoring
         # The backward pass draws the same dropout again from the same seed.
-        ctx.seed = int(torch.randint(2**31, ())) if scoring.dropout else 0
+        ctx.seed = scoring.choose_seed()
         output_KGlE = v_KlE.new_empty(*q_KGlD.shape[:-1], v_KlE.shape[-1])
         with torch.autocast(q_KGlD.device.type, enabled=False):
             work = _Work(q_KGlD, k_KlD, v_KlE, sink_KG, scoring, ctx.seed)

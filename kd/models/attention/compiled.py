@@ -9,13 +9,14 @@ C documents of a batch.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from kd.models.attention.blocks import Scoring, differentiate_in_blocks
+from kd.models.attention.blocks import SEEDS, Scoring, differentiate_in_blocks
 from kd.models.attention.documents import DocumentMask, Reach
 from kd.models.attention.kernels import attend, choose_kernel, describe, match_precision, run_varlen
 from kd.text.packed_rows import PackedRows
@@ -23,16 +24,17 @@ from kd.text.packed_rows import PackedRows
 
 @dataclass(frozen=True, eq=False)
 class GraphMask:
-    """What queries read, as far as a graph may know it: ``packed`` differs between batches.
-
-    ``reach`` has no chunks, so that the spans are the documents.
-    """
+    """What queries read, as far as a graph may know it: ``packed`` differs between batches."""
 
     packed: PackedRows
     reach: Reach
     #: A graph must serve rows of one document too.
     causal: ClassVar[bool] = False
-    regular: ClassVar[bool] = True
+
+    @property
+    def regular(self) -> bool:
+        """The spans are the documents, as ``bounds_C`` says. Chunks cut them further."""
+        return self.reach.chunk is None
 
     @property
     def bounds_C(self) -> Tensor:
@@ -61,13 +63,17 @@ def attend_in_graph(
 ) -> Tensor:
     """Return the output of the layer ``module``, (B, L, H, E), while torch traces a graph.
 
-    The graph breaks for dropout, and for the kernels flash and flex.
+    The graph breaks for the kernels flash and flex, which are of a GPU: there for dropout,
+    soft-caps, sinks and chunks. Their bounds and blocks are made from documents on the host, and
+    torch would compile them anew for each batch.
     """
     q_BHLD, k_BKLD, v_BKLE = match_precision(q_BHLD, k_BKLD, v_BKLE)
     kernel = choose_kernel(describe(q_BHLD, v_BKLE, mask, scoring, sink_H))
     if kernel == "varlen":
         return run_varlen(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
-    if kernel == "spans" and not scoring.dropout:
+    if kernel == "spans":
+        # Drawn in the graph, so that a layer that is computed again draws the same one.
+        seed_1 = torch.randint(SEEDS, (1,)) if scoring.dropout else None
         found: Tensor = _attend_spans(
             q_BHLD,
             k_BKLD,
@@ -75,15 +81,18 @@ def attend_in_graph(
             sink_H,
             mask.packed.positions_BL,
             mask.packed.host_bounds_C,
-            mask.window,
+            seed_1,
+            mask.reach.window,
+            mask.reach.chunk,
             scoring.scale,
             scoring.softcap,
+            scoring.dropout,
         )
         return found
     return _attend_outside(module, q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H)
 
 
-@torch.compiler.disable(reason="dropout, flash-attn and flex attention run outside the graph")
+@torch.compiler.disable(reason="flash-attn and flex attention run outside the graph")
 def _attend_outside(
     module: nn.Module,
     q_BHLD: Tensor,
@@ -108,12 +117,15 @@ def _attend_spans(
     sink_H: Tensor | None,
     positions_BL: Tensor,
     host_bounds_C: Tensor,
+    seed_1: Tensor | None,
     window: int | None,
+    chunk: int | None,
     scale: float,
     softcap: float | None,
+    dropout: float,
 ) -> Tensor:
-    mask = _make_mask(positions_BL, host_bounds_C, window)
-    scoring = Scoring(scale, softcap)
+    mask = _make_mask(positions_BL, host_bounds_C, Reach(window, chunk))
+    scoring = _make_scoring(scale, softcap, dropout, seed_1)
     with torch.autocast(q_BHLD.device.type, enabled=False):
         return attend(nn.Module(), q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H).contiguous()
 
@@ -133,9 +145,12 @@ def _differentiate_spans(
     sink_H: Tensor | None,
     positions_BL: Tensor,
     host_bounds_C: Tensor,
+    seed_1: Tensor | None,
     window: int | None,
+    chunk: int | None,
     scale: float,
     softcap: float | None,
+    dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and the sinks; the last is empty where there are none.
 
@@ -145,10 +160,13 @@ def _differentiate_spans(
     dq_BHLD, dk_BKLD, dv_BKLE = (each.new_empty(each.shape) for each in (q_BHLD, k_BKLD, v_BKLE))
     sink_KG = None if sink_H is None else sink_H.view(-1, groups)
     dsink_H = q_BHLD.new_zeros(0) if sink_H is None else torch.zeros_like(sink_H)
-    mask = _make_mask(positions_BL, host_bounds_C, window)
+    mask = _make_mask(positions_BL, host_bounds_C, Reach(window, chunk))
+    scoring = _make_scoring(scale, softcap, dropout, seed_1)
+    number = itertools.count()
     for row, spans in enumerate(mask.spans):
         for span in spans:
             places = slice(span.start, span.stop)
+            own = scoring.of_span(next(number))
             found = differentiate_in_blocks(
                 grad_BLHE[row, places].transpose(0, 1).unflatten(0, (-1, groups)),
                 q_BHLD[row, :, places].unflatten(0, (-1, groups)),
@@ -156,7 +174,8 @@ def _differentiate_spans(
                 v_BKLE[row, :, places],
                 sink_KG,
                 span.first_l,
-                Scoring(scale, softcap),
+                own,
+                own.choose_seed(),
             )
             dq_BHLD[row, :, places] = found[0].flatten(0, 1)
             dk_BKLD[row, :, places] = found[1]
@@ -180,20 +199,26 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.settings = inputs[6:]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.settings = inputs[7:]
 
 
 def _backward(ctx: Any, grad_BLHE: Tensor) -> tuple[Tensor | None, ...]:
     sink_H = ctx.saved_tensors[3]
     *rows, dsink_H = _differentiate_spans(grad_BLHE, *ctx.saved_tensors, *ctx.settings)
-    return (*rows, None if sink_H is None else dsink_H, None, None, None, None, None)
+    return (*rows, None if sink_H is None else dsink_H, *[None] * 8)
 
 
 _attend_spans.register_autograd(_backward, setup_context=_keep)
 
 
-def _make_mask(positions_BL: Tensor, host_bounds_C: Tensor, window: int | None) -> DocumentMask:
+def _make_mask(positions_BL: Tensor, host_bounds_C: Tensor, reach: Reach) -> DocumentMask:
     length = positions_BL.shape[1]
     packed = PackedRows(positions_BL, host_bounds_C, host_bounds_C, length)
-    return DocumentMask.of_packed(packed, Reach(window))
+    return DocumentMask.of_packed(packed, reach)
+
+
+def _make_scoring(
+    scale: float, softcap: float | None, dropout: float, seed_1: Tensor | None
+) -> Scoring:
+    return Scoring(scale, softcap, dropout, None if seed_1 is None else int(seed_1))

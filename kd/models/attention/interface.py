@@ -175,12 +175,7 @@ def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> DocumentMask | G
         packed = PackedRows.whole(asked["batch_size"], asked["q_length"], asked["device"])
     if not torch.compiler.is_compiling():
         return DocumentMask.of_packed(packed, reach)
-    return GraphMask(packed, reach) if reach.chunk is None else _make_chunks(packed, reach)
-
-
-@torch.compiler.disable(reason="documents are cut into chunks outside the graph")
-def _make_chunks(packed: PackedRows, reach: Reach) -> DocumentMask:
-    return DocumentMask.of_packed(packed, reach)
+    return GraphMask(packed, reach)
 
 
 #: What a query reads in the models of a configuration's class, whose windows or chunks are so long;

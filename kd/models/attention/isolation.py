@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
+from kd.models.depth import cut_fields
 from kd.models.layers import compute_hidden_states, find_device
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
@@ -43,11 +45,10 @@ def warn_of_mask(model: PreTrainedModel, sequence_length: int, monitor: Monitor)
     size = sequence_length**2
     if size < LARGE_MASK or model.config._attn_implementation in NAMES.values():
         return
-    monitor.emit(
-        "warning",
-        message=f"{type(model).__name__} computes its attention by its own code, with a mask of "
+    monitor.warn_once(
+        f"{type(model).__name__} computes its attention by its own code, with a mask of "
         f"{size / 2**20:,.0f} MiB for each packed sequence of {sequence_length} tokens. If memory "
-        "runs out, set data.sequence_length lower or data.packing to false.",
+        "runs out, set data.sequence_length lower or data.packing to false."
     )
 
 
@@ -75,6 +76,33 @@ def isolate_documents(model: PreTrainedModel) -> None:
             )
     finally:
         model.train(training)
+
+
+def foresee_isolation(hollow: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
+    """Check a model as training will, before its weights are read: it may be on the device meta.
+
+    A model of its class with random weights, few layers and few tokens is checked in its place.
+    Raises the error of ``isolate_documents``, and warns as ``warn_of_mask``. A model that cannot
+    be made smaller is checked when it trains.
+    """
+    small = _make_small(hollow)
+    if small is not None:
+        isolate_documents(small)
+        warn_of_mask(small, sequence_length, monitor)
+
+
+def _make_small(hollow: PreTrainedModel) -> PreTrainedModel | None:
+    """Make a random model of ``hollow``'s class and width, with a layer of each kind."""
+    text = hollow.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["any"]
+    # The last layer too: mixtures of experts often begin after the first layers.
+    picked = sorted({*map(kinds.index, kinds), 0, text.num_hidden_layers - 1})
+    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        fields = cut_fields(hollow.config, tuple(picked))
+        fields |= {"vocab_size": 2 * MOST_ID, "pad_token_id": None}
+        torch.manual_seed(0)
+        return type(hollow)(type(hollow.config).from_dict(fields))
+    return None
 
 
 @dataclass(frozen=True)

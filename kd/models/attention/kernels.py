@@ -229,16 +229,18 @@ def _run_spans(
         for each in (q_BHLD, k_BKLD, v_BKLE)
     )
     sink_KG = None if sink_H is None else sink_H.view(-1, groups)
-    blocks = blocks or scoring.softcap is not None or sink_H is not None
+    # Blocks alone draw from a seed that is given.
+    given = scoring.seed is not None
+    blocks = blocks or given or scoring.softcap is not None or sink_H is not None
     spans = (span for row in mask.spans for span in row)
     found = []
-    for span, q_HlD, k_KlD, v_KlE in zip(spans, *parts, strict=True):
+    for number, (span, q_HlD, k_KlD, v_KlE) in enumerate(zip(spans, *parts, strict=True)):
         if span.causal and not blocks:
             output_HlE = _run_torch(q_HlD[None], k_KlD[None], v_KlE[None], scoring)[0]
         else:
             q_KGlD = q_HlD.unflatten(0, (-1, groups))
             output_HlE = attend_in_blocks(
-                q_KGlD, k_KlD, v_KlE, sink_KG, span.first_l, scoring
+                q_KGlD, k_KlD, v_KlE, sink_KG, span.first_l, scoring.of_span(number)
             ).flatten(0, 1)
         found.append(output_HlE.transpose(0, 1))
     return torch.cat(found).view(batch, length, heads, -1)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from bench.support.harness import PATIENCE_SECONDS
+from cache import disk
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.profiles import PROFILES
 from cache.records import Records, Sequences, TailSums
@@ -403,3 +404,41 @@ def test_a_disk_that_takes_less_than_the_teacher_gives_is_named_after_the_first_
     assert taken < given
     assert "Move KD_HOME to a local disk" in message
     assert "cache.threshold" in message
+
+
+def test_a_slow_disk_is_named_before_the_capture_begins(
+    make_plan: Callable[..., CapturePlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes a tenth of a second to make a file of 64 bytes durable."""
+    plan = make_plan()
+    told: list[Event] = []
+    sync = os.fsync
+
+    def sync_slowly(handle: int) -> None:
+        time.sleep(0.1)
+        sync(handle)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(os, "fsync", sync_slowly)
+        slow.setattr(disk, "PROBE_BYTES", 64)
+        capture_cache(plan, tmp_path / "slow", Monitor(told.append))
+    kinds = [
+        "warning" if event.type == "warning" else event.data.get("phase", event.type)
+        for event in told
+        if event.type != "warning" or "disk of the cache" in event.data["message"]
+    ]
+    assert kinds.count("warning") == 1
+    assert kinds.index("warning") < kinds.index("capturing") < kinds.index("shard")
+    message = next(event.data["message"] for event in told if event.type == "warning")
+    found = re.search(r"takes ([\d.e-]+) MB/s, and the teacher gives ([\d.e-]+) MB/s", message)
+    assert found is not None
+    taken, given = map(float, found.groups())
+    assert taken < min(64 / 0.1 / 1e6, given)
+    assert "cache.threshold" in message
+
+    # What the teacher read to be timed is not in the cache.
+    capture_cache(plan, tmp_path / "fast", SILENT)
+    name = plan.identity.fingerprint
+    assert content(tmp_path / "slow" / name) == content(tmp_path / "fast" / name)
+    for root in ("slow", "fast"):
+        assert not list((tmp_path / root / name).rglob(f"{TEMPORARY_PREFIX}*"))

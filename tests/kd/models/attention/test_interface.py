@@ -16,6 +16,8 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from kd.config.student import LoraConfig
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.models.adapters import add_adapters
+from kd.models.attention import compiled
+from kd.models.attention.compiled import _attend_spans
 from kd.models.attention.documents import DocumentMask
 from kd.models.attention.interface import (
     reading_rows,
@@ -23,7 +25,7 @@ from kd.models.attention.interface import (
     use_packed_attention,
 )
 from kd.models.attention.isolation import isolate_documents
-from kd.models.layers import compute_hidden_states
+from kd.models.layers import compute_hidden_states, find_body
 from kd.text.packed_rows import PackedRows
 from kd.training.compiling import Compilation, CompileReport, _read_counts
 from tests.support.kd.zoo import build, some_tokens
@@ -104,7 +106,7 @@ def test_a_compiled_model_keeps_documents_apart(kind: str) -> None:
     packings = [POSITIONS_BL, torch.arange(5).repeat(4).expand(2, -1)]
     expected = [run(model, each) for each in packings]
     torch._dynamo.reset()
-    model.base_model.compile(backend="eager")
+    find_body(model).compile(backend="eager")
     for positions_BL, wanted in zip(packings, expected, strict=True):
         for mine, theirs in zip(run(model, positions_BL), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -113,7 +115,12 @@ def test_a_compiled_model_keeps_documents_apart(kind: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("llama tied", "aot_eager"), ("gemma2 windows", "eager"), ("gpt-oss", "eager")],
+    [
+        ("llama tied", "aot_eager"),
+        ("gemma2 windows", "eager"),
+        ("gpt-oss", "eager"),
+        ("llama4", "eager"),
+    ],
 )
 def test_documents_break_no_graph_and_two_graphs_serve_all_of_them(kind: str, backend: str) -> None:
     """The second graph is that for any number of documents."""
@@ -125,26 +132,66 @@ def test_documents_break_no_graph_and_two_graphs_serve_all_of_them(kind: str, ba
     expected = [run(model, each) for each in packings]
     torch._dynamo.reset()
     compilation = Compilation(*_read_counts())
-    model.base_model.compile(backend=backend)
+    find_body(model).compile(backend=backend)
     for positions_BL, wanted in zip(packings, expected, strict=True):
         for mine, theirs in zip(run(model, positions_BL), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     assert compilation.report() == CompileReport(2, ())
 
 
+def test_dropout_breaks_no_graph_and_is_drawn_again_where_layers_are_computed_again() -> None:
+    found = []
+    for how in ("none", "full"):
+        model = make("gemma2 windows", attention_dropout=0.5).train()
+        checkpoint_activations(model, how)
+        torch._dynamo.reset()
+        compilation = Compilation(*_read_counts())
+        find_body(model).compile(backend="aot_eager")
+        torch.manual_seed(7)
+        found.append(run(model))
+        assert not torch.allclose(found[-1][0], run(model)[0])
+        assert not compilation.report().breaks
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (4, None), (None, 4)])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_of_the_operation_are_those_of_its_output(
+    window: int | None, chunk: int | None, dropout: float
+) -> None:
+    """By differences of the output, with the draw of the forward pass."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, 20, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    sink = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+    packed = PackedRows.of(POSITIONS_BL)
+    seed = torch.tensor([3]) if dropout else None
+    rest = (packed.positions_BL, packed.host_bounds_C, seed, window, chunk, 0.4, 2.0, dropout)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: _attend_spans(*inputs, *rest), (q, k, v, sink), fast_mode=True
+    )
+
+
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch looks at the inputs of a graph that begins behind a break
-def test_dropout_breaks_the_graph_and_is_drawn() -> None:
-    model = make("gemma2 windows", attention_dropout=0.5).train()
+@pytest.mark.parametrize("kernel", ["flash", "flex"])
+def test_a_kernel_that_needs_the_documents_on_the_host_breaks_the_graph(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are chosen on a GPU only. The choice is told here; what runs is what a CPU has."""
+    monkeypatch.setattr(compiled, "choose_kernel", lambda _: kernel)
+    model = make("gemma2 windows")
+    expected = run(model)
     torch._dynamo.reset()
     compilation = Compilation(*_read_counts())
-    model.base_model.compile(backend="eager")
-    first, second = (run(model)[0] for _ in range(2))
-    assert not torch.allclose(first, second)
-    assert "dropout, flash-attn and flex attention run outside the graph" in str(
-        compilation.report()
-    )
+    find_body(model).compile(backend="eager")
+    for mine, theirs in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert "flash-attn and flex attention run outside the graph" in str(compilation.report())
 
 
 class _HostReads(TorchDispatchMode):

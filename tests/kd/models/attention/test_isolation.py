@@ -13,13 +13,14 @@ from kd.models.attention.interface import use_packed_attention
 from kd.models.attention.isolation import (
     _computes_as_alone,
     _make_trials,
+    foresee_isolation,
     isolate_documents,
     warn_of_mask,
 )
 from kd.models.layers import compute_hidden_states
-from kd.progress import Monitor
+from kd.progress import SILENT, Monitor
 from kd.text.packed_rows import PackedRows
-from tests.support.kd.zoo import LEAKS, LLAMA, build
+from tests.support.kd.zoo import LEAKS, LLAMA, PACKS, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,3 +197,24 @@ def test_16_bit_models_use_it_too() -> None:
         model = build(kind).to(torch.bfloat16)
         isolate_documents(model)
         assert model.config._attn_implementation.startswith("potstill")
+
+
+@pytest.mark.parametrize("kind", PACKS)
+def test_a_model_is_judged_by_its_shape_as_by_its_weights(kind: str) -> None:
+    with torch.device("meta"):
+        hollow = build(kind)
+    told: list[str] = []
+    before = torch.random.get_rng_state()
+    foresee_isolation(hollow, 16384, Monitor(lambda event: told.append(event.data["message"])))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    whole = build(kind)
+    isolate_documents(whole)
+    assert bool(told) != whole.config._attn_implementation.startswith("potstill")
+
+
+@pytest.mark.parametrize("kind", sorted(LEAKS))
+def test_a_leak_is_seen_without_the_weights(kind: str) -> None:
+    with torch.device("meta"):
+        hollow = build(kind)
+    with pytest.raises(ModelError, match="attends across the documents"):
+        foresee_isolation(hollow, 64, SILENT)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from kd.models.lm_head import LMHead
-from kd.models.products.wide import add_product_, sums_wide, write_product_
+from kd.models.precision import float32_products
+from kd.models.products.wide import (
+    CONVERTED_ROWS,
+    _exact_products,
+    add_product_,
+    multiplies_bfloat16,
+    sums_wide,
+    write_product_,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -46,6 +54,34 @@ def test_a_product_into_float32_is_not_rounded_to_its_factors(dtype: torch.dtype
 
 def test_a_cpu_converts_the_factors_instead() -> None:
     assert not sums_wide(torch.ones(2, 2, dtype=torch.bfloat16), torch.float32)
+
+
+@pytest.mark.skipif(
+    not multiplies_bfloat16(torch.device("cpu")), reason="this CPU does not multiply bfloat16"
+)
+def test_a_cpu_may_round_factors_to_bfloat16_only_where_they_are_in_it() -> None:
+    halves = {dtype: torch.ones(1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+    products = torch.backends.mkldnn.matmul
+    with float32_products():
+        before = products.fp32_precision
+        with _exact_products(halves[torch.bfloat16]):
+            assert products.fp32_precision == "bf16"
+        with _exact_products(halves[torch.float16]):
+            assert products.fp32_precision == before
+        assert products.fp32_precision == before != "bf16"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@HALF
+def test_rows_that_are_converted_part_by_part_make_the_same_product(dtype: torch.dtype) -> None:
+    hidden_ND, weight_VD = make_factors(dtype, CONVERTED_ROWS + 3)
+    hidden_ND, weight_VD = hidden_ND[:, :8], weight_VD[:5, :8]
+    expected_NV = hidden_ND.double() @ weight_VD.double().T
+    out_NV = torch.full((len(hidden_ND), 5), torch.nan)
+    write_product_(out_NV, hidden_ND, weight_VD.T)
+    assert measure_error(out_NV, expected_NV) < 1e-6
+    add_product_(out_NV, hidden_ND, weight_VD.T)
+    assert measure_error(out_NV, 2 * expected_NV) < 1e-6
 
 
 def test_torch_has_the_products_that_a_gpu_is_asked_for() -> None:
