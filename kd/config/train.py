@@ -194,6 +194,15 @@ class TrainConfig(Section):
             "has as many sequences as on one device, in equal parts."
         ),
     )
+    fsdp_offload: bool = Field(
+        False,
+        description=(
+            "With strategy fsdp on GPUs: each device's part of weights, gradients and optimiser "
+            "lies in the host's memory, where the optimiser steps too. A layer is copied to the "
+            "device for each of its passes, and its gradient back, which takes time. Changes "
+            "nothing on a CPU."
+        ),
+    )
     compile: Compile = Field(
         "none",
         description="torch.compile the student: none, default, reduce-overhead or max-autotune.",
@@ -331,6 +340,15 @@ class TrainConfig(Section):
                 "train.precision bf16_pure needs an optimiser that rounds its steps "
                 f"stochastically, {' or '.join(ROUNDING_OPTIMIZERS)}, but train.optim is "
                 f"{self.optim}: small steps would be lost"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_parts_are_offloaded(self) -> Self:
+        if self.fsdp_offload and self.strategy != "fsdp":
+            raise ValueError(
+                f"train.fsdp_offload needs train.strategy fsdp, but it is {self.strategy}: the "
+                "other strategies keep whole weights on the device"
             )
         return self
 

@@ -27,6 +27,7 @@ from kd.memory.model_work import (
     count_weight_bytes,
     estimate_forward_bytes,
 )
+from kd.memory.parallel import Split, choose_strategy, list_strategies
 from kd.memory.step_bytes import SavedBytesFit, resize_micro_batch
 from kd.memory.step_memory import describe_student, fit_saved_bytes
 from kd.memory.training_phase import ITEM_BYTES, PhaseMemory, Place, TrainingPhase
@@ -58,7 +59,7 @@ class PhaseForecast:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The training with one lever moved: its bytes on the device, and its seconds."""
+    """The training with one lever moved, or shared: its bytes on a device, and its seconds."""
 
     setting: str
     memory_bytes: int
@@ -233,11 +234,13 @@ def forecast_phases(
     training: TrainingPhase | None,
     seconds: float | None = None,
     price: float | None = None,
+    ranks: int = 1,
 ) -> DeviceForecast:
     """Forecast a job on ``place``.
 
     ``seconds`` are those of all training steps, as timed on the device at hand; ``price`` is that
-    of an hour of the device.
+    of an hour of the device. ``ranks`` are the devices that the job asks for: the phases are those
+    of one, and the strategies tell what a training on all of them needs of each.
     """
     phases = []
     strategies: tuple[Strategy, ...] = ()
@@ -253,7 +256,8 @@ def forecast_phases(
         phases.append(pace.forecast("training", memory, work))
         memory = training.estimate_evaluation_memory(place)
         phases.append(pace.forecast("evaluation", memory, training.count_evaluation()))
-        strategies = tuple(_forecast_strategies(training, pace))
+        shared = _forecast_ranks(training, pace, ranks) if ranks > 1 else ()
+        strategies = (*_forecast_strategies(training, pace), *shared)
     return DeviceForecast(
         place.rates.name, place.rates.memory, not place.is_timed, tuple(phases), strategies
     )
@@ -262,7 +266,7 @@ def forecast_phases(
 def _forecast_strategies(training: TrainingPhase, pace: _Pace) -> Iterator[Strategy]:
     """Forecast the training with one lever moved at a time, the job as written first."""
     place = pace.place
-    for setting, changed in list_strategies(training, place.is_gpu):
+    for setting, changed in list_levers(training, place.is_gpu):
         precision = place.choose_precision(changed.options.precision)
         moved = replace(pace, precision=precision)
         memory = changed.estimate_training_memory(place).count_device_bytes(place.is_gpu)
@@ -276,7 +280,26 @@ def _forecast_strategies(training: TrainingPhase, pace: _Pace) -> Iterator[Strat
         )
 
 
-def list_strategies(training: TrainingPhase, is_gpu: bool) -> Iterator[tuple[str, TrainingPhase]]:
+def _forecast_ranks(training: TrainingPhase, pace: _Pace, ranks: int) -> Iterator[Strategy]:
+    """Forecast one of ``ranks`` devices for each strategy that can share the training."""
+    place = pace.place.divide(ranks)
+    room = place.rates.memory - place.process
+    for name in list_strategies(training.options, ranks):
+        split = Split(name, ranks)
+        found = training.forecast_rank(place, split, pace.utilization)
+        step = training.take_rank(split).describe_step(place, split)
+        chosen = training.options.strategy == "auto" and name == choose_strategy(step, ranks, room)
+        seconds = training.steps * found.time.total
+        yield Strategy(
+            setting=f"train.strategy {name}, each of {ranks} devices{' (auto)' * chosen}",
+            memory_bytes=found.needed,
+            fits=found.needed <= place.rates.memory,
+            seconds=round(seconds, 3),
+            cost=_round_cost(compute_cost(seconds * ranks, pace.price)),
+        )
+
+
+def list_levers(training: TrainingPhase, is_gpu: bool) -> Iterator[tuple[str, TrainingPhase]]:
     """Yield the settings that lower memory, each with the training that has it."""
     options = training.options
     yield "as written", training

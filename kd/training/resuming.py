@@ -19,6 +19,7 @@ FREE_FIELDS = {
     "logging_steps", "save_steps", "save_total_limit", "report_to", "trace_steps", "save_dtype",
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_memory",
     "dataloader_pin_memory", "activation_offload", "strategy",
+    "fsdp_offload",
 }  # fmt: skip
 #: The rule by which windows are chosen. A run that began by another rule would read some sequences
 #: of its epoch twice and others never.

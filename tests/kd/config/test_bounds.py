@@ -147,6 +147,7 @@ BOUNDS = [
     ),
     ("train.activation_offload", [2, "gpu"], [True, False]),
     ("train.strategy", ["dp", 2], ["auto", "single", "ddp"]),
+    ("train.fsdp_offload", [2, "cpu"], [False]),
     (
         "train.compile",
         ["fast", 1],

@@ -17,6 +17,7 @@ from kd.config.train import TrainConfig
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, DeviceRates, find_device_kind
 from kd.memory.model_memory import compute_rounded_share, count_teacher_bytes
 from kd.memory.model_work import count_model_work, count_weight_bytes
+from kd.memory.parallel import Split, estimate_rank
 from kd.memory.phases import (
     CapturePhase,
     DeviceForecast,
@@ -255,6 +256,27 @@ def test_another_device_is_expected_by_its_figures() -> None:
 
 def read(found: DeviceForecast) -> dict[str, Strategy]:
     return {each.setting: each for each in found.strategies}
+
+
+def test_a_job_for_several_devices_is_told_what_each_of_them_needs() -> None:
+    training = make_training(gradient_accumulation_steps=4)
+    place = Place.named(DEVICE_KINDS["t4"])
+    found = read(forecast_phases(place, None, training, ranks=4))
+    ddp = found["train.strategy ddp, each of 4 devices (auto)"]
+    fsdp = found["train.strategy fsdp, each of 4 devices"]
+    step = training.take_rank(Split("fsdp", 4)).describe_step(place, Split("fsdp", 4))
+    rank = estimate_rank(step, Split("fsdp", 4))
+    assert fsdp.memory_bytes == rank.total + CUDA_CONTEXT < ddp.memory_bytes
+    assert ddp.seconds < found["as written"].seconds
+    alone = read(forecast_phases(place, None, training))
+    assert not any(name.startswith("train.strategy") for name in alone)
+    # Processes of a host share its memory.
+    (here, *_) = (
+        each
+        for name, each in read(forecast_phases(HERE, None, training, 5.0, ranks=4)).items()
+        if "train.strategy" in name
+    )
+    assert here.fits == (4 * here.memory_bytes <= HERE.rates.memory)
 
 
 def test_each_strategy_moves_one_lever() -> None:
