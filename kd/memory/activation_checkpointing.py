@@ -23,14 +23,14 @@ from transformers import PreTrainedModel
 from kd.config.train import Checkpointing
 from kd.errors import ModelError
 from kd.memory.step_bytes import compute_group_sizes
-from kd.models.layers import compute_hidden_states, find_decoder_layers
+from kd.models.layers import compute_hidden_states, find_decoder_layers, is_hollow
 
 
 def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None:
     """Let ``student``'s layers checkpoint their activations in training.
 
     Nothing else of the model changes. Raises ``ModelError``, with the model as it was, where it has
-    no such layers or its results would change.
+    no such layers or its results would change; those of a model without values are not known.
     """
     if how == "none":
         return
@@ -41,10 +41,11 @@ def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None
         raise _make_refusal(
             student, how, "drops layers at random (layerdrop), which a group of layers cannot"
         )
-    before = _run_probe(student, layers)
+    hollow = is_hollow(student)
+    before = [] if hollow else _run_probe(student, layers)
     for group in _group_layers(layers, how):
         _CheckpointGroup(group).install()
-    if (problem := _find_difference(student, layers, before)) is not None:
+    if not hollow and (problem := _find_difference(student, layers, before)) is not None:
         for layer in layers:
             layer.__dict__.pop("forward", None)
         raise _make_refusal(student, how, problem)

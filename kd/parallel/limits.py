@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from kd.config.loss import LearnedTemperature, LossConfig
 from kd.config.train import TrainConfig
 
 #: The optimisers that act on each weight alone, so that they can step parts of parameters.
 SHARDED_OPTIMIZERS = ("adamw", "lion", "schedule_free")
 #: The modes of a learned temperature that take gradients of whole parameters.
 WHOLE_MODES = ("lookahead", "teacher_only")
+
+
+def needs_whole_gradients(loss: LossConfig) -> bool:
+    """Whether the temperature of ``loss`` is learned from gradients of whole parameters."""
+    temperature = loss.temperature
+    return isinstance(temperature, LearnedTemperature) and temperature.mode in WHOLE_MODES
 
 
 def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:

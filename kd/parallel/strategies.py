@@ -18,11 +18,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.parallel.group import Group
 from kd.parallel.sharded_files import make_whole
+from kd.parallel.values import receive_values
 
 Result = TypeVar("Result")
 
@@ -42,7 +49,7 @@ class WholeLoss(nn.Module):
 def replicate(loss: WholeLoss) -> DistributedDataParallel:
     """Let the gradients of ``loss`` become their mean over the ranks, as they are computed.
 
-    The parameters of rank 0 are copied to all ranks.
+    The parameters and buffers of rank 0 are copied to all ranks.
     """
     names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
     device = next(loss.parameters()).device
@@ -57,24 +64,36 @@ def replicate(loss: WholeLoss) -> DistributedDataParallel:
 
 
 def shard(
-    loss: WholeLoss, layers: Sequence[nn.Module], dtype: torch.dtype, group: Group
+    loss: WholeLoss,
+    layers: Sequence[nn.Module],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    offload: bool = False,
 ) -> WholeLoss:
     """Let every rank keep a part of each parameter of ``loss``; it becomes a ``FSDPModule``.
 
-    Each of ``layers`` is gathered for its own forward and backward pass, and computes in ``dtype``.
-    All other parameters, those of the embeddings and the LM head, are gathered for the whole pass
-    and stay in their own type: the loss rounds the LM head itself. Gradients are summed in float32.
+    The values are those of rank 0. Each of ``layers`` is gathered for its own forward and backward
+    pass, and computes in ``dtype`` on ``device``. All other parameters, those of the embeddings and
+    the LM head, are gathered for the whole pass and stay in their own type: the loss rounds the LM
+    head itself. Gradients are summed in float32. With ``offload`` the parts, their gradients and
+    what an optimiser keeps of them lie in the host's memory between the passes.
     """
-    mesh = init_device_mesh(next(loss.parameters()).device.type, (group.size,))
+    mesh = init_device_mesh(device.type, (group.size,))
     reduced = MixedPrecisionPolicy(
         param_dtype=None if dtype.itemsize >= 4 else dtype,
         reduce_dtype=None if dtype.itemsize >= 4 else torch.float32,
         # As without FSDP, hidden states between the layers stay in float32.
         cast_forward_inputs=False,
     )
+    pinned = device.type == "cuda"
+    place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    # One layer at a time is whole on a rank, as in every pass.
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=reduced)
-    fully_shard(loss, mesh=mesh)
+        receive_values(layer, device)
+        fully_shard(layer, mesh=mesh, mp_policy=reduced, offload_policy=place)
+    receive_values(loss, device)
+    fully_shard(loss, mesh=mesh, offload_policy=place)
     return loss
 
 

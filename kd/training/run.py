@@ -14,7 +14,7 @@ from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
-from kd.memory.step_bytes import StepMemoryEstimate
+from kd.memory.parallel import RankMemory
 from kd.models.precision import ScalerWatch
 from kd.optim.averaging import Averager
 from kd.parallel.group import Group
@@ -51,7 +51,7 @@ class Run:
     state: TrainState
     #: The identity of the job, which its checkpoints carry.
     identity: str
-    memory: StepMemoryEstimate
+    memory: RankMemory
     #: None once its report is written, and where nothing is compiled.
     compilation: Compilation | None
     average: Averager | None
@@ -80,8 +80,8 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """The device of the student."""
-        return self.loss.student.device
+        """The device of the passes."""
+        return self.loss.device
 
     @property
     def progress(self) -> TrainingProgress:

@@ -147,6 +147,21 @@ def test_a_damaged_part_of_a_checkpoint_is_skipped_by_name(
     )
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parts_in_the_host_memory_make_the_same_student(
+    job: Job, caches: dict[str, str], tmp_path: Path, precision: str
+) -> None:
+    """A CPU has no other memory, but the copies and the optimiser on the host are the same."""
+    sharded = change(job, train={"strategy": "fsdp", "ema_decay": 0.9, "precision": precision})
+    offloaded = change(sharded, train={"fsdp_offload": True})
+    cache = caches["threshold"]
+    one, _ = run_ranks(2, train_student, sharded, cache, str(tmp_path / "one"))
+    other, _ = run_ranks(2, train_student, offloaded, cache, str(tmp_path / "other"))
+    assert curve(other) == curve(one)
+    assert curve(other, "grad_norm") == curve(one, "grad_norm")
+    assert farthest(one, other) == 0.0
+
+
 @pytest.mark.slow
 def test_both_strategies_train_in_bfloat16(
     job: Job, caches: dict[str, str], tmp_path: Path
