@@ -5,8 +5,8 @@ from __future__ import annotations
 from kd.config.loss import LearnedTemperature, LossConfig
 from kd.config.train import TrainConfig
 
-#: The optimisers that act on each weight alone, so that they can step parts of parameters.
-SHARDED_OPTIMIZERS = ("adamw", "lion", "schedule_free")
+#: The optimisers that need whole matrices: one at a time is gathered (``kd.optim.whole_steps``).
+WHOLE_OPTIMIZERS = ("muon", "lars", "adafactor")
 #: The modes of a learned temperature that take gradients of whole parameters.
 WHOLE_MODES = ("lookahead", "teacher_only")
 
@@ -22,8 +22,8 @@ def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
     found = (
         (
             "optim",
-            options.optim not in SHARDED_OPTIMIZERS,
-            f"{options.optim} needs whole matrices; {', '.join(SHARDED_OPTIMIZERS)} do not",
+            options.optim == "adamw_8bit",
+            "adamw_8bit keeps blocks of 256 numbers of whole matrices; the others do not",
         ),
         (
             "precision",

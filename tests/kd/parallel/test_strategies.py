@@ -59,6 +59,9 @@ LEVERS: dict[str, Job] = {
     "schedule-free": {
         "train": {"optim": "schedule_free", "lr_scheduler_type": "constant_with_warmup"}
     },
+    "muon": {"train": {"optim": "muon"}},
+    "lars": {"train": {"optim": "lars", "optim_args": {"momentum": 0.9}}},
+    "adafactor": {"train": {"optim": "adafactor"}},
     "layers": {"train": {"layer_lr_decay": 0.8, "max_grad_norm": 0.1}},
     "lora": {"student": {"init": None, "lora": {"rank": 4}}},
     "hidden": {"cache": {"profile": "hidden"}, "loss": {"divergence": "reverse_kl"}},
