@@ -43,7 +43,7 @@ def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None
         )
     hollow = is_hollow(student)
     before = [] if hollow else _run_probe(student, layers)
-    for group in _group_layers(layers, how):
+    for group in group_layers(layers, how):
         _CheckpointGroup(group).install()
     if not hollow and (problem := _find_difference(student, layers, before)) is not None:
         for layer in layers:
@@ -51,8 +51,13 @@ def checkpoint_activations(student: PreTrainedModel, how: Checkpointing) -> None
         raise _make_refusal(student, how, problem)
 
 
-def _group_layers(layers: list[nn.Module], how: Checkpointing) -> list[list[nn.Module]]:
-    """The layers of each checkpoint; for a number n, the first of every n layers."""
+def group_layers(layers: list[nn.Module], how: Checkpointing) -> list[list[nn.Module]]:
+    """The layers of each checkpoint; for a number n, the first of every n layers.
+
+    Those of a group are computed together, in the call of the last one.
+    """
+    if how == "none":
+        return []
     if how == "sqrt":
         size = compute_group_sizes(len(layers), how)[0]
         return [layers[start : start + size] for start in range(0, len(layers), size)]

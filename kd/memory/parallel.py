@@ -33,6 +33,7 @@ from kd.memory.step_bytes import (
     StepMemoryEstimate,
     StepShape,
     StudentShape,
+    compute_group_sizes,
 )
 from kd.optim.state_size import ParameterShape
 from kd.parallel.limits import list_unsharded_fields
@@ -163,12 +164,15 @@ def count_gathered_bytes(step: StepShape) -> int:
     """The bytes of whole weights and gradients on a rank of FSDP, in a layer's backward pass.
 
     Embeddings, last norm and LM head stay whole for the step. Of the layers two are whole, and one
-    has its gradient, and the copy of it in float32 that is reduced.
+    has its gradient, and the copy of it in float32 that is reduced. Layers that are one checkpoint
+    count as one.
     """
     layers = dict.fromkeys(step.student.layers)
     layer = max(layers, key=lambda each: each.numbers, default=BlockShape())
-    gradient = layer.trained_numbers * (step.item + _REDUCED_BYTES)
-    whole = step.student.outside.numbers + _WHOLE_LAYERS * layer.numbers
+    sizes = compute_group_sizes(step.student.layer_count, step.options.gradient_checkpointing)
+    together = max(sizes, default=1)
+    gradient = together * layer.trained_numbers * (step.item + _REDUCED_BYTES)
+    whole = step.student.outside.numbers + _WHOLE_LAYERS * together * layer.numbers
     return whole * step.item + gradient
 
 

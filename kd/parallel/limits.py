@@ -26,16 +26,15 @@ def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
             "adamw_8bit keeps blocks of 256 numbers of whole matrices; the others do not",
         ),
         (
-            "precision",
-            options.precision in ("fp16", "bf16_pure"),
-            f"{options.precision} scales or rounds whole gradients; bf16 and fp32 do not",
-        ),
-        (
             "auto_batch",
             options.auto_batch,
             "a rank that runs out of memory in a rehearsal would leave the others waiting",
         ),
-        ("compile", options.compile != "none", "compiled layers would not be gathered"),
+        (
+            "compile",
+            options.replays_graphs,
+            "CUDA graphs keep the memory of the weights, which is freed after each layer",
+        ),
         (
             "activation_offload",
             options.activation_offload,

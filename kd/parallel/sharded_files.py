@@ -29,6 +29,11 @@ def make_whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def get_own(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of ``tensor``, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def take_part(whole: Tensor, like: Tensor) -> Tensor:
     """Return the part of ``whole``, which every rank has, that lies where ``like`` does."""
     if not isinstance(like, DTensor):

@@ -65,7 +65,7 @@ def replicate(loss: WholeLoss) -> DistributedDataParallel:
 
 def shard(
     loss: WholeLoss,
-    layers: Sequence[nn.Module],
+    groups: Sequence[Sequence[nn.Module]],
     dtype: torch.dtype,
     device: torch.device,
     group: Group,
@@ -73,11 +73,11 @@ def shard(
 ) -> WholeLoss:
     """Let every rank keep a part of each parameter of ``loss``; it becomes a ``FSDPModule``.
 
-    The values are those of rank 0. Each of ``layers`` is gathered for its own forward and backward
-    pass, and computes in ``dtype`` on ``device``. All other parameters, those of the embeddings and
-    the LM head, are gathered for the whole pass and stay in their own type: the loss rounds the LM
-    head itself. Gradients are summed in float32. With ``offload`` the parts, their gradients and
-    what an optimiser keeps of them lie in the host's memory between the passes.
+    The values are those of rank 0. The layers of each of ``groups`` are gathered for their own
+    forward and backward pass, and compute in ``dtype`` on ``device``. All other parameters, those
+    of the embeddings and the LM head, are gathered for the whole pass and stay in their own type:
+    the loss rounds the LM head itself. Gradients are summed in float32. With ``offload`` the parts,
+    their gradients and what an optimiser keeps of them lie in the host's memory between the passes.
     """
     mesh = init_device_mesh(device.type, (group.size,))
     reduced = MixedPrecisionPolicy(
@@ -88,13 +88,23 @@ def shard(
     )
     pinned = device.type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    # One layer at a time is whole on a rank, as in every pass.
-    for layer in layers:
-        receive_values(layer, device)
-        fully_shard(layer, mesh=mesh, mp_policy=reduced, offload_policy=place)
+    # One group at a time is whole on a rank, as in every pass.
+    for layers in groups:
+        for layer in layers:
+            receive_values(layer, device)
+        fully_shard([*layers], mesh=mesh, mp_policy=reduced, offload_policy=place)
     receive_values(loss, device)
-    fully_shard(loss, mesh=mesh, offload_policy=place)
+    fully_shard(loss, mesh=mesh, mp_policy=_choose_root_policy(loss), offload_policy=place)
     return loss
+
+
+def _choose_root_policy(loss: WholeLoss) -> MixedPrecisionPolicy:
+    """The policy of what lies outside of the layers: its own type, and sums in float32 at least."""
+    trained = (each.dtype for each in loss.parameters() if each.requires_grad)
+    narrow = any(dtype.itemsize < 4 for dtype in trained)
+    return MixedPrecisionPolicy(
+        reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
+    )
 
 
 def synchronising(loss: nn.Module, last: bool) -> AbstractContextManager[Any]:

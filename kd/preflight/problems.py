@@ -239,6 +239,15 @@ def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Pr
         precision = Precision.choose(config.train.precision, device)
     except ConfigError as error:
         return error.problems
+    if config.train.fsdp_offload and precision.scales_loss:
+        return [
+            Problem(
+                "/train/fsdp_offload",
+                "the loss scale of fp16, which this job trains in, is on the GPU, but its "
+                "gradients would lie on the host.",
+                "Set train.precision to fp32, or train.fsdp_offload to false.",
+            )
+        ]
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "bfloat16" and precision.name != "bf16":
         return [

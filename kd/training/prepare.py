@@ -23,7 +23,7 @@ from kd.loss.features import FeatureLoss
 from kd.loss.objective import Objective
 from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
-from kd.memory.activation_checkpointing import checkpoint_activations
+from kd.memory.activation_checkpointing import checkpoint_activations, group_layers
 from kd.memory.activation_offload import offload_activations
 from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step
 from kd.memory.parallel import (
@@ -106,7 +106,7 @@ def prepare(
     _change_layers(student, options)
     if strategy != "fsdp":
         allocate(student, device)
-    compilation = compile_student(student, options.compile)
+    compilation = compile_student(student, options.compile, device, strategy == "fsdp")
     lm_head = lm_head.refresh(student)
     loss = _make_loss(config, source, student, lm_head, precision, device)
     # Before anything refers to a parameter: the parts of sharded parameters are new ones.
@@ -315,7 +315,10 @@ def _make_loss_module(
     if strategy == "ddp":
         return replicate(whole)
     layers = find_decoder_layers(loss.student)
-    return shard(whole, layers, loss.precision.dtype, loss.device, group, options.fsdp_offload)
+    together = group_layers(layers, options.gradient_checkpointing)
+    taken = {layer for each in together for layer in each}
+    groups = [*together, *([layer] for layer in layers if layer not in taken)]
+    return shard(whole, groups, loss.precision.dtype, loss.device, group, options.fsdp_offload)
 
 
 def _make_state(

@@ -10,6 +10,7 @@ import pytest
 
 from bench.support.ranks import run_ranks
 from kd.config.jobfile import parse_config
+from kd.parallel.group import ALONE
 from kd.pipeline import run_precompute
 from kd.progress import SILENT
 from tests.support.kd.shared_training import (
@@ -18,6 +19,7 @@ from tests.support.kd.shared_training import (
     farthest,
     make_shared_job,
     train_alone,
+    train_half,
     train_student,
 )
 
@@ -54,6 +56,10 @@ LEVERS: dict[str, Job] = {
     "plain": {},
     "untied": {"student": {"init": {"layers": 2, "hidden_size": 16, "tie_word_embeddings": False}}},
     "checkpointing": {"train": {"gradient_checkpointing": "full"}},
+    "groups": {
+        "student": {"init": {"layers": 4, "hidden_size": 16}},
+        "train": {"gradient_checkpointing": "sqrt"},
+    },
     "average": {"train": {"ema_decay": 0.9}},
     "lion": {"train": {"optim": "lion", "learning_rate": 1e-3}},
     "schedule-free": {
@@ -176,6 +182,51 @@ def test_both_strategies_train_in_bfloat16(
         folder = str(tmp_path / strategy)
         two, _ = run_ranks(2, train_student, shared, caches["threshold"], folder)
         assert curve(two) == pytest.approx(curve(one), rel=2e-3)
+
+
+@pytest.mark.slow
+def test_parts_of_weights_in_bfloat16_are_rounded_as_well_as_whole_ones(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    """The draws of the rounding are others on each rank, so the curves agree within it."""
+    rounded = change(job, train={"precision": "bf16_pure"})
+    one = train_alone(rounded, caches["threshold"], str(tmp_path / "one"))
+    shared = change(rounded, train={"strategy": "fsdp"})
+    two, _ = run_ranks(2, train_student, shared, caches["threshold"], str(tmp_path / "two"))
+    assert curve(two) == pytest.approx(curve(one), rel=1e-2)
+    # A bfloat16 has 8 significant bits.
+    largest = max(float(abs(each).max()) for each in one["weights"].values())
+    assert farthest(one, two) < largest * 2**-5
+
+
+@pytest.mark.slow
+def test_all_parts_leave_out_the_steps_that_overflow_float16(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    half = change(job, train={"precision": "fp16"})
+    one = train_half(ALONE, half, caches["threshold"], str(tmp_path / "one"))
+    assert one["progress"]["scale_watch"]["skipped"] > 0
+    for strategy in ("ddp", "fsdp"):
+        shared = change(half, train={"strategy": strategy})
+        folder = str(tmp_path / strategy)
+        two, _ = run_ranks(2, train_half, shared, caches["threshold"], folder)
+        assert two["progress"]["scale_watch"] == one["progress"]["scale_watch"]
+        assert curve(two) == pytest.approx(curve(one), rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_layers_are_gathered_before_they_are_called(
+    job: Job, caches: dict[str, str], tmp_path: Path, checkpointing: str
+) -> None:
+    sharded = change(job, train={"strategy": "fsdp", "gradient_checkpointing": checkpointing})
+    compiled = change(sharded, train={"compile": "default"})
+    one, _ = run_ranks(2, train_student, sharded, caches["threshold"], str(tmp_path / "one"))
+    two, _ = run_ranks(2, train_student, compiled, caches["threshold"], str(tmp_path / "two"))
+    assert curve(two) == pytest.approx(curve(one), rel=1e-5)
+    assert farthest(one, two) < 1e-4
+    (report,) = (each for each in two["lines"] if each.get("check") == "compile")
+    assert report["facts"]["graphs"] > 0
 
 
 @pytest.mark.slow

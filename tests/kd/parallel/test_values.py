@@ -44,7 +44,8 @@ def begin(group: Group, job: dict[str, Any], strategy: str) -> dict[str, Any]:
         allocate(student, CPU)
         replicate(module)
     elif strategy == "fsdp":
-        shard(module, find_decoder_layers(student), torch.float32, CPU, group)
+        groups = [[layer] for layer in find_decoder_layers(student)]
+        shard(module, groups, torch.float32, CPU, group)
     parts = [getattr(each, "to_local", lambda each=each: each)() for each in student.parameters()]
     return {
         "hollow": hollow,

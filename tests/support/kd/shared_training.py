@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from cache.store import open_cache
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
 from kd.models.loading import build_hollow_student, build_student
+from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
 from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import collect_weights
@@ -109,6 +112,18 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> str:
         own = each.to_local() if isinstance(each, DTensor) else each
         digest.update(own.detach().double().numpy().tobytes())
     return digest.hexdigest()
+
+
+def train_half(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Train in float16 on a CPU, which the product refuses; scaler and products are the real ones.
+
+    The first loss scale is so large that gradients overflow.
+    """
+    with (
+        mock.patch.object(Precision, "choose", return_value=Precision("cpu", torch.float16)),
+        mock.patch("torch.amp.GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**30)),
+    ):
+        return train_student(*arguments, **options)
 
 
 def train_alone(*arguments: Any, **options: Any) -> dict[str, Any]:
