@@ -251,6 +251,10 @@ def make_capture_phase(config: JobConfig, trial: TrialCaches) -> CapturePhase | 
         quantization=teacher.quantization,
         records=round(_SHARD_COPIES * shard * measure_record_bytes(CachedRecords(trial.first))),
         seconds=found.seconds,
+        parallel=teacher.parallel,
+        ranks=config.resources.gpus or 1,
+        most_on_gpu=teacher.gpu_memory,
+        most_on_host=teacher.host_memory,
     )
 
 

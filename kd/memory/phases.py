@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.capture.sampling import PASS_ELEMENTS
+from kd.config.teacher import SHARED
 from kd.config.train import ROUNDING_OPTIMIZERS, TrainConfig
 from kd.memory.model_work import (
     count_model_work,
+    count_shared_bytes,
     count_weight_bytes,
     estimate_forward_bytes,
 )
@@ -91,7 +93,10 @@ class DeviceForecast:
 
 @dataclass(frozen=True)
 class CapturePhase:
-    """A capture: its teacher (without weights), the text, and the bytes of unsealed records."""
+    """A capture: its teacher (without weights), the text, and the bytes of unsealed records.
+
+    The memory of a teacher that is spread is that of one device, the one that needs most.
+    """
 
     teacher: PreTrainedModel
     vocabulary: int
@@ -104,6 +109,11 @@ class CapturePhase:
     records: int
     #: Seconds of the whole capture as they were timed at hand; None where no teacher ran.
     seconds: float | None
+    #: How the job spreads the teacher, over how many devices, and the most bytes on each.
+    parallel: str = "none"
+    ranks: int = 1
+    most_on_gpu: int | None = None
+    most_on_host: int | None = None
 
     @cached_property
     def work(self) -> Work:
@@ -121,7 +131,7 @@ class CapturePhase:
         tokens = self.batch_size * self.length
         device = "cuda" if place.is_gpu else "cpu"
         return PhaseMemory(
-            weights=count_weight_bytes(self.teacher, self.item_bytes, self.quantization),
+            weights=self._count_weights(place),
             gradients=0,
             optimizer=0,
             activations=estimate_forward_bytes(self.teacher, tokens, self.item_bytes),
@@ -129,6 +139,14 @@ class CapturePhase:
             loader=self.records,
             process=place.process,
         )
+
+    def _count_weights(self, place: Place) -> int:
+        """The bytes of weights on ``place``; with device_map the others lie elsewhere."""
+        if self.parallel in SHARED:
+            return count_shared_bytes(self.teacher, self.item_bytes, self.parallel, self.ranks)
+        whole = count_weight_bytes(self.teacher, self.item_bytes, self.quantization)
+        most = self.most_on_gpu if place.is_gpu else self.most_on_host
+        return whole if most is None else min(whole, most)
 
 
 def estimate_logit_bytes(device: str, tokens: int, vocabulary: int) -> int:

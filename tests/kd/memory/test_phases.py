@@ -217,6 +217,25 @@ def test_the_share_of_rounded_weights_is_known_by_the_shapes_in_the_files(tmp_pa
 # ---------------------------------------------------------------------- phases
 
 
+def test_a_teacher_that_is_spread_is_told_as_the_device_that_holds_most() -> None:
+    """Of a teacher in two ranks; the untied LM head is whole on the first."""
+    plain = make_capture()
+    model = plain.teacher
+    whole = 4 * sum(each.numel() for each in model.parameters())
+    head = 4 * model.get_output_embeddings().weight.numel()
+    layer = 4 * sum(each.numel() for each in model.model.layers[0].parameters())
+    place = Place.named(DEVICE_KINDS["t4"])
+
+    def weigh(**changes: Any) -> int:
+        return replace(plain, **changes).estimate_memory(place).weights
+
+    assert weigh() == whole
+    assert weigh(parallel="tensor", ranks=2) == (whole - head) / 2 + head
+    assert weigh(parallel="fsdp", ranks=2) == whole - 2 * layer / 2 + 2 * layer
+    assert weigh(parallel="device_map", most_on_gpu=1000) == 1000
+    assert weigh(parallel="device_map", most_on_host=1000) == whole
+
+
 def test_the_device_at_hand_takes_the_seconds_that_were_timed() -> None:
     found = forecast_phases(HERE, make_capture(), make_training(), seconds=5.0, price=36.0)
     capture, training, evaluation = found.phases
