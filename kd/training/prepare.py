@@ -65,11 +65,11 @@ from kd.tracking.metrics import MetricsLog
 from kd.tracking.stopwatch import Stopwatch
 from kd.tracking.trace import Trace
 from kd.training import checkpoint
-from kd.training.checkpoint import TrainingProgress, TrainState
 from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
 from kd.training.resuming import compute_resume_identity
 from kd.training.run import Run
+from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.step_loss import StepLoss
 
 #: Sequences whose records are read to find out whether a cache holds entropies: it holds all of

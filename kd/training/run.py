@@ -23,10 +23,10 @@ from kd.text.batches import Batch, Source, read_training_batches
 from kd.tracking.metrics import MetricsLog
 from kd.tracking.stopwatch import Stopwatch
 from kd.tracking.trace import Trace
-from kd.training.checkpoint import TrainingProgress, TrainState
 from kd.training.compiling import Compilation
 from kd.training.early_stopping import is_out_of_patience
 from kd.training.lookahead import LookAhead
+from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.step_loss import StepLoss
 
 

@@ -22,8 +22,9 @@ from kd.text.batches import PlainText, list_step_indices
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
-from kd.training.checkpoint import TrainingProgress, list_checkpoints
+from kd.training.checkpoint import list_checkpoints
 from kd.training.loop import train
+from kd.training.saved.state import TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama
 from tests.support.kd.training import make_text_job, stop_after
 
