@@ -128,9 +128,14 @@ def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Re
     if not isinstance(loss, FSDPModule):
         return work(*inputs)
     found: Result = loss(work, *inputs)
-    # A backward pass would do this.
-    loss.reshard()
+    reshard(loss)
     return found
+
+
+def reshard(loss: nn.Module) -> None:
+    """Let each rank keep its part alone after a pass that no backward pass follows."""
+    if isinstance(loss, FSDPModule):
+        loss.reshard()
 
 
 def collect_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:
