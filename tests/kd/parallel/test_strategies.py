@@ -136,6 +136,23 @@ def test_a_run_goes_on_with_other_strategies_and_numbers_of_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optim", ["muon", "adafactor"])
+def test_optimisers_of_whole_matrices_go_on_with_other_numbers_of_ranks(
+    job: Job, caches: dict[str, str], tmp_path: Path, optim: str
+) -> None:
+    job = change(job, train={"max_steps": 8, "optim": optim})
+    cache = caches["threshold"]
+    whole = train_alone(job, cache, str(tmp_path / "whole"))
+    shared = change(job, train={"strategy": "fsdp"})
+    folder = str(tmp_path / "parts")
+    for ranks, stop in ((2, 2), (4, 4)):
+        run_ranks(ranks, train_student, shared, cache, folder, "float32", stop)
+    parts = train_alone(job, cache, folder)
+    assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
+    assert farthest(whole, parts) < 1e-4
+
+
+@pytest.mark.slow
 def test_a_damaged_part_of_a_checkpoint_is_skipped_by_name(
     job: Job, caches: dict[str, str], tmp_path: Path
 ) -> None:
