@@ -186,20 +186,21 @@ def estimate_job(
             config = adopt_cache_layout(source, config)
             text = _Text.of(source)
             training, phase = forecast_training(config, source, None, text, Path(name), here)
-            return _put_together(None, (training, phase), None, here, question)
+            return _put_together(config, None, (training, phase), None, here, question)
     with open_trial(config, home, monitor) as trial:
         capture = make_capture_phase(config, trial)
         if config.train is None:
-            return _put_together(trial.estimate, None, capture, here, question)
+            return _put_together(config, trial.estimate, None, capture, here, question)
         monitor.emit("stage", stage="train", phase="taking a few steps")
         first = CachedRecords(trial.first)
         second = None if trial.second is None else CachedRecords(trial.second)
         text = _Text.planned(trial.estimate)
         found = forecast_training(config, first, second, text, trial.folder, here)
-        return _put_together(trial.estimate, found, capture, here, question)
+        return _put_together(config, trial.estimate, found, capture, here, question)
 
 
 def _put_together(
+    config: JobConfig,
     capture: Estimate | None,
     training: tuple[TrainingForecast, TrainingPhase] | None,
     phase: CapturePhase | None,
@@ -209,10 +210,13 @@ def _put_together(
     forecast, learning = training or (None, None)
     seconds = None if forecast is None else forecast.steps * forecast.step_seconds
     own_price = question.price if question.kind is None else None
-    devices = [forecast_phases(here, phase, learning, seconds, own_price)]
+    # Devices may be for the teacher alone.
+    shared = config.train is not None and config.train.strategy != "single"
+    ranks = config.resources.gpus or 1 if shared else 1
+    devices = [forecast_phases(here, phase, learning, seconds, own_price, ranks)]
     if question.kind is not None:
         there = Place.named(question.kind)
-        devices.append(forecast_phases(there, phase, learning, None, question.price))
+        devices.append(forecast_phases(there, phase, learning, None, question.price, ranks))
     return JobForecast(capture, forecast, tuple(devices))
 
 
@@ -247,6 +251,10 @@ def make_capture_phase(config: JobConfig, trial: TrialCaches) -> CapturePhase | 
         quantization=teacher.quantization,
         records=round(_SHARD_COPIES * shard * measure_record_bytes(CachedRecords(trial.first))),
         seconds=found.seconds,
+        parallel=teacher.parallel,
+        ranks=config.resources.gpus or 1,
+        most_on_gpu=teacher.gpu_memory,
+        most_on_host=teacher.host_memory,
     )
 
 
@@ -373,7 +381,7 @@ def _time_steps(
         if len(ends) > STEPS + 1 or ends[-1] - ends[0] > SECONDS:
             break
     seconds = np.diff(ends)
-    return float(seconds[1:].min() if len(seconds) > 1 else seconds[0]), run.memory
+    return float(seconds[1:].min() if len(seconds) > 1 else seconds[0]), run.memory.step
 
 
 def _make_probe_job(config: JobConfig, steps: int) -> JobConfig:

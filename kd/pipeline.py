@@ -34,7 +34,7 @@ from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
-from kd.evaluation.baseline import build_starting_student
+from kd.evaluation.baseline import build_first_student, build_starting_student
 from kd.evaluation.measure import EvaluationContext
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.report import make_report, write_report
@@ -245,7 +245,7 @@ def run_training(
     tokenizer, source = open_source(config, home, run_dir, monitor)
     config = adopt_cache_layout(source, config)
     monitor.check("before the student was loaded")
-    student = build_starting_student(config, tokenizer)
+    student = build_first_student(config, tokenizer, group)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
     progress = train(config, source, student, vocabulary, run_dir, monitor, group)

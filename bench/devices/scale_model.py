@@ -30,7 +30,6 @@ from kd.memory.parallel import (
 )
 from kd.memory.step_bytes import StepShape
 from kd.memory.training_phase import Place, TrainingPhase
-from kd.planning.candidates import compute_work_seconds, take_rank
 from kd.planning.shapes import describe_tensors
 
 #: Kinds of the page: with NVLink and InfiniBand, and without.
@@ -109,14 +108,14 @@ def describe_step(case: Case) -> tuple[TrainingPhase, StepShape, Place]:
         model=student.work,
         suits_kernels=True,
     )
-    own = take_rank(training, case.split)
+    own = training.take_rank(case.split)
     return own, own.describe_step(place, case.split), place
 
 
 def compute_time(case: Case) -> tuple[StepTime, float]:
     """The time of a step, and the bytes that a rank sends in it."""
     own, step, place = describe_step(case)
-    work = compute_work_seconds(own, place, case.split)
+    work = own.compute_work_seconds(place, case.split)
     passes = own.options.gradient_accumulation_steps
     sent = count_traffic(step, case.split)
     time = estimate_step_time(work, sent, case.split, passes, place.rates)

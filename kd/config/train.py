@@ -256,6 +256,15 @@ class TrainConfig(Section):
     pipeline: PipelineConfig = Field(
         default_factory=PipelineConfig, description="The stages of strategy pipeline."
     )
+    fsdp_offload: bool = Field(
+        False,
+        description=(
+            "With strategy fsdp on GPUs: each device's part of weights, gradients and optimiser "
+            "lies in the host's memory, where the optimiser steps too. A layer is copied to the "
+            "device for each of its passes, and its gradient back, which takes time. Changes "
+            "nothing on a CPU."
+        ),
+    )
     compile: Compile = Field(
         "none",
         description=(
@@ -413,6 +422,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.dropout changes at every step, for which train.compile {self.compile} "
                 "would compile anew: set train.compile to none, or train.dropout to a number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_parts_are_offloaded(self) -> Self:
+        if self.fsdp_offload and self.strategy != "fsdp":
+            raise ValueError(
+                f"train.fsdp_offload needs train.strategy fsdp, but it is {self.strategy}: the "
+                "other strategies keep whole weights on the device"
             )
         return self
 

@@ -13,12 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
 from kd.config.loss import FeatureConfig
-from kd.models.loading import build_student
+from kd.models.loading import build_hollow_student, build_student
+from kd.models.precision import pick_device
 from kd.models.vocabulary import choose_run_vocabulary
+from kd.parallel.group import ALONE, Group
 from kd.progress import Event, Monitor
 from kd.text.batches import Source
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.loop import train
+from kd.training.prepare import choose_first_place
 
 #: Events of the baseline's training that are passed on. Its metrics are not: a listener would take
 #: them for those of the job's own training.
@@ -29,8 +32,20 @@ def build_starting_student(
     config: JobConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """The student of a job as it is before training."""
-    torch.manual_seed(config.require_train().seed)
-    return build_student(config.student, tokenizer, config.data.sequence_length, config.teacher)
+    return build_first_student(config, tokenizer, ALONE)
+
+
+def build_first_student(
+    config: JobConfig, tokenizer: PreTrainedTokenizerBase, group: Group
+) -> PreTrainedModel:
+    """The student of a job as the ranks of ``group`` begin with it: hollow, but on rank 0."""
+    context = config.data.sequence_length
+    if not group.leads:
+        return build_hollow_student(config.student, tokenizer, context, config.teacher)
+    options = config.require_train()
+    torch.manual_seed(options.seed)
+    place = choose_first_place(options, pick_device(), group)
+    return build_student(config.student, tokenizer, context, config.teacher, place)
 
 
 def make_cross_entropy_job(config: JobConfig) -> JobConfig:

@@ -33,9 +33,9 @@ from kd.progress import replace_nonfinite
 from kd.text.batches import CachedRecords, Source
 from kd.text.bytes import compute_bits_per_byte
 from kd.tracking.metrics import read_metrics
-from kd.training.checkpoint import TrainingProgress
 from kd.training.early_stopping import find_best_step
 from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
+from kd.training.saved.state import TrainingProgress
 
 Report = dict[str, Any]
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from kd.config.train import Checkpointing
 from kd.errors import ModelError
 from kd.memory.step_bytes import compute_group_sizes
-from kd.models.layers import compute_hidden_states, find_decoder_layers
+from kd.models.layers import compute_hidden_states, find_decoder_layers, is_hollow
 
 
 def checkpoint_activations(
@@ -34,7 +34,7 @@ def checkpoint_activations(
 
     They are all of them, or the consecutive layers ``own``. Nothing else of the model changes.
     Raises ``ModelError``, with the model as it was, where it has no such layers or its results
-    would change.
+    would change; those of a model without values are not known.
     """
     if how == "none":
         return
@@ -45,17 +45,23 @@ def checkpoint_activations(
         raise _make_refusal(
             student, how, "drops layers at random (layerdrop), which a group of layers cannot"
         )
-    before = _run_probe(student, layers)
-    for group in _group_layers(layers if own is None else list(own), how):
+    hollow = is_hollow(student)
+    before = [] if hollow else _run_probe(student, layers)
+    for group in group_layers(layers if own is None else list(own), how):
         _CheckpointGroup(group).install()
-    if (problem := _find_difference(student, layers, before)) is not None:
+    if not hollow and (problem := _find_difference(student, layers, before)) is not None:
         for layer in layers:
             layer.__dict__.pop("forward", None)
         raise _make_refusal(student, how, problem)
 
 
-def _group_layers(layers: list[nn.Module], how: Checkpointing) -> list[list[nn.Module]]:
-    """The layers of each checkpoint; for a number n, the first of every n layers."""
+def group_layers(layers: list[nn.Module], how: Checkpointing) -> list[list[nn.Module]]:
+    """The layers of each checkpoint; for a number n, the first of every n layers.
+
+    Those of a group are computed together, in the call of the last one.
+    """
+    if how == "none":
+        return []
     if how == "sqrt":
         size = compute_group_sizes(len(layers), how)[0]
         return [layers[start : start + size] for start in range(0, len(layers), size)]

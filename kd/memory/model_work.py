@@ -5,6 +5,7 @@ The model's weights may have no memory (``torch.device("meta")``).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,25 @@ def count_weight_bytes(model: PreTrainedModel, item_bytes: int, quantization: st
         for rows, width in shapes
     )
     return whole - sum(saved)
+
+
+def count_shared_bytes(model: PreTrainedModel, item_bytes: int, parallel: str, ranks: int) -> int:
+    """Bytes of the weights on rank 0 of ``ranks`` that share ``model``: it has the whole LM head.
+
+    tensor divides all else. fsdp divides the layers, and has two of them whole while it gathers
+    the next.
+    """
+    head = item_bytes * model.get_output_embeddings().weight.numel()
+    layers = [_count_numbers(layer) for layer in find_decoder_layers(model)]
+    divided = item_bytes * sum(layers)
+    rest = item_bytes * _count_numbers(model) - divided
+    if parallel == "tensor":
+        return math.ceil((divided + rest - head) / ranks) + head
+    return math.ceil(divided / ranks) + rest + 2 * item_bytes * max(layers, default=0)
+
+
+def _count_numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: str) -> int:

@@ -22,13 +22,22 @@ formulas of the rings are those of Patarasuk and Yuan 2009, those of FSDP are of
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal, get_args
 
+from kd.config.train import TrainConfig
 from kd.memory.devices import DeviceRates
-from kd.memory.step_bytes import BlockShape, SavedBytesFit, StepShape, StudentShape
+from kd.memory.step_bytes import (
+    BlockShape,
+    SavedBytesFit,
+    StepMemoryEstimate,
+    StepShape,
+    StudentShape,
+    compute_group_sizes,
+)
 from kd.optim.state_size import ParameterShape
 from kd.parallel.cutting import cut_layers
+from kd.parallel.limits import list_unsharded_fields
 
 ParallelStrategy = Literal["single", "ddp", "fsdp", "pipeline"]
 #: From the simplest to the one that moves most.
@@ -59,28 +68,68 @@ class Split:
         return self.ranks == 1 or self.strategy == "single"
 
 
+# ---------------------------------------------------------------------- the choice
+
+#: Share of a device's memory that is left free, for holes and for what the estimate misses.
+HEADROOM = 0.1
+
+
+def list_strategies(options: TrainConfig, ranks: int) -> tuple[ParallelStrategy, ...]:
+    """List the strategies by which ``ranks`` devices can train with ``options``, in their order."""
+    if ranks == 1:
+        return ("single",)
+    if options.fsdp_offload:
+        return ("fsdp",)
+    return ("ddp",) if list_unsharded_fields(options) else ("ddp", "fsdp")
+
+
+def choose_strategy(step: StepShape, ranks: int, room: int | None) -> ParallelStrategy:
+    """Choose what train.strategy "auto" means: the simplest strategy whose step fits a device.
+
+    ``room`` are the bytes that a device has for the step; None, if they are not known, counts as
+    enough. Where no strategy fits it is the last one, which needs least.
+    """
+    found = list_strategies(step.options, ranks)
+    for strategy in found:
+        if room is None or estimate_rank(step, Split(strategy, ranks)).total <= count_usable(room):
+            return strategy
+    return found[-1]
+
+
+def count_usable(size: int) -> int:
+    """The part of ``size`` bytes of memory that a training may use."""
+    return int(size * (1 - HEADROOM))
+
+
 # ---------------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class RankMemory(StepMemoryEstimate):
     """Bytes of a step at its peak, on the rank that needs most.
 
-    ``buffers`` are the buckets of DDP, or what FSDP gathers. The other fields are those of
-    ``kd.memory.step_bytes.StepMemoryEstimate``.
+    ``buffers`` are the buckets of DDP, or what FSDP gathers. ``offloaded`` lie in the host's memory
+    (``train.fsdp_offload``), and are not counted in ``total``.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    head: int
     buffers: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes of the rank."""
-        return sum(asdict(self).values())
+        """All bytes on the device of the rank."""
+        return super().total + self.buffers
+
+    @property
+    def step(self) -> StepMemoryEstimate:
+        """The same without what only several ranks have."""
+        names = [each.name for each in fields(StepMemoryEstimate)]
+        return StepMemoryEstimate(**{name: getattr(self, name) for name in names})
+
+    def offload(self) -> RankMemory:
+        """Move the rank's parts of weights, gradients and state to the host."""
+        parts = self.weights + self.gradients + self.optimizer
+        return replace(self, weights=0, gradients=0, optimizer=0, offloaded=parts)
 
 
 def estimate_rank(step: StepShape, split: Split) -> RankMemory:
@@ -99,7 +148,7 @@ def estimate_rank(step: StepShape, split: Split) -> RankMemory:
         return whole
     if split.strategy == "ddp":
         return replace(whole, buffers=DDP_BUCKET_COPIES * whole.gradients)
-    return RankMemory(
+    memory = RankMemory(
         weights=step.student.buffer_bytes
         + _divide(whole.weights - step.student.buffer_bytes, ranks),
         gradients=_divide(whole.gradients, ranks),
@@ -109,18 +158,22 @@ def estimate_rank(step: StepShape, split: Split) -> RankMemory:
         head=whole.head - step.count_head_cast(),
         buffers=count_gathered_bytes(step),
     )
+    return memory.offload() if step.options.fsdp_offload else memory
 
 
 def count_gathered_bytes(step: StepShape) -> int:
     """The bytes of whole weights and gradients on a rank of FSDP, in a layer's backward pass.
 
     Embeddings, last norm and LM head stay whole for the step. Of the layers two are whole, and one
-    has its gradient, and the copy of it in float32 that is reduced.
+    has its gradient, and the copy of it in float32 that is reduced. Layers that are one checkpoint
+    count as one.
     """
     layers = dict.fromkeys(step.student.layers)
     layer = max(layers, key=lambda each: each.numbers, default=BlockShape())
-    gradient = layer.trained_numbers * (step.item + _REDUCED_BYTES)
-    whole = step.student.outside.numbers + _WHOLE_LAYERS * layer.numbers
+    sizes = compute_group_sizes(step.student.layer_count, step.options.gradient_checkpointing)
+    together = max(sizes, default=1)
+    gradient = together * layer.trained_numbers * (step.item + _REDUCED_BYTES)
+    whole = step.student.outside.numbers + _WHOLE_LAYERS * together * layer.numbers
     return whole * step.item + gradient
 
 

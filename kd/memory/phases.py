@@ -21,12 +21,15 @@ from transformers import PreTrainedModel
 
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.capture.sampling import PASS_ELEMENTS
+from kd.config.teacher import SHARED
 from kd.config.train import ROUNDING_OPTIMIZERS, TrainConfig
 from kd.memory.model_work import (
     count_model_work,
+    count_shared_bytes,
     count_weight_bytes,
     estimate_forward_bytes,
 )
+from kd.memory.parallel import Split, choose_strategy, list_strategies
 from kd.memory.step_bytes import SavedBytesFit, resize_micro_batch
 from kd.memory.step_memory import describe_student, fit_saved_bytes
 from kd.memory.training_phase import ITEM_BYTES, PhaseMemory, Place, TrainingPhase
@@ -58,7 +61,7 @@ class PhaseForecast:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The training with one lever moved: its bytes on the device, and its seconds."""
+    """The training with one lever moved, or shared: its bytes on a device, and its seconds."""
 
     setting: str
     memory_bytes: int
@@ -90,7 +93,10 @@ class DeviceForecast:
 
 @dataclass(frozen=True)
 class CapturePhase:
-    """A capture: its teacher (without weights), the text, and the bytes of unsealed records."""
+    """A capture: its teacher (without weights), the text, and the bytes of unsealed records.
+
+    The memory of a teacher that is spread is that of one device, the one that needs most.
+    """
 
     teacher: PreTrainedModel
     vocabulary: int
@@ -103,6 +109,11 @@ class CapturePhase:
     records: int
     #: Seconds of the whole capture as they were timed at hand; None where no teacher ran.
     seconds: float | None
+    #: How the job spreads the teacher, over how many devices, and the most bytes on each.
+    parallel: str = "none"
+    ranks: int = 1
+    most_on_gpu: int | None = None
+    most_on_host: int | None = None
 
     @cached_property
     def work(self) -> Work:
@@ -120,7 +131,7 @@ class CapturePhase:
         tokens = self.batch_size * self.length
         device = "cuda" if place.is_gpu else "cpu"
         return PhaseMemory(
-            weights=count_weight_bytes(self.teacher, self.item_bytes, self.quantization),
+            weights=self._count_weights(place),
             gradients=0,
             optimizer=0,
             activations=estimate_forward_bytes(self.teacher, tokens, self.item_bytes),
@@ -128,6 +139,14 @@ class CapturePhase:
             loader=self.records,
             process=place.process,
         )
+
+    def _count_weights(self, place: Place) -> int:
+        """The bytes of weights on ``place``; with device_map the others lie elsewhere."""
+        if self.parallel in SHARED:
+            return count_shared_bytes(self.teacher, self.item_bytes, self.parallel, self.ranks)
+        whole = count_weight_bytes(self.teacher, self.item_bytes, self.quantization)
+        most = self.most_on_gpu if place.is_gpu else self.most_on_host
+        return whole if most is None else min(whole, most)
 
 
 def estimate_logit_bytes(device: str, tokens: int, vocabulary: int) -> int:
@@ -233,11 +252,13 @@ def forecast_phases(
     training: TrainingPhase | None,
     seconds: float | None = None,
     price: float | None = None,
+    ranks: int = 1,
 ) -> DeviceForecast:
     """Forecast a job on ``place``.
 
     ``seconds`` are those of all training steps, as timed on the device at hand; ``price`` is that
-    of an hour of the device.
+    of an hour of the device. ``ranks`` are the devices that the job asks for: the phases are those
+    of one, and the strategies tell what a training on all of them needs of each.
     """
     phases = []
     strategies: tuple[Strategy, ...] = ()
@@ -253,7 +274,8 @@ def forecast_phases(
         phases.append(pace.forecast("training", memory, work))
         memory = training.estimate_evaluation_memory(place)
         phases.append(pace.forecast("evaluation", memory, training.count_evaluation()))
-        strategies = tuple(_forecast_strategies(training, pace))
+        shared = _forecast_ranks(training, pace, ranks) if ranks > 1 else ()
+        strategies = (*_forecast_strategies(training, pace), *shared)
     return DeviceForecast(
         place.rates.name, place.rates.memory, not place.is_timed, tuple(phases), strategies
     )
@@ -262,7 +284,7 @@ def forecast_phases(
 def _forecast_strategies(training: TrainingPhase, pace: _Pace) -> Iterator[Strategy]:
     """Forecast the training with one lever moved at a time, the job as written first."""
     place = pace.place
-    for setting, changed in list_strategies(training, place.is_gpu):
+    for setting, changed in list_levers(training, place.is_gpu):
         precision = place.choose_precision(changed.options.precision)
         moved = replace(pace, precision=precision)
         memory = changed.estimate_training_memory(place).count_device_bytes(place.is_gpu)
@@ -276,7 +298,26 @@ def _forecast_strategies(training: TrainingPhase, pace: _Pace) -> Iterator[Strat
         )
 
 
-def list_strategies(training: TrainingPhase, is_gpu: bool) -> Iterator[tuple[str, TrainingPhase]]:
+def _forecast_ranks(training: TrainingPhase, pace: _Pace, ranks: int) -> Iterator[Strategy]:
+    """Forecast one of ``ranks`` devices for each strategy that can share the training."""
+    place = pace.place.divide(ranks)
+    room = place.rates.memory - place.process
+    for name in list_strategies(training.options, ranks):
+        split = Split(name, ranks)
+        found = training.forecast_rank(place, split, pace.utilization)
+        step = training.take_rank(split).describe_step(place, split)
+        chosen = training.options.strategy == "auto" and name == choose_strategy(step, ranks, room)
+        seconds = training.steps * found.time.total
+        yield Strategy(
+            setting=f"train.strategy {name}, each of {ranks} devices{' (auto)' * chosen}",
+            memory_bytes=found.needed,
+            fits=found.needed <= place.rates.memory,
+            seconds=round(seconds, 3),
+            cost=_round_cost(compute_cost(seconds * ranks, pace.price)),
+        )
+
+
+def list_levers(training: TrainingPhase, is_gpu: bool) -> Iterator[tuple[str, TrainingPhase]]:
     """Yield the settings that lower memory, each with the training that has it."""
     options = training.options
     yield "as written", training

@@ -55,13 +55,16 @@ class StepMemoryEstimate:
         return "| " + " | ".join(format_bytes(size) for size in sizes) + " |"
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(self).items())
+        parts = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in asdict(self).items() if size
+        )
         return f"A training step is expected to need {format_bytes(self.total)}: {parts}."
 
-    def warning(self, free: int | None) -> str | None:
-        """A warning if the step needs more than ``free`` bytes beside the weights; else None."""
-        if free is None or self.total - self.weights <= free:
+    def warning(self, room: int | None) -> str | None:
+        """A warning if the step needs more than ``room`` bytes, its weights included; else None."""
+        if room is None or self.total <= room:
             return None
+        free = max(room - self.weights, 0)
         return f"{self} {format_bytes(free)} is free beside the weights: memory may run out."
 
 

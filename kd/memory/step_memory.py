@@ -12,6 +12,7 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,14 @@ def describe_step(
     vocabulary: int,
     precision: Precision,
     kernels: bool = False,
+    device: torch.device | None = None,
 ) -> StepShape:
     """Describe a step of ``student``, with what autograd keeps of short passes.
 
     Call it before ``checkpoint_activations`` and ``compile_student``, which hide those tensors. No
     state of the model changes. With ``kernels`` those of a GPU compute the loss
-    (``kd.loss.chunk_size.suits_kernels``).
+    (``kd.loss.chunk_size.suits_kernels``). The step is taken on ``device`` (None: where the student
+    is).
     """
     item = precision.dtype.itemsize
     logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
@@ -77,7 +80,7 @@ def describe_step(
         item=item,
         saved=fit_saved_bytes(student, sequence_length, precision),
         chunk=options.logits_chunk
-        or choose_chunk_positions(vocabulary, student.device, logit_bytes),
+        or choose_chunk_positions(vocabulary, device or student.device, logit_bytes),
         kernels=kernels,
     )
 
@@ -141,7 +144,8 @@ def _count_bytes(tensor: Tensor) -> int:
 def fit_saved_bytes(
     student: PreTrainedModel, sequence_length: int, precision: Precision
 ) -> SavedBytesFit:
-    """Fit what autograd keeps to passes of one sequence at three lengths."""
+    """Fit what autograd keeps to passes of one sequence at three lengths, where the student is."""
+    precision = replace(precision, device=student.device.type)
     step = max(min(64, sequence_length // 3), 2)
     lengths = [step, 2 * step, 3 * step]
     measured = [_measure_saved_bytes(student, each, precision) for each in lengths]

@@ -18,7 +18,14 @@ from kd.loss.chunk_size import (
     choose_gpu_chunk_positions,
 )
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
-from kd.memory.parallel import Split, estimate_rank
+from kd.memory.parallel import (
+    RankMemory,
+    Split,
+    StepTime,
+    count_traffic,
+    estimate_rank,
+    estimate_step_time,
+)
 from kd.memory.step_bytes import (
     SavedBytesFit,
     StepMemoryEstimate,
@@ -26,13 +33,16 @@ from kd.memory.step_bytes import (
     StudentShape,
     compute_group_sizes,
 )
-from kd.memory.work import ModelWork, Pass, Work, count_forward_bytes
+from kd.memory.work import ASSUMED_UTILIZATION, ModelWork, Pass, Work, count_forward_bytes
 from kd.optim.state_size import count_trained_bytes
 
 #: Copies of a chunk of logits in a pass without gradients.
 _LOGIT_COPIES = 2
 #: Bytes of a number in each precision of train.precision.
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
+#: A byte between two processes of a host is copied into a socket and out of it, and each copy reads
+#: and writes it.
+_SOCKET_PASSES = 4
 #: One rank does the whole step.
 WHOLE = Split()
 
@@ -84,6 +94,22 @@ class Place:
         auto = "bf16" if kind.has_bfloat16 else "fp16"
         return cls(kind, True, CUDA_CONTEXT, auto, is_timed=False)
 
+    def divide(self, count: int) -> Place:
+        """One of ``count`` processes here: a GPU each, or an equal part of the processor."""
+        if self.is_gpu or count == 1:
+            return self
+        rates = self.rates
+        part = replace(
+            rates,
+            memory=rates.memory // count,
+            half=rates.half / count,
+            single=rates.single / count,
+            tf32=rates.tf32 / count,
+            bandwidth=rates.bandwidth / count,
+            peer=rates.bandwidth / _SOCKET_PASSES / count,
+        )
+        return replace(self, rates=part)
+
     def choose_precision(self, name: str) -> str:
         """The precision that "auto" means here."""
         return self.auto if name == "auto" else name
@@ -94,6 +120,21 @@ class Place:
             return choose_cpu_chunk_positions(vocabulary)
         free = max(self.rates.memory - used, 0)
         return choose_gpu_chunk_positions(vocabulary, free, logit_bytes)
+
+
+@dataclass(frozen=True)
+class RankForecast:
+    """A step of a training on one of its ranks: bytes, and time.
+
+    ``memory`` is that of the rank that needs most, and ``needed`` all bytes of its device.
+    ``micro_batches`` are its forward passes in a step, ``sent`` the bytes that it sends.
+    """
+
+    memory: RankMemory
+    needed: int
+    micro_batches: int
+    sent: float
+    time: StepTime
 
 
 @dataclass(frozen=True)
@@ -200,6 +241,45 @@ class TrainingPhase:
             offloaded_bytes=micro_batches * shape.count_offloaded_bytes(),
         )
         return Work.of(self.model, run, self._weight_bytes)
+
+    def take_rank(self, split: Split) -> TrainingPhase:
+        """The part of a step that one rank does: all micro-batches of a pipeline, else its own."""
+        if split.strategy == "pipeline" or split.is_whole:
+            return self
+        sequences = self.options.sequences_per_step // split.ranks
+        batch = min(self.options.batch_size, sequences)
+        return self.change(
+            batch_size=batch, gradient_accumulation_steps=math.ceil(sequences / batch)
+        )
+
+    def forecast_rank(
+        self, place: Place, split: Split, utilization: float = ASSUMED_UTILIZATION
+    ) -> RankForecast:
+        """Forecast a step on a rank of ``split``, whose device is ``place``."""
+        own = self.take_rank(split)
+        step = own.describe_step(place, split)
+        memory = estimate_rank(step, split)
+        # The host is the device of a rank on a CPU.
+        beside = 0 if place.is_gpu else self.loader + memory.offloaded
+        passes = own.options.gradient_accumulation_steps
+        sent = count_traffic(step, split)
+        work = own.compute_work_seconds(place, split, utilization)
+        return RankForecast(
+            memory=memory,
+            needed=memory.total + place.process + beside,
+            micro_batches=passes,
+            sent=sent,
+            time=estimate_step_time(work, sent, split, passes, place.rates),
+        )
+
+    def compute_work_seconds(
+        self, place: Place, split: Split, utilization: float = ASSUMED_UTILIZATION
+    ) -> float:
+        """The seconds of one step's work on a rank whose part this is; a stage does its share."""
+        work = self.count_training(place, split)
+        precision = self.choose_precision(place)
+        seconds = work.seconds(place.rates, precision, self.options.tf32, utilization)
+        return seconds / self.steps / (split.ranks if split.strategy == "pipeline" else 1)
 
     @property
     def _weight_bytes(self) -> int:

@@ -69,6 +69,11 @@ def find_device(model: PreTrainedModel) -> torch.device:
     return model.device if head is None else head.weight.device
 
 
+def is_hollow(model: nn.Module) -> bool:
+    """Whether parameters of ``model`` have a shape but no values, so that it cannot run."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers in order.
 

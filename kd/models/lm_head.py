@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
-from kd.models.layers import compute_hidden_states, find_device
+from kd.models.layers import compute_hidden_states, find_device, is_hollow
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
 
@@ -132,7 +132,7 @@ class SplitLMHead(LMHead):
 
 
 def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
-    """Return the LM head of ``model``, checked against the model's own logits.
+    """Return the LM head of ``model``, checked against the model's own logits where it has values.
 
     Supports soft-capping (``final_logit_softcapping`` of Gemma) and scaling (``logit_scale`` of
     Cohere, ``logits_scaling`` of Granite). Raises ``ModelError`` where the model does anything else
@@ -162,7 +162,8 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
         getattr(config, "final_logit_softcapping", None),
         vocabulary,
     )
-    _check_lm_head(model, lm_head, name)
+    if not is_hollow(model):
+        _check_lm_head(model, lm_head, name)
     return lm_head
 
 

@@ -142,15 +142,42 @@ def build_student(
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     teacher: TeacherConfig | None = None,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Return the student, with adapters where ``config`` asks for them.
 
     Its weights are float32, or under adapters what ``student.lora.base`` says. One that is read
-    from its folder is on the device of the run; one that is cut out of the teacher or built fresh
-    is on the CPU. Fresh weights and adapters are drawn from torch's current random state.
+    from its folder is on ``device`` (None: the device of the run); one that is cut out of the
+    teacher or built fresh is on the CPU. Fresh weights and adapters are drawn from torch's current
+    random state.
     """
     assert config is not None, "JobConfig refuses a training job without a student"
-    student = _build_without_adapters(config, tokenizer, context, teacher)
+    student = _build_without_adapters(config, tokenizer, context, teacher, device or pick_device())
+    return _finish_student(student, config)
+
+
+def build_hollow_student(
+    config: StudentConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None = None,
+) -> PreTrainedModel:
+    """Return the student that ``build_student`` builds, with parameters that have no values.
+
+    It takes no memory but that of its buffers, which are on the CPU.
+    """
+    from accelerate import init_empty_weights
+
+    assert config is not None, "JobConfig refuses a training job without a student"
+    with init_empty_weights(include_buffers=False):
+        student = _build_without_adapters(config, tokenizer, context, teacher, CPU, hollow=True)
+    # accelerate gives each module a parameter of its own.
+    student.tie_weights()
+    with init_empty_weights(include_buffers=False):
+        return _finish_student(student, config)
+
+
+def _finish_student(student: PreTrainedModel, config: StudentConfig) -> PreTrainedModel:
     if config.lora is None:
         return student
     round_parameters(student, getattr(torch, config.lora.base))
@@ -162,9 +189,10 @@ def _build_without_adapters(
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     teacher: TeacherConfig | None,
+    device: torch.device,
     hollow: bool = False,
 ) -> PreTrainedModel:
-    """Return the student without adapters.
+    """Return the student without adapters, read onto ``device`` if it is read from its folder.
 
     With ``hollow`` its weights are neither read nor computed.
     """
@@ -178,7 +206,7 @@ def _build_without_adapters(
         dtype = torch.float32 if config.lora is None else getattr(torch, config.lora.base)
         own = resolve_model(config.model, config.revision)
         ModelFolder(own).require_trainable_weights()
-        return read(own, ReadingPlan(dtype, pick_device()))
+        return read(own, ReadingPlan(dtype, device))
     assert teacher is not None, "JobConfig refuses a student from a teacher without a teacher"
     folder = resolve_model(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
     if teacher.gguf_file is None:
@@ -352,7 +380,7 @@ def require_trainable_student(
 ) -> PreTrainedModel:
     """Return the student without its weights; raises ``build_student``'s error for its shape."""
     with torch.device("meta"):
-        student = _build_without_adapters(config, tokenizer, context, teacher, hollow=True)
+        student = _build_without_adapters(config, tokenizer, context, teacher, CPU, hollow=True)
         return student if config.lora is None else add_adapters(student, config.lora)
 
 

@@ -33,6 +33,8 @@ from kd.models.layers import find_decoder_layers, list_layer_parameters
 from kd.optim.rare_rows import keep_floor
 from kd.optim.rounded import RoundedAdamW
 from kd.optim.state_size import ParameterShape
+from kd.optim.whole_steps import WholeSteps, needs_whole_steps
+from kd.parallel.limits import WHOLE_OPTIMIZERS
 
 ParameterGroup = dict[str, Any]
 
@@ -152,6 +154,8 @@ def _make_one_optimizer(
             f"train.optim {name} cannot be made with optim_args {arguments}: {error}",
             "Change train.optim_args.",
         ) from error
+    if name in WHOLE_OPTIMIZERS and needs_whole_steps(groups):
+        optimizer = WholeSteps(optimizer)
     if name == "schedule_free":
         # It is made in the mode for evaluation, in which it cannot step.
         optimizer.train()  # type: ignore[attr-defined]

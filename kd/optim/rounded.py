@@ -18,6 +18,8 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
+from kd.parallel.sharded_files import get_own
+
 
 class RoundedAdamW(AdamW):
     """torch's AdamW that rounds its steps stochastically where parameters are in bfloat16.
@@ -60,7 +62,7 @@ class RoundedAdamW(AdamW):
             maximize=False,
         )
         if wide.dtype != parameter.dtype:
-            copy_stochastic(parameter, wide)
+            copy_stochastic(get_own(parameter.detach()), get_own(wide))
 
     def _begin_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
         """An empty state in float32 or better, as ``AdamW`` makes it for such parameters."""

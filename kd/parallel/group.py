@@ -85,6 +85,10 @@ class Group:
             for each, length in zip(texts, lengths, strict=True)
         ]
 
+    def share(self, value: Any) -> Any:
+        """Return the ``value`` of rank 0, on every rank. It holds only what JSON has."""
+        return self.gather(value if self.leads else None)[0]
+
     def wait(self) -> None:
         """Wait until every rank is here."""
         if not self.alone:

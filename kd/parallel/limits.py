@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from kd.config.job import JobConfig
-from kd.config.loss import LearnedTemperature
+from kd.config.loss import LearnedTemperature, LossConfig
 from kd.config.train import TrainConfig
 
-#: The optimisers that act on each weight alone, so that they can step parts of parameters.
-SHARDED_OPTIMIZERS = ("adamw", "lion", "schedule_free")
+#: The optimisers that need whole matrices: one at a time is gathered (``kd.optim.whole_steps``).
+WHOLE_OPTIMIZERS = ("muon", "lars", "adafactor")
 #: The modes of a learned temperature that take gradients of whole parameters.
 WHOLE_MODES = ("lookahead", "teacher_only")
+
+
+def needs_whole_gradients(loss: LossConfig) -> bool:
+    """Whether the temperature of ``loss`` is learned from gradients of whole parameters."""
+    temperature = loss.temperature
+    return isinstance(temperature, LearnedTemperature) and temperature.mode in WHOLE_MODES
 
 
 def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
@@ -17,13 +23,8 @@ def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
     found = (
         (
             "optim",
-            options.optim not in SHARDED_OPTIMIZERS,
-            f"{options.optim} needs whole matrices; {', '.join(SHARDED_OPTIMIZERS)} do not",
-        ),
-        (
-            "precision",
-            options.precision in ("fp16", "bf16_pure"),
-            f"{options.precision} scales or rounds whole gradients; bf16 and fp32 do not",
+            options.optim == "adamw_8bit",
+            "adamw_8bit keeps blocks of 256 numbers of whole matrices; the others do not",
         ),
         ("fp8", options.fp8, "float8 was not tried with gathered weights"),
         (
@@ -31,7 +32,11 @@ def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
             options.auto_batch,
             "a rank that runs out of memory in a rehearsal would leave the others waiting",
         ),
-        ("compile", options.compile != "none", "compiled layers would not be gathered"),
+        (
+            "compile",
+            options.replays_graphs,
+            "CUDA graphs keep the memory of the weights, which is freed after each layer",
+        ),
         (
             "activation_offload",
             options.activation_offload,

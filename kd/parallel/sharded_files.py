@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kd.parallel.group import Group
 
@@ -27,6 +27,18 @@ from kd.parallel.group import Group
 def make_whole(tensor: Tensor) -> Tensor:
     """Return all of ``tensor``; where ranks hold parts of it, all of them must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def get_own(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of ``tensor``, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def take_part(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the part of ``whole``, which every rank has, that lies where ``like`` does."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:

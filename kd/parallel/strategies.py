@@ -20,12 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.parallel.group import Group
 from kd.parallel.sharded_files import make_whole
 from kd.parallel.stages import StageLoss
+from kd.parallel.values import receive_values
 
 Result = TypeVar("Result")
 
@@ -45,7 +52,7 @@ class WholeLoss(nn.Module):
 def replicate(loss: WholeLoss) -> DistributedDataParallel:
     """Let the gradients of ``loss`` become their mean over the ranks, as they are computed.
 
-    The parameters of rank 0 are copied to all ranks.
+    The parameters and buffers of rank 0 are copied to all ranks.
     """
     names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
     device = next(loss.parameters()).device
@@ -60,25 +67,47 @@ def replicate(loss: WholeLoss) -> DistributedDataParallel:
 
 
 def shard(
-    loss: WholeLoss, layers: Sequence[nn.Module], dtype: torch.dtype, group: Group
+    loss: WholeLoss,
+    groups: Sequence[Sequence[nn.Module]],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    offload: bool = False,
 ) -> WholeLoss:
     """Let every rank keep a part of each parameter of ``loss``; it becomes a ``FSDPModule``.
 
-    Each of ``layers`` is gathered for its own forward and backward pass, and computes in ``dtype``.
-    All other parameters, those of the embeddings and the LM head, are gathered for the whole pass
-    and stay in their own type: the loss rounds the LM head itself. Gradients are summed in float32.
+    The values are those of rank 0. The layers of each of ``groups`` are gathered for their own
+    forward and backward pass, and compute in ``dtype`` on ``device``. All other parameters, those
+    of the embeddings and the LM head, are gathered for the whole pass and stay in their own type:
+    the loss rounds the LM head itself. Gradients are summed in float32. With ``offload`` the parts,
+    their gradients and what an optimiser keeps of them lie in the host's memory between the passes.
     """
-    mesh = init_device_mesh(next(loss.parameters()).device.type, (group.size,))
+    mesh = init_device_mesh(device.type, (group.size,))
     reduced = MixedPrecisionPolicy(
         param_dtype=None if dtype.itemsize >= 4 else dtype,
         reduce_dtype=None if dtype.itemsize >= 4 else torch.float32,
         # As without FSDP, hidden states between the layers stay in float32.
         cast_forward_inputs=False,
     )
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=reduced)
-    fully_shard(loss, mesh=mesh)
+    pinned = device.type == "cuda"
+    place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    # One group at a time is whole on a rank, as in every pass.
+    for layers in groups:
+        for layer in layers:
+            receive_values(layer, device)
+        fully_shard([*layers], mesh=mesh, mp_policy=reduced, offload_policy=place)
+    receive_values(loss, device)
+    fully_shard(loss, mesh=mesh, mp_policy=_choose_root_policy(loss), offload_policy=place)
     return loss
+
+
+def _choose_root_policy(loss: WholeLoss) -> MixedPrecisionPolicy:
+    """The policy of what lies outside of the layers: its own type, and sums in float32 at least."""
+    trained = (each.dtype for each in loss.parameters() if each.requires_grad)
+    narrow = any(dtype.itemsize < 4 for dtype in trained)
+    return MixedPrecisionPolicy(
+        reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
+    )
 
 
 def synchronising(loss: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -107,9 +136,14 @@ def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Re
     if not isinstance(loss, FSDPModule):
         return work(*inputs)
     found: Result = loss(work, *inputs)
-    # A backward pass would do this.
-    loss.reshard()
+    reshard(loss)
     return found
+
+
+def reshard(loss: nn.Module) -> None:
+    """Let each rank keep its part alone after a pass that no backward pass follows."""
+    if isinstance(loss, FSDPModule):
+        loss.reshard()
 
 
 def collect_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:

@@ -18,25 +18,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kd.config.train import Checkpointing, TrainConfig
-from kd.memory.devices import DeviceRates
 from kd.memory.parallel import (
     STRATEGIES,
     ParallelStrategy,
     RankMemory,
     Split,
     StepTime,
-    count_traffic,
-    estimate_rank,
-    estimate_step_time,
+    count_usable,
+    list_strategies,
 )
 from kd.memory.step_bytes import resize_micro_batch
 from kd.memory.training_phase import Place, TrainingPhase
-from kd.memory.work import ASSUMED_UTILIZATION, compute_cost
-from kd.parallel.limits import list_unsharded_fields
+from kd.memory.work import compute_cost
 from kd.planning.devices import DeviceGroup
 
-#: Share of a device's memory that a plan leaves free, for holes and for what the estimate misses.
-HEADROOM = 0.1
 #: Steps that differ by less are as fast: the simpler settings come first.
 _EQUAL_TIMES = 1.02
 #: Memory of a slower setting that is shown, as a share of the least of those above it.
@@ -135,13 +130,6 @@ def _list_settings(
                 yield changed, strategy
 
 
-def list_strategies(options: TrainConfig, ranks: int) -> tuple[ParallelStrategy, ...]:
-    """List the strategies by which ``ranks`` devices can train with ``options``."""
-    if ranks == 1:
-        return ("single",)
-    return ("ddp",) if list_unsharded_fields(options) else ("ddp", "fsdp")
-
-
 def list_micro_batches(options: TrainConfig, ranks: int) -> list[int]:
     """The micro-batches that divide a step, and its passes among ``ranks``; the largest first.
 
@@ -183,16 +171,8 @@ def _make_candidate(
     training: TrainingPhase, devices: DeviceGroup, strategy: ParallelStrategy, price: float | None
 ) -> Candidate:
     place = devices.place
-    split = Split(strategy, devices.count)
-    own = take_rank(training, split)
-    step = own.describe_step(place, split)
-    memory = estimate_rank(step, split)
-    needed = memory.total + place.process + (0 if place.is_gpu else training.loader)
-    sent = count_traffic(step, split)
-    passes = own.options.gradient_accumulation_steps
-    work = compute_work_seconds(own, place, split)
-    time = estimate_step_time(work, sent, split, passes, place.rates)
-    seconds = training.steps * time.total
+    found = training.forecast_rank(place, Split(strategy, devices.count))
+    seconds = training.steps * found.time.total
     return Candidate(
         strategy=strategy,
         ranks=devices.count,
@@ -200,37 +180,16 @@ def _make_candidate(
         gradient_accumulation_steps=training.options.gradient_accumulation_steps,
         gradient_checkpointing=training.options.gradient_checkpointing,
         precision=training.options.precision,
-        memory=memory,
+        memory=found.memory,
         process=place.process,
         loader=training.loader,
-        memory_bytes=needed,
-        fits=needed <= count_usable_bytes(place.rates),
-        time=time,
-        sent_bytes=round(sent),
+        memory_bytes=found.needed,
+        fits=found.needed <= count_usable(place.rates.memory),
+        time=found.time,
+        sent_bytes=round(found.sent),
         seconds=seconds,
         cost=compute_cost(seconds * devices.count, price),
     )
-
-
-def take_rank(training: TrainingPhase, split: Split) -> TrainingPhase:
-    """The part of a step that one rank does: all micro-batches of a pipeline, else its own."""
-    if split.strategy == "pipeline":
-        return training
-    passes = training.options.gradient_accumulation_steps // split.ranks
-    return training.change(gradient_accumulation_steps=passes)
-
-
-def compute_work_seconds(own: TrainingPhase, place: Place, split: Split) -> float:
-    """The seconds of one step's work on a rank; a stage of a pipeline does its share of all."""
-    work = own.count_training(place, split)
-    precision = own.choose_precision(place)
-    seconds = work.seconds(place.rates, precision, own.options.tf32, ASSUMED_UTILIZATION)
-    return seconds / own.steps / (split.ranks if split.strategy == "pipeline" else 1)
-
-
-def count_usable_bytes(rates: DeviceRates) -> int:
-    """The bytes of a device that a plan may use."""
-    return int(rates.memory * (1 - HEADROOM))
 
 
 # ---------------------------------------------------------------------- the few best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kd.errors import ConfigError, Problem
 from kd.memory.devices import DEVICE_KINDS
@@ -13,9 +13,6 @@ from kd.memory.training_phase import Place
 CPU = "cpu"
 #: The most devices of a plan.
 MOST_DEVICES = 16_384
-#: A byte between two processes of a host is copied into a socket and out of it, and each copy reads
-#: and writes it.
-_SOCKET_PASSES = 4
 
 
 @dataclass(frozen=True)
@@ -60,17 +57,7 @@ class DeviceGroup:
     @classmethod
     def of_host(cls, host: Place, count: int) -> DeviceGroup:
         """Processes that share the cores and the memory of the processor ``host``."""
-        rates = host.rates
-        shared = replace(
-            rates,
-            memory=rates.memory // count,
-            half=rates.half / count,
-            single=rates.single / count,
-            tf32=rates.tf32 / count,
-            bandwidth=rates.bandwidth / count,
-            peer=rates.bandwidth / _SOCKET_PASSES / count,
-        )
-        return cls(replace(host, rates=shared), count)
+        return cls(host.divide(count), count)
 
     def describe(self) -> str:
         """The devices in words: ``8 x h100``."""

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kd.config.train import ROUNDING_OPTIMIZERS
+from kd.memory.parallel import count_usable
 from kd.memory.training_phase import TrainingPhase
-from kd.planning.candidates import Candidate, count_usable_bytes, list_candidates
+from kd.planning.candidates import Candidate, list_candidates
 from kd.planning.devices import MOST_DEVICES, DeviceGroup
 from kd.planning.shapes import StudentPlan, adapt, shorten
 
@@ -46,7 +47,7 @@ class Shortfall:
 
 def find_shortfall(training: TrainingPhase, devices: DeviceGroup, least: Candidate) -> Shortfall:
     """Tell by how much ``least`` does not fit, and what each lever saves of it."""
-    usable = count_usable_bytes(devices.place.rates)
+    usable = count_usable(devices.place.rates.memory)
     levers = (
         replace(lever, saved_bytes=least.memory_bytes - lever.memory_bytes)
         for lever in _pull_levers(training, devices)

@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING
 
 from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
-from kd.config.loss import LearnedTemperature
 from kd.config.teacher import SHARED
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
-from kd.parallel.limits import WHOLE_MODES, list_unsharded_fields, list_unstaged_fields
+from kd.parallel.limits import (
+    list_unsharded_fields,
+    list_unstaged_fields,
+    needs_whole_gradients,
+)
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.limits import Confinement
@@ -220,9 +223,9 @@ def _find_sharding_problems(config: JobConfig, train: TrainConfig) -> Iterator[P
     remedy = "Change it, or set train.strategy to ddp."
     for name, why in list_unsharded_fields(train):
         yield Problem(f"/train/{name}", f"train.strategy is fsdp, but {why}.", remedy)
-    temperature = config.loss.temperature
-    if isinstance(temperature, LearnedTemperature) and temperature.mode in WHOLE_MODES:
-        detail = f"train.strategy is fsdp, but {temperature.mode} needs gradients of whole weights."
+    if needs_whole_gradients(config.loss):
+        mode = getattr(config.loss.temperature, "mode", "")
+        detail = f"train.strategy is fsdp, but {mode} needs gradients of whole weights."
         yield Problem("/loss/temperature/mode", detail, remedy)
 
 
@@ -289,6 +292,15 @@ def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Pr
             "which scales gradients of all stages alike."
         )
         return [Problem("/train/precision", detail, "Set it to fp32, or train.strategy to ddp.")]
+    if config.train.fsdp_offload and precision.scales_loss:
+        return [
+            Problem(
+                "/train/fsdp_offload",
+                "the loss scale of fp16, which this job trains in, is on the GPU, but its "
+                "gradients would lie on the host.",
+                "Set train.precision to fp32, or train.fsdp_offload to false.",
+            )
+        ]
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "bfloat16" and precision.name != "bf16":
         return [

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kd.config.train import Compile
 from kd.errors import TrainingError
-from kd.models.layers import find_body
+from kd.models.layers import find_body, find_decoder_layers
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,24 @@ class Compilation:
         return CompileReport(graphs - self.graphs, tuple(sorted(new)))
 
 
-def compile_student(student: PreTrainedModel, mode: Compile) -> Compilation | None:
+def compile_student(
+    student: PreTrainedModel, mode: Compile, device: torch.device, sharded: bool = False
+) -> Compilation | None:
     """Let torch compile ``student``'s body in ``mode`` at its next call; None for mode ``none``.
 
-    Weights and parameter names stay. Raises ``TrainingError`` where there is no compiler.
+    It runs on ``device``. Where it is ``sharded``, the layers are compiled one by one: each is
+    gathered before it is called. Weights and parameter names stay. Raises ``TrainingError`` where
+    there is no compiler.
     """
     if mode == "none":
         return None
-    _require_compiler(student.device)
-    find_body(student).compile(mode=mode)
+    _require_compiler(device)
+    if not sharded:
+        find_body(student).compile(mode=mode)
+    else:
+        for layer in find_decoder_layers(student):
+            # The forward pass alone: FSDP gathers and frees in hooks around it.
+            layer.forward = torch.compile(layer.forward, mode=mode)  # type: ignore[method-assign]
     return Compilation(*_read_counts())
 
 

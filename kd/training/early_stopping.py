@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kd.config.train import TrainConfig
-from kd.training.checkpoint import TrainingProgress
+from kd.training.saved.state import TrainingProgress
 
 
 def record_evaluation(progress: TrainingProgress, found: dict[str, Any]) -> bool:

@@ -42,10 +42,10 @@ from kd.tracking.trace import Trace
 from kd.tracking.trackers import Trackers, add_trackers
 from kd.training import checkpoint
 from kd.training.after_step import after_step, evaluate_now, finish_evaluation
-from kd.training.checkpoint import TrainingProgress
 from kd.training.early_stopping import find_best_step
 from kd.training.prepare import prepare
 from kd.training.run import Run
+from kd.training.saved.state import TrainingProgress
 from kd.training.skipping import leave_out
 from kd.training.steps import (
     begin_step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +23,26 @@ from kd.loss.features import FeatureLoss
 from kd.loss.objective import Objective
 from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
-from kd.memory.activation_checkpointing import checkpoint_activations
+from kd.memory.activation_checkpointing import checkpoint_activations, group_layers
 from kd.memory.activation_offload import offload_activations
 from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step
-from kd.memory.step_bytes import StepMemoryEstimate, resize_micro_batch
+from kd.memory.parallel import (
+    ParallelStrategy,
+    RankMemory,
+    Split,
+    choose_strategy,
+    estimate_rank,
+)
+from kd.memory.step_bytes import StepShape, resize_micro_batch
 from kd.memory.step_memory import (
-    estimate_memory,
+    describe_step,
     estimate_optimizer_bytes,
     measure_free_memory,
     reset_peak_memory,
 )
+from kd.models.attention.interface import use_packed_attention, uses_packed_attention
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
-from kd.models.layers import find_decoder_layers, require_context
+from kd.models.layers import find_decoder_layers, is_hollow, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import (
     Precision,
@@ -51,9 +59,10 @@ from kd.optim.averaging import Averager
 from kd.optim.optimizers import make_optimizer
 from kd.parallel.cutting import compute_bubble
 from kd.parallel.group import ALONE, Group
-from kd.parallel.limits import list_unsharded_fields
+from kd.parallel.limits import needs_whole_gradients
 from kd.parallel.stages import StageLoss, keep_owned
 from kd.parallel.strategies import WholeLoss, replicate, shard
+from kd.parallel.values import allocate, receive_values, require_same_parameters
 from kd.progress import Monitor, ProgressMeter
 from kd.text.batches import Source, read_training_batches
 from kd.tracking.metrics import MetricsLog
@@ -61,7 +70,6 @@ from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import Stopwatch, count_flops_per_token
 from kd.tracking.trace import Trace
 from kd.training import checkpoint
-from kd.training.checkpoint import TrainingProgress, TrainState
 from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
 from kd.training.resume.continuing import (
@@ -74,6 +82,7 @@ from kd.training.resume.continuing import (
 )
 from kd.training.resume.identity import compute_resume_identity, compute_stems
 from kd.training.run import Run
+from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.step_loss import StepLoss
 
 #: Sequences whose records are read to find out whether a cache holds entropies: it holds all of
@@ -93,8 +102,10 @@ def prepare(
 ) -> Run:
     """Make everything that training needs, and restore the newest checkpoint in ``folder``.
 
-    Raises ``ConfigError`` where the cache cannot serve the job, ``ModelError`` where the student
-    cannot be trained as the job asks, and ``OutOfMemory`` where not even one sequence fits.
+    Rank 0 brings the values of the student. The students of other ranks may be hollow
+    (``kd.models.loading.build_hollow_student``). Raises ``ConfigError`` where the cache cannot
+    serve the job, ``ModelError`` where the student cannot be trained as the job asks, and
+    ``OutOfMemory`` where not even one sequence fits.
     """
     options = config.require_train()
     if options.strategy == "pipeline" and not group.alone:
@@ -105,16 +116,23 @@ def prepare(
     if options.fp8:
         require_float8(device)
     set_tf32(device, options.tf32)
-    nn.Module.to(student, device)
-    lm_head, memory = _prepare_student(
-        config, source, student, vocabulary, precision, monitor, group
-    )
-    compilation = compile_student(student, options.compile)
+    require_same_parameters(student, group)
+    if not is_hollow(student):
+        nn.Module.to(student, choose_first_place(options, device, group))
+    examined = _examine_student(config, source, student, vocabulary, precision, group, monitor)
+    lm_head, memory, strategy = examined
+    _change_layers(student, options, group)
+    if strategy != "fsdp":
+        allocate(student, device)
+    compilation = compile_student(student, options.compile, device, strategy == "fsdp")
+    lm_head = lm_head.refresh(student)
     loss = _make_loss(config, source, student, lm_head, precision, device)
     # Before anything refers to a parameter: the parts of sharded parameters are new ones.
-    loss_module = _make_loss_module(options, loss, memory, group, monitor)
+    loss_module = _make_loss_module(options, loss, strategy, group, monitor)
+    loss = replace(loss, lm_head=loss.live_head)
     projections = loss.features.parameters() if loss.features is not None else ()
-    optimizer = make_optimizer(student, projections, options, device)
+    # Where the parameters are, which may be the host while the passes run on a GPU.
+    optimizer = make_optimizer(student, projections, options, student.device)
     if group.staged:
         # After the optimiser, whose groups are those of the whole student.
         loss_module = _cut_student(options, loss, optimizer, group, monitor)
@@ -172,18 +190,25 @@ def prepare(
 # ---------------------------------------------------------------------- student, loss, optimiser
 
 
-def _prepare_student(
+def choose_first_place(options: TrainConfig, device: torch.device, group: Group) -> torch.device:
+    """Choose where rank 0 holds the student at first: all of it may not fit the device."""
+    whole = group.alone or options.strategy == "ddp"
+    return device if whole else torch.device("cpu")
+
+
+def _examine_student(
     config: JobConfig,
     source: Source,
     student: PreTrainedModel,
     vocabulary: int,
     precision: Precision,
-    monitor: Monitor,
     group: Group,
-) -> tuple[LMHead, StepMemoryEstimate]:
-    """Check that the job can train ``student``, which lies on its device.
+    monitor: Monitor,
+) -> tuple[LMHead, RankMemory, ParallelStrategy]:
+    """Check that the job can train ``student``, and choose the strategy.
 
-    Returns its LM head and an estimate of the memory of a step.
+    Rank 0 alone runs the student; the others do as it found. Returns the LM head, an estimate of
+    the memory of a step on a rank, and the strategy.
     """
     options = config.require_train()
     require_context(student, config.data.sequence_length)
@@ -191,27 +216,79 @@ def _prepare_student(
         require_stages(config.loss, student, group.size)
     lm_head = find_lm_head(student, vocabulary)
     if config.data.packing:
-        isolate_documents(student)
+        _isolate_documents_alike(student, group)
         warn_of_mask(student, config.data.sequence_length, monitor)
     if options.is_pure_bfloat16:
         # The checks above need all bits of float32, and all that follows sees the rounded weights.
         round_parameters(student, torch.bfloat16)
-    # The estimate comes before activation checkpointing and compilation, which hide what autograd
-    # keeps.
-    length = config.data.sequence_length
-    kernels = student.device.type == "cuda" and suits_kernels(source.codec, config.loss.divergence)
-    memory = estimate_memory(student, options, length, vocabulary, precision, kernels=kernels)
-    warning = memory.warning(measure_free_memory(student.device))
-    # The estimate is of the whole student.
-    if warning and not group.staged:
+    rooms = group.gather(_measure_room(student, pick_device()))
+    room = None if None in rooms else min(rooms)
+    found = None
+    if group.leads:
+        step = _describe_step(config, source, student, vocabulary, precision)
+        strategy = _choose_strategy(config, step, room, group)
+        found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
+    fields, strategy = group.share(found)
+    memory = RankMemory(**fields)
+    if warning := memory.warning(room):
         monitor.emit("warning", message=warning)
+    return lm_head, memory, strategy
+
+
+def _isolate_documents_alike(student: PreTrainedModel, group: Group) -> None:
+    if group.leads:
+        isolate_documents(student)
+    if group.share(uses_packed_attention(student)):
+        use_packed_attention(student)
+
+
+def _measure_room(student: PreTrainedModel, device: torch.device) -> int | None:
+    """The bytes of ``device`` that are free, and those that the student takes there."""
+    free = measure_free_memory(device)
+    tensors = (*student.parameters(), *student.buffers())
+    held = sum(each.nbytes for each in tensors if each.device.type == device.type)
+    return None if free is None else free + held
+
+
+def _describe_step(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    vocabulary: int,
+    precision: Precision,
+) -> StepShape:
+    device = pick_device()
+    return describe_step(
+        student,
+        config.require_train(),
+        config.data.sequence_length,
+        vocabulary,
+        precision,
+        kernels=device.type == "cuda" and suits_kernels(source.codec, config.loss.divergence),
+        device=device,
+    )
+
+
+def _choose_strategy(
+    config: JobConfig, step: StepShape, room: int | None, group: Group
+) -> ParallelStrategy:
+    """Return the job's strategy, or what "auto" means for it."""
+    asked = step.options.strategy
+    if group.alone or asked == "single":
+        return "single"
+    if asked != "auto":
+        return asked
+    return "ddp" if needs_whole_gradients(config.loss) else choose_strategy(step, group.size, room)
+
+
+def _change_layers(student: PreTrainedModel, options: TrainConfig, group: Group) -> None:
+    """Let the layers multiply in float8, and checkpoint or offload what they keep, as asked."""
     if options.fp8:
         multiply_in_float8(student)
     own = pick_own_layers(student, group.rank, group.size) if group.staged else None
     checkpoint_activations(student, options.gradient_checkpointing, own)
     if options.activation_offload:
         offload_activations(student)
-    return lm_head, memory
 
 
 def _make_loss(
@@ -235,6 +312,7 @@ def _make_loss(
     return StepLoss(
         config=config.loss,
         student=student,
+        device=device,
         lm_head=lm_head,
         decoder=decoder,
         objective=Objective.of(config.loss),
@@ -267,20 +345,25 @@ def _make_control(
 def _make_loss_module(
     options: TrainConfig,
     loss: StepLoss,
-    memory: StepMemoryEstimate,
+    strategy: ParallelStrategy,
     group: Group,
     monitor: Monitor,
 ) -> nn.Module:
     """Make all parameters one module, which exchanges gradients where there are several ranks."""
     parts = [loss.student] if loss.features is None else [loss.student, loss.features]
     whole = WholeLoss(parts)
+    if group.staged:
+        receive_values(whole, loss.device)
     if group.alone or group.staged:
         return whole
-    strategy = choose_strategy(options, memory, loss.student.device, group)
     monitor.emit("stage", stage="train", phase=f"training on {group.size} devices ({strategy})")
     if strategy == "ddp":
         return replicate(whole)
-    return shard(whole, find_decoder_layers(loss.student), loss.precision.dtype, group)
+    layers = find_decoder_layers(loss.student)
+    together = group_layers(layers, options.gradient_checkpointing)
+    taken = {layer for each in together for layer in each}
+    groups = [*together, *([layer] for layer in layers if layer not in taken)]
+    return shard(whole, groups, loss.precision.dtype, loss.device, group, options.fsdp_offload)
 
 
 def cut_step(options: TrainConfig) -> TrainConfig:
@@ -309,17 +392,7 @@ def _cut_student(
             "train.pipeline.microbatches."
         )
         monitor.emit("warning", message=message)
-    return StageLoss(stage, group, options.pipeline.schedule, loss.student.device)
-
-
-def choose_strategy(
-    options: TrainConfig, memory: StepMemoryEstimate, device: torch.device, group: Group
-) -> str:
-    """Return ddp or fsdp: the job's, or fsdp where the whole student does not fit a device."""
-    if options.strategy != "auto":
-        return options.strategy
-    short = memory.warning(measure_free_memory(device)) is not None
-    return "fsdp" if group.any(short) and not list_unsharded_fields(options) else "ddp"
+    return StageLoss(stage, group, options.pipeline.schedule, loss.device)
 
 
 def _make_state(
@@ -424,7 +497,7 @@ def fit_micro_batch(
         batch = next(read_training_batches(source, shuffled, range(1)))[0]
         reserve = estimate_optimizer_bytes(student, tried)
         modules = [student, *state.extras.values()]
-        rehearse_step(lambda: loss.rehearse(batch), modules, reserve, student.device)
+        rehearse_step(lambda: loss.rehearse(batch), modules, reserve, loss.device)
 
     found = find_fitting_micro_batch(options, attempt)
     # Devices may have different amounts of free memory.

@@ -14,7 +14,7 @@ from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
-from kd.memory.step_bytes import StepMemoryEstimate
+from kd.memory.parallel import RankMemory
 from kd.models.layers import group_layers
 from kd.models.precision import ScalerWatch
 from kd.optim.adaptive_clipping import find_clipped
@@ -27,10 +27,10 @@ from kd.tracking.metrics import MetricsLog
 from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import Stopwatch
 from kd.tracking.trace import Trace
-from kd.training.checkpoint import TrainingProgress, TrainState
 from kd.training.compiling import Compilation
 from kd.training.early_stopping import is_out_of_patience
 from kd.training.lookahead import LookAhead
+from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.step_loss import StepLoss
 
 
@@ -55,7 +55,7 @@ class Run:
     state: TrainState
     #: The identity of the job, which its checkpoints carry.
     identity: str
-    memory: StepMemoryEstimate
+    memory: RankMemory
     #: None once its report is written, and where nothing is compiled.
     compilation: Compilation | None
     average: Averager | None
@@ -96,8 +96,8 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """The device of the student."""
-        return self.loss.student.device
+        """The device of the passes."""
+        return self.loss.device
 
     @property
     def progress(self) -> TrainingProgress:

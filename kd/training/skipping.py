@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 from kd.checks.nonfinite import locate_nonfinite
 from kd.checks.verdict import Verdict
 from kd.errors import NotFinite
-from kd.parallel.strategies import is_sharded
+from kd.parallel.sharded_files import get_own
+from kd.parallel.strategies import is_sharded, reshard
 from kd.text.batches import Batch, read_step_sequences
 from kd.training import checkpoint
 from kd.training.run import Run
@@ -36,20 +39,14 @@ def leave_out(run: Run, step: Step) -> None:
     """
     run.monitor.report_alive(stepping=False)
     drop_gradients(run)
-    if is_sharded(run.loss_module) or run.group.staged:
-        # A gradient of one sequence alone would need an exchange of its own for each.
-        strategy = "pipeline" if run.group.staged else "fsdp"
-        raise make_error(run, step, f"With train.strategy {strategy} the batch is not searched.")
+    if run.group.staged:
+        # A gradient of one sequence alone would need a schedule of its own for each.
+        raise make_error(run, step, "With train.strategy pipeline the batch is not searched.")
     faulty = find_faulty_sequences(run, step)
     batches = [batch for _, batch in faulty] or [
         batch.to(run.device) for batch in step.micro_batches
     ]
-    where = locate_nonfinite(
-        run.student,
-        batches,
-        run.loss.precision,
-        lambda batch: compute_mean_loss(run, step, batch),
-    )
+    where = locate_fault(run, step, batches)
     numbers = sorted({number for number, _ in faulty})
     if not is_batch_at_fault(run, step, len(faulty)):
         raise make_error(run, step, f"{where} No other text is free of this fault.")
@@ -63,8 +60,24 @@ def leave_out(run: Run, step: Step) -> None:
     run.monitor.emit("warning", message=verdict.message)
 
 
+def locate_fault(run: Run, step: Step, batches: list[Batch]) -> str:
+    """Say which part of the student first computes a number that is not finite."""
+    if is_sharded(run.loss_module):
+        # It looks at single modules, whose weights no rank has.
+        return "With train.strategy fsdp the place of the fault is not searched."
+    return locate_nonfinite(
+        run.student,
+        batches,
+        run.loss.precision,
+        lambda batch: compute_mean_loss(run, step, batch),
+    )
+
+
 def find_faulty_sequences(run: Run, step: Step) -> list[tuple[int, Batch]]:
-    """The sequences of ``step`` whose loss or gradient alone is not finite, with their numbers."""
+    """The sequences of ``step`` whose loss or gradient alone is not finite, with their numbers.
+
+    Every rank tries all of them, in the same order.
+    """
     return [
         (number, batch.to(run.device))
         for number, batch in read_step_sequences(run.source, run.options, step.number)
@@ -74,7 +87,7 @@ def find_faulty_sequences(run: Run, step: Step) -> list[tuple[int, Batch]]:
 
 def is_batch_at_fault(run: Run, step: Step, faulty: int) -> bool:
     """Whether the batch is the cause, and not the weights; ``faulty`` of its sequences have it."""
-    if not all(bool(torch.isfinite(each).all()) for each in run.trained):
+    if run.group.any(not are_finite(run.trained)):
         return False
     options = run.options
     count = options.batch_size * options.gradient_accumulation_steps
@@ -90,17 +103,43 @@ def is_batch_at_fault(run: Run, step: Step, faulty: int) -> bool:
 
 
 def is_sound(run: Run, step: Step, batch: Batch) -> bool:
-    """Whether loss and gradients of ``batch`` alone are finite. The random state is kept."""
+    """Whether loss and gradients of ``batch`` alone are finite. The random state is kept.
+
+    All ranks call it with the same batch, and get the same answer.
+    """
     device = run.device
+    sharded = is_sharded(run.loss_module)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        loss = compute_mean_loss(run, step, batch)
-    if not math.isfinite(loss.detach()):
-        return False
+        if sharded:
+            # Not as arguments: FSDP looks into those for tensors.
+            loss: Tensor = run.loss_module(partial(compute_mean_loss, run, step), batch)
+        else:
+            loss = compute_mean_loss(run, step, batch)
     # In float16 a gradient may overflow: the loss scaler skips such a step.
-    if run.loss.precision.scales_loss or not loss.requires_grad:
-        return True
-    gradients = torch.autograd.grad(loss, run.trained, allow_unused=True)
-    return all(bool(torch.isfinite(each).all()) for each in gradients if each is not None)
+    enough = run.loss.precision.scales_loss or not loss.requires_grad
+    finite = not run.group.any(not math.isfinite(loss.detach()))
+    if not finite or enough:
+        reshard(run.loss_module)
+        return finite
+    gradients = (
+        compute_part_gradients(run, loss)
+        if sharded
+        else torch.autograd.grad(loss, run.trained, allow_unused=True)
+    )
+    return not run.group.any(not are_finite(each for each in gradients if each is not None))
+
+
+def compute_part_gradients(run: Run, loss: Tensor) -> list[Tensor]:
+    """The parts that this rank has of the gradients of ``loss``."""
+    loss.backward()
+    gradients = [each.grad for each in run.trained if each.grad is not None]
+    drop_gradients(run)
+    return gradients
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all numbers are finite that this rank has of ``tensors``."""
+    return all(bool(torch.isfinite(get_own(each.detach())).all()) for each in tensors)
 
 
 def compute_mean_loss(run: Run, step: Step, batch: Batch) -> Tensor:

@@ -36,11 +36,13 @@ class StepLoss:
 
     ``steps`` is the length of the run, which schedules need; ``logits_chunk`` the positions whose
     logits exist at once (None: chosen by the free memory); ``control`` corrects for the noise of
-    sampled tails.
+    sampled tails. ``device`` is that of batches and hidden states; parameters may lie elsewhere
+    between the passes (``train.fsdp_offload``).
     """
 
     config: LossConfig
     student: PreTrainedModel
+    device: torch.device
     lm_head: LMHead
     decoder: TargetDecoder
     objective: Objective
@@ -93,12 +95,12 @@ class StepLoss:
 
     def rehearse(self, batch: Batch) -> Tensor:
         """The loss of ``batch`` as at the first step, without a gradient of the temperature."""
-        batch = batch.to(self.student.device)
+        batch = batch.to(self.device)
         return self.compute(batch, self.alpha_at(0), self.temperature.evaluate(0)).total
 
     def check_parity(self, batch: Batch, step: int, tokens: int) -> Verdict:
         """Compare the fused loss of ``tokens`` tokens of ``batch`` at ``step`` with a dense one."""
-        device = self.student.device
+        device = self.device
         batch = batch.to(device)
         # The random state is restored, so that a run with this check draws the same dropout as one
         # without it.

@@ -30,7 +30,7 @@ from kd.models.precision import forget_unscaling
 from kd.optim.adaptive_clipping import clip_rows
 from kd.parallel.sharded_files import make_whole
 from kd.parallel.stages import StageLoss
-from kd.parallel.strategies import synchronising
+from kd.parallel.strategies import is_sharded, synchronising
 from kd.text.batches import Batch
 from kd.training import checkpoint
 from kd.training.run import Run
@@ -285,15 +285,17 @@ def roll_back(run: Run, step: Step) -> bool:
 
 @contextmanager
 def rounding_alike(run: Run, step: Step) -> Iterator[None]:
-    """Let all ranks draw the same numbers in the block, which rounds their steps stochastically.
+    """Set the random numbers of the block, which rounds the weights stochastically.
 
-    Their own generators differ, because their dropout does; copies of the weights must not.
+    The generators of the ranks differ, because their dropout does. Copies of a weight are rounded
+    by the same numbers on all ranks; parts of it by others on each.
     """
     if run.group.alone or not run.options.is_pure_bfloat16:
         yield
         return
+    part = run.group.rank if is_sharded(run.loss_module) else 0
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-        torch.manual_seed(hash((run.options.seed, step.number)))
+        torch.manual_seed(hash((run.options.seed, step.number, part)))
         yield
 
 

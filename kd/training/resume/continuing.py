@@ -22,8 +22,8 @@ from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem, TrainingError
 from kd.optim.schedules import Plateau, make_scheduler
 from kd.training import checkpoint
-from kd.training.checkpoint import TrainState
 from kd.training.resume.identity import compute_stems
+from kd.training.saved.state import TrainState
 
 #: The least share of the peak at which a constant rate still trains.
 LEAST_SHARE = 1e-3

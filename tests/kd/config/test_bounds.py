@@ -165,6 +165,7 @@ BOUNDS = [
     ("train.pipeline.stages", [1, 65], [2, 64, None]),
     ("train.pipeline.microbatches", [0, 65537], [1, 65536, None]),
     ("train.pipeline.schedule", ["zero"], ["1f1b", "gpipe"]),
+    ("train.fsdp_offload", [2, "cpu"], [False]),
     (
         "train.compile",
         ["fast", 1],

@@ -181,6 +181,11 @@ CONTRADICTIONS = {
             }
         },
     ),
+    "parts on the host without parts": (
+        {"train": STEPS | {"fsdp_offload": True}},
+        ["train.fsdp_offload", "train.strategy fsdp"],
+        {"train": STEPS | {"fsdp_offload": True, "strategy": "fsdp"}},
+    ),
     "activations of compiled layers": (
         {"train": STEPS | {"compile": "default", "activation_offload": True}},
         ["train.activation_offload", "train.compile default"],

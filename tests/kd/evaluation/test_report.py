@@ -35,8 +35,8 @@ from kd.preflight.problems import require_no_problems
 from kd.progress import SILENT, Event, Monitor
 from kd.text.batches import CachedRecords, PlainText
 from kd.text.corpus import Corpus
-from kd.training.checkpoint import TrainingProgress
 from kd.training.loop import train
+from kd.training.saved.state import TrainingProgress
 from tests.support.kd.references import assert_same_facts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 from kd.config.train import TrainConfig
 from kd.memory.devices import DEVICE_KINDS, DeviceRates
 from kd.memory.parallel import (
+    HEADROOM,
     LINK_SHARE,
     ParallelStrategy,
     Split,
     add_replicas,
+    choose_strategy,
     count_all_gather_bytes,
     count_all_reduce_bytes,
     count_traffic,
@@ -53,6 +56,21 @@ def make_step(student: StudentShape = STUDENT, item: int = 2, **changes: Any) ->
     )
 
 
+# ---------------------------------------------------------------------- the choice
+
+
+def test_auto_is_the_first_strategy_that_fits() -> None:
+    step = make_step()
+    ddp, fsdp = (estimate_rank(step, Split(name, 4)).total for name in ("ddp", "fsdp"))
+    assert fsdp < ddp
+    for room, expected in ((ddp, "ddp"), (ddp - 1, "fsdp"), (fsdp - 1, "fsdp")):
+        assert choose_strategy(step, 4, math.ceil(room / (1 - HEADROOM))) == expected
+    assert choose_strategy(step, 4, None) == "ddp"
+    assert choose_strategy(step, 1, 1) == "single"
+    # What parts cannot do stays with whole copies.
+    assert choose_strategy(make_step(optim="adamw_8bit"), 4, 1) == "ddp"
+
+
 # ---------------------------------------------------------------------- memory
 
 
@@ -67,6 +85,16 @@ def test_ddp_needs_on_each_device_as_much_as_one_device_alone() -> None:
     """Its buckets are the gradients themselves."""
     single, ddp = (estimate_rank(make_step(), Split(each, 4)) for each in ("single", "ddp"))
     assert ddp == single
+
+
+def test_parts_that_lie_on_the_host_are_not_on_the_device() -> None:
+    split = Split("fsdp", 4)
+    there = estimate_rank(make_step(), split)
+    here = estimate_rank(make_step(fsdp_offload=True), split)
+    assert here.offloaded == there.weights + there.gradients + there.optimizer
+    assert here.total == there.total - here.offloaded
+    assert (here.weights, here.gradients, here.optimizer) == (0, 0, 0)
+    assert here.buffers == there.buffers
 
 
 def test_fsdp_divides_weights_gradients_and_state_and_gathers_the_largest_layer() -> None:

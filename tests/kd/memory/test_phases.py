@@ -17,6 +17,7 @@ from kd.config.train import TrainConfig
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, DeviceRates, find_device_kind
 from kd.memory.model_memory import compute_rounded_share, count_teacher_bytes
 from kd.memory.model_work import count_model_work, count_weight_bytes
+from kd.memory.parallel import Split, estimate_rank
 from kd.memory.phases import (
     CapturePhase,
     DeviceForecast,
@@ -216,6 +217,25 @@ def test_the_share_of_rounded_weights_is_known_by_the_shapes_in_the_files(tmp_pa
 # ---------------------------------------------------------------------- phases
 
 
+def test_a_teacher_that_is_spread_is_told_as_the_device_that_holds_most() -> None:
+    """Of a teacher in two ranks; the untied LM head is whole on the first."""
+    plain = make_capture()
+    model = plain.teacher
+    whole = 4 * sum(each.numel() for each in model.parameters())
+    head = 4 * model.get_output_embeddings().weight.numel()
+    layer = 4 * sum(each.numel() for each in model.model.layers[0].parameters())
+    place = Place.named(DEVICE_KINDS["t4"])
+
+    def weigh(**changes: Any) -> int:
+        return replace(plain, **changes).estimate_memory(place).weights
+
+    assert weigh() == whole
+    assert weigh(parallel="tensor", ranks=2) == (whole - head) / 2 + head
+    assert weigh(parallel="fsdp", ranks=2) == whole - 2 * layer / 2 + 2 * layer
+    assert weigh(parallel="device_map", most_on_gpu=1000) == 1000
+    assert weigh(parallel="device_map", most_on_host=1000) == whole
+
+
 def test_the_device_at_hand_takes_the_seconds_that_were_timed() -> None:
     found = forecast_phases(HERE, make_capture(), make_training(), seconds=5.0, price=36.0)
     capture, training, evaluation = found.phases
@@ -255,6 +275,27 @@ def test_another_device_is_expected_by_its_figures() -> None:
 
 def read(found: DeviceForecast) -> dict[str, Strategy]:
     return {each.setting: each for each in found.strategies}
+
+
+def test_a_job_for_several_devices_is_told_what_each_of_them_needs() -> None:
+    training = make_training(gradient_accumulation_steps=4)
+    place = Place.named(DEVICE_KINDS["t4"])
+    found = read(forecast_phases(place, None, training, ranks=4))
+    ddp = found["train.strategy ddp, each of 4 devices (auto)"]
+    fsdp = found["train.strategy fsdp, each of 4 devices"]
+    step = training.take_rank(Split("fsdp", 4)).describe_step(place, Split("fsdp", 4))
+    rank = estimate_rank(step, Split("fsdp", 4))
+    assert fsdp.memory_bytes == rank.total + CUDA_CONTEXT < ddp.memory_bytes
+    assert ddp.seconds < found["as written"].seconds
+    alone = read(forecast_phases(place, None, training))
+    assert not any(name.startswith("train.strategy") for name in alone)
+    # Processes of a host share its memory.
+    (here, *_) = (
+        each
+        for name, each in read(forecast_phases(HERE, None, training, 5.0, ranks=4)).items()
+        if "train.strategy" in name
+    )
+    assert here.fits == (4 * here.memory_bytes <= HERE.rates.memory)
 
 
 def test_each_strategy_moves_one_lever() -> None:

@@ -26,7 +26,7 @@ from tests.support.kd.shared_training import (
     curve,
     evaluations,
     farthest,
-    hash_parameters,
+    hash_tensors,
     make_shared_job,
     train_alone,
     train_student,
@@ -191,7 +191,7 @@ def train_and_hash_ends(group: Group, *arguments: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kd.training.prepare.cut", keep)
         train_student(group, *arguments)
-    digests: list[str] = group.gather(hash_parameters(kept[0].get_input_embeddings()))
+    digests: list[str] = group.gather(hash_tensors(kept[0].get_input_embeddings().parameters()))
     return [digests[0], digests[-1]]
 
 

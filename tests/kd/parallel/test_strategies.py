@@ -10,6 +10,7 @@ import pytest
 
 from bench.support.ranks import run_ranks
 from kd.config.jobfile import parse_config
+from kd.parallel.group import ALONE
 from kd.pipeline import run_precompute
 from kd.progress import SILENT
 from tests.support.kd.shared_training import (
@@ -18,6 +19,7 @@ from tests.support.kd.shared_training import (
     farthest,
     make_shared_job,
     train_alone,
+    train_half,
     train_student,
 )
 
@@ -54,11 +56,18 @@ LEVERS: dict[str, Job] = {
     "plain": {},
     "untied": {"student": {"init": {"layers": 2, "hidden_size": 16, "tie_word_embeddings": False}}},
     "checkpointing": {"train": {"gradient_checkpointing": "full"}},
+    "groups": {
+        "student": {"init": {"layers": 4, "hidden_size": 16}},
+        "train": {"gradient_checkpointing": "sqrt"},
+    },
     "average": {"train": {"ema_decay": 0.9}},
     "lion": {"train": {"optim": "lion", "learning_rate": 1e-3}},
     "schedule-free": {
         "train": {"optim": "schedule_free", "lr_scheduler_type": "constant_with_warmup"}
     },
+    "muon": {"train": {"optim": "muon"}},
+    "lars": {"train": {"optim": "lars", "optim_args": {"momentum": 0.9}}},
+    "adafactor": {"train": {"optim": "adafactor"}},
     "layers": {"train": {"layer_lr_decay": 0.8, "max_grad_norm": 0.1}},
     "lora": {"student": {"init": None, "lora": {"rank": 4}}},
     "hidden": {"cache": {"profile": "hidden"}, "loss": {"divergence": "reverse_kl"}},
@@ -127,6 +136,23 @@ def test_a_run_goes_on_with_other_strategies_and_numbers_of_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optim", ["muon", "adafactor"])
+def test_optimisers_of_whole_matrices_go_on_with_other_numbers_of_ranks(
+    job: Job, caches: dict[str, str], tmp_path: Path, optim: str
+) -> None:
+    job = change(job, train={"max_steps": 8, "optim": optim})
+    cache = caches["threshold"]
+    whole = train_alone(job, cache, str(tmp_path / "whole"))
+    shared = change(job, train={"strategy": "fsdp"})
+    folder = str(tmp_path / "parts")
+    for ranks, stop in ((2, 2), (4, 4)):
+        run_ranks(ranks, train_student, shared, cache, folder, "float32", stop)
+    parts = train_alone(job, cache, folder)
+    assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
+    assert farthest(whole, parts) < 1e-4
+
+
+@pytest.mark.slow
 def test_a_damaged_part_of_a_checkpoint_is_skipped_by_name(
     job: Job, caches: dict[str, str], tmp_path: Path
 ) -> None:
@@ -147,6 +173,21 @@ def test_a_damaged_part_of_a_checkpoint_is_skipped_by_name(
     )
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parts_in_the_host_memory_make_the_same_student(
+    job: Job, caches: dict[str, str], tmp_path: Path, precision: str
+) -> None:
+    """A CPU has no other memory, but the copies and the optimiser on the host are the same."""
+    sharded = change(job, train={"strategy": "fsdp", "ema_decay": 0.9, "precision": precision})
+    offloaded = change(sharded, train={"fsdp_offload": True})
+    cache = caches["threshold"]
+    one, _ = run_ranks(2, train_student, sharded, cache, str(tmp_path / "one"))
+    other, _ = run_ranks(2, train_student, offloaded, cache, str(tmp_path / "other"))
+    assert curve(other) == curve(one)
+    assert curve(other, "grad_norm") == curve(one, "grad_norm")
+    assert farthest(one, other) == 0.0
+
+
 @pytest.mark.slow
 def test_both_strategies_train_in_bfloat16(
     job: Job, caches: dict[str, str], tmp_path: Path
@@ -158,6 +199,51 @@ def test_both_strategies_train_in_bfloat16(
         folder = str(tmp_path / strategy)
         two, _ = run_ranks(2, train_student, shared, caches["threshold"], folder)
         assert curve(two) == pytest.approx(curve(one), rel=2e-3)
+
+
+@pytest.mark.slow
+def test_parts_of_weights_in_bfloat16_are_rounded_as_well_as_whole_ones(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    """The draws of the rounding are others on each rank, so the curves agree within it."""
+    rounded = change(job, train={"precision": "bf16_pure"})
+    one = train_alone(rounded, caches["threshold"], str(tmp_path / "one"))
+    shared = change(rounded, train={"strategy": "fsdp"})
+    two, _ = run_ranks(2, train_student, shared, caches["threshold"], str(tmp_path / "two"))
+    assert curve(two) == pytest.approx(curve(one), rel=1e-2)
+    # A bfloat16 has 8 significant bits.
+    largest = max(float(abs(each).max()) for each in one["weights"].values())
+    assert farthest(one, two) < largest * 2**-5
+
+
+@pytest.mark.slow
+def test_all_parts_leave_out_the_steps_that_overflow_float16(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    half = change(job, train={"precision": "fp16"})
+    one = train_half(ALONE, half, caches["threshold"], str(tmp_path / "one"))
+    assert one["progress"]["scale_watch"]["skipped"] > 0
+    for strategy in ("ddp", "fsdp"):
+        shared = change(half, train={"strategy": strategy})
+        folder = str(tmp_path / strategy)
+        two, _ = run_ranks(2, train_half, shared, caches["threshold"], folder)
+        assert two["progress"]["scale_watch"] == one["progress"]["scale_watch"]
+        assert curve(two) == pytest.approx(curve(one), rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_layers_are_gathered_before_they_are_called(
+    job: Job, caches: dict[str, str], tmp_path: Path, checkpointing: str
+) -> None:
+    sharded = change(job, train={"strategy": "fsdp", "gradient_checkpointing": checkpointing})
+    compiled = change(sharded, train={"compile": "default"})
+    one, _ = run_ranks(2, train_student, sharded, caches["threshold"], str(tmp_path / "one"))
+    two, _ = run_ranks(2, train_student, compiled, caches["threshold"], str(tmp_path / "two"))
+    assert curve(two) == pytest.approx(curve(one), rel=1e-5)
+    assert farthest(one, two) < 1e-4
+    (report,) = (each for each in two["lines"] if each.get("check") == "compile")
+    assert report["facts"]["graphs"] > 0
 
 
 @pytest.mark.slow

@@ -12,11 +12,12 @@ from kd.config.jobfile import parse_config
 from kd.config.train import Strategy, TrainConfig
 from kd.errors import ConfigError
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS
+from kd.memory.parallel import HEADROOM
 from kd.memory.phases import Place, forecast_phases, measure_training
 from kd.memory.training_phase import TrainingPhase
 from kd.parallel.limits import list_unsharded_fields
 from kd.planning.by_files import plan_by_files
-from kd.planning.candidates import HEADROOM, list_candidates, list_micro_batches
+from kd.planning.candidates import list_candidates, list_micro_batches
 from kd.planning.devices import DeviceGroup, DeviceName
 from kd.planning.here import plan_training
 from kd.planning.plan import make_plan

@@ -301,6 +301,7 @@ NO_PLACE = {
     "teacher.api_key_env", "data.text_column", "data.train.name", "data.train.split",
     "data.validation.name", "data.validation.split", "student.lora.targets", "evaluation.prompts",
     "search.space", "train.optim_args", "train.lr_scheduler_kwargs",
+    "resume.run",  # the API asks whose job it is
 }  # fmt: skip
 
 

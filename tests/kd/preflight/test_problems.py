@@ -9,7 +9,7 @@ import torch
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
-from kd.models.precision import Hardware
+from kd.models.precision import Hardware, Precision
 from kd.preflight.limits import Confinement
 from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
 
@@ -159,6 +159,31 @@ def test_stages_refuse_losses_that_need_the_whole_student() -> None:
         changes |= {"cache": {"profile": profile}, "train": train, "loss": loss}
         changes["data"] = {"train": "no-such-text.txt", "validation_fraction": 0.1}
         assert find_pointers(**changes) == [pointer]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("optim", "adamw_8bit"),
+        ("auto_batch", True),
+        ("compile", "reduce-overhead"),
+        ("activation_offload", True),
+    ],
+)
+def test_what_parts_of_parameters_cannot_do_is_refused_by_name(field: str, value: Any) -> None:
+    step = {"batch_size": 6, "gradient_accumulation_steps": 1, field: value}
+    (found,) = find_sharing_problems(2, strategy="fsdp", **step)
+    assert found.startswith(f"train.{field}: train.strategy is fsdp, but ")
+    assert find_sharing_problems(2, strategy="ddp", **step) == []
+
+
+def test_gradients_on_the_host_have_no_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Precision("cuda", torch.float16)
+    monkeypatch.setattr(Precision, "choose", lambda *_: half)
+    parts = {"max_steps": 1, "strategy": "fsdp", "fsdp_offload": True}
+    job = make_job(kind="train", search=None, train=parts, evaluation={})
+    (found,) = find_problems(job, machine=Machine(device=CPU))
+    assert found.pointer == "/train/fsdp_offload"
 
 
 def test_the_folders_show_what_is_missing(tmp_path: Path) -> None:

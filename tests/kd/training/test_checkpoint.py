@@ -25,7 +25,7 @@ from kd.optim.averaging import Averager, serving, use_served_weights
 from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
 from kd.training import checkpoint
-from kd.training.checkpoint import TrainingProgress, TrainState
+from kd.training.saved.state import TrainingProgress, TrainState
 
 STEPS = 7
 CUT = 4
@@ -349,9 +349,8 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from kd.training.checkpoint import (
-    TrainingProgress, TrainState, load_newest, save_checkpoint,
-)
+from kd.training.checkpoint import load_newest, save_checkpoint
+from kd.training.saved.state import TrainingProgress, TrainState
 
 def make_state(**progress):
     model = torch.nn.Linear(2, 2)

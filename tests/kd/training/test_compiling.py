@@ -19,6 +19,8 @@ from kd.models.layers import find_decoder_layers
 from kd.training.compiling import Compilation, CompileReport, _read_counts, compile_student
 from tests.support.kd.compiled import make_student, step
 
+CPU = torch.device("cpu")
+
 
 def traced(student: PreTrainedModel) -> Compilation:
     """The student under torch.compile without its code generation, which is what takes long."""
@@ -29,7 +31,7 @@ def traced(student: PreTrainedModel) -> Compilation:
 
 def test_none_compiles_nothing() -> None:
     student = make_student()
-    assert compile_student(student, "none") is None
+    assert compile_student(student, "none", CPU) is None
     assert student.base_model._compiled_call_impl is None
 
 
@@ -39,14 +41,14 @@ def test_none_compiles_nothing() -> None:
 def test_the_body_is_compiled_in_place_and_keeps_its_names() -> None:
     student = make_student()
     names = list(student.state_dict())
-    assert compile_student(student, "default") is not None
+    assert compile_student(student, "default", CPU) is not None
     assert student.base_model._compiled_call_impl is not None
     assert list(student.state_dict()) == names
 
 
 def test_the_mode_is_handed_on() -> None:
     with pytest.raises(RuntimeError, match="nonsense"):
-        compile_student(make_student(), "nonsense")  # type: ignore[arg-type]
+        compile_student(make_student(), "nonsense", CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "sqrt"])
@@ -92,7 +94,7 @@ def test_without_a_compiler_it_is_refused_before_the_first_step(
     with pytest.raises(
         TrainingError, match=r"train\.compile needs a compiler \(g\+\+ or clang\+\+\)"
     ) as caught:
-        compile_student(student, "default")
+        compile_student(student, "default", CPU)
     assert "train.compile to none" in caught.value.remedy
     assert student.base_model._compiled_call_impl is None
 
@@ -105,7 +107,7 @@ from tests.support.kd.compiled import make_student, step
 
 plain, compiled = make_student(), make_student()
 checkpoint_activations(compiled, "full")
-compilation = compile_student(compiled, "default")
+compilation = compile_student(compiled, "default", compiled.device)
 (hidden, gradients), (hidden_compiled, gradients_compiled) = step(plain), step(compiled)
 torch.testing.assert_close(hidden_compiled, hidden)
 torch.testing.assert_close(gradients_compiled, gradients)

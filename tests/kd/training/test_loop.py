@@ -23,9 +23,10 @@ from kd.optim.schedules import make_scheduler
 from kd.progress import Event, Monitor
 from kd.tracking.metrics import read_metrics
 from kd.training import checkpoint
-from kd.training.checkpoint import TrainingProgress
 from kd.training.loop import train
 from kd.training.prepare import count_total_steps
+from kd.training.saved.restoring import load_trained_weights
+from kd.training.saved.state import TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama
 from tests.support.kd.training import (
     VOCABULARY,
@@ -259,7 +260,7 @@ def test_early_stopping_ends_with_the_best_weights(tmp_path: Path) -> None:
     best = min(evaluations, key=lambda line: line["validation_loss"])
     assert progress.step < 200 and progress.step == best["step"] + 4
     kept = make_student()
-    checkpoint.load_trained_weights(tmp_path / "checkpoints" / f"step-{best['step']:08d}", kept)
+    load_trained_weights(tmp_path / "checkpoints" / f"step-{best['step']:08d}", kept)
     assert_same(copy_weights(student), copy_weights(kept))
     again, progress_again = run(job, tmp_path)
     assert progress_again.step == progress.step

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kd.errors import OutOfMemory
 from kd.memory.auto_batch import saving_errors
-from kd.training.tensor_file import write_tensors
+from kd.training.saved.tensor_file import write_tensors
 from tests.support.kd.memory_script import run_memory_script
 
 TENSORS = {
@@ -71,7 +71,7 @@ import torch
 from kd.errors import OutOfMemory
 from kd.progress import Monitor
 from kd.training import checkpoint
-from kd.training.checkpoint import TrainingProgress, TrainState
+from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.loop import train
 from kd.text.batches import PlainText
 from kd.text.corpus import Corpus

@@ -13,17 +13,20 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from bench.support.ranks import run_ranks
 from cache.records import Sequences
 from kd.config.job import JobConfig
 from kd.errors import Interrupted, NotFinite
 from kd.evaluation.report import make_report, render_report
+from kd.parallel.group import Group
 from kd.progress import Event, Monitor
 from kd.text.batches import PlainText, list_step_indices
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
-from kd.training.checkpoint import TrainingProgress, list_checkpoints
+from kd.training.checkpoint import list_checkpoints
 from kd.training.loop import train
+from kd.training.saved.state import TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama
 from tests.support.kd.training import make_text_job, read_history, stop_after
 
@@ -142,6 +145,28 @@ def test_one_bad_sequence_costs_its_batches_and_is_named(
     assert [verdict["facts"]["skipped"] for verdict in verdicts] == [1, 2]
     reported = [line["step"] for line in lines if line["type"] == "metrics"]
     assert reported == [step for step in range(1, 13) if step not in find_steps()]
+
+
+def run_shared(group: Group, folder: str, spoil: Callable[[Tensor], Tensor]) -> Any:
+    """Train as one of the ranks that share the parts of a student."""
+    messages: list[Event] = []
+    job = make_job(strategy="fsdp")
+    student = make_student(spoil)
+    listening = Monitor(messages.append)
+    progress = train(job, make_source(), student, VOCABULARY, Path(folder), listening, group)
+    warnings = [each.data["message"] for each in messages if each.type == "warning"]
+    return progress.skipped, warnings
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spoil", [spoil_value, spoil_gradient])
+def test_ranks_with_parts_of_the_student_leave_the_same_batches_out(
+    tmp_path: Path, spoil: Callable[[Tensor], Tensor]
+) -> None:
+    expected = [{"step": step, "sequences": [PLACE]} for step in find_steps()]
+    for skipped, warnings in run_ranks(2, run_shared, str(tmp_path), spoil):
+        assert skipped == expected
+        assert len(warnings) == 2 and "the place of the fault is not searched" in warnings[0]
 
 
 def test_weights_move_as_if_the_batch_were_not_there(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def test_a_real_checkpoint_is_described(api: Parts, tmp_path: Path) -> None:
     import torch
     from torch import nn
 
-    from kd.training.checkpoint import TrainingProgress, TrainState, save_checkpoint
+    from kd.training.checkpoint import save_checkpoint
+    from kd.training.saved.state import TrainingProgress, TrainState
 
     claim = running(api)
     model = nn.Linear(2, 2)

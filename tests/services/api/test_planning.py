@@ -171,9 +171,9 @@ def test_devices_are_asked_for_in_the_query(
 
     found = ask("?devices=2xt4").json()["training"]
     assert (found["devices"], found["steps"]) == ("2 x t4", 1)
-    # A T4 is fast in fp16, which fsdp does not have.
+    # A T4 is fast in fp16.
     precisions = {each["strategy"]: each["precision"] for each in found["candidates"]}
-    assert precisions == {"ddp": "fp16", "fsdp": "fp32"}
+    assert precisions == {"ddp": "fp16", "fsdp": "fp16"}
     refused = problem(ask("?devices=0xt4"), 422)
     assert "0 devices" in str(refused)
     assert ask("").json()["training"] is None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from numpy.typing import NDArray
@@ -14,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from cache.store import open_cache
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
-from kd.models.loading import build_student
+from kd.models.loading import build_hollow_student, build_student
+from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
 from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import collect_weights
@@ -63,7 +66,8 @@ def train_student(
     assert config.teacher is not None
     tokenizer = load_tokenizer(Path(config.teacher.model))
     torch.manual_seed(config.train.seed)
-    student = build_student(config.student, tokenizer, 32, config.teacher)
+    build = build_student if group.leads else build_hollow_student
+    student = build(config.student, tokenizer, 32, config.teacher)
     student = student.to(getattr(torch, dtype))
     source = CachedRecords(open_cache(Path(cache)))
     warnings: list[str] = []
@@ -86,7 +90,7 @@ def train_student(
         progress = train(config, source, student, vocabulary, Path(folder), monitor, group)
     except Interrupted:
         assert stop is not None
-    digests = group.gather(hash_parameters(student))
+    digests = group.gather(hash_tensors(student.parameters()))
     weights = collect_weights(student, group)
     if not group.leads:
         return {}
@@ -100,13 +104,25 @@ def train_student(
     }
 
 
-def hash_parameters(student: torch.nn.Module) -> str:
-    """Hash what this process holds of the parameters."""
+def hash_tensors(tensors: Iterable[torch.Tensor]) -> str:
+    """Hash what this process holds of the tensors."""
     digest = hashlib.sha256()
-    for parameter in student.parameters():
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    for each in tensors:
+        own = each.to_local() if isinstance(each, DTensor) else each
         digest.update(own.detach().double().numpy().tobytes())
     return digest.hexdigest()
+
+
+def train_half(
+    group: Group, job: dict[str, Any], *arguments: Any, **options: Any
+) -> dict[str, Any]:
+    """Train in float16 on a CPU, which the product refuses; scaler and products are the real ones.
+
+    The first loss scale is so large that gradients overflow.
+    """
+    half = job | {"train": job["train"] | {"loss_scale": {"initial": 2.0**30}}}
+    with mock.patch.object(Precision, "choose", return_value=Precision("cpu", torch.float16)):
+        return train_student(group, half, *arguments, **options)
 
 
 def train_alone(*arguments: Any, **options: Any) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The state of a training that checkpoints hold: its objects, its tensors, and their restoring."""
