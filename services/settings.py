@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 #: The stages that workers run, which are also the names of the two queues.
@@ -26,6 +27,32 @@ def _split(value: object) -> object:
 
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Paths = Annotated[tuple[AbsolutePath, ...], NoDecode, BeforeValidator(_split)]
+
+
+#: The name of a CPU in KD_DEVICE_PRICES, and the one that stands for every other device.
+CPU_DEVICE = "cpu"
+ANY_DEVICE = ""
+
+
+def parse_prices(words: Iterable[str]) -> dict[str, float]:
+    """Parse words such as ``h100=2.5`` and ``0.1``; a number alone is of any other device.
+
+    Raises ``ValueError``.
+    """
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        name = name.strip().lower()
+        try:
+            price = float(text)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < float("inf"):
+            raise ValueError(f"{word!r} is no price: write h100=2.5, cpu=0.04, or 1.2 for the rest")
+        if name in found:
+            raise ValueError(f"{name or 'any other device'} has two prices")
+        found[name] = price
+    return found
 
 
 #: Addresses that mean every interface -> the address at which this host reaches such a server.
@@ -140,6 +167,52 @@ class Settings(BaseSettings):
         ge=1,
         description="Bytes of Redis that the records of one key's jobs may take, with ended jobs.",
     )
+    quota_device_seconds: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Device-seconds that the jobs of one team may use in a day (UTC). Further jobs wait. "
+            "`kd keys quota` sets it for one team."
+        ),
+    )
+    quota_bytes: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "Bytes that caches and runs of one team may take on the disk. Above it the team's "
+            "queued jobs wait, and new ones are refused. `kd keys quota` sets it for one team."
+        ),
+    )
+    fair_share_half_life_seconds: float = Field(
+        86400.0,
+        ge=60,
+        le=31536000,
+        description=(
+            "Time after which a team's use of devices counts half as much in the queue. A free "
+            "worker takes a job of the team that holds the fewest devices, then of the one that "
+            "used the least recently."
+        ),
+    )
+    device_prices: Words = Field(
+        (),
+        description=(
+            "Prices of an hour of one device, by kind or by a part of its name: "
+            "h100=2.5,cpu=0.04; a number alone is for any other device. Without a price no cost is "
+            "shown."
+        ),
+    )
+    audit_bytes: int = Field(
+        16 << 20,
+        ge=4096,
+        le=1 << 30,
+        description="Bytes of audit.jsonl in KD_HOME/audit above which a new file is begun.",
+    )
+    audit_files: int = Field(
+        10,
+        ge=1,
+        le=1000,
+        description="Files of the audit log that are kept; the oldest is deleted.",
+    )
     rate_post: int = Field(
         60, ge=1, description="Changing requests that one key may send per minute."
     )
@@ -189,6 +262,12 @@ class Settings(BaseSettings):
         description="Module that runs one stage in a process of its own.",
     )
 
+    @field_validator("device_prices")
+    @classmethod
+    def _check_prices(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        parse_prices(words)
+        return words
+
     @model_validator(mode="before")
     @classmethod
     def _insert_password(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +299,11 @@ class Settings(BaseSettings):
         if values.get("server") or str(port) == "0":
             return values
         return {**values, "server": make_address(host, port)}
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Prices of a device-hour by kind of device, and under "" that of any other device."""
+        return parse_prices(self.device_prices)
 
     @property
     def caches(self) -> Path:

@@ -47,7 +47,8 @@ class Placement(Section):
         ge=0,
         le=9,
         description=(
-            "Queued jobs with a higher priority start first; among equals the oldest does."
+            "Of a team's queued jobs those with a higher priority start first; among equals the "
+            "oldest does. Teams share the devices whatever the priorities."
         ),
     )
     depends_on: tuple[Annotated[str, Field(pattern=JOB_ID_PATTERN)], ...] = Field(

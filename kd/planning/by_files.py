@@ -15,8 +15,10 @@ from kd.planning.shapes import describe_student_files
 from kd.planning.texts import TextFiles, find_text_size
 
 
-def plan_by_files(config: JobConfig, files: TextFiles, devices: DeviceGroup) -> TrainingPlan | None:
-    """Plan the training of ``config``.
+def plan_by_files(
+    config: JobConfig, files: TextFiles, devices: DeviceGroup, price: float | None = None
+) -> TrainingPlan | None:
+    """Plan the training of ``config``; ``price`` is that of an hour of one device.
 
     None for a job that trains nothing, and where its files do not tell the student or the steps.
     Raises ``ConfigError`` where a step cannot be split over the devices, and ``ModelError`` where a
@@ -43,4 +45,4 @@ def plan_by_files(config: JobConfig, files: TextFiles, devices: DeviceGroup) -> 
         model=student.work,
         suits_kernels=suits_kernels(text.codec, config.loss.divergence),
     )
-    return make_plan(training, devices)
+    return make_plan(training, devices, price)

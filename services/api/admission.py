@@ -12,10 +12,16 @@ from typing import Any
 from kd.capture.estimate import measure_free_bytes
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
+from kd.files import format_bytes
 from kd.memory.model_memory import estimate_least_memory
 from kd.preflight.problems import Folders, find_problems
+from services.api.answers.accounts import (
+    describe_account,
+    find_quota_warnings,
+    read_planned_cost,
+)
 from services.api.answers.problems import ApiProblem
-from services.api.answers.views import JobPlan
+from services.api.answers.views import JobPlan, QuotaProblem
 from services.api.plan_process import Wish
 from services.api.service import Service
 from services.loops.searches import find_service_problems
@@ -24,9 +30,10 @@ from services.process.logs import request_id
 from services.process.telemetry import read_traceparent
 from services.settings import STAGES, Settings
 from services.store.callers import Caller, RequestOrigin
+from services.store.costs import estimate_new_job
 from services.store.jobs.creation import CreateResult
 from services.store.queue import publish_hint
-from services.store.schemas import Job, JobEstimate
+from services.store.schemas import Cost, Job, JobEstimate, JobResources, TeamAccount
 from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.
@@ -42,11 +49,32 @@ class Admission:
 
     def plan(self, config: JobConfig, devices: str | None = None) -> JobPlan:
         """Return the plan of the job on ``devices``; raise what ``require_admissible`` raises."""
-        return JobPlan.model_validate(self._ask_process("plan", config, devices))
+        plan = JobPlan.model_validate(self._ask_process("plan", config, devices))
+        account = self.read_account()
+        new_bytes = 0 if plan.capture is None else plan.capture.bytes
+        return plan.model_copy(
+            update={
+                "cost": read_planned_cost(plan) or self._estimate_cost(config),
+                "account": account,
+                "warnings": [*plan.warnings, *find_quota_warnings(account, new_bytes)],
+            }
+        )
 
     def estimate(self, config: JobConfig) -> JobEstimate:
         """Return the estimate of the job's capture; raise what ``require_admissible`` raises."""
-        return JobEstimate.model_validate(self._ask_process("estimate", config))
+        found = JobEstimate.model_validate(self._ask_process("estimate", config))
+        more = {"cost": self._estimate_cost(config), "account": self.read_account()}
+        return found.model_copy(update=more)
+
+    def read_account(self) -> TeamAccount:
+        """Return the account of the caller's team."""
+        return describe_account(self.service.store.read_accounts(self.caller.team)[0])
+
+    def _estimate_cost(self, config: JobConfig) -> Cost | None:
+        store = self.service.store
+        needs = JobResources(gpus=config.resources.gpus, memory=config.resources.memory)
+        mean = store.read_mean_use(config.kind)
+        return estimate_new_job(config.stages[-1], needs, store.list_workers(), mean)
 
     def _ask_process(
         self, wish: Wish, config: JobConfig, devices: str | None = None
@@ -93,12 +121,17 @@ class Admission:
                 estimate_least_memory(config, settings.root),
             )
         _require_created(created, config, settings)
+        if created.outcome == "team_quota":
+            raise make_bytes_problem(self.read_account())
         job = self.service.store.get(created.id, self.caller)
         if job is None:
             raise ApiProblem(
                 404, f"The job {created.id} was deleted.", "Use a new Idempotency-Key."
             )
         if created.outcome == "created":
+            self.service.audit.record(
+                self.caller, "job.create", job.id, kind=job.kind, name=job.name
+            )
             announce_job(self.service, job)
         return job, created.outcome == "replayed"
 
@@ -112,14 +145,26 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
             f"{created.detail} jobs of this key have not ended, and it may have"
             f" {settings.quota_open_jobs}."
         )
-        raise _make_quota_problem(detail, "Wait for one to end, or cancel one.")
+        quota = QuotaProblem(
+            what="open_jobs",
+            limit=settings.quota_open_jobs,
+            used=int(created.detail),
+            frees_up="when one of its jobs ends",
+        )
+        raise _make_quota_problem(detail, "Wait for one to end, or cancel one.", quota)
     if created.outcome == "record_quota":
         most = settings.quota_record_bytes
         detail = (
             f"With this job, the records of this key's jobs would take {created.detail} bytes,"
             f" and they may take {most}."
         )
-        raise _make_quota_problem(detail, "Delete jobs that have ended: DELETE /jobs/{id}.")
+        quota = QuotaProblem(
+            what="record_bytes",
+            limit=most,
+            used=int(created.detail),
+            frees_up="when jobs are deleted",
+        )
+        raise _make_quota_problem(detail, "Delete jobs that have ended: DELETE /jobs/{id}.", quota)
     if created.outcome == "bad_dependency":
         pointer = f"/depends_on/{config.depends_on.index(created.id)}"
         raise ConfigError(
@@ -127,9 +172,24 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
         )
 
 
-def _make_quota_problem(detail: str, remedy: str) -> ApiProblem:
+def make_bytes_problem(account: TeamAccount) -> ApiProblem:
+    """Return the 429 for a job of a team whose caches and runs take too much of the disk."""
+    use = account.bytes
+    limit = use.limit or 0.0
+    return _make_quota_problem(
+        f"Caches and runs of team {account.team} take {format_bytes(use.used)}, and its quota is"
+        f" {format_bytes(limit)}.",
+        "Delete caches (DELETE /caches/{fingerprint}), or jobs with their files (DELETE"
+        " /jobs/{id}?artifacts=true). The disk is measured every minute.",
+        QuotaProblem(what="bytes", limit=limit, used=use.used, frees_up=use.frees_up),
+    )
+
+
+def _make_quota_problem(detail: str, remedy: str, quota: QuotaProblem) -> ApiProblem:
     headers = {"Retry-After": RETRY_QUOTA_SECONDS}
-    return ApiProblem(429, detail, remedy, "quota-exceeded", headers=headers)
+    return ApiProblem(
+        429, detail, remedy, "quota-exceeded", headers=headers, members={"quota": quota}
+    )
 
 
 def announce_job(service: Service, job: Job) -> None:

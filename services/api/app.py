@@ -6,6 +6,7 @@ The routes, in ``services/api/routes``:
     history.py      the events, metrics and log of a job
     files.py        the checkpoints and artifacts of a job
     caches.py       the caches of teachers
+    accounts.py     what teams use of their quotas, and the audit log
     operations.py   models, workers, health, Prometheus metrics, version
     dashboard.py    the web pages: the dashboard, and the page of the API
 
@@ -37,13 +38,14 @@ from fastapi.routing import APIRoute
 
 from services.api.answers import problems
 from services.api.answers.event_stream import EventHub, connect_events
+from services.api.auditing import Audit
 from services.api.guards.authentication import require_safe_bind
 from services.api.guards.body_limits import BODY_BYTES, BodyLimit
 from services.api.guards.install import add_guards
 from services.api.guards.request_observer import RequestObserver
 from services.api.openapi import complete_openapi
 from services.api.plan_process import PlanProcess
-from services.api.routes import caches, dashboard, files, history, jobs, operations
+from services.api.routes import accounts, caches, dashboard, files, history, jobs, operations
 from services.api.service import Service
 from services.loops.reconciler import Reconciler
 from services.process.logs import find_secrets
@@ -55,7 +57,14 @@ from services.store.queue import make_celery_app
 #: Requests that may wait for Redis at one time. The next request waits until one of them is done;
 #: that takes 2 s if Redis is away.
 THREADS = 200
-ROUTERS = (jobs.router, history.router, files.router, caches.router, operations.router)
+ROUTERS = (
+    jobs.router,
+    history.router,
+    files.router,
+    caches.router,
+    accounts.router,
+    operations.router,
+)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -82,7 +91,7 @@ def create_app(settings: Settings) -> FastAPI:
     # The middleware that is added last runs first.
     app.add_middleware(BodyLimit, limit=BODY_BYTES)
     app.add_middleware(history.EventStreamRouter)
-    add_guards(app, settings)
+    add_guards(app, settings, service.audit)
     app.add_middleware(RequestObserver, request_metrics=service.request_metrics)
     complete_openapi(app, with_keys=settings.api_keys_file is not None)
     return app
@@ -99,6 +108,7 @@ def _make_service(settings: Settings) -> Service:
         events=events,
         event_hub=EventHub(events),
         plans=PlanProcess(settings),
+        audit=Audit(settings),
         secrets=find_secrets(settings),
     )
 

@@ -34,6 +34,7 @@ from kd.planning.texts import TextFiles
 from services.api.answers.views import JobPlan, MemoryEstimate
 from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
+from services.store.costs import find_price
 from services.store.jobs.workers import explain_small_memory
 from services.store.schemas import JobEstimate, WorkerState
 
@@ -172,7 +173,9 @@ def _plan_training(
         _make_vocabulary_finder(config, settings.root, kept),
     )
     try:
-        plan = plan_by_files(config, files, group)
+        kind = "cuda" if group.place.is_gpu else CPU
+        price = find_price(settings.prices, kind, group.place.rates.name)
+        plan = plan_by_files(config, files, group, price)
     except ConfigError:
         if devices is not None:
             raise
@@ -217,7 +220,7 @@ def _hide_times(plan: dict[str, Any], group: DeviceGroup) -> dict[str, Any]:
     least = [] if plan["shortfall"] is None else [plan["shortfall"]["least"]]
     for candidate in (*plan["candidates"], *least):
         candidate |= {"step_seconds": None, "step": None, "seconds": None, "efficiency": None}
-        candidate["why"] = ""
+        candidate |= {"cost": None, "why": ""}
     return plan
 
 

@@ -25,13 +25,15 @@ programs. Bodies are JSON; the body of a job is described in [configuration.md](
 - **Keys.** If the operator has set `KD_API_KEYS_FILE`, every request except the health checks must
   send `Authorization: Bearer kd_...`. A key sees the jobs and caches of its own name; the others
   are 404. Scope `read` may look, `write` may also create and change, and `admin` also sees the jobs
-  and caches of all names. A key that has expired is 401 with the type `key-expired`; in the last 14
-  days before that, every answer has the header `Potstill-Key-Expires`.
+  and caches of all names, the quotas of all teams and the audit log. A key that has expired is 401
+  with the type `key-expired`; in the last 14 days before that, every answer has the header
+  `Potstill-Key-Expires`.
 - **Errors** are problem documents (RFC 9457, `application/problem+json`): `type`, `title`,
   `status`, `detail`, `remedy`, `instance`, `request_id`, and `errors` with a JSON pointer for each
   wrong field. Any path may also answer 400 for an unknown `Host` or for `If-Match`, which no path
   compares, 401 without a valid key, 403 if the key lacks the scope or a foreign page asks, 429 with
-  `Retry-After` above the caller's rate, and 503 with `Retry-After` while the job store is away.
+  `Retry-After` above the caller's rate or a quota (`quota-exceeded`, where `quota` says which, how
+  much is used and what frees it up), and 503 with `Retry-After` while the job store is away.
   `POST /jobs/validate` and a dry run also answer 503 (`check-limit`) if the check takes more time
   or memory than the operator allows.
 - **Headers.** `Idempotency-Key` makes a POST safe to send again for a day. `X-Request-ID` is kept

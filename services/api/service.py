@@ -13,6 +13,7 @@ from fastapi import Depends, Path, Request
 from services.api.answers.event_stream import EventHub
 from services.api.answers.file_digests import FileDigests
 from services.api.answers.problems import ApiProblem
+from services.api.auditing import Audit
 from services.api.guards.authentication import authenticate
 from services.api.guards.request_metrics import RequestMetrics
 from services.api.plan_process import PlanProcess
@@ -34,6 +35,7 @@ class Service:
     events: redis.asyncio.Redis
     event_hub: EventHub
     plans: PlanProcess
+    audit: Audit
     #: Words that no log may show.
     secrets: tuple[str, ...] = field(default=(), repr=False)
     digests: FileDigests = field(default_factory=FileDigests)

@@ -124,8 +124,15 @@ function head(job, act) {
       ["Attempt", job.attempt > 1 ? `${job.attempt} of ${job.max_attempts}` : null],
       ["Created", time(job.created_at)],
       ["Duration", duration(secondsOf(job))],
+      ["Device time", job.device_seconds ? duration(job.device_seconds) : null],
+      ["Cost", job.cost && costOf(job.cost)],
     ]),
   ];
+}
+
+/** A cost: final, or so far and of what is expected. */
+function costOf({ amount, estimated }) {
+  return estimated == null ? number(amount) : `${number(amount)} of about ${number(estimated)}`;
 }
 
 /** The seconds from a job's first start to its end; null until it has ended. */

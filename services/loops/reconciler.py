@@ -1,9 +1,11 @@
 """The loop that repairs jobs after a crash. It also drives searches and sends webhooks.
 
 twice a second   lost hints are sent again
+                 changed rules of fair share and quotas reach the job store
                  expired leases and passed deadlines take effect
                  some open jobs get back a lost lease, place in the queue or end of a dependency
-every minute     queued jobs whose cache is gone from the disk capture it again, or fail
+every minute     the caches and runs of each team are measured
+                 queued jobs whose cache is gone from the disk capture it again, or fail
 
 Several copies may run at once: every step may be repeated.
 """
@@ -22,6 +24,7 @@ from redis.exceptions import RedisError
 
 from kd.config.jobfile import parse_config
 from services.loops.searches import Searches
+from services.loops.teams import TeamRules
 from services.loops.webhooks import Webhooks
 from services.process.lasting_loops import flush_restarts, keep_running_async
 from services.settings import SEARCH, STAGES, Settings
@@ -54,6 +57,7 @@ class Reconciler:
         self._searches = Searches(store, app, settings)
         self._webhooks = Webhooks(store, settings)
         self._caches = LostCaches(store, settings)
+        self._teams = TeamRules(store, settings)
         self._next_to_mend = 0
         self._contact_since: int | None = None
         self._last_contact = 0
@@ -81,6 +85,7 @@ class Reconciler:
             self._announce,
             self._mend,
             self._caches.step,
+            self._teams.step,
             self._searches.step,
         ):
             _do(duty)

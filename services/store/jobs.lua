@@ -39,11 +39,18 @@
 -- kd:job:{id}:trials      hash    of a search: number of a trial -> id of its job; the job's 'parent' is the search
 -- kd:index:{owner}:{status}  zset jobs by time of creation (microseconds); * is any owner or status
 -- kd:queue:{stage}        zset    queued jobs, by priority, then by time of creation
+-- kd:queue:{stage}:{team} zset    the same, of one team
+-- kd:queuers:{stage}      set     teams that have a queued job for the stage
 -- kd:open                 zset    open jobs, by time of creation
 -- kd:leases               zset    jobs that a worker has, by the end of the lease
 -- kd:deadlines            zset    open jobs with a deadline, by deadline
 -- kd:idempotency:{sha}    string  "job-id body-sha" of a POST with an Idempotency-Key, for a day
 -- kd:caches:{owner}       set     fingerprints of caches that the owner's jobs made or read
+-- kd:teams                set     teams that have ever had a job
+-- kd:team:{team}          hash    the account of a team: device-milliseconds used recently and today, bytes on the disk
+-- kd:devices:{team}       hash    jobs that hold devices -> how many
+-- kd:owners               hash    owner -> the team of its newest job
+-- kd:policy               hash    the operator's rules: half_life_ms, and quotas as {quota} or {quota}:{team}
 -- kd:records              hash    owner -> bytes of its jobs' records at their creation, including ended jobs
 -- kd:cache:{fp}:jobs      set     jobs that made or read a cache
 -- kd:webhooks             zset    "job event-id" of messages to send, by the time of the next try
@@ -56,6 +63,10 @@
 -- Fencing: each claim gets the next fence. A call with an older fence returns "fenced" and changes nothing.
 -- Attempts: a claim starts a new attempt only if the last one died ('fresh'). A clean stop continues the attempt.
 -- Searches: an API's reconciler claims and drives them. When a search ends, its open trials are cancelled.
+-- Fair share: a worker takes a job of the team that holds the fewest devices now; among equals, of the team that used the
+-- fewest device-seconds recently, where a use counts half as much after each half-life; among these, of the team whose
+-- first job is the oldest. Priority orders the jobs of one team. A team above a quota gets no devices.
+-- Accounts: a beat, and the end of a claim, charge a job and its team for the devices that it held since the last charge.
 -- Times are milliseconds of this server's clock. Commands are those of Redis 6.2. No cluster: keys are computed.
 
 local FORMAT = '2'
@@ -65,6 +76,7 @@ local HINTS = 32  -- kept in a queue of Celery: each wakes one idle worker
 local TERMINAL = {succeeded = true, failed = true, cancelled = true}
 local ACTIVE = {running = true, cancelling = true, pausing = true}
 local OPEN = {'waiting', 'queued', 'running', 'cancelling', 'pausing', 'paused'}
+local STAGES = {'precompute', 'train', 'search'}
 -- The most points of each series. A point of scalars holds several numbers for each layer.
 local SERIES = {metrics = 8192, evaluation = 8192, temperature = 8192, scalars = 1024}
 -- The actions that a client may ask for, by status, in the order in which a client shows them.
@@ -90,6 +102,8 @@ local MENDED_BY_CAPTURE = {cache_missing = true, cache_incomplete = true, cache_
 local CAPTURING = {distill = true, search = true}
 local REPLY = {running = 'go', cancelling = 'cancel', pausing = 'pause'}
 local SECONDS = {1, 5, 15, 60, 300, 900, 3600, 14400, 86400, 604800, '+Inf'}
+
+local QUOTAS = {'device_seconds', 'bytes'}
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -168,26 +182,188 @@ local function keep(id, command)
   end
 end
 
+-- ---------------------------------------------------------------- teams
+
+local function name_team(team, owner) return team or owner or 'local' end
+
+local function team_of(id) return name_team(unpack(redis.call('HMGET', key(id), 'team', 'owner'))) end
+
+-- The account of a team now: device-milliseconds used recently and today, bytes, and its quotas, or nil for none.
+local function account(team)
+  local used, at, day, today, bytes = unpack(
+    redis.call('HMGET', 'kd:team:' .. team, 'recent', 'charged_at', 'day', 'today', 'bytes'))
+  local rules = redis.call('HMGET', 'kd:policy', 'half_life_ms', 'device_seconds', 'bytes',
+    'device_seconds:' .. team, 'bytes:' .. team)
+  local half_life = tonumber(rules[1] or '') or 1000 * DAY
+  local date = math.floor(now / 1000 / DAY)
+  return {
+    recent = (tonumber(used or '') or 0) * 0.5 ^ ((now - (tonumber(at or '') or now)) / half_life),
+    date = date,
+    today = tonumber(day or '') == date and tonumber(today) or 0,
+    bytes = tonumber(bytes or '') or 0,
+    limits = {device_seconds = tonumber(rules[4] or rules[2] or ''), bytes = tonumber(rules[5] or rules[3] or '')},
+  }
+end
+
+-- The quota that a team has used up, or nothing.
+local function exhausted(found)
+  local used = {device_seconds = found.today / 1000, bytes = found.bytes}
+  for _, quota in ipairs(QUOTAS) do
+    if found.limits[quota] and used[quota] >= found.limits[quota] then return quota end
+  end
+end
+
+local function explain(team, found, quota)
+  if quota == 'bytes' then
+    return string.format('Caches and runs of team %s take %.0f bytes, and its quota is %.0f: its jobs wait until some are '
+      .. 'deleted.', team, found.bytes, found.limits.bytes)
+  end
+  return string.format('Team %s has used %.0f of its %.0f device-seconds of this day: its jobs wait until 00:00 UTC.',
+    team, found.today / 1000, found.limits.device_seconds)
+end
+
+-- Tell a queued job, or all queued jobs of a team, that they wait for a quota.
+local function warn(id, text) emit(id, 'warning', cjson.encode({message = text})) end
+
+local function warn_all(team, found, quota)
+  local text = explain(team, found, quota)
+  for _, stage in ipairs(STAGES) do
+    for _, id in ipairs(redis.call('ZRANGE', 'kd:queue:' .. stage .. ':' .. team, 0, -1)) do warn(id, text) end
+  end
+end
+
+-- Change the account of a team. If that uses a quota up, its queued jobs hear of it.
+local function book(team, found, ...)
+  local before = exhausted(found)
+  for i = 1, select('#', ...), 2 do found[select(i, ...)] = select(i + 1, ...) end
+  redis.call('HSET', 'kd:team:' .. team, 'recent', string.format('%.3f', found.recent), 'charged_at', now,
+    'day', found.date, 'today', string.format('%.0f', found.today), 'bytes', string.format('%.0f', found.bytes))
+  local quota = exhausted(found)
+  if quota and not before then warn_all(team, found, quota) end
+end
+
+-- Charge a job and its team for the devices that it held since the last charge.
+local function charge(id)
+  local team, owner, devices, since, spent, price, cost = unpack(redis.call(
+    'HMGET', key(id), 'team', 'owner', 'devices', 'charged_at', 'device_ms', 'price', 'cost'))
+  if not devices then return end
+  local more = math.max(now - since, 0) * devices
+  redis.call('HSET', key(id), 'charged_at', now, 'device_ms', string.format('%.0f', (spent or 0) + more))
+  if price then
+    redis.call('HSET', key(id), 'cost', string.format('%.9f', (cost or 0) + more / 3600000 * price))
+  end
+  if more == 0 then return end
+  team = name_team(team, owner)
+  local found = account(team)
+  book(team, found, 'recent', found.recent + more, 'today', found.today + more)
+end
+
+-- A job takes the devices that it asks for, or one. The driver of a search needs none.
+local function take_devices(id, price)
+  local gpus, stage = unpack(redis.call('HMGET', key(id), 'gpus', 'stage'))
+  if stage == 'search' then return end
+  local devices = math.max(tonumber(gpus or '') or 1, 1)
+  redis.call('HSET', key(id), 'devices', devices, 'charged_at', now)
+  if price ~= '' then redis.call('HSET', key(id), 'price', price) else redis.call('HDEL', key(id), 'price') end
+  redis.call('HSET', 'kd:devices:' .. team_of(id), id, devices)
+end
+
+local function give_devices_back(id)
+  charge(id)
+  if redis.call('HDEL', key(id), 'devices') == 1 then redis.call('HDEL', 'kd:devices:' .. team_of(id), id) end
+end
+
+local function count_devices(team)
+  local total = 0
+  for _, devices in ipairs(redis.call('HVALS', 'kd:devices:' .. team)) do total = total + devices end
+  return total
+end
+
+local function goes_before(a, b)
+  if a.held ~= b.held then return a.held < b.held end
+  if a.recent ~= b.recent then return a.recent < b.recent end
+  return a.created < b.created
+end
+
+-- The teams that have queued jobs for a stage, in the order in which a worker serves them. Those above a quota are left
+-- out, except in the queue of searches, whose drivers use no devices.
+local lines = {}
+local function line_up(stage)
+  if lines[stage] then return lines[stage] end
+  local found = {}
+  for _, team in ipairs(redis.call('SMEMBERS', 'kd:queuers:' .. stage)) do
+    local name = 'kd:queue:' .. stage .. ':' .. team
+    local first, state = redis.call('ZRANGE', name, 0, 0)[1], account(team)
+    if first and (stage == 'search' or not exhausted(state)) then
+      found[#found + 1] = {team = team, held = count_devices(team), recent = state.recent,
+        created = tonumber(get(first, 'created_us') or '') or 0,
+        jobs = redis.call('ZCARD', name)}
+    end
+  end
+  table.sort(found, goes_before)
+  lines[stage] = found
+  return found
+end
+
+-- Why the jobs of a team wait for a quota, or false.
+local reasons = {}
+local function why(team)
+  if reasons[team] == nil then
+    local found = account(team)
+    local quota = exhausted(found)
+    reasons[team] = quota and explain(team, found, quota) or false
+  end
+  return reasons[team]
+end
+
+-- The jobs that would start before a queued one if all took equally long, so that the teams took turns.
+local function place(id, stage, team)
+  local rank = redis.call('ZRANK', 'kd:queue:' .. stage .. ':' .. team, id)
+  if not rank then return rank end
+  local before, own = rank, false
+  for _, each in ipairs(line_up(stage)) do
+    if each.team == team then own = true
+    else before = before + math.min(each.jobs, own and rank or rank + 1) end
+  end
+  return before
+end
+
 -- ---------------------------------------------------------------- how a status changes
 
 local ended
 
+-- Put a job into its queue. Returns why it must wait there, if a quota of its team is used up.
 -- One step of priority outweighs thirty years of age. The score stays a whole number below 2^53, so it is exact.
 local function queue(id)
   local created, priority, stage = unpack(redis.call('HMGET', key(id), 'created_us', 'priority', 'stage'))
-  redis.call('ZADD', 'kd:queue:' .. stage, created - priority * 1e15, id)
+  local name, team = 'kd:queue:' .. stage, team_of(id)
+  redis.call('ZADD', name, created - priority * 1e15, id)
+  redis.call('ZADD', name .. ':' .. team, created - priority * 1e15, id)
+  redis.call('SADD', 'kd:queuers:' .. stage, team)
+  local found = account(team)
+  local quota = stage ~= 'search' and exhausted(found)
+  return quota and explain(team, found, quota)
+end
+
+local function unqueue(id, stage)
+  local name, team = 'kd:queue:' .. stage, team_of(id)
+  redis.call('ZREM', name, id)
+  redis.call('ZREM', name .. ':' .. team, id)
+  if redis.call('ZCARD', name .. ':' .. team) == 0 then redis.call('SREM', 'kd:queuers:' .. stage, team) end
 end
 
 local function move(id, status, ...)
   local before, stage = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
   if before then index(id, before, 'remove') end
-  if before == 'queued' then redis.call('ZREM', 'kd:queue:' .. stage, id) end
+  if before == 'queued' then unqueue(id, stage) end
+  if ACTIVE[before] and not ACTIVE[status] then give_devices_back(id) end
   redis.call('HDEL', key(id), 'reason')
   set(id, 'status', status, ...)
   index(id, status, 'add')
+  local waits
   if status == 'queued' then
     redis.call('HSET', key(id), 'queued_at', now, 'dispatched_at', now)
-    queue(id)
+    waits = queue(id)
   end
   if not ACTIVE[status] then
     redis.call('ZREM', 'kd:leases', id)
@@ -201,6 +377,7 @@ local function move(id, status, ...)
   end
   count('kd_jobs_total', {'kind', get(id, 'kind'), 'status', status})
   local event = emit(id, 'status', describe(id))
+  if waits then warn(id, waits) end
   if (get(id, 'webhook') or '') ~= '' then redis.call('ZADD', 'kd:webhooks', now, id .. ' ' .. event) end
   if TERMINAL[status] then ended(id, status) end
   return status
@@ -214,6 +391,9 @@ end
 function ended(id, status)
   local kind, started = unpack(redis.call('HMGET', key(id), 'kind', 'started_at'))
   if started then observe('kd_job_duration_seconds', {'kind', kind, 'status', status}, (now - started) / 1000) end
+  if status == 'succeeded' then
+    observe('kd_job_device_seconds', {'kind', kind}, (get(id, 'device_ms') or 0) / 1000)
+  end
   each_trial(id, 'cancel')
   for _, other in ipairs(redis.call('SMEMBERS', key(id, 'dependents'))) do settling[#settling + 1] = {other, id} end
   if status == 'succeeded' then redis.call('DEL', key(id, 'dependents')) end
@@ -305,6 +485,9 @@ local function begin(id, owner, ...)
   while redis.call('ZCOUNT', 'kd:index:*:*', created, created) > 0 do created = created + 1 end
   set(id, 'format', FORMAT, 'id', id, 'owner', owner, 'created_at', now, 'created_us', string.format('%.0f', created),
     'attempt', 0, 'attempts_before', 0, 'fence', 0, 'fresh', '1', 'error', 'null', ...)
+  local team = team_of(id)
+  redis.call('SADD', 'kd:teams', team)
+  redis.call('HSET', 'kd:owners', owner, team)
   redis.call('ZADD', 'kd:open', created, id)
   index(id, '*', 'add')
   local fingerprint = get(id, 'cache.fingerprint')
@@ -328,7 +511,7 @@ local function weigh(owner, bytes)
 end
 
 -- create(id, owner, sees_all, key_sha or '', body_sha, max_open or '', max_bytes or '', field, value, ...)
---   -> {created | replayed | conflict, id} | {quota, open jobs} | {record_quota, bytes}
+--   -> {created | replayed | conflict, id} | {quota, open jobs} | {record_quota, bytes} | {team_quota, bytes}
 --    | {bad_dependency, id, its status or unknown}
 function transitions.create(id, owner, sees_all, sha, body, max_open, max_bytes, ...)
   local earlier = sha ~= '' and redis.call('GET', 'kd:idempotency:' .. sha)
@@ -341,14 +524,20 @@ function transitions.create(id, owner, sees_all, sha, body, max_open, max_bytes,
   local fields = {...}
   local needed = {}
   local bytes = measure(fields)
+  local team = owner
   for i = 1, #fields, 2 do
     if fields[i] == 'depends_on' then needed = cjson.decode(fields[i + 1]) end
+    if fields[i] == 'team' then team = fields[i + 1] end
   end
   local refused = hopeless(owner, sees_all, needed)
   if refused then return refused end
   if max_open ~= '' and open_jobs(owner) >= tonumber(max_open) then return {'quota', tostring(open_jobs(owner))} end
   local total = bytes + (tonumber(redis.call('HGET', 'kd:records', owner) or '') or 0)
   if max_bytes ~= '' and total > tonumber(max_bytes) then return {'record_quota', string.format('%.0f', total)} end
+  local found = max_bytes ~= '' and account(team)
+  if found and found.limits.bytes and found.bytes >= found.limits.bytes then
+    return {'team_quota', string.format('%.0f', found.bytes)}
+  end
   if sha ~= '' then redis.call('SET', 'kd:idempotency:' .. sha, id .. ' ' .. body, 'EX', DAY) end
   begin(id, owner, 'record_bytes', bytes, ...)
   weigh(owner, bytes)
@@ -452,31 +641,45 @@ local function workers()
   return found
 end
 
--- The sum of the seconds of all jobs that have succeeded, and their number, as text.
+-- The sum of the seconds of all jobs that have succeeded, and their number, as text. Then for each kind of job its name,
+-- the sum of the device-seconds of those jobs, and their number.
 local function durations()
   local counters = redis.call('HGETALL', 'kd:counters')
   local totals = {sum = 0, count = 0}
+  local kinds = {}
   for i = 1, #counters, 2 do
     local part = string.match(counters[i], '^kd_job_duration_seconds_(%l+){.*status="succeeded"')
     if totals[part] then totals[part] = totals[part] + counters[i + 1] end
+    local use, kind = string.match(counters[i], '^kd_job_device_seconds_(%l+){kind="(%l+)"}$')
+    if use then
+      kinds[kind] = kinds[kind] or {}
+      kinds[kind][use] = counters[i + 1]
+    end
   end
-  return {tostring(totals.sum), tostring(totals.count)}
+  local found = {tostring(totals.sum), tostring(totals.count)}
+  for kind, use in pairs(kinds) do
+    for _, value in ipairs({kind, use.sum or '0', use.count or '0'}) do found[#found + 1] = value end
+  end
+  return found
 end
 
 -- show(id, ...) -> {jobs, workers, durations}; a job is {field, value, ...; jobs it waits for; place in the queue or
--- nothing; actions that it allows}. Workers and durations are empty unless a job is queued. Changes nothing.
+-- nothing; actions that it allows; why a quota makes it wait, or nothing}. Workers and durations are empty if every job
+-- has ended. Changes nothing.
 function transitions.show(...)
   local jobs = {}
-  local queued = false
+  local open = false
   for i, id in ipairs({...}) do
     local pairs = redis.call('HGETALL', key(id))
     local record = {}
     for j = 1, #pairs, 2 do record[pairs[j]] = pairs[j + 1] end
-    local place = redis.call('ZRANK', 'kd:queue:' .. (record.stage or ''), id)
-    queued = queued or place
-    jobs[i] = {pairs, redis.call('SMEMBERS', key(id, 'waits')), place, allowed(record.status, record.parent)}
+    local team, stage = name_team(record.team, record.owner), record.stage or ''
+    local before = record.status == 'queued' and place(id, stage, team)
+    local waits = before and stage ~= 'search' and why(team)
+    open = open or not (TERMINAL[record.status] or #pairs == 0)
+    jobs[i] = {pairs, redis.call('SMEMBERS', key(id, 'waits')), before, allowed(record.status, record.parent), waits}
   end
-  if not queued then return {jobs, {}, {}} end
+  if not open then return {jobs, {}, {}} end
   return {jobs, workers(), durations()}
 end
 
@@ -512,9 +715,10 @@ local function fits(id, gpus, memory)
   return (not devices or devices <= tonumber(gpus)) and (not bytes or bytes <= tonumber(memory))
 end
 
--- claim(id, stage, worker, lease_ms, gpus, memory) -> {id, fence, attempt, config, owner, request_id, traceparent},
+-- claim(id, stage, worker, lease_ms, gpus, memory, price of a device-hour or '')
+--   -> {id, fence, attempt, config, owner, request_id, traceparent, stage},
 -- or nothing if the job is not queued for this stage or needs more than the worker has
-function transitions.claim(id, stage, worker, lease, gpus, memory)
+function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   local status, waits_for, queued = unpack(redis.call('HMGET', key(id), 'status', 'stage', 'queued_at'))
   if status ~= 'queued' or waits_for ~= stage or not fits(id, gpus, memory) then return false end
   local fence = redis.call('HINCRBY', key(id), 'fence', 1)
@@ -523,21 +727,44 @@ function transitions.claim(id, stage, worker, lease, gpus, memory)
   redis.call('ZADD', 'kd:leases', now + lease, id)
   observe('kd_job_queue_wait_seconds', {'stage', stage}, (now - queued) / 1000)
   move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now)
+  take_devices(id, price)
   local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'traceparent')
-  return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or ''}
+  return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or '', stage}
 end
 
--- claim_next(stage, worker, lease_ms, gpus, memory) -> as claim, for the first job in the queue that fits
-function transitions.claim_next(stage, worker, lease, gpus, memory)
+-- The first queued job of a team that fits.
+local function first_fit(stage, team, gpus, memory)
   local start = 0
   while true do
-    local ids = redis.call('ZRANGE', 'kd:queue:' .. stage, start, start + 99)
-    if #ids == 0 then return false end
+    local ids = redis.call('ZRANGE', 'kd:queue:' .. stage .. ':' .. team, start, start + 99)
+    if #ids == 0 then return end
     for _, id in ipairs(ids) do
-      if fits(id, gpus, memory) then return transitions.claim(id, stage, worker, lease, gpus, memory) end
+      if fits(id, gpus, memory) then return id end
     end
     start = start + #ids
   end
+end
+
+-- claim_next(stages, worker, lease_ms, gpus, memory, price) -> as claim, for the first job that fits, of the first team in
+-- the line that has one. Of a team's queues, and of teams that are equal, the stage that is named first goes first.
+function transitions.claim_next(stages, worker, lease, gpus, memory, price)
+  local line = {}
+  for stage in string.gmatch(stages, '%S+') do
+    for _, each in ipairs(line_up(stage)) do
+      each.stage, each.turn = stage, #line
+      line[#line + 1] = each
+    end
+  end
+  table.sort(line, function(a, b)
+    if a.held ~= b.held then return a.held < b.held end
+    if a.recent ~= b.recent then return a.recent < b.recent end
+    return a.turn < b.turn
+  end)
+  for _, each in ipairs(line) do
+    local id = first_fit(each.stage, each.team, gpus, memory)
+    if id then return transitions.claim(id, each.stage, worker, lease, gpus, memory, price) end
+  end
+  return false
 end
 
 -- A step that runs again (after a stop between two checkpoints) replaces its earlier point.
@@ -563,6 +790,7 @@ function transitions.beat(id, fence, lease, batch, fields, ...)
   local pairs = {...}
   redis.call('ZADD', 'kd:leases', now + lease, id)
   set(id, 'heartbeat_at', now)
+  charge(id)
   if tonumber(batch) > tonumber(get(id, 'batch')) then
     redis.call('HSET', key(id), 'batch', batch)
     for i = 1, 2 * fields, 2 do
@@ -604,6 +832,13 @@ function transitions.fail_attempt(id, fence, failure)
   return died(id, failure)
 end
 
+-- idle(id, fence) -> go | fenced: the job keeps its claim, but gives its devices back while it waits for another process
+function transitions.idle(id, fence)
+  if not holds(id, fence) then return 'fenced' end
+  give_devices_back(id)
+  return 'go'
+end
+
 -- ---------------------------------------------------------------- from the reconciler
 
 -- expire(error) -> ids of jobs whose lease had expired
@@ -611,6 +846,8 @@ function transitions.expire(failure)
   local ids = redis.call('ZRANGEBYSCORE', 'kd:leases', '-inf', now, 'LIMIT', 0, 100)
   for _, id in ipairs(ids) do
     count('kd_lease_expirations_total', {})
+    -- Nobody knows how long a lost worker went on after its last beat, so this time is not charged.
+    redis.call('HSET', key(id), 'charged_at', now)
     -- The driver of a search keeps no state, so its death costs no attempt.
     if get(id, 'stage') == 'search' then stopped(id) else died(id, failure) end
     redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
@@ -634,13 +871,23 @@ function transitions.due(failure)
   return ids
 end
 
+local function is_queued(id, stage)
+  local name, team = 'kd:queue:' .. stage, team_of(id)
+  return redis.call('ZSCORE', name, id) and redis.call('ZSCORE', name .. ':' .. team, id)
+    and redis.call('SISMEMBER', 'kd:queuers:' .. stage, team) == 1
+end
+
 -- Put an open job back into the lists that it must be in. Returns whether it was missing in one.
 local function mended(id, lease)
   local status, stage, deadline = unpack(redis.call('HMGET', key(id), 'status', 'stage', 'deadline_at'))
   if not status or TERMINAL[status] then return redis.call('ZREM', 'kd:open', id) == 1 end
   if deadline and status ~= 'cancelling' then redis.call('ZADD', 'kd:deadlines', deadline, id) end
-  if ACTIVE[status] then return redis.call('ZADD', 'kd:leases', 'NX', now + lease, id) == 1 end
-  if status == 'queued' and not redis.call('ZSCORE', 'kd:queue:' .. stage, id) then
+  if ACTIVE[status] then
+    local devices = get(id, 'devices')
+    if devices then redis.call('HSETNX', 'kd:devices:' .. team_of(id), id, devices) end
+    return redis.call('ZADD', 'kd:leases', 'NX', now + lease, id) == 1
+  end
+  if status == 'queued' and not is_queued(id, stage) then
     queue(id)
     return true
   end
@@ -680,6 +927,35 @@ function transitions.hints(stage, age)
     end
   end
   return ids
+end
+
+-- measured(team, bytes, ...): the bytes on the disk of some teams, as measured now
+function transitions.measured(...)
+  local pairs = {...}
+  for i = 1, #pairs, 2 do
+    book(pairs[i], account(pairs[i]), 'bytes', tonumber(pairs[i + 1]))
+    redis.call('HSET', 'kd:team:' .. pairs[i], 'measured_at', now)
+  end
+end
+
+-- accounts(team, ...) -> {team, devices held, device-seconds recently, and today, bytes, when they were measured or '',
+-- quota of device-seconds a day or '', of bytes or '', queued jobs, why they wait or '', ...}; without a team, of all teams
+function transitions.accounts(...)
+  local teams, found = {...}, {}
+  if #teams == 0 then teams = redis.call('SMEMBERS', 'kd:teams') end
+  for _, team in ipairs(teams) do
+    local state, queued = account(team), 0
+    for _, stage in ipairs(STAGES) do queued = queued + redis.call('ZCARD', 'kd:queue:' .. stage .. ':' .. team) end
+    local limits = state.limits
+    for _, value in ipairs({team, count_devices(team), string.format('%.17g', state.recent / 1000),
+        string.format('%.17g', state.today / 1000), string.format('%.0f', state.bytes),
+        redis.call('HGET', 'kd:team:' .. team, 'measured_at') or '',
+        limits.device_seconds and string.format('%.17g', limits.device_seconds) or '',
+        limits.bytes and string.format('%.0f', limits.bytes) or '', queued, why(team) or ''}) do
+      found[#found + 1] = value
+    end
+  end
+  return found
 end
 
 -- webhooks(lease_ms, limit) -> {job, event id, url, failed tries, ...}: due messages. No other caller gets them during
@@ -731,7 +1007,7 @@ end
 function transitions.trial(id, fence, number, new, ...)
   if not holds(id, fence) then return 'fenced' end
   if redis.call('HSETNX', key(id, 'trials'), number, new) == 1 then
-    transitions.create(new, get(id, 'owner'), '0', '', '', '', '', 'parent', id, ...)
+    transitions.create(new, get(id, 'owner'), '0', '', '', '', '', 'parent', id, 'team', team_of(id), ...)
     if get(id, 'status') == 'pausing' then transitions.change('pause', new) end
   end
   return redis.call('HGET', key(id, 'trials'), number)

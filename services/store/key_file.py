@@ -1,10 +1,12 @@
 """The file of API keys (``KD_API_KEYS_FILE``).
 
     {"name": "alice", "sha256": "...", "scopes": ["write"], "created_at": "2026-11-21T..."}
-    {"name": "bob", ..., "expires_at": "2027-02-21T..."}
+    {"name": "bob", ..., "expires_at": "2027-02-21T...", "team": "nlp"}
     {"revoked": "...", "at": "2026-11-22T12:00:00+00:00"}
+    {"quota_of": "nlp", "device_seconds": 36000.0, "bytes": null, "at": "2026-11-22T..."}
 
-A line creates or revokes a key; a key is refused from its ``expires_at`` on. Lines are only added,
+A line creates or revokes a key, or sets the quotas of a team, which replace earlier ones. A key is
+refused from its ``expires_at`` on. Keys of one name are of one team. Lines are only added,
 at the end and in one write, so that a reader always sees a whole file, also through a mount of the
 file alone, and the history is kept. Only the SHA-256 of a key is stored. A slow hash is not needed,
 because a key has 256 random bits.
@@ -32,6 +34,7 @@ from typing import Any
 
 from cache.disk import storage_errors, wait_for_lock
 from cache.errors import PotstillError
+from services.store.callers import Quota
 
 #: Start of every key, by which a log finds and hides it.
 PREFIX = "kd_"
@@ -59,7 +62,7 @@ class KeysError(PotstillError):
 class ApiKey:
     """A key that is not revoked: its owner's name and its scopes. An owner may have several keys.
 
-    ``expires_at`` is None for a key without an end.
+    ``expires_at`` is None for a key without an end, ``team`` for one that is a team of its own.
     """
 
     name: str
@@ -67,6 +70,7 @@ class ApiKey:
     scopes: tuple[str, ...]
     created_at: str
     expires_at: datetime | None = None
+    team: str | None = None
 
     @property
     def id(self) -> str:
@@ -96,6 +100,7 @@ class KeyFile:
         self._lock = threading.Lock()
         self._seen: tuple[int, ...] = ()
         self._keys: tuple[ApiKey, ...] = ()
+        self._quotas: dict[str, Quota] = {}
 
     def list_keys(self) -> tuple[ApiKey, ...]:
         """The keys that are not revoked, with those that have expired.
@@ -103,11 +108,20 @@ class KeyFile:
         Raises ``KeysError`` if the file is missing or damaged, or if others may use it.
         """
         with self._lock:
-            state = _read_file_state(self.path)
-            if state != self._seen:
-                self._keys = read_keys(self.path)
-                self._seen = state
+            self._refresh()
             return self._keys
+
+    def list_quotas(self) -> dict[str, Quota]:
+        """The quotas of teams that have their own. Raises ``KeysError`` as ``list_keys``."""
+        with self._lock:
+            self._refresh()
+            return dict(self._quotas)
+
+    def _refresh(self) -> None:
+        state = _read_file_state(self.path)
+        if state != self._seen:
+            self._keys, self._quotas = _read_file(self.path)
+            self._seen = state
 
     def find(self, key: str) -> ApiKey | None:
         """Find a key, which may have expired. Unknown keys take as long as known ones."""
@@ -126,6 +140,15 @@ def hash_key(key: str) -> str:
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """The keys in the file that are not revoked, oldest first."""
+    return _read_file(path)[0]
+
+
+def read_quotas(path: Path) -> dict[str, Quota]:
+    """The quotas of the teams that have their own."""
+    return _read_file(path)[1]
+
+
+def _read_file(path: Path) -> tuple[tuple[ApiKey, ...], dict[str, Quota]]:
     _read_file_state(path)
     try:
         with path.open(encoding="utf-8") as file:
@@ -138,9 +161,10 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         _parse_entry(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
     ]
     revoked = {entry for entry in entries if isinstance(entry, str)}
-    return tuple(
+    keys = tuple(
         entry for entry in entries if isinstance(entry, ApiKey) and entry.sha256 not in revoked
     )
+    return keys, dict(entry for entry in entries if isinstance(entry, tuple))
 
 
 def parse_lifetime(text: str) -> timedelta:
@@ -155,11 +179,16 @@ def parse_lifetime(text: str) -> timedelta:
 
 
 def create_key(
-    path: Path, name: str, scopes: Iterable[str], lifetime: timedelta | None = None
+    path: Path,
+    name: str,
+    scopes: Iterable[str],
+    lifetime: timedelta | None = None,
+    team: str | None = None,
 ) -> tuple[str, ApiKey]:
     """Create a key and add it to the file. A missing file is created.
 
-    The key expires after ``lifetime``; None = never.
+    The key expires after ``lifetime``; None = never. Without a ``team`` it is of the team of the
+    other keys of this name; if there is none, it is a team of its own.
 
     Returns the text of the key, which is stored nowhere.
     """
@@ -174,17 +203,48 @@ def create_key(
             f"the scopes {', '.join(wanted) or '(none)'} are unknown.",
             f"Use {', '.join(SCOPES)}.",
         )
+    team = _choose_team(path, name, team)
     text = PREFIX + secrets.token_urlsafe(32)
     end = None if lifetime is None else datetime.now(UTC).replace(microsecond=0) + lifetime
-    key = ApiKey(name, hash_key(text), wanted, _format_now(), end)
-    if path.exists():
-        read_keys(path)  # a file with errors gets no more lines
+    key = ApiKey(name, hash_key(text), wanted, _format_now(), end, team)
     entry = asdict(key)
-    del entry["expires_at"]
+    del entry["expires_at"], entry["team"]
     if end is not None:
         entry["expires_at"] = end.isoformat()
+    if team is not None:
+        entry["team"] = team
     _append(path, entry)
     return text, key
+
+
+def _choose_team(path: Path, name: str, team: str | None) -> str | None:
+    """The team of a new key. A file with errors raises ``KeysError``, and gets no more lines."""
+    _require_team(team)
+    teams = {key.team for key in read_keys(path) if key.name == name} if path.exists() else set()
+    if team is None:
+        return next(iter(teams), None)
+    if teams - {team}:
+        other = next(iter(teams - {team})) or name
+        raise KeysError(
+            f"the keys of {name} are of team {other}, and cannot be of team {team} too.",
+            f"Leave --team out, or revoke them first: kd keys revoke {name}.",
+        )
+    return team
+
+
+def _require_team(team: str | None) -> None:
+    if team is not None and not NAME.fullmatch(team):
+        raise KeysError(
+            f"{team!r} cannot be the name of a team.",
+            "Use lower case, digits, dot, dash, underscore.",
+        )
+
+
+def set_quota(path: Path, team: str, quota: Quota) -> None:
+    """Set the quotas of a team. Where a value is None, the operator's setting counts."""
+    _require_team(team)
+    read_keys(path)  # a file with errors, or none, gets no more lines
+    _append(path, {"quota_of": team, **asdict(quota), "at": _format_now()})
 
 
 def revoke_keys(path: Path, name_or_id: str) -> list[ApiKey]:
@@ -212,10 +272,12 @@ def _append(path: Path, entry: dict[str, Any]) -> None:
             os.close(handle)
 
 
-def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str:
-    """A key, or the digest of a revoked one."""
+def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str, Quota]:
+    """A key, or the digest of a revoked one, or a team and its quotas."""
     try:
         entry = json.loads(line)
+        if "quota_of" in entry:
+            return _require(entry["quota_of"], NAME), _parse_quota(entry)
         if "revoked" in entry:
             return _require(entry["revoked"], _SHA256)
         name = _require(entry["name"], NAME)
@@ -224,12 +286,21 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str:
         if not scopes or set(scopes) - set(SCOPES):
             raise ValueError(f"scopes must be some of {', '.join(SCOPES)}")
         end = _parse_end(entry.get("expires_at"))
-        return ApiKey(name, digest, scopes, str(entry.get("created_at", "")), end)
+        team = _require(entry["team"], NAME) if "team" in entry else None
+        return ApiKey(name, digest, scopes, str(entry.get("created_at", "")), end, team)
     except (ValueError, TypeError, KeyError) as error:
         remedy = "Correct or remove the line; until then no key is accepted."
         raise KeysError(
             f"{path}, line {number}: this is not a key ({type(error).__name__}: {error}).", remedy
         ) from None
+
+
+def _parse_quota(entry: dict[str, Any]) -> Quota:
+    seconds, size = entry.get("device_seconds"), entry.get("bytes")
+    for value in (seconds, size):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError("a quota must be a number above 0")
+    return Quota(None if seconds is None else float(seconds), None if size is None else int(size))
 
 
 def _parse_end(text: str | None) -> datetime | None:

@@ -90,6 +90,23 @@ class JobError(View):
     remedy: str = Field("", description="What to do about it.")
 
 
+class Cost(View):
+    """What a job costs, in the currency of the operator's prices."""
+
+    amount: float = Field(
+        description="Cost of the device time so far, at the price of each device when it was used."
+    )
+    final: bool = Field(description="Whether the job has ended, so that only a retry costs more.")
+    estimated: float | None = Field(
+        None, description="Estimated cost of the whole job; null if it has ended, or if unknown."
+    )
+    basis: Literal["plan", "pace", "earlier_jobs"] | None = Field(
+        None,
+        description="plan: the training alone, by the plan's best settings; pace: from the job's "
+        "own pace; earlier_jobs: from the mean of the jobs of its kind that have succeeded.",
+    )
+
+
 class JobResources(View):
     """A worker must have these to run the job; null = nothing in particular."""
 
@@ -124,6 +141,7 @@ class Job(View):
     kind: Kind
     name: str = Field(description="The name that the job was given.")
     owner: str = Field("local", exclude=True)
+    team: str = Field("local", description="The team whose share of the devices the job uses.")
     parent: str | None = Field(
         None, description="The search whose trial this job is; null for any other."
     )
@@ -138,14 +156,15 @@ class Job(View):
         None,
         description=(
             "Why the job waits or ended, in a word: dependencies, deadline_exceeded. A sentence if "
-            "the job is queued and no worker, idle or busy, has the resources or the memory that "
-            "it needs."
+            "the job is queued and a quota of its team is used up, or no worker, idle or busy, has "
+            "the resources or the memory that it needs."
         ),
     )
     stage: str = Field(description="The present or next stage: precompute, train or search.")
     phase: str | None = Field(None, description="The present part of the stage, in a word or two.")
     priority: int = Field(
-        5, description="0 to 9. The queued job with the highest priority goes first."
+        5,
+        description="0 to 9. Of a team's queued jobs the one with the highest priority goes first.",
     )
     depends_on: list[str] = Field(
         default_factory=list, description="Jobs that must succeed before this job is queued."
@@ -164,16 +183,26 @@ class Job(View):
         ),
     )
     queue_position: int | None = Field(
-        None, description="Jobs before this job in the queue; null unless queued."
+        None,
+        description="Jobs before this job in the queue, if teams take turns; null unless queued.",
     )
     estimated_start_at: datetime | None = Field(
         None,
         description=(
             "Estimate from the mean duration of earlier jobs. Null if there are none, if the job "
-            "is not queued, or if no worker has the resources that it needs."
+            "is not queued, if a quota makes it wait, or if no worker has the resources that it "
+            "needs."
         ),
     )
     worker: str | None = Field(None, description="The worker that has the job; null if none has.")
+    device_seconds: float = Field(
+        0.0,
+        description="Time that the job held devices, times their number. Trials count for "
+        "themselves, and not for their search.",
+    )
+    cost: Cost | None = Field(
+        None, description="Null if the operator has set no price (KD_DEVICE_PRICES)."
+    )
     progress: Progress
     metrics: Metrics
     cache: JobCache | None = Field(None, description="Null until it is known.")
@@ -216,6 +245,9 @@ class Device(View):
     index: str = Field("", description="Numbers of the GPUs, for example 0 or 0,1; empty for cpu.")
     count: int = Field(0, description="Number of GPUs.")
     memory_bytes: int = Field(0, description="Memory of each GPU, or of the host.")
+    price: float | None = Field(
+        None, description="Price of an hour of one device; null if the operator has set none."
+    )
 
     @property
     def total_bytes(self) -> int:
@@ -251,6 +283,43 @@ class JobList(View):
     next_cursor: str | None = Field(None, description="Value of ?cursor= for the next page.")
 
 
+class QuotaUse(View):
+    """What a team has used of a quota."""
+
+    limit: float | None = Field(description="Null = no limit.")
+    used: float
+    left: float | None = Field(description="Null = no limit.")
+    frees_up: str = Field(description="When or by what the quota frees up.")
+    resets_at: datetime | None = Field(
+        None, description="Time at which nothing is used any more; null if no time frees it up."
+    )
+    measured_at: datetime | None = Field(
+        None, description="Time of the measurement; null if it is exact, or not measured yet."
+    )
+
+
+class TeamAccount(View):
+    """What a team uses of the devices and the disk, and its quotas."""
+
+    team: str
+    devices: int = Field(description="Devices that its jobs hold now.")
+    queued_jobs: int
+    recent_device_seconds: float = Field(
+        description="Device-seconds of the past; each counts half as much after "
+        "KD_FAIR_SHARE_HALF_LIFE_SECONDS. A free device goes to the team that holds the fewest "
+        "devices, then to the one with the least of this."
+    )
+    device_seconds: QuotaUse = Field(description="Device-seconds of this day, in UTC.")
+    bytes: QuotaUse = Field(description="Bytes of its caches and runs on the disk.")
+    reason: str | None = Field(None, description="Why its queued jobs wait; null if they do not.")
+
+
+class TeamList(View):
+    """The account of the caller's team; for an admin those of all teams."""
+
+    data: list[TeamAccount]
+
+
 class JobEstimate(View):
     """The estimated size and time of a job's capture."""
 
@@ -273,6 +342,12 @@ class JobEstimate(View):
     hours: float | None = None
     device: str | None = Field(None, description="Device of the trial.")
     held_out: str = Field("", description="Which sequences are held out, and why so many.")
+    cost: Cost | None = Field(
+        None, description="Estimated cost of the job; null without a price or an earlier job."
+    )
+    account: TeamAccount | None = Field(
+        None, description="What the caller's team uses, and its quotas; null outside of a service."
+    )
 
 
 class CacheEntry(View):

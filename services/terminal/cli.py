@@ -17,6 +17,7 @@ import typer
 
 from cache.errors import PotstillError
 from services.terminal.commands import (
+    accounts,
     backup,
     caches,
     check,
@@ -77,6 +78,7 @@ app.add_typer(evaluate.app)
 caches.cache_app.add_typer(exchange.app)
 app.add_typer(caches.app)
 app.add_typer(keys.app)
+app.add_typer(accounts.app)
 app.add_typer(backup.app)
 app.add_typer(recovery.app)
 jobs.jobs_app.add_typer(recovery.adopt_app)

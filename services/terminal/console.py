@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -70,6 +71,28 @@ def make_settings(**changes: Any) -> Settings:
             for item in error.errors()
         )
         raise typer.BadParameter(wrong, param_hint="environment") from None
+
+
+def audit_command(settings: Settings, action: str, target: str, **more: Any) -> None:
+    """Write into the audit log what a command did on this machine.
+
+    A data folder that does not exist is made only if a setting or an option names it.
+    """
+    import getpass
+
+    from cache.errors import StorageError
+    from services.store.audit import AuditLog
+
+    if not settings.home.is_dir() and "home" not in settings.model_fields_set:
+        return
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without an entry, as in a container
+        user = str(os.getuid())
+    try:
+        AuditLog(settings).write(f"os:{user}", action, target, **more)
+    except (StorageError, OSError) as error:
+        print_error(f"The audit log was not written: {error}", "")
 
 
 def load_job_file(job_file: Path, overrides: list[str] | None) -> JobConfig:
@@ -183,7 +206,7 @@ def format_value(value: Any, name: str = "") -> str:
 
 def _format_name(name: str) -> str:
     """Return a field's name without its unit, which stands beside the value."""
-    named = {"bytes": "size", "seconds": "time"}.get(name, name)
+    named = {"bytes": "size", "seconds": "time", "device_seconds": "device time"}.get(name, name)
     return named.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
 
 

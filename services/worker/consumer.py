@@ -22,6 +22,7 @@ from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
 from services.settings import STAGES, Settings
 from services.store.connection import connect_redis
+from services.store.costs import find_price
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
@@ -60,6 +61,7 @@ class StageWorker:
         self.stages = stages
         self.device = device
         self.id = f"{socket.gethostname()}:{os.getpid()}"
+        self.price = find_price(settings.prices, device.kind, device.name)
         self.stopping = threading.Event()
         self.ended = threading.Event()
         self.failed = False
@@ -75,20 +77,17 @@ class StageWorker:
         """
         self._last_work = time.monotonic()
         while not self.stopping.is_set() and self._device_is_well():
-            found = self._claim_next(stage)
-            if found is None:
+            claim = self._claim_next(stage)
+            if claim is None:
                 return
-            stage = self._run(*found)
+            stage = self._run(claim, claim.stage)
 
-    def _claim_next(self, first: str) -> tuple[Claim, str] | None:
-        """Claim the first job that fits, in the queue of ``first`` or in another one."""
-        capacity = Capacity(self.device.count, self.device.memory_bytes)
-        for stage in (first, *(other for other in self.stages if other != first)):
-            if claim := self.store.claim_next(
-                stage, self.id, self.settings.lease_seconds, capacity
-            ):
-                return claim, stage
-        return None
+    def _claim_next(self, first: str) -> Claim | None:
+        """Claim the next job that fits, in the queue of ``first`` or in another one."""
+        capacity = Capacity(self.device.count, self.device.memory_bytes, self.price)
+        others = [stage for stage in self.stages if stage != first]
+        lease = self.settings.lease_seconds
+        return self.store.claim_next(first, self.id, lease, capacity, others)
 
     def _run(self, claim: Claim, stage: str) -> str:
         """Run a stage of a job. Returns the next stage to look for: the queues take turns."""
@@ -171,6 +170,7 @@ class StageWorker:
                 index=",".join(str(gpu.index) for gpu in device.gpus),
                 count=device.count,
                 memory_bytes=device.memory_bytes,
+                price=self.price,
             ),
             job=claim.id if claim else None,
             attempt=claim.attempt if claim else None,

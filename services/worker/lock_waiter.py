@@ -75,6 +75,7 @@ class LockWaiter:
 
     def _beat(self, claim: Claim) -> str:
         try:
+            self._store.idle(claim)  # the worker's devices are free for other jobs
             return self._store.beat(claim, self._lease, EventBatch(0, ()))
         except RedisError:
             return "go"  # the last order stays valid

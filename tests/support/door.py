@@ -16,6 +16,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from bench.support.harness import wait_until
 from services.api.answers import problems
+from services.api.auditing import Audit
 from services.api.guards.authentication import authenticate, hold_stream, require_scope
 from services.api.guards.body_limits import BodyLimit
 from services.api.guards.install import add_guards
@@ -61,7 +62,7 @@ def make_door(settings: Settings) -> FastAPI:
 
     problems.add_error_handlers(app, [])
     app.add_middleware(BodyLimit, limit=1 << 20)
-    add_guards(app, settings)
+    add_guards(app, settings, Audit(settings))
     return app
 
 

@@ -62,6 +62,9 @@ METRICS = {
     "kd_job_duration_seconds": Description(
         "histogram", "Seconds from a job's first start to its end.", ("kind", "status")
     ),
+    "kd_job_device_seconds": Description(
+        "histogram", "Device-seconds of the jobs that have succeeded.", ("kind",)
+    ),
     "kd_job_queue_wait_seconds": Description(
         "histogram", "Seconds that a stage waited in the queue.", ("stage",)
     ),

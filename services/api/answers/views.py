@@ -9,9 +9,28 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from services.store.schemas import JobEstimate, ProblemDocument, Status, View, WorkerState
+from services.store.schemas import (
+    Cost,
+    JobEstimate,
+    ProblemDocument,
+    Status,
+    TeamAccount,
+    View,
+    WorkerState,
+)
+
+
+class QuotaProblem(View):
+    """The quota that a request would exceed."""
+
+    what: Literal["open_jobs", "record_bytes", "bytes"] = Field(
+        description="open_jobs and record_bytes are quotas of a key, bytes of a team."
+    )
+    limit: float
+    used: float
+    frees_up: str = Field(description="By what the quota frees up.")
 
 
 class ProblemDetails(ProblemDocument):
@@ -23,6 +42,9 @@ class ProblemDetails(ProblemDocument):
     )
     allowed: list[str] | None = Field(
         None, description="For a refused action: the actions that the status allows."
+    )
+    quota: QuotaProblem | None = Field(
+        None, description="For a job above a quota: which, how much is used, what frees it up."
     )
 
 
@@ -65,6 +87,12 @@ class JobPlan(View):
         "tells the student's shape.",
     )
     free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
+    cost: Cost | None = Field(
+        None, description="Estimated cost; null without a price, or if no time is known."
+    )
+    account: TeamAccount | None = Field(
+        None, description="What the caller's team uses, and its quotas."
+    )
     warnings: list[str] = Field(
         default_factory=list, description="Valid settings that are probably mistakes."
     )
@@ -183,7 +211,7 @@ class ModelEntry(View):
 class Limits(View):
     """The limits of the caller."""
 
-    open_jobs: int = Field(description="Jobs that have not ended.")
+    open_jobs: int = Field(description="Jobs of the key that have not ended.")
     record_bytes: int = Field(description="Bytes of the records of all jobs, including ended ones.")
     posts_a_minute: int = Field(description="Requests a minute that change something.")
     gets_a_minute: int = Field(description="Requests a minute that only read.")
@@ -202,6 +230,43 @@ class ModelList(View):
     )
     data: list[ModelEntry]
     limits: Limits
+
+
+class AuditEntry(View):
+    """What somebody did, or was refused. Some actions have further members."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: int = Field(description="Grows with every entry; microseconds.")
+    time: datetime
+    actor: str = Field(
+        description="Owner of the key; os: and a user for a command on the server; unknown for a "
+        "request with an unknown key."
+    )
+    action: str = Field(
+        description="job.create, job.cancel, job.pause, job.resume, job.retry, job.delete, "
+        "job.adopt, cache.delete, cache.export, student.download, checkpoint.download, "
+        "key.create, key.revoke, key.quota, backup.create, backup.restore, auth.failed, "
+        "auth.forbidden."
+    )
+    target: str = Field("", description="The job, cache, key or path.")
+    outcome: Literal["done", "refused"] = "done"
+    team: str | None = None
+    key: str | None = Field(None, description="The id of the key, as `kd keys ls` shows it.")
+    request_id: str | None = None
+    address: str | None = Field(None, description="Address of a refused client.")
+    why: str | None = Field(None, description="Why a request was refused.")
+    left_out: int | None = Field(
+        None, description="Refused requests before this one that were too many to be written."
+    )
+
+
+class AuditList(View):
+    """A page of the audit log, newest first."""
+
+    data: list[AuditEntry]
+    has_more: bool
+    next_cursor: str | None = Field(None, description="Value of ?cursor= for the next page.")
 
 
 class Worker(WorkerState):

@@ -19,6 +19,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from cache.errors import PotstillError
 from services.api.answers.problems import ApiProblem
+from services.api.auditing import Audit
 from services.api.guards.rate_limits import Limiter, StreamLease
 from services.settings import Settings
 from services.store.callers import LOCAL_CALLER, Caller
@@ -78,13 +79,20 @@ def authenticate(request: Request, shown: BearerCredentials) -> Caller:
 
     The headers of the answer show how many requests are left.
     """
-    key = _find_key(request, shown)
+    try:
+        key = _find_key(request, shown)
+    except ApiProblem as refusal:
+        if shown is not None and refusal.status == 401:
+            _audit(request, "unknown", "auth.failed", refusal.detail)
+        raise
     request.state.key = key
     if key.expires_at is not None and key.expires_soon:
         request.state.headers = {EXPIRY_HEADER: key.expires_at.isoformat()}
     limiter: Limiter = request.app.state.limiter
     limiter.count_request(request, key.name)
-    return LOCAL_CALLER if key is _LOCAL_KEY else Caller(key.name, key.may("admin"))
+    return (
+        LOCAL_CALLER if key is _LOCAL_KEY else Caller(key.name, key.may("admin"), key.team, key.id)
+    )
 
 
 def require_scope(scope: str) -> Callable[..., Awaitable[Caller]]:
@@ -94,6 +102,7 @@ def require_scope(scope: str) -> Callable[..., Awaitable[Caller]]:
         request: Request, caller: Annotated[Caller, Depends(authenticate)]
     ) -> Caller:
         if not request.state.key.may(scope):
+            _audit(request, caller.name, "auth.forbidden", f"no scope {scope}")
             raise ApiProblem(
                 403,
                 f"the key of {caller.name} has no scope {scope}.",
@@ -167,3 +176,8 @@ def _find_key(request: Request, shown: HTTPAuthorizationCredentials | None) -> A
             headers=_CHALLENGE_HEADERS,
         )
     return key
+
+
+def _audit(request: Request, actor: str, action: str, why: str) -> None:
+    audit: Audit = request.app.state.audit
+    audit.refuse(request, actor, action, why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from services.api.auditing import Audit
 from services.api.guards.body_limits import DepthLimit
 from services.api.guards.host_origin import HostOriginGuard
 from services.api.guards.rate_limits import Limiter
@@ -34,14 +35,15 @@ _EXPOSED_HEADERS = [
 ]
 
 
-def add_guards(app: FastAPI, settings: Settings) -> None:
-    """Give ``app`` its keys, its rate limits and its guards.
+def add_guards(app: FastAPI, settings: Settings, audit: Audit) -> None:
+    """Give ``app`` its keys, its rate limits, its audit log and its guards.
 
     Call this after every middleware that must run inside the guards was added: Starlette runs the
     middleware that was added last first.
     """
     app.state.keys = KeyFile(settings.api_keys_file) if settings.api_keys_file is not None else None
     app.state.limiter = Limiter(settings)
+    app.state.audit = audit
     app.add_middleware(DepthLimit)
     if settings.allowed_origins:
         app.add_middleware(

@@ -8,6 +8,7 @@ from services.api.guards.authentication import count_validation, hold_stream, re
 
 READ = [Depends(require_scope("read"))]
 WRITE = [Depends(require_scope("write"))]
+ADMIN = [Depends(require_scope("admin"))]
 #: Also counts as a validation, of which a caller may ask fewer.
 VALIDATE = [*WRITE, Depends(count_validation)]
 #: Also holds one of the caller's event streams.

@@ -126,6 +126,7 @@ def delete_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> 
         service.store.forget_cache(caller, folder.name)
     elif not service.store.forget_cache(caller, folder.name) and not users:
         _remove(folder)
+    service.audit.record(caller, "cache.delete", folder.name)
     return Response(status_code=204)
 
 

@@ -38,7 +38,7 @@ from services.api.answers.views import (
 )
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ
-from services.api.service import KnownJob, Service, TheService
+from services.api.service import KnownJob, Service, TheCaller, TheService
 from services.store.schemas import Job
 
 STATE = "state.json"
@@ -116,7 +116,12 @@ def get_checkpoint(job: KnownJob, step: Step, service: TheService) -> Checkpoint
 @router.head("/jobs/{job_id}/checkpoints/{step}/{file}", include_in_schema=False, **_AS_FILE)
 @router.get("/jobs/{job_id}/checkpoints/{step}/{file}", **_AS_FILE)
 def get_checkpoint_file(
-    request: Request, job: KnownJob, step: Step, file: FileName, service: TheService
+    request: Request,
+    job: KnownJob,
+    step: Step,
+    file: FileName,
+    service: TheService,
+    caller: TheCaller,
 ) -> Response:
     """Download a file of a checkpoint, or the part of it that Range names."""
     folder = _find_checkpoint_folder(service, job, step)
@@ -127,7 +132,10 @@ def get_checkpoint_file(
     )
     if file not in names:
         raise _make_no_checkpoint_problem(job, step)
-    return _send_file(request, folder / file, f"{job.id}-{step}-{file}", service)
+    answer = _send_file(request, folder / file, f"{job.id}-{step}-{file}", service)
+    if _begins_download(request, answer):
+        service.audit.record(caller, "checkpoint.download", job.id, file=f"{step}/{file}")
+    return answer
 
 
 def _find_checkpoint_folder(service: Service, job: Job, step: int) -> Path:
@@ -221,7 +229,11 @@ def list_artifacts(job: KnownJob, service: TheService) -> ArtifactList:
 @router.head("/jobs/{job_id}/artifacts/{name:path}", include_in_schema=False, **_AS_FILE)
 @router.get("/jobs/{job_id}/artifacts/{name:path}", **_AS_FILE)
 def get_artifact(
-    request: Request, job: KnownJob, name: ArtifactName, service: TheService
+    request: Request,
+    job: KnownJob,
+    name: ArtifactName,
+    service: TheService,
+    caller: TheCaller,
 ) -> Response:
     """Download a file that the job produced, or the part of it that Range names."""
     path = _find_artifacts(job, service).get(name)
@@ -231,7 +243,11 @@ def get_artifact(
             f"{job.id} has no artifact {name!r}.",
             f"{job.links.artifacts} lists the artifacts.",
         )
-    return _send_file(request, path, path.name, service)
+    answer = _send_file(request, path, path.name, service)
+    # A file in a folder is one of the student. The others are reports, which a page shows.
+    if "/" in name and _begins_download(request, answer):
+        service.audit.record(caller, "student.download", job.id, file=name)
+    return answer
 
 
 def _find_artifacts(job: Job, service: Service) -> dict[str, Path]:
@@ -297,6 +313,14 @@ def _send_file(request: Request, path: Path, name: str, service: Service) -> Res
         close=lambda: os.close(handle),
     )
     return send_bytes(request, content)
+
+
+def _begins_download(request: Request, answer: Response) -> bool:
+    """Whether the answer holds the beginning of a file: a download in parts counts once."""
+    wanted = request.headers.get("range", "bytes=0-")
+    return request.method == "GET" and (
+        answer.status_code == 200 or (answer.status_code == 206 and "=0-" in wanted)
+    )
 
 
 def _sanitise_name(name: str) -> str:

@@ -13,7 +13,6 @@ DELETE /jobs/{id}            delete a job that has ended
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import time
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from cache.disk import remove_path, storage_errors
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from services.api.admission import Admission, announce_job
+from services.api.answers.cursors import decode_cursor, encode_cursor
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.answers.views import JobPlan
 from services.api.guards.authentication import count_validation
@@ -146,7 +146,7 @@ def create_job(
     if not dry_run:
         return accept_job(admission, config, idempotency_key, response)
     count_validation(request, admission.caller)
-    return JSONResponse(admission.estimate(config).model_dump())
+    return JSONResponse(admission.estimate(config).model_dump(mode="json"))
 
 
 @router.post(
@@ -260,39 +260,9 @@ def list_jobs(
 
     A page may be short or even empty although more follow: read on until next_cursor is null.
     """
-    page = service.store.read_page(query, limit, _decode(cursor))
-    following = None if page.next_cursor is None else _encode(page.next_cursor)
+    page = service.store.read_page(query, limit, decode_cursor(cursor))
+    following = None if page.next_cursor is None else encode_cursor(page.next_cursor)
     return JobList(data=page.jobs, has_more=following is not None, next_cursor=following)
-
-
-def _encode(cursor: int) -> str:
-    # Opaque, so that no client builds a cursor by itself.
-    return base64.urlsafe_b64encode(str(cursor).encode()).decode().rstrip("=")
-
-
-def _decode(cursor: str | None) -> int | None:
-    if cursor is None:
-        return None
-    if not cursor:
-        raise ApiProblem(
-            422,
-            "cursor is empty.",
-            "Leave it out for the first page; next_cursor is null after the last page.",
-            "bad-cursor",
-        )
-    try:
-        text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode("ascii")
-        # Base64 has several spellings of one text; only our own is accepted.
-        if re.fullmatch(r"\d{1,18}", text) and _encode(int(text)) == cursor:
-            return int(text)
-    except ValueError:  # not base64, or not ASCII
-        pass
-    raise ApiProblem(
-        422,
-        f"cursor {cursor!r} does not belong to this list.",
-        "Begin again without a cursor.",
-        "bad-cursor",
-    )
 
 
 @router.get(
@@ -379,6 +349,8 @@ def retry_job(job: KnownJob, service: TheService, caller: TheCaller, response: R
 def _act(action: Action, job: Job, service: Service, caller: Caller, response: Response) -> Job:
     if _apply_action(action, job, service) == "already":
         response.status_code = 200
+    else:
+        service.audit.record(caller, f"job.{action}", job.id, owner=job.owner)
     job = find_known_job(job.id, service, caller)
     if action in ("resume", "retry"):
         announce_job(service, job)
@@ -414,6 +386,7 @@ def _apply_action(action: Action, job: Job, service: Service) -> str:
 def delete_job(
     job: KnownJob,
     service: TheService,
+    caller: TheCaller,
     artifacts: Annotated[
         bool, Query(description="Also delete its checkpoints, logs and artifacts.")
     ] = False,
@@ -421,6 +394,7 @@ def delete_job(
     """Delete a job that has ended; its cache stays, and so do its files unless ?artifacts=true."""
     # The record first: a job that has not ended is refused here, before its files are touched.
     _apply_action("delete", job, service)
+    service.audit.record(caller, "job.delete", job.id, owner=job.owner, artifacts=artifacts)
     if artifacts:
         folder = service.settings.run_dir(job.id)
         with storage_errors(folder):

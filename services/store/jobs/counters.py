@@ -32,6 +32,14 @@ class Counters(ScriptedStore):
             found.append((match[1], dict(_LABEL.findall(match[2])), float(value)))
         return found
 
+    def read_mean_use(self, kind: str) -> float | None:
+        """Mean device-seconds of the jobs of a kind that have succeeded; None if there are none."""
+        label = f'{{kind="{kind}"}}'
+        name = "kd_job_device_seconds"
+        names = [f"{name}_{part}{label}" for part in ("sum", "count")]
+        total, jobs = cast(list[str | None], self.redis.hmget("kd:counters", names))
+        return float(total) / float(jobs) if total and jobs else None
+
     def count_statuses(self) -> dict[str, int]:
         """The number of jobs of each status."""
         names = cast(tuple[str, ...], Status.__args__)  # type: ignore[attr-defined]

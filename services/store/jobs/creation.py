@@ -1,9 +1,10 @@
-"""The creation of a job, once for each idempotency key."""
+"""The creation of a record: for a new job, or for a run whose record was lost."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -11,6 +12,7 @@ from kd.config.job import JobConfig
 from services.store.callers import LOCAL_CALLER, NO_ORIGIN, Caller, RequestOrigin
 from services.store.jobs.records import build_fields, make_job_id, serialise_config
 from services.store.jobs.script import ScriptedStore, flatten_fields
+from services.store.run_folder import FoundRun
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,13 @@ class CreateResult:
     conflict        this key created job ``id`` earlier, from another configuration
     quota           the caller has ``detail`` open jobs
     record_quota    with this job, the caller's records would take ``detail`` bytes
+    team_quota      caches and runs of the caller's team take ``detail`` bytes, and may not
     bad_dependency  no job can wait for job ``id``, whose status is ``detail``
     """
 
-    outcome: Literal["created", "replayed", "conflict", "quota", "record_quota", "bad_dependency"]
+    outcome: Literal[
+        "created", "replayed", "conflict", "quota", "record_quota", "team_quota", "bad_dependency"
+    ]
     id: str
     detail: str = ""
 
@@ -51,6 +56,7 @@ class JobCreation(ScriptedStore):
         fields = build_fields(config, self._max_attempts) | {
             "request_id": origin.request_id,
             "traceparent": origin.traceparent,
+            "team": caller.team,
         }
         if least_memory is not None:
             fields["least_memory"] = str(least_memory)
@@ -65,7 +71,7 @@ class JobCreation(ScriptedStore):
             *limits,
             *flatten_fields(fields),
         )
-        if outcome in ("quota", "record_quota"):
+        if outcome in ("quota", "record_quota", "team_quota"):
             return CreateResult(outcome, "", rest[0])
         return CreateResult(outcome, *rest)
 
@@ -80,6 +86,34 @@ class JobCreation(ScriptedStore):
             return None
         same = body == _hash_text(serialise_config(config))
         return CreateResult("replayed" if same else "conflict", job_id)
+
+
+class Adoption(ScriptedStore):
+    """Finds runs that no record names, and restores their records."""
+
+    def list_unknown(self, job_ids: Sequence[str]) -> list[str]:
+        """The ids among ``job_ids`` that have no record."""
+        pipeline = self.redis.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipeline.exists(f"kd:job:{job_id}")
+        known = pipeline.execute() if job_ids else []
+        return [job_id for job_id, exists in zip(job_ids, known, strict=True) if not exists]
+
+    def adopt(self, run: FoundRun, owner: str) -> bool:
+        """Write the record of a run; return whether there was none.
+
+        Its times are those of the adoption. It depends on no job and has no webhook: both concern
+        a time that has passed.
+        """
+        config = run.config.model_copy(update={"depends_on": (), "webhook": None})
+        fields = build_fields(config, self._max_attempts) | {"stage": run.stage}
+        if run.fingerprint is not None:
+            fields["cache.fingerprint"] = json.dumps(run.fingerprint)
+        for name, path in run.artifacts.items():
+            fields[f"artifacts.{name}"] = json.dumps(str(path))
+        status = "succeeded" if run.error is None else "failed"
+        head = (run.id, owner, status, json.dumps(run.error))
+        return cast(str, self._transition("adopt", *head, *flatten_fields(fields))) == "adopted"
 
 
 def _hash_key(caller: Caller, key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -16,10 +16,18 @@ JobOutcome = Literal["succeeded", "failed"]
 
 @dataclass(frozen=True)
 class Capacity:
-    """The resources of a worker: GPUs, and bytes of each (of the host, if there are none)."""
+    """The resources of a worker: GPUs, and bytes of each (of the host, if there are none).
+
+    ``price`` is that of an hour of one of its devices; None if the operator has set none.
+    """
 
     gpus: int = 0
     memory: int = 1 << 62
+    price: float | None = None
+
+    def to_arguments(self) -> tuple[int, int, str]:
+        """The resources as the script takes them."""
+        return self.gpus, self.memory, "" if self.price is None else repr(self.price)
 
 
 #: Enough for every job.
@@ -37,6 +45,7 @@ class Claim:
     owner: str = "local"
     request_id: str = ""
     traceparent: str = ""
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,14 +78,24 @@ class Leases(ScriptedStore):
         Returns None if it is not queued (the hint came twice, or too late), or needs more than
         ``capacity``.
         """
-        tail = (stage, worker, to_ms(lease_seconds), capacity.gpus, capacity.memory)
+        tail = (stage, worker, to_ms(lease_seconds), *capacity.to_arguments())
         return _parse_claim(self._transition("claim", job_id, *tail))
 
     def claim_next(
-        self, stage: str, worker: str, lease_seconds: float, capacity: Capacity = ANY_CAPACITY
+        self,
+        stage: str,
+        worker: str,
+        lease_seconds: float,
+        capacity: Capacity = ANY_CAPACITY,
+        others: Iterable[str] = (),
     ) -> Claim | None:
-        """Claim the first job in the queue of ``stage`` that fits: by priority, then by age."""
-        tail = (stage, worker, to_ms(lease_seconds), capacity.gpus, capacity.memory)
+        """Claim the next job that fits, of ``stage`` or of the ``others``.
+
+        It is of the team that holds the fewest devices, then of the one that used the least
+        recently. Of a team's jobs those of ``stage`` go first; then priority decides, then age.
+        """
+        stages = " ".join((stage, *others))
+        tail = (stages, worker, to_ms(lease_seconds), *capacity.to_arguments())
         return _parse_claim(self._transition("claim_next", *tail))
 
     def beat(self, claim: Claim, lease_seconds: float, batch: EventBatch) -> BeatReply:
@@ -89,6 +108,13 @@ class Leases(ScriptedStore):
         ]
         head = (claim.id, claim.fence, to_ms(lease_seconds), batch.number, len(fields))
         return cast(BeatReply, self._transition("beat", *head, *flatten_fields(fields), *events))
+
+    def idle(self, claim: Claim) -> str:
+        """Stop charging for devices while the job waits for another process.
+
+        Returns "go" or "fenced".
+        """
+        return cast(str, self._transition("idle", claim.id, claim.fence))
 
     def advance(self, claim: Claim, stage: str) -> str:
         """Queue the next stage. Returns the status after it, or "fenced"."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.store.callers import LOCAL_CALLER, Caller
+from services.store.costs import estimate_cost
 from services.store.jobs.records import read_job
 from services.store.jobs.workers import Workers, explain_missing_worker, parse_worker
 from services.store.schemas import Job, Status
@@ -96,23 +97,26 @@ class JobListing(Workers):
         # One call of the script, because each round trip to Redis costs more than it reads.
         shown, states, durations = self._transition("show", *ids)
         workers = [parse_worker(state) for state in states]
+        totals, means = _read_durations(durations)
         pace: dict[str, float | None] = {}
-        for job_id, (flat, waits_for, position, actions) in zip(ids, shown, strict=True):
+        for job_id, (flat, waits_for, position, actions, held) in zip(ids, shown, strict=True):
             if not flat:
                 continue
             record = {"stage": "", "status": "", **_pair_fields(flat), "id": job_id}
             job = read_job(
                 record, waits_for=sorted(waits_for), queue_position=position, actions=actions
             )
-            job = self._place_artifacts(job)
+            job = estimate_cost(self._place_artifacts(job), record, workers, means)
             if position is None:
                 yield job
+            elif held:
+                yield job.model_copy(update={"reason": held})
             elif reason := explain_missing_worker(job, workers):
                 yield job.model_copy(update={"reason": reason})
             else:
                 if job.stage not in pace:
                     serving = sum(job.stage in worker.stages for worker in workers)
-                    pace[job.stage] = _estimate_seconds_per_job(durations, serving)
+                    pace[job.stage] = _estimate_seconds_per_job(totals, serving)
                 seconds = pace[job.stage]
                 start = _compute_start_time((position + 1) * seconds) if seconds else None
                 yield job.model_copy(update={"estimated_start_at": start})
@@ -130,13 +134,26 @@ def _pair_fields(flat: Sequence[str]) -> dict[str, str]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _estimate_seconds_per_job(durations: Sequence[str], workers: int) -> float | None:
+def _read_durations(flat: Sequence[str]) -> tuple[tuple[float, float], dict[str, float]]:
+    """The sum of the seconds of all jobs that have succeeded, and their number.
+
+    With them for each kind of job the mean of their device-seconds.
+    """
+    if not flat:
+        return (0.0, 0.0), {}
+    seconds, jobs, *rest = flat
+    rows = zip(*[iter(rest)] * 3, strict=True)
+    means = {kind: float(total) / float(number) for kind, total, number in rows if float(number)}
+    return (float(seconds), float(jobs)), means
+
+
+def _estimate_seconds_per_job(totals: tuple[float, float], workers: int) -> float | None:
     """Seconds between two jobs that ``workers`` workers end, by the mean duration so far.
 
-    ``durations`` are the sum of the seconds and the number of the jobs that have succeeded.
+    ``totals`` are the sum of the seconds and the number of the jobs that have succeeded.
     Returns None if no job has succeeded yet, or if there is no worker.
     """
-    seconds, jobs = map(float, durations)
+    seconds, jobs = totals
     return seconds / jobs / workers if workers and jobs else None
 
 

@@ -13,7 +13,17 @@ from typing import Any
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import find_unusable_text
-from services.store.schemas import Job, JobError, Kind, Metrics, Progress, Status, build_links
+from services.store.schemas import (
+    TERMINAL_STATUSES,
+    Cost,
+    Job,
+    JobError,
+    Kind,
+    Metrics,
+    Progress,
+    Status,
+    build_links,
+)
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 #: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.
@@ -103,11 +113,21 @@ def parse_job(record: Mapping[str, str], **more: Any) -> Job:
                 if name in record
             },
             "resources": {name: record[name] for name in ("gpus", "memory") if name in record},
+            "team": record.get("team") or record.get("owner") or "local",
+            "device_seconds": int(record.get("device_ms", 0)) / 1000,
+            "cost": _read_cost(record),
             "request_id": record.get("request_id") or None,
             "links": build_links(record["id"]),
             **more,
         }
     )
+
+
+def _read_cost(record: Mapping[str, str]) -> Cost | None:
+    """The cost so far; None if no device had a price."""
+    if "cost" not in record:
+        return None
+    return Cost(amount=float(record["cost"]), final=record.get("status") in TERMINAL_STATUSES)
 
 
 def read_job(record: Mapping[str, str], **more: Any) -> Job:

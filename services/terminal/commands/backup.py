@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import AsJson, Home, err, make_settings, out, print_json
+from services.terminal.console import (
+    AsJson,
+    Home,
+    audit_command,
+    err,
+    make_settings,
+    out,
+    print_json,
+)
 
 app = typer.Typer()
 
@@ -30,6 +38,7 @@ def backup(
     settings = make_settings(home=home)
     with open_store(settings) as client:
         made = make_backup(folder.resolve(), settings, client, pause)
+    audit_command(settings, "backup.create", str(folder.resolve()))
     if as_json:
         print_json({**made.to_json(), "files": len(made.files)})
     else:
@@ -74,6 +83,7 @@ def restore(
         )
     with open_store(settings) as client:
         released = restore_backup(folder.resolve(), found, settings, client, force)
+    audit_command(settings, "backup.restore", str(folder.resolve()))
     out.print(
         f"restored; of the running jobs, {len(released)} now wait for a worker, or are paused or"
         " cancelled if that was asked"

@@ -15,6 +15,7 @@ from services.terminal.console import (
     AsJson,
     Fingerprint,
     Home,
+    audit_command,
     err,
     format_value,
     make_settings,
@@ -136,6 +137,8 @@ def cache_export(
     store = open_cache(find_cache_folder(fingerprint, home))
     with _showing_events() as monitor:
         summary = export_records(store, format, out, k, monitor, lossy)
+    settings = make_settings(home=home)
+    audit_command(settings, "cache.export", store.folder.name, format=format, to=str(out))
     if "warning" in summary and not as_json:
         err.print(Text.assemble(("warning: ", "bold yellow"), summary.pop("warning")))
     _print(summary, as_json)

@@ -102,16 +102,19 @@ def jobs_ls(
         print_json(jobs)
         return
     columns = ("id", "name", "kind", "status", "stage")
+    # Without prices there are no costs, and no column for them.
+    priced = any(job["cost"] is not None for job in jobs)
     rows = [
         [
             *(format_value(job[column]) for column in columns),
             format_time(job["created_at"]),
             _format_percent(job),
+            *([_format_cost(job["cost"])] if priced else []),
         ]
         for job in jobs
     ]
     print_table(
-        [*(column.upper() for column in columns), "CREATED", "DONE"],
+        [*(column.upper() for column in columns), "CREATED", "DONE", *(["COST"] if priced else [])],
         rows,
         spare=("KIND", "STAGE"),
     )
@@ -373,6 +376,14 @@ def _follow_events(
             job = client.call_patiently(partial(client.get, f"/jobs/{job_id}"))
             if explained := job["status"] == "queued" and job["reason"] is not None:
                 yield "reason", job
+
+
+def _format_cost(cost: dict[str, Any] | None) -> str:
+    """Format a cost: final, or so far and of what is expected."""
+    if cost is None:
+        return ""
+    amount = f"{cost['amount']:.4g}"
+    return amount if cost["estimated"] is None else f"{amount} of {cost['estimated']:.4g}"
 
 
 def _format_percent(job: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``kd keys``: create, list and revoke API keys.
+"""``kd keys``: create, list and revoke API keys, and set the quotas of teams.
 
 The commands change the key file; the API reads it again when it has changed.
 """
@@ -12,8 +12,10 @@ import typer
 
 from services.terminal.console import (
     AsJson,
+    audit_command,
     err,
     format_time,
+    format_value,
     make_settings,
     out,
     print_json,
@@ -49,6 +51,13 @@ def keys_new(
             help="Time after which the key is refused: 90d, 12h or 26w. Default: never.",
         ),
     ] = None,
+    team: Annotated[
+        str | None,
+        typer.Option(
+            help="Team that shares devices and quotas. Default: that of the name's other keys, "
+            "else a team of its own.",
+        ),
+    ] = None,
     file: File = None,
     as_json: AsJson = False,
 ) -> None:
@@ -63,13 +72,16 @@ def keys_new(
         name,
         [scope.strip() for scope in scopes.split(",")],
         None if expires is None else parse_lifetime(expires),
+        team,
     )
+    scope = ", ".join(key.scopes)
+    audit_command(make_settings(), "key.create", key.id, name=name, scopes=scope, team=key.team)
     if as_json:
         print_json({"key": text, **_describe_key(key)})
         return
     out.print(text, soft_wrap=True)
     err.print(
-        f"Key {key.id} of {key.name}, scope {', '.join(key.scopes)}, expires {_format_end(key)}."
+        f"Key {key.id} of {key.name}, scope {scope}, expires {_format_end(key)}."
         " Keep it: it is not shown again."
     )
 
@@ -87,13 +99,14 @@ def keys_ls(file: File = None, as_json: AsJson = False) -> None:
         [
             key.id,
             key.name,
+            key.team or key.name,
             ", ".join(key.scopes),
             format_time(key.created_at),
             f"{_format_end(key)}{' (expired)' if key.expired else ''}",
         ]
         for key in keys
     ]
-    print_table(["ID", "NAME", "SCOPES", "CREATED", "EXPIRES"], rows)
+    print_table(["ID", "NAME", "TEAM", "SCOPES", "CREATED", "EXPIRES"], rows)
     for key in keys:
         if key.expires_soon:
             state = "has expired" if key.expired else f"expires {_format_end(key)}"
@@ -116,10 +129,68 @@ def keys_revoke(
     from services.store.key_file import revoke_keys
 
     revoked = [_describe_key(key) for key in revoke_keys(_find_key_file(file), name_or_id)]
+    for key in revoked:
+        audit_command(make_settings(), "key.revoke", str(key["id"]), name=key["name"])
     if as_json:
         print_json(revoked)
     else:
         out.print("\n".join(f"revoked {key['id']} of {key['name']}" for key in revoked))
+
+
+@keys_app.command("quota")
+def keys_quota(
+    team: Annotated[str, typer.Argument(metavar="TEAM", help="A team, or a key without one.")],
+    device_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="Device-seconds of a day (UTC). Default: KD_QUOTA_DEVICE_SECONDS."
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes",
+            help="Size of its caches and runs, for example 500GiB. Default: KD_QUOTA_BYTES.",
+        ),
+    ] = None,
+    file: File = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set the quotas of one team; what is left out follows the settings again."""
+    from services.store.callers import Quota
+    from services.store.key_file import set_quota
+
+    quota = Quota(device_seconds, None if size is None else _parse_size(size))
+    set_quota(_find_key_file(file), team, quota)
+    facts = {"device_seconds": quota.device_seconds, "bytes": quota.bytes}
+    audit_command(make_settings(), "key.quota", team, **facts)
+    if as_json:
+        print_json({"team": team, **facts})
+        return
+    shown = [
+        f"{format_value(value, unit)} {what}"
+        for value, unit, what in (
+            (quota.device_seconds, "seconds", "of device time a day"),
+            (quota.bytes, "bytes", "on the disk"),
+        )
+        if value is not None
+    ]
+    out.print(f"{team}: {', '.join(shown) or 'as the settings say'}")
+
+
+def _parse_size(text: str) -> int:
+    from pydantic import Field, TypeAdapter, ValidationError
+
+    from kd.config.section import AS_BYTES
+
+    size = Annotated[int, Field(ge=1), AS_BYTES]
+    try:
+        found: int = TypeAdapter(size).validate_python(text)
+    except ValidationError:
+        raise typer.BadParameter(
+            f"{text!r} is no size: write 500GiB, or a number of bytes.", param_hint="--bytes"
+        ) from None
+    return found
 
 
 def _format_end(key: ApiKey) -> str:
@@ -130,6 +201,7 @@ def _describe_key(key: ApiKey) -> dict[str, str | list[str] | None]:
     return {
         "id": key.id,
         "name": key.name,
+        "team": key.team or key.name,
         "scopes": list(key.scopes),
         "created_at": key.created_at,
         "expires_at": None if key.expires_at is None else key.expires_at.isoformat(),

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.terminal.commands.upkeep import STORE_TIMEOUT, Yes, find_embedded_url, parse_age
-from services.terminal.console import AsJson, Home, make_settings, out, print_json, print_table
+from services.terminal.console import (
+    AsJson,
+    Home,
+    audit_command,
+    make_settings,
+    out,
+    print_json,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from services.settings import Settings
@@ -89,6 +97,7 @@ def adopt(
             if not store.adopt(run, owner):
                 out.print(f"{run.id}: has a record already")
                 continue
+            audit_command(settings, "job.adopt", run.id, owner=owner)
             out.print(f"{run.id}: {'failed' if run.error else 'succeeded'}")
             if run.error:
                 out.print(run.error["remedy"], markup=False)

@@ -12,6 +12,7 @@ import typer
 from services.terminal.console import (
     AsJson,
     Home,
+    audit_command,
     err,
     format_value,
     make_settings,
@@ -160,6 +161,7 @@ def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
     for folder in folders:
         _require_unused(settings, folder.name)  # a job may have begun while the command asked
         remove_cache(folder)
+        audit_command(settings, "cache.delete", folder.name)
         out.print(f"{folder.name}: removed")
 
 

@@ -23,6 +23,7 @@ from bench.support.paths import ROOT
 from services.api.guards import rate_limits
 from services.api.guards.authentication import UnsafeBind, is_loopback, require_safe_bind
 from services.settings import Settings
+from services.store import key_file
 from services.store.key_file import (
     SCOPES,
     KeyFile,
@@ -103,9 +104,8 @@ def test_the_file_is_read_again_when_it_has_changed_and_only_then(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    monkeypatch.setattr(
-        "services.store.key_file.read_keys", lambda path: reads.append(1) or read_keys(path)
-    )
+    real = key_file._read_file
+    monkeypatch.setattr(key_file, "_read_file", lambda path: reads.append(1) or real(path))
     text, _ = create_key(file, "alice", ["read"])
     reads.clear()  # making a key reads too
     keys = KeyFile(file)

@@ -61,6 +61,7 @@ class Model:
     waits: set[str] = field(default_factory=set)
     told: list[str] = field(default_factory=list)
     version: int = 0
+    used_ms: int = 0
 
 
 class Record(RuleBasedStateMachine):
@@ -75,6 +76,7 @@ class Record(RuleBasedStateMachine):
         self.deleted: set[str] = set()
         self.claims: list[Claim] = []
         self.keys: dict[tuple[str, str], tuple[str, str]] = {}
+        self.forgotten: Counter[str] = Counter()
         self.batch = 0
 
     # ------------------------------------------------------------------ how the model moves
@@ -152,6 +154,7 @@ class Record(RuleBasedStateMachine):
         return job.status
 
     def to_delete(self, job: Model) -> str:
+        self.forgotten[job.owner] += job.used_ms
         del self.jobs[job.id]
         self.deleted.add(job.id)
         return "deleted"
@@ -159,6 +162,27 @@ class Record(RuleBasedStateMachine):
     def queue(self, stage: str) -> list[Model]:
         found = [job for job in self.jobs.values() if (job.status, job.stage) == ("queued", stage)]
         return sorted(found, key=lambda job: (-job.priority, job.number))
+
+    def line(self, stage: str) -> list[Model]:
+        """The queue in the order in which workers serve it: team by team, then by priority."""
+        accounts = {account.team: account for account in self.store.read_accounts()}
+        teams = {
+            job.owner: [other for other in self.queue(stage) if other.owner == job.owner]
+            for job in self.queue(stage)
+        }
+        order = sorted(
+            teams,
+            key=lambda team: (self.held(team), accounts[team].recent, teams[team][0].number),
+        )
+        return [job for team in order for job in teams[team]]
+
+    def held(self, team: str) -> int:
+        """The devices that the jobs of a team hold."""
+        return sum(
+            max(job.gpus, 1)
+            for job in self.jobs.values()
+            if job.owner == team and job.status in ACTIVE_STATUSES
+        )
 
     def holds(self, claim: Claim) -> Model | None:
         job = self.jobs.get(claim.id)
@@ -328,7 +352,7 @@ class Record(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(stage=st.sampled_from(["precompute", "train", "train"]), gpus=st.sampled_from([0, 2]))
     def claim_next(self, stage: str, gpus: int) -> None:
-        fitting = [job for job in self.queue(stage) if job.gpus <= gpus]
+        fitting = [job for job in self.line(stage) if job.gpus <= gpus]
         self.took(
             self.store.claim_next(stage, "w", 600, Capacity(gpus)), fitting[0] if fitting else None
         )
@@ -485,6 +509,7 @@ class Record(RuleBasedStateMachine):
             assert ("deadline_at" in record) == job.armed
             assert (record["error"] != "null") >= (job.status == "failed")
             assert json.loads(record.get("cache.fingerprint", "null")) == job.fingerprint
+            assert ("devices" in record) == (job.status in ACTIVE_STATUSES)
             assert int(record["version"]) >= job.version, "versions never go back"
             job.version = int(record["version"])
 
@@ -521,7 +546,12 @@ class Record(RuleBasedStateMachine):
                     job.id for job in mine if job.status == status
                 ]
         for stage in ("precompute", "train"):
-            wanted[f"kd:queue:{stage}"] = [job.id for job in self.queue(stage)]
+            queue = self.queue(stage)
+            wanted[f"kd:queue:{stage}"] = [job.id for job in queue]
+            for team in {caller.team for caller in OWNERS}:
+                mine = [job.id for job in queue if job.owner == team]
+                wanted[f"kd:queue:{stage}:{team}"] = mine
+                assert self.store.redis.sismember(f"kd:queuers:{stage}", team) == bool(mine)
         by_status = {job.id: job.status for job in self.jobs.values()}
         wanted["kd:open"] = [
             job_id for job_id, status in by_status.items() if status not in TERMINAL_STATUSES
@@ -535,6 +565,19 @@ class Record(RuleBasedStateMachine):
             job_id for job_id, status in by_status.items() if status in ACTIVE_STATUSES
         }
         assert set(deadlines) == {job.id for job in self.jobs.values() if job.armed}
+
+    @invariant()
+    def every_device_second_is_charged_once(self) -> None:
+        for job in self.jobs.values():
+            job.used_ms = int(self.store.redis.hget(f"kd:job:{job.id}", "device_ms") or 0)
+        for account in self.store.read_accounts():
+            team = account.team
+            mine = [job for job in self.jobs.values() if job.owner == team]
+            used = self.forgotten[team] + sum(job.used_ms for job in mine)
+            assert account.devices == self.held(team)
+            assert account.today == pytest.approx(used / 1000, abs=1e-9)
+            assert account.recent <= account.today
+            assert account.queued == sum(job.status == "queued" for job in mine)
 
     @invariant()
     def no_open_job_is_lost(self) -> None:

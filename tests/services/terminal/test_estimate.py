@@ -64,7 +64,9 @@ def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: 
     devices = json.loads(done.stdout)["devices"]
     assert [each["device"] for each in devices] == ["cpu, 1 threads", "l4"]
     assert [each["phase"] for each in devices[1]["phases"]] == ["capture", "training", "evaluation"]
-    shown = kd(*command, OMP_NUM_THREADS="1").stdout
+    # Without --price the operator's price of that kind counts.
+    shown = kd(*command[:-2], OMP_NUM_THREADS="1", KD_DEVICE_PRICES="l4=0.8").stdout
+    assert all(f"{phase['cost']:.4g}" in shown for phase in devices[1]["phases"])
     assert "On l4 with" in shown and "expected, by its maker's figures" in shown
     assert "train.gradient_checkpointing full" in shown
 

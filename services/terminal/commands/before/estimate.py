@@ -50,7 +50,7 @@ Price = Annotated[
     typer.Option(
         min=0,
         help="Price of an hour of that device, or of this one if none is named; the cost is in "
-        "the same currency.",
+        "the same currency. Default for a named kind: KD_DEVICE_PRICES.",
     ),
 ]
 
@@ -72,9 +72,12 @@ def estimate(
     With --fast no model runs: the training has no hours then, and the phases are left out.
     """
     from kd.preflight.problems import Folders, require_no_problems
+    from services.store.costs import find_price
 
     rates = _find_kind(kind, price, fast)
     settings = make_settings(home=home)
+    if price is None and rates is not None:
+        price = find_price(settings.prices, "cuda", rates.name)
     config = load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
     devices: list[dict[str, Any]] = []

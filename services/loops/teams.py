@@ -1,0 +1,97 @@
+"""The rules of fair share and quotas, and the bytes on the disk, as the job store needs them.
+
+The job store decides which job goes next, but it knows neither the settings nor the disk. The API
+writes both there: the rules when they change, and the bytes of each team every minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from services.settings import Settings
+from services.store.callers import Quota
+from services.store.jobs.store import JobStore
+from services.store.key_file import KeyFile, KeysError
+from services.store.run_folder import JOB_ID
+
+#: Time between two measurements. One API of several makes each of them.
+MEASURE_SECONDS = 60
+#: The key whose end is the time of the next measurement.
+NEXT = "kd:measured"
+#: The file that a capture writes last. ``cache.store`` has the name too, but loads zarr.
+MANIFEST = "manifest.json"
+#: The team that stands for every team without quotas of its own.
+EVERY_TEAM = ""
+
+log = logging.getLogger("potstill.reconciler")
+
+
+class TeamRules:
+    """Keeps the rules and the sizes in the job store up to date."""
+
+    def __init__(self, store: JobStore, settings: Settings) -> None:
+        self._store = store
+        self._settings = settings
+        file = settings.api_keys_file
+        self._keys = None if file is None else KeyFile(file)
+        # Sealed caches do not change, so their size is read once.
+        self._sealed = dict[str, int]()
+
+    def step(self) -> None:
+        """Write the rules if they have changed, and measure the disk if it is time."""
+        half_life = self._settings.fair_share_half_life_seconds
+        quotas = self._collect_quotas()
+        if quotas is not None and self._store.write_policy(half_life, quotas):
+            log.info("the rules of fair share and quotas have changed")
+        if self._store.redis.set(NEXT, "1", nx=True, ex=MEASURE_SECONDS):
+            self._store.write_bytes(self.measure())
+
+    def _collect_quotas(self) -> dict[str, Quota] | None:
+        """The quotas by team; None while the key file cannot be read: the old rules stay."""
+        default = Quota(self._settings.quota_device_seconds, self._settings.quota_bytes)
+        try:
+            own = {} if self._keys is None else self._keys.list_quotas()
+        except KeysError as error:
+            log.warning("%s", error)
+            return None
+        return {EVERY_TEAM: default, **own}
+
+    def measure(self) -> dict[str, int]:
+        """Bytes of each team: the caches of its jobs, and the folders of its runs.
+
+        A cache that several teams use counts for each of them. The folder of a deleted job counts
+        for nobody.
+        """
+        found = Counter[str]()
+        for team, fingerprints in self._store.list_team_caches().items():
+            found[team] = sum(map(self._measure_cache, fingerprints))
+        runs = self._settings.runs
+        ids = [path.name for path in runs.iterdir()] if runs.is_dir() else []
+        ids = [name for name in ids if JOB_ID.fullmatch(name)]
+        for job_id, team in self._store.find_teams(ids).items():
+            found[team] += measure_folder(runs / job_id)
+        return dict(found)
+
+    def _measure_cache(self, fingerprint: str) -> int:
+        folder = self._settings.caches / fingerprint
+        if fingerprint in self._sealed and folder.is_dir():
+            return self._sealed[fingerprint]
+        sealed = (folder / MANIFEST).exists()
+        size = measure_folder(folder)
+        if sealed:
+            self._sealed[fingerprint] = size
+        return size
+
+
+def measure_folder(folder: Path) -> int:
+    """Bytes of the files in a folder; 0 if there is none. Files may come and go meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118 -- many files
+    return total

@@ -1,0 +1,109 @@
+"""The accounts of teams: what they use of the devices and the disk, and their quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from services.store.callers import Quota
+from services.store.jobs.script import ScriptedStore
+
+#: Records that one call of Redis reads.
+BATCH = 500
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a team uses.
+
+    ``recent`` and ``today`` are device-seconds: those of the past, each counted half as much after
+    a half-life, and those of this day in UTC. ``measured_ms`` is the time of the measurement of
+    ``bytes``, in milliseconds. ``reason`` says why the team's jobs wait; None if they do not.
+    """
+
+    team: str
+    devices: int
+    recent: float
+    today: float
+    bytes: int
+    measured_ms: int | None
+    quota: Quota
+    queued: int
+    reason: str | None
+
+
+class Teams(ScriptedStore):
+    """Reads the accounts of teams, and keeps the rules that the script applies to them."""
+
+    def read_accounts(self, *teams: str) -> list[Account]:
+        """The accounts of ``teams``, or of all teams that have ever had a job, by name."""
+        flat: list[str] = self._transition("accounts", *teams)
+        rows = zip(*[iter(flat)] * 10, strict=True)
+        return sorted(map(_parse_account, rows), key=lambda account: account.team)
+
+    def write_policy(self, half_life_seconds: float, quotas: Mapping[str, Quota]) -> bool:
+        """Write the rules of the operator; the name "" stands for every other team.
+
+        Returns whether they differ from those before.
+        """
+        rules: dict[Any, Any] = {"half_life_ms": repr(half_life_seconds * 1000)}
+        for team, quota in quotas.items():
+            tail = f":{team}" if team else ""
+            if quota.device_seconds is not None:
+                rules[f"device_seconds{tail}"] = repr(quota.device_seconds)
+            if quota.bytes is not None:
+                rules[f"bytes{tail}"] = str(quota.bytes)
+        if self.redis.hgetall("kd:policy") == rules:
+            return False
+        pipeline = self.redis.pipeline(transaction=True)
+        pipeline.delete("kd:policy")
+        pipeline.hset("kd:policy", mapping=rules)
+        pipeline.execute()
+        return True
+
+    def write_bytes(self, sizes: Mapping[str, int]) -> None:
+        """Write the bytes on the disk of some teams, as measured now."""
+        flat = (value for pair in sizes.items() for value in pair)
+        self._transition("measured", *flat)
+
+    def find_teams(self, job_ids: Collection[str]) -> dict[str, str]:
+        """The ids of jobs that have a record -> their teams."""
+        found = {}
+        wanted = list(job_ids)
+        for start in range(0, len(wanted), BATCH):
+            some = wanted[start : start + BATCH]
+            pipeline = self.redis.pipeline(transaction=False)
+            for job_id in some:
+                pipeline.hmget(f"kd:job:{job_id}", "team", "owner")
+            for job_id, (team, owner) in zip(some, pipeline.execute(), strict=True):
+                if name := team or owner:
+                    found[job_id] = name
+        return found
+
+    def list_team_caches(self) -> dict[str, set[str]]:
+        """Each team -> the fingerprints of the caches that its jobs made or read."""
+        owners = cast(dict[str, str], self.redis.hgetall("kd:owners"))
+        found: dict[str, set[str]] = {
+            team: set() for team in cast(set[str], self.redis.smembers("kd:teams"))
+        }
+        for owner, team in owners.items():
+            found.setdefault(team, set()).update(
+                cast(set[str], self.redis.smembers(f"kd:caches:{owner}"))
+            )
+        return found
+
+
+def _parse_account(row: tuple[str, ...]) -> Account:
+    team, devices, recent, today, size, measured, seconds, limit, queued, reason = row
+    return Account(
+        team=team,
+        devices=int(devices),
+        recent=float(recent),
+        today=float(today),
+        bytes=int(size),
+        measured_ms=int(measured) if measured else None,
+        quota=Quota(float(seconds) if seconds else None, int(limit) if limit else None),
+        queued=int(queued),
+        reason=reason or None,
+    )

@@ -1,0 +1,121 @@
+"""``kd quota`` and ``kd audit``: what teams use of a service, and what callers did."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.console import (
+    AsJson,
+    Server,
+    err,
+    format_time,
+    format_value,
+    make_settings,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from services.terminal.client import Client
+
+#: Members of an entry that have columns of their own.
+_COLUMNS = ("id", "time", "actor", "action", "target", "outcome")
+
+app = typer.Typer()
+
+
+@app.command()
+def quota(server: Server = None, as_json: AsJson = False) -> None:
+    """Show what your team uses of its quotas; with an admin's key, all teams."""
+    from services.terminal.client import Client
+
+    settings = make_settings()
+    with Client(server or settings.server, settings.api_key) as client:
+        accounts = client.get("/quota")["data"]
+    if as_json:
+        print_json(accounts)
+        return
+    print_table(
+        ["TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF"],
+        [
+            [
+                account["team"],
+                str(account["devices"]),
+                str(account["queued_jobs"]),
+                format_value(int(account["recent_device_seconds"]), "seconds"),
+                *_format_use(account["device_seconds"], "seconds"),
+                *_format_use(account["bytes"], "bytes"),
+            ]
+            for account in accounts
+        ],
+    )
+    for account in accounts:
+        if account["reason"] is not None:
+            err.print(account["reason"], markup=False)
+
+
+def _format_use(use: dict[str, Any], unit: str) -> tuple[str, str]:
+    used = format_value(int(use["used"]), unit)
+    return used, "no limit" if use["limit"] is None else format_value(int(use["limit"]), unit)
+
+
+@app.command()
+def audit(
+    actor: Annotated[str | None, typer.Option(help="Only what this key's owner did.")] = None,
+    action: Annotated[
+        str | None,
+        typer.Option(help="Only this action, such as job.cancel; job means all actions on jobs."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Only what was done to this job, cache or key.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Only the last 90m, 12h, 7d or 2w.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many entries to print at most.")] = 50,
+    server: Server = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print who created, changed, deleted and exported what, newest first; needs an admin's key."""
+    from services.terminal.client import Client
+    from services.terminal.commands.upkeep import parse_age
+
+    filters: dict[str, Any] = {"actor": actor, "action": action, "target": target}
+    if since is not None:
+        start = datetime.now(UTC) - timedelta(seconds=parse_age(since))
+        filters["after"] = start.isoformat(timespec="milliseconds")
+    settings = make_settings()
+    with Client(server or settings.server, settings.api_key) as client:
+        entries = list(islice(_read_entries(client, min(limit, 1000), filters), limit))
+    if as_json:
+        print_json(entries)
+        return
+    print_table(
+        ["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"],
+        [
+            [
+                format_time(entry["time"]),
+                *(entry[name] for name in _COLUMNS[2:]),
+                format_value({name: entry[name] for name in entry if name not in _COLUMNS}),
+            ]
+            for entry in entries
+        ],
+        spare=("MORE",),
+    )
+
+
+def _read_entries(client: Client, page: int, filters: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    cursor = None
+    while True:
+        found = client.get("/audit", limit=page, cursor=cursor, **filters)
+        for entry in found["data"]:
+            yield {name: value for name, value in entry.items() if value is not None}
+        cursor = found["next_cursor"]
+        if cursor is None:
+            return
