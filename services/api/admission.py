@@ -33,7 +33,14 @@ from services.store.callers import Caller, RequestOrigin
 from services.store.costs import estimate_new_job
 from services.store.jobs.creation import CreateResult
 from services.store.queue import publish_hint
-from services.store.schemas import Cost, Job, JobEstimate, JobResources, TeamAccount
+from services.store.schemas import (
+    TERMINAL_STATUSES,
+    Cost,
+    Job,
+    JobEstimate,
+    JobResources,
+    TeamAccount,
+)
 from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.
@@ -81,7 +88,11 @@ class Admission:
     ) -> dict[str, Any]:
         settings = self.service.settings
         require_space(settings.home, settings.disk_floor_bytes)
-        own = [*find_service_problems(config), *find_webhook_problems(config.webhook, settings)]
+        own = [
+            *find_service_problems(config),
+            *find_webhook_problems(config.webhook, settings),
+            *self._find_continued_problems(config),
+        ]
         try:
             result = self.service.plans.ask(wish, config, self.caller.name, devices)
         except ConfigError as error:
@@ -100,8 +111,24 @@ class Admission:
             *find_problems(config, folders),
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
+            *self._find_continued_problems(config),
         ]:
             raise ConfigError(problems)
+
+    def _find_continued_problems(self, config: JobConfig) -> list[Problem]:
+        """Find that the job that ``config`` continues is not the caller's, or has not ended."""
+        run = None if config.resume is None else config.resume.run
+        if run is None:
+            return []
+        job = self.service.store.get(run, self.caller)
+        if job is None:
+            detail = f"there is no job {run}."
+            remedy = "Name a job of yours whose training has begun, or remove resume.run."
+            return [Problem("/resume/run", detail, remedy)]
+        if job.status not in TERMINAL_STATUSES:
+            detail = f"the job {run} has not ended; it is {job.status}."
+            return [Problem("/resume/run", detail, "Wait for its end, or cancel it.")]
+        return []
 
     def admit(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
         """Return the job's record, and whether an earlier request with the same key created it."""

@@ -15,7 +15,7 @@ from cache.store import open_writer, read_manifest
 from cache.testing import make_cache
 from services.store.callers import Caller
 from services.store.schemas import WorkerState
-from tests.support.api import client, problem, serving, tell, valid, with_keys
+from tests.support.api import client, problem, running, serving, tell, valid, with_keys
 
 MARK = "visible-to-alice-alone"
 OPEN = {"/healthz", "/readyz"}
@@ -277,3 +277,18 @@ def test_the_page_of_the_api_needs_no_key_and_holds_no_data(house: House) -> Non
         for operation in operations.values():
             assert ("security" in operation) == (path not in OPEN)
             assert ("401" in operation["responses"]) == (path not in OPEN)
+
+
+@pytest.mark.parametrize("way", ["/jobs", "/jobs/validate"])
+def test_a_job_continues_a_run_of_its_own_key_alone(
+    house: House, owned: dict[str, str], way: str
+) -> None:
+    text = str(house.parts.settings.home / "inputs")
+    body = valid("longer", text, resume={"run": owned["job_id"]})
+    refused = problem(house.bob.post(way, json=body), 422)
+    assert [each.pointer for each in refused.errors or []] == ["/resume/run"]
+    assert "there is no job" in refused.detail
+    assert house.alice.post(way, json=body).status_code in (200, 202)
+    claim = running(house.parts, Caller("alice"))
+    body["resume"]["run"] = claim.id
+    assert "has not ended; it is running" in problem(house.alice.post(way, json=body), 422).detail
