@@ -90,9 +90,11 @@ def _draw_overview(report: Facts) -> list[str]:
         names = list(dict.fromkeys(name for name, _, _ in bars))
         for place, (name, _, change) in zip(places, bars, strict=True):
             axes.barh(place, change, height=0.7, color=SERIES[names.index(name) % len(SERIES)])
-            side = "left" if change >= 0 else "right"
-            text = f" {change:+.3f} "
-            axes.annotate(text, (change, place), va="center", ha=side, fontsize=8, color=QUIET)
+            side, gap = ("left", 3) if change >= 0 else ("right", -3)
+            axes.annotate(
+                f"{change:+.3f}", (change, place), (gap, 0), textcoords="offset points",
+                va="center", ha=side, fontsize=8, color=QUIET,
+            )  # fmt: skip
         if spread:
             axes.axvspan(-max(spread), max(spread), color=QUIET, alpha=0.15, linewidth=0)
         axes.axvline(0, color=INK, linewidth=0.8)

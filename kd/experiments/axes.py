@@ -167,9 +167,11 @@ def parse_axis(text: str, config: JobConfig) -> Axis:
     if not separator:
         if name in READY:
             return READY[name](config)
+        if "." in name:
+            raise _refuse(text, "a field needs values.", f"Example: {name}=value,value")
         close = difflib.get_close_matches(name, READY, n=1, cutoff=0.5)
         known = f"Did you mean {close[0]}?" if close else f"Ready axes: {', '.join(READY)}."
-        raise _refuse(text, "no ready axis has this name, and it has no values.", known)
+        raise _refuse(text, "no ready axis has this name.", known)
     try:
         values = parse_yaml(f"[{listed}]")
     except yaml.YAMLError as error:

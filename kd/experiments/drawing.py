@@ -13,12 +13,15 @@ from io import BytesIO
 from typing import Any
 
 #: The stand-ins of the page's colours.
-INK, QUIET, LINE = "#010101", "#020202", "#030303"
+INK, QUIET, LINE, PAPER = "#010101", "#020202", "#030303", "#050505"
 #: Lines beside each other. The eighth and later ones are dashed.
 SERIES = tuple(f"#04040{number}" for number in range(1, 8))
-_VARIABLES = {INK: "var(--ink)", QUIET: "var(--quiet)", LINE: "var(--line)"} | {
-    color: f"var(--series-{number})" for number, color in enumerate(SERIES, start=1)
-}
+_VARIABLES = {
+    INK: "var(--ink)",
+    QUIET: "var(--quiet)",
+    LINE: "var(--line)",
+    PAPER: "var(--paper)",
+} | {color: f"var(--series-{number})" for number, color in enumerate(SERIES, start=1)}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it has the page's font and can be searched
     "font.size": 9,
@@ -38,7 +41,9 @@ _STYLE: dict[Any, Any] = {
     "xtick.labelcolor": QUIET,
     "ytick.labelcolor": QUIET,
     "lines.linewidth": 1.4,
-    "legend.frameon": False,
+    "legend.facecolor": PAPER,
+    "legend.edgecolor": PAPER,
+    "legend.framealpha": 0.75,
     "legend.fontsize": 8,
 }
 

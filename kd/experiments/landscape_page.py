@@ -84,14 +84,14 @@ def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
         filled = axes.contourf(places, places, grid, levels=levels, cmap="viridis_r")
         axes.contour(places, places, grid, levels=levels, colors=[INK], linewidths=0.3, alpha=0.5)
         axes.plot([0], [0], "+", color="#ffffff", markersize=8)
-        bar = figure.colorbar(filled, ax=axes, format="%.3g", ticks=levels[:: max(_LEVELS // 5, 1)])
+        bar = figure.colorbar(filled, ax=axes, format="%.4g", ticks=levels[:: max(_LEVELS // 5, 1)])
         bar.set_label("nats per token", color=QUIET)
         bar.outline.set_visible(False)
         axes.set(title=f"Loss on {title}", xlabel="first direction", ylabel="second direction")
-        axes.set_aspect("equal")
+        axes.set_box_aspect(1)
         axes.grid(visible=False)
 
-    return draw_svg(draw, f"Loss on {title} around the trained student", 5.0, 4.0)
+    return draw_svg(draw, f"Loss on {title} around the trained student", 5.4, 4.2)
 
 
 def _choose_levels(low: float, high: float) -> list[float]:

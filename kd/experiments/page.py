@@ -31,8 +31,8 @@ p { margin: .4rem 0; max-width: 70ch; }
 .bad { color: var(--bad); }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr));
          gap: 1rem; margin: .8rem 0; }
-.plots figure { margin: 0; min-width: 0; }
-svg { width: 100%; height: auto; display: block; }
+.plots figure { margin: 0; min-width: 0; max-width: 46rem; }
+svg { width: 100%; height: auto; display: block; overflow: visible; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .6rem 0; }
 th, td { text-align: right; padding: .3rem 1.1rem .3rem 0; border-bottom: 1px solid var(--line);
