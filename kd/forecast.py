@@ -71,7 +71,7 @@ from kd.training.steps import begin_step, forward_backward, measure_gradients, t
 
 #: Steps that are timed after the first one, which warms up.
 STEPS = 3
-#: No step begins after so many seconds.
+#: No step, and no measurement of a sequence's gradient, begins after so many seconds.
 SECONDS = 10.0
 #: Training sequences whose targets are counted where the capture did not count all.
 _COUNTED_SEQUENCES = 64
@@ -262,7 +262,7 @@ def forecast_training(
     noise = None
     if second is not None and isinstance(source, CachedRecords):
         noise = measure_noise(config, source, second, student, vocabulary)
-    batch_noise = measure_batch_noise(config, source, second, student, vocabulary)
+    batch_noise = measure_batch_noise(config, source, second, student, vocabulary, SECONDS)
     options = config.require_train()
     steps = count_total_steps(options, text.train)
     phase = _make_training_phase(config, source, text, student, vocabulary)

@@ -50,9 +50,9 @@ def _introduce(report: Facts) -> list[str]:
     return [
         make_element(
             "p",
-            f"One setting changes at a time. All runs have seed {report['seed']}, the same order "
-            f"of the data, and the tokens of {length} of the job itself, unless the axis is one "
-            f"of these. {', '.join(counts)}.",
+            f"The runs of an axis differ in nothing else. All have seed {report['seed']}, the same "
+            f"order of the data, and as many tokens as {length} of the job itself, unless the axis "
+            f"is one of these. {', '.join(counts)}.",
         ),
         make_element(
             "p",

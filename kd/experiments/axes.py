@@ -100,7 +100,8 @@ def _list_optimisers(config: JobConfig) -> Axis:
     more: dict[str, dict[str, Any]] = {
         "adamw": {}, "adafactor": {}, "muon": {},
         "lion": {"train.learning_rate": rate / 5},
-        "lars": {},
+        # Its steps are a thousandth of the weights' length times the rate.
+        "lars": {"train.learning_rate": min(rate * 1000, 10.0)},
         "schedule_free": {"train.lr_scheduler_type": warm, "train.lr_scheduler_kwargs": {}},
     }  # fmt: skip
     settings = (
@@ -110,8 +111,10 @@ def _list_optimisers(config: JobConfig) -> Axis:
     return Axis(
         "optimisers",
         tuple(settings),
-        "Each has the job's learning rate, lion a fifth of it, and schedule_free a constant one. "
-        "An optimiser may want another rate: add --axis train.learning_rate=... to a job with it.",
+        "Each has the job's learning rate, but lion a fifth of it, lars a thousand times it (at "
+        "most 10), and schedule_free a constant one. "
+        "An optimiser may want another rate: --set train.optim=... with --axis "
+        "train.learning_rate=... compares rates of one.",
     )
 
 

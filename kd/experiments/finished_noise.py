@@ -16,6 +16,11 @@ from kd.pipeline import adopt_cache_layout, load_student_tokenizer, open_source
 from kd.progress import SILENT, Monitor
 from kd.text.batches import CachedRecords, Source
 
+#: What is said where no gradient was measured.
+_UNKNOWN = (
+    "The noise of the batch is not known: it needs two sequences, and memory for four gradients."
+)
+
 
 def measure_finished_noise(run_dir: Path, home: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
     """Measure the noise of the student in ``run_dir``, with advice.
@@ -45,5 +50,5 @@ def _measure(run_dir: Path, source: Source, second: CachedRecords | None) -> dic
     batch = measure_batch_noise(config, source, second, student, vocabulary)
     return found | {
         "batch_noise": None if batch is None else batch.to_json(),
-        "advice": [] if batch is None else advise_on_batch(config, batch),
+        "advice": [_UNKNOWN] if batch is None else advise_on_batch(config, batch),
     }

@@ -83,7 +83,7 @@ def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
         axes = figure.subplots()
         filled = axes.contourf(places, places, grid, levels=levels, cmap="viridis_r")
         axes.contour(places, places, grid, levels=levels, colors=[INK], linewidths=0.3, alpha=0.5)
-        axes.plot([0], [0], "+", color="#ffffff", markersize=8)
+        axes.plot([0], [0], "+", color="#000000", markersize=8)
         bar = figure.colorbar(filled, ax=axes, format="%.4g", ticks=levels[:: max(_LEVELS // 5, 1)])
         bar.set_label("nats per token", color=QUIET)
         bar.outline.set_visible(False)

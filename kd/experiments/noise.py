@@ -21,6 +21,8 @@ Shapes: N positions, V vocabulary.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,6 +38,7 @@ from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.ramps import evaluate_ramp
 from kd.loss.targets import TeacherTarget, subtract_target_
+from kd.memory.step_memory import measure_free_memory
 from kd.models.attention.isolation import isolate_documents
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
@@ -61,6 +64,8 @@ _LEAST_THRESHOLD = 0.001
 _LARGEST_THRESHOLD = 0.125
 #: Sequences whose gradients are measured for the noise scale, at most.
 MEASURED_SEQUENCES = 32
+#: Sequences that are measured however long they take, and gradients that are kept at once.
+_FEW_SEQUENCES, _KEPT_GRADIENTS = 4, 4
 #: The records' part of the variance above which a smaller threshold is advised, the part that it
 #: leaves, and the part below which a larger one loses nothing.
 _LARGE_SHARE, _ADVISED_SHARE, _SMALL_SHARE = 0.2, 0.1, 0.02
@@ -228,38 +233,54 @@ def measure_batch_noise(
     second: CachedRecords | None,
     student: PreTrainedModel,
     vocabulary: int,
+    seconds: float = math.inf,
 ) -> BatchNoise | None:
-    """Measure the gradient of each of some training sequences; None for fewer than two.
+    """Measure the gradient of each of some training sequences.
+
+    None for fewer than two, and where the gradients that are kept do not fit in the free memory.
+    After ``seconds`` only the first few are measured.
 
     The loss is the job's, as at its first step and without dropout, feature matching, balance of
     experts or the control variate of ``loss.tail_control``. ``second`` has the first sequences of
     ``source`` with another sample. In float32; ``student`` moves to the device.
     """
-    count = min(source.train_count, MEASURED_SEQUENCES)
-    if count < 2:
-        return None
+    most = min(source.train_count, MEASURED_SEQUENCES)
     device = pick_device()
     nn.Module.to(student, device).eval()
+    if most < 2 or not _has_room(student):
+        return None
     if config.data.packing:
         isolate_documents(student)
     loss = _SequenceLoss.of(config, source, student, vocabulary)
-    paired = 0 if second is None else min(second.train_count, count)
-    tokens = source.read(np.arange(count))[0].positions / count
-    sums = GradientSums(count, paired)
+    again = 0 if second is None else min(second.train_count, most)
+    sums = GradientSums()
     total: list[Tensor] = []
-    for number in range(count):
+    began = time.monotonic()
+    for number in range(most):
+        if number >= _FEW_SEQUENCES and time.monotonic() - began > seconds:
+            break
         gradient = loss.compute_gradient(source, number)
+        sums.count += 1
         sums.sum_of_squares += _dot(gradient, gradient)
         total = _add(total, gradient) if total else [each.clone() for each in gradient]
-        if second is not None and number < paired:
-            again = loss.compute_gradient(second, number)
-            difference = [one - other for one, other in zip(again, gradient, strict=True)]
+        if second is not None and number < again:
+            other = loss.compute_gradient(second, number)
+            difference = [one - two for one, two in zip(other, gradient, strict=True)]
+            sums.paired += 1
             sums.differences += _dot(difference, difference)
+    tokens = source.read(np.arange(sums.count))[0].positions / sums.count
     sums.square_of_sum = _dot(total, total)
     for name in ("sum_of_squares", "square_of_sum", "differences"):
         # The mean of these gradients is that of the mean loss of a token.
         setattr(sums, name, getattr(sums, name) / max(tokens, 1.0) ** 2)
     return BatchNoise.of(sums, tokens)
+
+
+def _has_room(student: PreTrainedModel) -> bool:
+    """Whether the gradients that are kept at once fit in the free memory, as far as it is known."""
+    free = measure_free_memory(student.device)
+    trained = sum(each.numel() for each in student.parameters() if each.requires_grad)
+    return free is None or _KEPT_GRADIENTS * 4 * trained <= free
 
 
 @dataclass(frozen=True)
