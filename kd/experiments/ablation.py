@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,8 +221,3 @@ def _has(line: dict[str, Any], key: str) -> bool:
 def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     stride = -(-len(points) // _POINTS) or 1
     return [*points[:-1:stride], *points[-1:]]
-
-
-def list_waiting(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the labels of the runs of a report that have not ended well."""
-    yield from (run["label"] for run in report["runs"].values() if run["state"] != "finished")

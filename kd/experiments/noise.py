@@ -390,11 +390,11 @@ def _advise_on_records(config: JobConfig, noise: BatchNoise) -> list[str]:
                 f"with records of about {own / threshold:.2g} times the entries."
             )
         ]
-    if share < _SMALL_SHARE and own < _LARGEST_THRESHOLD:
-        least = min(_LARGEST_THRESHOLD, own * _SMALL_SHARE / max(share, 1e-9))
+    most = min(_LARGEST_THRESHOLD, own * _SMALL_SHARE / max(share, 1e-9))
+    if most > 1.5 * own:
         return [
             (
-                f"{said}: with a cache.threshold of up to {least:.2g} it stays below "
+                f"{said}: with a cache.threshold of up to {most:.2g} it stays below "
                 f"{_SMALL_SHARE:.0%}, and records are smaller. A student near its teacher has a "
                 "smaller gradient, in which the same noise counts more."
             )
