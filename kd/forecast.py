@@ -7,14 +7,8 @@ independent samples of the same teacher. The student takes a few real steps on t
     memory    what ``kd.memory.step_memory`` estimates before a training starts
     phases    memory, time and cost of capture, training and evaluation (``kd.memory.phases``), on
               this device by the timed steps, and on a named kind of GPU by its rates
-    noise     what the sampled tails add to the gradient's variance, beside its own size
-
-The gradient of a position with respect to its logits is q - p, and g = W q - w with a sample w of p
-whose sum is W. With the gradients g and h of two samples of the same position, |g - h|^2 / 2 is an
-unbiased estimate of the noise E|g - (q - p)|^2, and g h one of |q - p|^2. Both are summed over a
-few sequences.
-
-Shapes: N positions, V vocabulary.
+    noise     what the sampled tails add to the gradient's variance, beside its own size, and the
+              noise scale of the batch (``kd.experiments.noise``)
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from cache.disk import make_folder, storage_errors
@@ -37,9 +31,15 @@ from kd.capture.probe import TrialCaches, open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.known_quality import describe_known_quality
+from kd.experiments.noise import (
+    BatchNoise,
+    GradientNoise,
+    advise,
+    advise_on_batch,
+    measure_batch_noise,
+    measure_noise,
+)
 from kd.loss.chunk_size import suits_kernels
-from kd.loss.decoder import TargetDecoder
-from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.host import choose_chunk_memory
 from kd.memory.phases import (
@@ -54,14 +54,8 @@ from kd.memory.step_memory import read_resident_memory
 from kd.memory.training_phase import Place, TrainingPhase
 from kd.models.attention.isolation import isolate_documents
 from kd.models.folder import require_allowed_remote_code
-from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import choose_teacher_dtype, load_hollow
-from kd.models.precision import (
-    Precision,
-    compute_target_hidden_states,
-    find_hardware,
-    pick_device,
-)
+from kd.models.precision import find_hardware, pick_device
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.pipeline import (
     adopt_cache_layout,
@@ -69,7 +63,7 @@ from kd.pipeline import (
     open_source,
 )
 from kd.progress import SILENT, Monitor
-from kd.text.batches import Batch, CachedRecords, Source, TimedIterator, make_batch
+from kd.text.batches import CachedRecords, Source, TimedIterator
 from kd.tracking.trace import Trace
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.prepare import count_total_steps, prepare
@@ -77,7 +71,7 @@ from kd.training.steps import begin_step, forward_backward, measure_gradients, t
 
 #: Steps that are timed after the first one, which warms up.
 STEPS = 3
-#: No step begins after so many seconds.
+#: No step, and no measurement of a sequence's gradient, begins after so many seconds.
 SECONDS = 10.0
 #: Training sequences whose targets are counted where the capture did not count all.
 _COUNTED_SEQUENCES = 64
@@ -88,39 +82,6 @@ _FIRST_USE_BYTES = 64 << 20
 _RECORD_SEQUENCES = 16
 #: Times that the records of a shard are in memory while it is sealed.
 _SHARD_COPIES = 3
-#: Elements of (N, V) that exist at once, several times.
-_CHUNK_ELEMENTS = 1 << 22
-#: Noise above this share of the gradient slows a student down from the start: in
-#: docs/benchmarks/quality.md 0.18 cost 0.01 nats, 0.4 cost 0.06 and 1.4 cost 0.14.
-NOTABLE_NOISE = 0.2
-#: The same for a student near its teacher, which has less to learn.
-NOTABLE_NEAR_NOISE = 1.0
-#: The noise that an advised setting leaves.
-_ADVISED_NOISE = 0.1
-#: How much nearer to its teacher than now, in |p - q|^2, a trained student is taken to be.
-NEAR = 10.0
-#: Steps of fewer tokens than this do not average out the noise of a sample.
-_FEW_TOKENS = 4096
-#: The least threshold that is advised; records grow with its inverse.
-_LEAST_THRESHOLD = 0.001
-
-
-@dataclass(frozen=True)
-class GradientNoise:
-    """The noise of the sampled tails, as a multiple of the gradient's own squared size.
-
-    ``now`` is for the student as it starts, and ``near`` for one that is ``NEAR`` times nearer to
-    its teacher.
-    """
-
-    now: float
-    near: float
-
-    @classmethod
-    def of(cls, noise: float, signal: float) -> GradientNoise:
-        """Make it from the sums over positions; a signal below the noise floor counts as small."""
-        now = noise / max(signal, noise / 1e3, 1e-12)
-        return cls(round(now, 4), round(now * NEAR, 4))
 
 
 @dataclass(frozen=True)
@@ -137,12 +98,14 @@ class TrainingForecast:
     memory_bytes: int
     memory: dict[str, int]
     noise: GradientNoise | None
+    batch_noise: BatchNoise | None
     advice: tuple[str, ...]
     known_quality: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""
-        return asdict(self)
+        batch = None if self.batch_noise is None else self.batch_noise.to_json()
+        return asdict(self) | {"batch_noise": batch}
 
 
 @dataclass(frozen=True)
@@ -307,6 +270,7 @@ def forecast_training(
     noise = None
     if second is not None and isinstance(source, CachedRecords):
         noise = measure_noise(config, source, second, student, vocabulary)
+    batch_noise = measure_batch_noise(config, source, second, student, vocabulary, SECONDS)
     options = config.require_train()
     steps = count_total_steps(options, text.train)
     phase = _make_training_phase(config, source, text, student, vocabulary)
@@ -328,7 +292,11 @@ def forecast_training(
         memory_bytes=memory.total,
         memory=asdict(memory),
         noise=noise,
-        advice=() if noise is None else tuple(advise(config, noise, tokens)),
+        batch_noise=batch_noise,
+        advice=(
+            *(() if noise is None else advise(config, noise, tokens)),
+            *(() if batch_noise is None else advise_on_batch(config, batch_noise)),
+        ),
         known_quality=describe_known_quality(source.codec, vocabulary, steps, tokens),
     ), phase
 
@@ -400,82 +368,3 @@ def _make_probe_job(config: JobConfig, steps: int) -> JobConfig:
     temperature = choose_evaluation_temperature(config.loss)
     loss = config.loss.model_copy(update={"temperature": temperature})
     return config.model_copy(update={"train": train, "loss": loss})
-
-
-# ---------------------------------------------------------------------- noise
-
-
-@torch.no_grad()
-def measure_noise(
-    config: JobConfig,
-    source: CachedRecords,
-    second: CachedRecords,
-    student: PreTrainedModel,
-    vocabulary: int,
-) -> GradientNoise:
-    """The noise of the gradient of ``student`` on the sequences of ``second``."""
-    device = pick_device()
-    nn.Module.to(student, device)
-    numbers = np.arange(second.train_count)
-    first, again = (make_batch(*each.read(numbers)).to(device) for each in (source, second))
-    precision = Precision.choose("fp32", device)
-    hidden_ND = compute_target_hidden_states(student.eval(), first, precision)
-    temperature = choose_evaluation_temperature(config.loss)
-    decoder = TargetDecoder.of(source, device)
-    lm_head = find_lm_head(student, vocabulary)
-    return GradientNoise.of(*_sum_noise(hidden_ND, lm_head, decoder, (first, again), temperature))
-
-
-def _sum_noise(
-    hidden_ND: Tensor,
-    lm_head: LMHead,
-    decoder: TargetDecoder,
-    batches: tuple[Batch, Batch],
-    temperature: float,
-) -> tuple[float, float]:
-    """The sums of |g - h|^2 / 2 and g h over the positions."""
-    targets = [decoder.decode(each.gold_N, each.teacher, temperature) for each in batches]
-    noise = 0.0
-    signal = 0.0
-    size = max(_CHUNK_ELEMENTS // lm_head.vocabulary, 1)
-    for start in range(0, len(hidden_ND), size):
-        rows = slice(start, min(start + size, len(hidden_ND)))
-        q_NV = torch.softmax(lm_head.compute_logits(hidden_ND[rows]).float() / temperature, 1)
-        g_NV, h_NV = (_compute_gradient(each.teacher, rows, q_NV) for each in targets)
-        noise += float((g_NV - h_NV).square().sum()) / 2
-        signal += float((g_NV * h_NV).sum())
-    return noise, signal
-
-
-def _compute_gradient(teacher: TeacherTarget | None, rows: slice, q_NV: Tensor) -> Tensor:
-    """The gradient of forward KL with respect to the student's logits, (N, V)."""
-    assert teacher is not None, "a sample has a teacher"
-    return subtract_target_(q_NV.clone(), teacher.take_chunk(rows, torch.float32))
-
-
-def advise(config: JobConfig, noise: GradientNoise, tokens: int) -> list[str]:
-    """Settings that make the noise small, where it would slow the student down."""
-    now = noise.now > NOTABLE_NOISE
-    if not now and noise.near <= NOTABLE_NEAR_NOISE:
-        return []
-    felt = noise.now if now else noise.near
-    when = "from the start" if now else f"once the student is {NEAR:g} times nearer to its teacher"
-    rest = "little" if tokens < _FEW_TOKENS else "a part"
-    lines = [
-        (
-            f"The sampled tails add {felt:.0%} to the squared size of the gradient {when}, and "
-            f"with {tokens:,} tokens a step only {rest} of that averages out: the student learns "
-            "more slowly."
-        )
-    ]
-    threshold = max(config.cache.threshold * _ADVISED_NOISE / felt, _LEAST_THRESHOLD)
-    if threshold < config.cache.threshold:
-        lines.append(f"Set cache.threshold to {threshold:.2g} for records with less noise.")
-    if config.cache.profile == "tempered":
-        lines.append("Or set cache.profile to hidden, which has no noise at any temperature.")
-    steps = 4 * config.require_train().gradient_accumulation_steps
-    lines.append(
-        f"Or set train.gradient_accumulation_steps to {steps} or more: the noise of a step falls "
-        "with its tokens."
-    )
-    return lines

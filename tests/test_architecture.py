@@ -195,7 +195,7 @@ ROOMS = (
     "kd.config", "kd.parallel", "kd.text", "kd.models", "kd.kernels", "kd.loss", "kd.capture",
     "kd.checks", "kd.optim", "kd.memory", "kd.tracking", "kd.training", "kd.evaluation",
     "kd.exchange", "kd.search", "kd.preflight", "kd.pipeline", "kd.rank", "kd.rehearsal",
-    "kd.examine", "kd.forecast", "kd.planning",
+    "kd.examine", "kd.experiments", "kd.forecast", "kd.planning",
     "services.settings", "services.store", "services.process", "services.worker",
     "services.loops", "services.api", "services.terminal", "services.reference",
 )  # fmt: skip

@@ -28,6 +28,7 @@ from services.terminal.commands import (
     recovery,
 )
 from services.terminal.commands.before import estimate, plan, rates, validate
+from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
     AsJson,
@@ -75,6 +76,8 @@ app.add_typer(rates.app)
 app.add_typer(validate.app)
 app.add_typer(check.app)
 app.add_typer(evaluate.app)
+app.add_typer(ablate.app)
+app.add_typer(landscape.app)
 caches.cache_app.add_typer(exchange.app)
 app.add_typer(caches.app)
 app.add_typer(keys.app)

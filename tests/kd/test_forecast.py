@@ -12,7 +12,8 @@ from kd.capture.probe import open_trial
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.evaluation.baseline import build_starting_student
-from kd.forecast import NEAR, GradientNoise, Question, advise, estimate_job, measure_noise
+from kd.experiments.noise import NEAR, GradientNoise, advise, measure_noise
+from kd.forecast import Question, estimate_job
 from kd.memory.devices import DEVICE_KINDS
 from kd.memory.step_memory import estimate_memory
 from kd.models.attention.isolation import isolate_documents
@@ -94,7 +95,9 @@ def test_a_training_on_plain_text_and_a_capture_alone_are_estimated_too(
     forecast = estimate_job(make_job(tiny_teacher, tiny_text, **alone), tmp_path)
     capture, found = forecast.capture, forecast.training
     assert capture is None and found is not None
-    assert (found.steps, found.noise, found.advice) == (9, None, ())
+    assert (found.steps, found.noise) == (9, None)
+    assert found.batch_noise is not None and found.batch_noise.records == 0.0
+    assert [line.split(" of the batch")[0] for line in found.advice] == ["The noise scale"]
     assert found.tokens_per_step == pytest.approx(8 * 63, rel=0.05)
     without = {"kind": "precompute", "student": None, "train": None}
     forecast = estimate_job(make_job(tiny_teacher, tiny_text, **without), tmp_path)

@@ -59,6 +59,12 @@ _MEDIA_TYPES = {
     ".yml": "application/yaml",
 }
 
+#: Files that `kd landscape` and `kd ablate --out` may add to a run folder after the job has ended.
+_ADDED_LATER = (
+    "ablation/index.html", "ablation/report.json", "landscape/index.html",
+    "landscape/landscape.json",
+)  # fmt: skip
+
 router = APIRouter(tags=["files"], route_class=StrictRoute)
 
 _BYTES: dict[str, Any] = {
@@ -251,12 +257,13 @@ def get_artifact(
 
 
 def _find_artifacts(job: Job, service: Service) -> dict[str, Path]:
-    """Return every file that the job's record names, by name.
+    """Return every file that the job's record names, and those that were added later, by name.
 
     Links, and paths outside of the job's run folders, are left out.
     """
-    found: dict[str, Path] = {}
     folders = _list_run_folders(job, service)
+    added = {name: folders[0] / name for name in _ADDED_LATER}
+    found = {name: path for name, path in added.items() if path.is_file()}
     for name, text in sorted(job.artifacts.items()):
         path = Path(text)
         if not any(path.resolve().is_relative_to(folder) for folder in folders):

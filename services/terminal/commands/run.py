@@ -34,8 +34,8 @@ def run_here(
     os.chdir(settings.root)  # a job's relative paths start there
     os.environ.update(settings.environment())
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars would overwrite ours
-    with _alone_in(run_dir, console):
-        stop = _stop_on_signal(console)
+    with alone_in(run_dir, console):
+        stop = stop_on_signal(console)
         # Imported only now: it loads torch, which reads the environment that is set above.
         from kd.pipeline import run_stages
 
@@ -52,7 +52,7 @@ def run_here(
 
 
 @contextmanager
-def _alone_in(run_dir: Path, console: Console) -> Iterator[None]:
+def alone_in(run_dir: Path, console: Console) -> Iterator[None]:
     """Lock the run folder, as a worker's process does.
 
     If another run holds the lock, say so once and wait for it.
@@ -75,7 +75,8 @@ def _alone_in(run_dir: Path, console: Console) -> Iterator[None]:
         yield
 
 
-def _stop_on_signal(console: Console) -> threading.Event:
+def stop_on_signal(console: Console) -> threading.Event:
+    """Return an event that the first SIGINT or SIGTERM sets; the second ends the process."""
     stop = threading.Event()
 
     def request_stop(number: int, frame: FrameType | None) -> None:

@@ -211,6 +211,23 @@ def test_artifacts_are_listed_and_fetched(api: Parts) -> None:
     assert again["report.md"] == hashlib.sha256(b"# Report\n").hexdigest()
 
 
+def test_pages_that_were_added_after_the_end_are_listed(api: Parts, tmp_path: Path) -> None:
+    """What `kd landscape` and `kd ablate` write into the folder of a run, and nothing beside it."""
+    claim = producing(api, **{"report.md": "# Report\n"})
+    folder = api.settings.run_dir(claim.id)
+    for name in ("landscape/index.html", "landscape/other.html", "ablation/report.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    (tmp_path / "secret").write_text("secret")
+    (folder / "ablation" / "index.html").symlink_to(tmp_path / "secret")
+    listed = [one["name"] for one in api.http.get(f"/jobs/{claim.id}/artifacts").json()["data"]]
+    assert sorted(listed) == ["ablation/report.json", "landscape/index.html", "report.md"]
+    answer = api.http.get(f"/jobs/{claim.id}/artifacts/landscape/index.html")
+    assert answer.text == "landscape/index.html"
+    assert answer.headers["content-disposition"].startswith("attachment; filename=")
+    problem(api.http.get(f"/jobs/{claim.id}/artifacts/ablation/index.html"), 404)
+
+
 def test_artifacts_are_found_where_the_data_folder_is_now(api: Parts) -> None:
     claim = producing(api, **{"report.md": "# The report"})
     before = f"/where/it/was/runs/{claim.id}/report.md"

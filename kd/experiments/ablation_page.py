@@ -1,0 +1,244 @@
+"""The page of an ablation: what each setting changes, as plots and tables."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from kd.experiments.drawing import INK, QUIET, SERIES, draw_svg, style_line
+from kd.experiments.page import make_element, make_plots, make_table, render_page
+from kd.files import format_bytes
+
+Facts = dict[str, Any]
+_CURVES = {
+    "loss": ("Training loss", "nats per token"),
+    "perplexity": ("Held-out perplexity", ""),
+    "kl": ("Held-out KL(teacher ‖ student)", "nats per token"),
+}
+#: An axis of seeds shows by how much runs differ that have the same settings.
+_SEED_AXIS = "train.seed"
+_EMPTY = "–"
+#: Nats per token that the overview spans at least, so that it does not enlarge what is nothing.
+_LEAST_SPAN = 0.02
+
+
+def render_ablation(report: Facts) -> str:
+    """Render the report of an ablation as one HTML page."""
+    return render_page(
+        f"Ablation of {report['name']}",
+        [
+            *_introduce(report),
+            *_draw_overview(report),
+            *(part for axis in report["axes"] for part in _render_axis(report, axis)),
+            "<h2>The job</h2>",
+            "<details><summary>All fields of the job with which the runs are compared</summary>",
+            make_element("pre", yaml.safe_dump(report["job"], sort_keys=False)),
+            "</details>",
+        ],
+    )
+
+
+def _introduce(report: Facts) -> list[str]:
+    states = [run["state"] for run in report["runs"].values()]
+    tokens = next((run["tokens"] for run in report["runs"].values() if run.get("tokens")), None)
+    length = f"{report['steps']:,} steps" + (f" ({tokens:,} tokens)" if tokens else "")
+    counts = [f"{states.count('finished')} of {len(states)} runs have finished"]
+    counts += [f"{states.count('failed')} failed"] if "failed" in states else []
+    return [
+        make_element(
+            "p",
+            f"The runs of an axis differ in nothing else. All have seed {report['seed']}, the same "
+            f"order of the data, and as many tokens as {length} of the job itself, unless the axis "
+            f"is one of these. {', '.join(counts)}.",
+        ),
+        make_element(
+            "p",
+            "The figures in the tables are measured after training, on the held-out text and "
+            "records of the job itself. Curves of the KL are shown where a run has those records "
+            "and that temperature while it trains. One run with another seed would differ too: "
+            f"--axis {_SEED_AXIS}=1,2,3 shows by how much. Time and speed are those of this "
+            "machine, with all that it did besides.",
+            "quiet",
+        ),
+    ]
+
+
+# ---------------------------------------------------------------------- overview
+
+
+def _draw_overview(report: Facts) -> list[str]:
+    """Draw by how much each setting changes the held-out loss; nothing without two runs."""
+    base = report["runs"][report["base"]].get("held_out_loss")
+    bars = [
+        (axis["name"], row["label"], report["runs"][row["run"]]["held_out_loss"] - base)
+        for axis in report["axes"]
+        for row in axis["rows"]
+        if base is not None
+        and row["run"] not in (None, report["base"])
+        and report["runs"][row["run"]].get("held_out_loss") is not None
+    ]
+    if not bars:
+        return []
+    spread = [abs(change) for name, _, change in bars if name == _SEED_AXIS]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        places = _place_bars([name for name, _, _ in bars])
+        names = list(dict.fromkeys(name for name, _, _ in bars))
+        for place, (name, _, change) in zip(places, bars, strict=True):
+            axes.barh(place, change, height=0.7, color=SERIES[names.index(name) % len(SERIES)])
+            side, gap = ("left", 3) if change >= 0 else ("right", -3)
+            axes.annotate(
+                f"{change:+.3f}", (change, place), (gap, 0), textcoords="offset points",
+                va="center", ha=side, fontsize=8, color=QUIET,
+            )  # fmt: skip
+        if spread:
+            axes.axvspan(-max(spread), max(spread), color=QUIET, alpha=0.15, linewidth=0)
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_yticks(places, [f"{name}: {label}" for name, label, _ in bars])
+        axes.set_xlabel("held-out loss less that of the job itself, nats per token")
+        axes.invert_yaxis()
+        axes.set_axisbelow(True)
+        low, high = (pick([0.0, *(change for *_, change in bars)]) for pick in (min, max))
+        room = max(high - low, _LEAST_SPAN) * 0.16
+        axes.set_xlim(low - room, high + room)
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+
+    said = "Bars to the left are better than the job itself."
+    if spread:
+        said += " Within the grey band runs differ by their seed alone."
+    title = "What each setting changes"
+    height = 1.0 + 0.24 * len(bars) + 0.15 * len(report["axes"])
+    return [
+        f"<h2>{title}</h2>",
+        make_element("p", said, "quiet"),
+        f'<div style="max-width: 56rem">{draw_svg(draw, title, 8.4, height)}</div>',
+    ]
+
+
+def _place_bars(names: Sequence[str]) -> list[float]:
+    """Return the heights of bars: a gap is where the axis changes."""
+    places: list[float] = []
+    for number, name in enumerate(names):
+        gap = 1.0 if number and name == names[number - 1] else 1.6
+        places.append(places[-1] + gap if places else 0.0)
+    return places
+
+
+# ---------------------------------------------------------------------- an axis
+
+
+def _render_axis(report: Facts, axis: Facts) -> list[str]:
+    rows = [(row["label"], report["runs"][row["run"]], row["run"]) for row in axis["rows"]
+            if row["run"] is not None]  # fmt: skip
+    wrong = [
+        *((row["label"], "refused", row["refusal"]) for row in axis["rows"] if row["run"] is None),
+        *((label, "failed", run["error"]) for label, run, _ in rows if run["state"] == "failed"),
+    ]
+    parts = [make_element("h2", axis["name"])]
+    parts += [make_element("p", axis["why"], "quiet")] if axis["why"] else []
+    parts += [
+        f'<p class="bad"><b>{html.escape(label)}</b> {what}: {html.escape(why)}</p>'
+        for label, what, why in wrong
+    ]
+    drawings = [_draw_curve(report, axis, rows, name) for name in _CURVES]
+    return [*parts, make_plots(filter(None, drawings)), _make_axis_table(report, rows)]
+
+
+def _draw_curve(report: Facts, axis: Facts, rows: list[tuple[str, Facts, str]], name: str) -> str:
+    """Draw one curve of every run of an axis; empty where no run has it."""
+    title, unit = _CURVES[name]
+    base = report["runs"][report["base"]]
+    lines = [
+        (number, label, run["curves"][name])
+        for number, (label, run, _) in enumerate(rows)
+        if run["curves"][name] and (name != "kl" or _is_comparable(run, base))
+    ]
+    if not lines:
+        return ""
+
+    def draw(figure: Any) -> None:
+        from matplotlib.ticker import EngFormatter
+
+        axes = figure.subplots()
+        for number, label, points in lines:
+            places, values = zip(*points, strict=True)
+            # Later lines are thinner, so that a line below an equal one is seen.
+            width = 1.2 + 1.6 * 0.7**number * (number < len(lines) - 1)
+            axes.plot(places, values, label=label, linewidth=width, **style_line(number))
+        axes.set_title(title)
+        axes.set_ylabel(unit)
+        axes.set_xlabel("tokens trained")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        _set_scale(axes, [value for *_, points in lines for _, value in points])
+        axes.legend()
+
+    return draw_svg(draw, f"{title} by {axis['name']}")
+
+
+def _set_scale(axes: Any, values: Sequence[float]) -> None:
+    """Use a logarithmic scale where the untrained student would hide all that follows."""
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    if min(values) > 0 and max(values) > 5 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(
+            ScalarFormatter() if max(values) < 30 * min(values) else NullFormatter()
+        )
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+
+
+def _is_comparable(run: Facts, base: Facts) -> bool:
+    """Whether the KL of a run is to the same records at the same temperature as that of another."""
+    return bool(
+        run["own_records"] == base["own_records"] and run["temperature"] == base["temperature"]
+    )
+
+
+def _make_axis_table(report: Facts, rows: list[tuple[str, Facts, str]]) -> str:
+    base = report["runs"][report["base"]]
+    losses = [run["held_out_loss"] for _, run, _ in rows if run.get("held_out_loss") is not None]
+    # Equal runs, as of activation checkpointing, have no best one.
+    best = min(losses) if len(set(losses)) > 1 else None
+    cells = []
+    marks = []
+    for number, (label, run, digest) in enumerate(rows):
+        color = f"var(--series-{number % len(SERIES) + 1})"
+        itself = " (the job itself)" if digest == report["base"] and label != base["label"] else ""
+        cells.append(
+            [
+                f'<span class="key" style="background: {color}"></span>'
+                + html.escape(label + itself),
+                *_format_figures(run, base),
+            ]
+        )
+        marks.append("best" if best is not None and run.get("held_out_loss") == best else "")
+    columns = [
+        "", "held-out perplexity", "KL to the teacher", "same best token", "training time",
+        "tokens/s", "peak memory",
+    ]  # fmt: skip
+    return make_table(columns, cells, marks)
+
+
+def _format_figures(run: Facts, base: Facts) -> list[str]:
+    if run["state"] != "finished":
+        return [make_element("td", run["state"], "quiet")] + [_EMPTY] * 5
+    return [
+        _format(run["held_out_perplexity"], "{:,.2f}"),
+        _format(run["held_out_kl"], "{:.4f}"),
+        _format(run["held_out_agreement"], "{:.1%}"),
+        _format(run["train_seconds"], "{:,.1f} s"),
+        _format(run["tokens_per_second"], "{:,.0f}"),
+        _format(run["peak_memory_bytes"], format_bytes),
+    ]
+
+
+def _format(value: float | None, form: Any) -> str:
+    if value is None:
+        return _EMPTY
+    return str(form.format(value) if isinstance(form, str) else form(value))

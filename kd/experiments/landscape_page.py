@@ -1,0 +1,126 @@
+"""The page of a loss landscape: the line from start to end, and the plane around the end."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kd.experiments.drawing import INK, QUIET, draw_svg, style_line
+from kd.experiments.page import make_element, make_plots, make_table, render_page
+
+_SPLITS = {"train": "training text", "held_out": "held-out text"}
+#: Levels of the contours.
+_LEVELS = 14
+
+
+def render_landscape(found: dict[str, Any]) -> str:
+    """Render a measured landscape as one HTML page."""
+    splits = {name: title for name, title in _SPLITS.items() if name in found["line"]}
+    planes = [_draw_plane(found, name, title) for name, title in splits.items()]
+    weight = f"alpha {found['alpha']:g}, T {found['temperature']:g}"
+    tokens = ", ".join(f"{found['tokens'][name]:,} tokens of {splits[name]}" for name in splits)
+    return render_page(
+        f"Loss landscape of {found['name']}",
+        [
+            make_element(
+                "p",
+                f"The loss is that of the job at the end of its training ({weight}), in nats per "
+                f"token, on {tokens}, without dropout.",
+            ),
+            "<h2>From start to end</h2>",
+            make_element(
+                "p",
+                "The loss on the straight line from the first weights (0) to the trained ones "
+                "(1). A line that falls all the way has no barrier. Beyond 1 the held-out loss "
+                "shows whether the training stopped early or late in this direction.",
+                "quiet",
+            ),
+            make_plots([_draw_line(found, splits)]),
+            "<h2>Around the trained student</h2>",
+            make_element(
+                "p",
+                "The loss along two random directions, each row of each matrix as long as that of "
+                "the student (filter normalisation). 1 is a step as long as the weights "
+                "themselves. A wide bowl is a flat minimum. Other directions look alike, but not "
+                "the same.",
+                "quiet",
+            ),
+            make_plots(filter(None, planes)),
+            _make_facts(found, splits),
+        ],
+    )
+
+
+def _draw_line(found: dict[str, Any], splits: dict[str, str]) -> str:
+    line = found["line"]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for number, (name, title) in enumerate(splits.items()):
+            axes.plot(line["places"], _fill(line[name]), label=title, **style_line(number))
+        for place, text in ((0, "start"), (1, "end")):
+            axes.axvline(place, color=QUIET, linewidth=0.8, linestyle=":")
+            axes.annotate(
+                text, (place, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -10),
+                textcoords="offset points", fontsize=8, color=QUIET,
+            )  # fmt: skip
+        axes.set(xlabel="share of the way", ylabel="nats per token")
+        axes.legend()
+
+    return draw_svg(draw, "Loss from start to end", 6.4, 3.4)
+
+
+def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
+    """Draw contours of the loss; empty where fewer than two values are finite."""
+    places = found["plane"]["places"]
+    grid = [_fill(row) for row in found["plane"][name]]
+    finite = sorted({value for row in grid for value in row if math.isfinite(value)})
+    if len(finite) < 2:
+        return ""
+    levels = _choose_levels(finite[0], finite[-1])
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        filled = axes.contourf(places, places, grid, levels=levels, cmap="viridis_r")
+        axes.contour(places, places, grid, levels=levels, colors=[INK], linewidths=0.3, alpha=0.5)
+        axes.plot([0], [0], "+", color="#000000", markersize=8)
+        bar = figure.colorbar(filled, ax=axes, format="%.4g", ticks=levels[:: max(_LEVELS // 5, 1)])
+        bar.set_label("nats per token", color=QUIET)
+        bar.outline.set_visible(False)
+        axes.set(title=f"Loss on {title}", xlabel="first direction", ylabel="second direction")
+        axes.set_box_aspect(1)
+        axes.grid(visible=False)
+
+    return draw_svg(draw, f"Loss on {title} around the trained student", 5.4, 4.2)
+
+
+def _choose_levels(low: float, high: float) -> list[float]:
+    """Return levels that are close near the minimum and wide above, from ``low`` to ``high``."""
+    shares = [(number / _LEVELS) ** 2 for number in range(_LEVELS + 1)]
+    return [low + (high - low) * share for share in shares]
+
+
+def _make_facts(found: dict[str, Any], splits: dict[str, str]) -> str:
+    half = found["options"]["radius"] / 2
+    rows = [
+        [
+            title,
+            _format(found["plane"]["centre"][name]),
+            _format(found["plane"]["rise"][name]),
+            _format(found["line"]["barrier"][name]),
+        ]
+        for name, title in splits.items()
+    ]
+    columns = [
+        "", "loss of the student", f"mean rise at distance {half:g}", "barrier from start to end",
+    ]  # fmt: skip
+    return make_table(columns, rows)
+
+
+def _fill(values: list[float | None]) -> list[float]:
+    """Return the values with NaN, which is not drawn, in place of those that are not finite."""
+    return [math.nan if value is None else value for value in values]
+
+
+def _format(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

@@ -1,0 +1,1 @@
+"""Commands that train or measure students to learn about settings."""

@@ -1,0 +1,151 @@
+"""``kd ablate``: short runs that differ in one setting, side by side on one page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.commands.run import alone_in, stop_on_signal
+from services.terminal.console import (
+    AsJson,
+    Home,
+    JobFile,
+    Overrides,
+    err,
+    format_value,
+    load_job_file,
+    make_settings,
+    out,
+    print_error,
+    print_json,
+    print_table,
+)
+from services.terminal.exit_codes import FAILED
+
+if TYPE_CHECKING:
+    from kd.experiments.plan import AblationPlan
+
+AxisTexts = Annotated[
+    list[str],
+    typer.Option(
+        "--axis",
+        metavar="AXIS",
+        help="What varies, as often as you like: any field, train.optim=adamw,lion, or a ready "
+        "axis: schedules, clipping, precision, accumulation, optimisers, label_smoothing, "
+        "checkpointing, alpha, threshold or temperature.",
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Steps of a run, as long as one of the job. Default: the job's, at most 200."
+    ),
+]
+Grid = Annotated[
+    bool,
+    typer.Option("--grid/--no-grid", help="Run every combination of the axes."),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder of the ablation. Default: ablations/NAME in KD_HOME."),
+]
+
+app = typer.Typer()
+
+
+@app.command()
+def ablate(
+    job_file: JobFile,
+    axis: AxisTexts,
+    overrides: Overrides = None,
+    steps: Steps = None,
+    grid: Grid = False,
+    folder: Folder = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train short runs of a job that differ in one setting, and show them on one page.
+
+    Seed, tokens and order of the data are the same, and runs share the caches that they need. The
+    same command goes on where it was stopped, and trains no finished run again.
+    """
+    settings = make_settings(home=home)
+    config = load_job_file(job_file, overrides)
+    folder = (folder or settings.home / "ablations" / config.name).resolve()
+    os.chdir(settings.root)  # a job's relative paths start there
+    os.environ.update(settings.environment())
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from kd.errors import Interrupted
+    from kd.experiments.axes import cross_axes, make_short_job, parse_axis
+    from kd.experiments.plan import make_plan_of_axes
+    from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
+    from kd.progress import Event, Monitor
+    from services.terminal.display import Display
+
+    folders = Folders(settings.root, settings.home)
+    base = make_short_job(config, steps)
+    require_no_problems(base, Folders(settings.root, settings.home, opened=True), Machine())
+    axes = [parse_axis(text, base) for text in axis]
+    axes = [cross_axes(axes)] if grid else axes
+    plan = make_plan_of_axes(base, axes, lambda job: find_problems(job, folders, Machine()))
+    _announce(plan, folder)
+    with alone_in(folder, err), Display(err) as display:
+        stop = stop_on_signal(err)
+        from kd.experiments.ablation import ablate as run_ablation
+
+        def show(event: Event) -> None:
+            display.show(event.type, event.data)
+
+        try:
+            report = run_ablation(plan, settings.home, folder, Monitor(show, stop.is_set))
+        except Interrupted as error:
+            err.print(str(error))
+            raise KeyboardInterrupt from None
+    if as_json:
+        print_json(report)
+    else:
+        _print(report, folder)
+    if any(run["state"] != "finished" for run in report["runs"].values()):
+        raise typer.Exit(FAILED)
+
+
+def _announce(plan: AblationPlan, folder: Path) -> None:
+    """Say what will run and what is refused, before anything runs."""
+    err.print(
+        f"{len(plan.jobs)} runs of {plan.base.require_train().max_steps} steps in {folder}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for name, row in plan.list_refused():
+        print_error(f"{name} {row.label} is refused: {row.refusal}", "")
+
+
+def _print(report: dict[str, Any], folder: Path) -> None:
+    rows = []
+    for axis in report["axes"]:
+        for row in axis["rows"]:
+            run = report["runs"].get(row["run"], {"state": "refused"})
+            rows.append([axis["name"], row["label"], run["state"], *_format_run(run)])
+    print_table(
+        ["axis", "setting", "state", "perplexity", "KL", "time", "tokens/s", "peak memory"], rows
+    )
+    for run in report["runs"].values():
+        if run["error"]:
+            print_error(f"{run['label']}: {run['error']}", "")
+    out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)
+
+
+def _format_run(run: dict[str, Any]) -> list[str]:
+    if run["state"] != "finished":
+        return [""] * 5
+    kl, speed = run["held_out_kl"], run["tokens_per_second"]
+    return [
+        "" if run["held_out_perplexity"] is None else f"{run['held_out_perplexity']:,.2f}",
+        "" if kl is None else f"{kl:.4f}",
+        format_value(run["train_seconds"], "seconds"),
+        "" if speed is None else f"{speed:,.0f}",
+        format_value(run["peak_memory_bytes"], "bytes"),
+    ]

@@ -1,0 +1,169 @@
+"""``kd landscape`` and ``kd noise``: the loss and the gradient around a finished student."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.commands.run import stop_on_signal
+from services.terminal.console import (
+    AsJson,
+    Home,
+    err,
+    make_settings,
+    out,
+    print_facts,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from services.settings import Settings
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A finished run: its folder, the beginning of its name, or `last`."
+    ),
+]
+Points = Annotated[int, typer.Option(min=3, max=201, help="Points on a side of the plane.")]
+LinePoints = Annotated[int, typer.Option(min=5, max=1001, help="Points on the line.")]
+Radius = Annotated[
+    float, typer.Option(min=0.001, max=100, help="Reach of the plane, in lengths of the weights.")
+]
+Sequences = Annotated[
+    int, typer.Option(min=1, max=4096, help="Sequences of the training text, and held out.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the directions and sequences.")]
+Folder = Annotated[
+    Path | None, typer.Option("--out", help="Folder of the page. Default: RUN/landscape.")
+]
+
+app = typer.Typer()
+
+
+@app.command()
+def landscape(
+    run: RunName,
+    points: Points = 15,
+    line_points: LinePoints = 31,
+    radius: Radius = 1.0,
+    sequences: Sequences = 16,
+    seed: Seed = 0,
+    folder: Folder = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the loss around a finished student, and on the line from its start to its end.
+
+    Writes landscape.json and one page with the plots.
+    """
+    settings = make_settings(home=home)
+    folder = None if folder is None else folder.resolve()
+    run_dir = _find_run(run, settings)
+    from kd.errors import Interrupted
+    from kd.experiments.landscape import LandscapeOptions, survey
+    from kd.progress import Event, Monitor
+    from services.terminal.display import Display
+
+    options = LandscapeOptions(points, line_points, radius, sequences, seed)
+    folder = folder or run_dir / "landscape"
+    with Display(err) as display:
+        stop = stop_on_signal(err)
+
+        def show(event: Event) -> None:
+            display.show(event.type, event.data)
+
+        try:
+            found = survey(run_dir, settings.home, folder, options, Monitor(show, stop.is_set))
+        except Interrupted as error:
+            err.print(str(error))
+            raise KeyboardInterrupt from None
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        ["", "loss of the student", "mean rise half way out", "barrier from start to end"],
+        [
+            [name.replace("_", "-"), *(_format(value) for value in values)]
+            for name, *values in (
+                (
+                    name,
+                    loss,
+                    found["plane"]["rise"][name],
+                    found["line"]["barrier"][name],
+                )
+                for name, loss in found["plane"]["centre"].items()
+            )
+        ],
+    )
+    out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def noise(run: RunName, home: Home = None, as_json: AsJson = False) -> None:
+    """Measure the gradient's noise of a finished student, with advice on batch and threshold.
+
+    The teacher reads a few sequences twice, to tell the noise of the records from that of the
+    data. (`kd estimate` does the same for a student before training.)
+    """
+    settings = make_settings(home=home)
+    run_dir = _find_run(run, settings)
+    from kd.experiments.finished_noise import measure_finished_noise
+    from kd.progress import Event, Monitor
+
+    def show(event: Event) -> None:
+        if event.data.get("phase"):
+            err.print(event.data["phase"], markup=False)
+
+    found = measure_finished_noise(run_dir, settings.home, Monitor(show))
+    if as_json:
+        print_json(found)
+        return
+    print_facts(_list_facts(found))
+    for line in found["advice"]:
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _list_facts(found: dict[str, Any]) -> dict[str, Any]:
+    batch = found["batch_noise"] or {}
+    return {
+        "sequences of a step": found["sequences_per_step"],
+        "noise scale in sequences": batch.get("scale_sequences"),
+        "noise scale in tokens": batch.get("scale_tokens"),
+        "records' share of the variance": batch.get("records_share"),
+        "squared gradient": batch.get("gradient"),
+        "variance of a sequence, data": batch.get("data"),
+        "variance of a sequence, records": batch.get("records"),
+        "measured sequences": batch.get("measured"),
+        "of them with a second sample": batch.get("paired"),
+        "noise of the logits": found.get("noise_of_logits"),
+    }
+
+
+def _find_run(name: str, settings: Settings) -> Path:
+    """Return the folder of the run called ``name``; the work is then done in the job's root."""
+    name = str(Path(name).resolve()) if Path(name).exists() else name
+    os.chdir(settings.root)  # a job's relative paths start there
+    # The libraries read these variables when they are imported, which happens below.
+    os.environ.update(settings.environment())
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from kd.errors import ModelError
+    from kd.examine import find_run
+
+    if Path(name).is_dir():
+        return Path(name)
+    found = find_run(name, settings.home / "runs")
+    if found is None:
+        raise ModelError(
+            f"there is no run {name!r} under {settings.home / 'runs'}.",
+            "Name a finished run, its folder, or `last`.",
+        )
+    return found
+
+
+def _format(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
