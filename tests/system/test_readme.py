@@ -300,7 +300,9 @@ def test_every_lever_has_its_line_in_the_readme() -> None:
 
 
 def test_every_lever_of_the_readme_is_a_field() -> None:
-    known = fields("loss", "train", "checks", "evaluation", "search", "student", "teacher", "data")
+    known = fields(
+        "loss", "train", "checks", "evaluation", "search", "student", "teacher", "data", "resume"
+    )
     assert {name.replace("data.train[].weight", "data.train") for name in levers()} - known - {
         "data.train[].weight"
     } == set()
