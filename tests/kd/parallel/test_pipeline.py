@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from pathlib import Path
@@ -12,17 +11,16 @@ import pytest
 from torch import nn
 
 from bench.support.ranks import run_ranks
-from kd.config.jobfile import parse_config
 from kd.config.loss import LossConfig
 from kd.errors import ConfigError, NotFinite
 from kd.loss.fused import LossTerms
 from kd.models.stages.cut import StudentStage, cut
 from kd.parallel.group import Group
-from kd.pipeline import run_precompute
-from kd.progress import SILENT
 from kd.training import step_loss
 from kd.training.prepare import require_stages
 from tests.support.kd.shared_training import (
+    capture_profiles,
+    change,
     curve,
     evaluations,
     farthest,
@@ -47,20 +45,9 @@ def job(tiny_teacher: Path, tiny_text: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def caches(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("home")
-    found = {}
-    for profile in ("threshold", "tempered", "hidden", "topk"):
-        config = parse_config(change(job, cache={"profile": profile}))
-        summary = run_precompute(config, home, home / profile, SILENT)
-        found[profile] = str(home / "caches" / summary["cache"]["fingerprint"])
-    return found
-
-
-def change(job: Job, **sections: dict[str, Any]) -> Job:
-    changed = copy.deepcopy(job)
-    for name, values in sections.items():
-        changed[name] = {**changed.get(name, {}), **values}
-    return changed
+    return capture_profiles(
+        job, tmp_path_factory.mktemp("home"), "threshold", "tempered", "hidden", "topk"
+    )
 
 
 def stage(job: Job, **pipeline: Any) -> Job:

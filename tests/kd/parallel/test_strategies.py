@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.support.ranks import run_ranks
-from kd.config.jobfile import parse_config
 from kd.parallel.group import ALONE
-from kd.pipeline import run_precompute
-from kd.progress import SILENT
 from tests.support.kd.shared_training import (
+    capture_profiles,
+    change,
     curve,
     evaluations,
     farthest,
@@ -36,20 +34,7 @@ def job(tiny_teacher: Path, tiny_text: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def caches(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("home")
-    found = {}
-    for profile in ("threshold", "tempered", "hidden"):
-        config = parse_config(change(job, cache={"profile": profile}))
-        summary = run_precompute(config, home, home / profile, SILENT)
-        found[profile] = str(home / "caches" / summary["cache"]["fingerprint"])
-    return found
-
-
-def change(job: Job, **sections: dict[str, Any]) -> Job:
-    changed = copy.deepcopy(job)
-    for name, values in sections.items():
-        changed[name] = {**changed.get(name, {}), **values}
-    return changed
+    return capture_profiles(job, tmp_path_factory.mktemp("home"), "threshold", "tempered", "hidden")
 
 
 LEVERS: dict[str, Job] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -21,7 +22,8 @@ from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
 from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import collect_weights
-from kd.progress import Event, Monitor
+from kd.pipeline import run_precompute
+from kd.progress import SILENT, Event, Monitor
 from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
@@ -45,6 +47,24 @@ def make_shared_job(teacher: Path, text: Path, **train: Any) -> dict[str, Any]:
         },
         "evaluation": {"max_new_tokens": 4},
     }  # fmt: skip
+
+
+def change(job: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return the job with other values in its sections."""
+    changed = copy.deepcopy(job)
+    for name, values in sections.items():
+        changed[name] = {**changed.get(name, {}), **values}
+    return changed
+
+
+def capture_profiles(job: dict[str, Any], home: Path, *profiles: str) -> dict[str, str]:
+    """Capture a cache of each profile in ``home``, and return their folders."""
+    found = {}
+    for profile in profiles:
+        config = parse_config(change(job, cache={"profile": profile}))
+        summary = run_precompute(config, home, home / profile, SILENT)
+        found[profile] = str(home / "caches" / summary["cache"]["fingerprint"])
+    return found
 
 
 def train_student(
