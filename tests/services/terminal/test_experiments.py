@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from services.terminal.exit_codes import INVALID
@@ -34,6 +35,13 @@ def test_kd_ablate_names_an_axis_that_cannot_run(job_file: Path, tmp_path: Path)
     assert done.returncode == INVALID and "Did you mean optimisers?" in done.stderr
     done = kd("ablate", job_file, "--axis", "loss.alpha=7", "--home", tmp_path / "home")
     assert done.returncode == INVALID and "no setting that can run" in done.stderr
+    # Each run would find this only after it has started.
+    wrong = ("--set", "train.activation_offload=true", "--set", "resources.gpus=0")
+    if not torch.cuda.is_available():
+        done = kd("ablate", job_file, "--axis", "precision=fp16", "--home", tmp_path / "home")
+        assert done.returncode == INVALID and "fp16 needs a GPU" in done.stderr
+        done = kd("ablate", job_file, "--axis", "alpha=0", *wrong, "--home", tmp_path / "home")
+        assert done.returncode == INVALID and "activation_offload" in done.stderr
     assert not (tmp_path / "home" / "ablations").exists()
 
 

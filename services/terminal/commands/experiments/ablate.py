@@ -81,16 +81,18 @@ def ablate(
     from kd.errors import Interrupted
     from kd.experiments.axes import cross_axes, make_short_job, parse_axis
     from kd.experiments.plan import make_plan_of_axes
+    from kd.models.precision import pick_device
     from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
     from kd.progress import Event, Monitor
     from services.terminal.display import Display
 
     folders = Folders(settings.root, settings.home)
+    machine = Machine(device=pick_device())
     base = make_short_job(config, steps)
-    require_no_problems(base, Folders(settings.root, settings.home, opened=True), Machine())
+    require_no_problems(base, Folders(settings.root, settings.home, opened=True), machine)
     axes = [parse_axis(text, base) for text in axis]
     axes = [cross_axes(axes)] if grid else axes
-    plan = make_plan_of_axes(base, axes, lambda job: find_problems(job, folders, Machine()))
+    plan = make_plan_of_axes(base, axes, lambda job: find_problems(job, folders, machine))
     _announce(plan, folder)
     with alone_in(folder, err), Display(err) as display:
         stop = stop_on_signal(err)
