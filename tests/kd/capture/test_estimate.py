@@ -18,6 +18,7 @@ from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from cache.codec import Codec
 from cache.errors import StorageError
+from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
 from cache.store import open_cache
 from cache.testing import make_codec, make_identity
@@ -28,6 +29,7 @@ from kd.capture.estimate import (
     CaptureSize,
     Estimate,
     estimate_by_table,
+    estimate_bytes,
     estimate_cache_size,
     require_space,
 )
@@ -382,13 +384,19 @@ def test_the_table_needs_no_torch(tiny_teacher: Path, tiny_text: Path, tmp_path:
 # ---------------------------------------------------------------------- the disk
 
 
+def require_estimated_space(
+    folder: Path, identity: CacheIdentity, positions: int, width: int = 0
+) -> None:
+    require_space(folder, identity, positions, estimate_bytes(identity, positions, width))
+
+
 def test_what_no_disk_holds_is_refused(tmp_path: Path) -> None:
     identity = make_identity(vocabulary_size=49_152, codec=make_codec("dense"))
-    require_space(tmp_path, identity, 1000, 0)
+    require_estimated_space(tmp_path, identity, 1000)
     with pytest.raises(
         StorageError, match=r"needs about .* TiB for 1,000,000,000,000 tokens of profile dense"
     ) as caught:
-        require_space(tmp_path, identity, 10**12, 0)
+        require_estimated_space(tmp_path, identity, 10**12)
     assert "cache.threshold" in caught.value.remedy and "KD_HOME" in caught.value.remedy
 
 
@@ -410,7 +418,7 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
         lambda folder: round(store.bytes_per_token * store.manifest.positions),
     )
     width = store.teacher_head()["weight"].shape[1] if profile == "hidden" else 0
-    require_space(tmp_path / "elsewhere", identity, store.manifest.positions, width)
+    require_estimated_space(tmp_path / "elsewhere", identity, store.manifest.positions, width)
 
 
 def test_a_capture_is_refused_before_its_teacher_is_loaded(
@@ -434,6 +442,6 @@ def test_what_is_sealed_already_is_not_needed_again(
     monkeypatch.setattr(
         estimating, "measure_free_bytes", lambda folder: store.manifest.positions * 2000
     )
-    require_space(store.folder, identity, store.manifest.positions, 0)
+    require_estimated_space(store.folder, identity, store.manifest.positions)
     with pytest.raises(StorageError):
-        require_space(tmp_path / "elsewhere", identity, store.manifest.positions, 0)
+        require_estimated_space(tmp_path / "elsewhere", identity, store.manifest.positions)
