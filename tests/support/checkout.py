@@ -27,7 +27,7 @@ TEXT = 12_000
 #: The fields of the example's jobs that decide how long they take, and their values here.
 SMALL = {
     "max_steps": 12, "warmup_steps": 2, "eval_steps": 6, "save_steps": 6, "max_eval_samples": 4,
-    "sequence_length": 64, "batch_size": 2,
+    "sequence_length": 64, "batch_size": 8,
 }  # fmt: skip
 #: Files of the repository that commands of the documents read or copy.
 FILES = (".env.example", "Makefile", "constraints.txt", "docker-compose.yml", "pyproject.toml")

@@ -226,6 +226,7 @@ def test_a_worker_says_what_it_computes_on_and_its_child_sees_it(
         "index": "0",
         "count": 1,
         "memory_bytes": 1000,
+        "price": None,
     }
     job = parts.wait_for(parts.submit("environment"), "succeeded", "failed")
     lines = (parts.settings.run_dir(job.id) / "environment").read_text().split("\n")

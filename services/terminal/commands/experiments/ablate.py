@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.terminal.commands.run import alone_in, stop_on_signal
 from services.terminal.console import (
     AsJson,
     Home,
@@ -84,6 +83,7 @@ def ablate(
     from kd.models.precision import pick_device
     from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
     from kd.progress import Event, Monitor
+    from services.terminal.commands.run import alone_in, stop_on_signal
     from services.terminal.display import Display
 
     folders = Folders(settings.root, settings.home)

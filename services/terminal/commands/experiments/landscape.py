@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.terminal.commands.run import stop_on_signal
 from services.terminal.console import (
     AsJson,
     Home,
@@ -67,6 +66,7 @@ def landscape(
     from kd.errors import Interrupted
     from kd.experiments.landscape import LandscapeOptions, survey
     from kd.progress import Event, Monitor
+    from services.terminal.commands.run import stop_on_signal
     from services.terminal.display import Display
 
     options = LandscapeOptions(points, line_points, radius, sequences, seed)
