@@ -1,5 +1,6 @@
 // The page of one job: its progress, curves, events, report, files, log and configuration.
 
+import { ablation } from "./ablation.js";
 import { Refused, address, download, get, getText, post } from "./api.js";
 import { Charts, NAMES } from "./charts.js";
 import {
@@ -22,19 +23,22 @@ const POINTS = 400;
 const MOST_TRIALS = 100;
 // The report's picture of the curves is left out, because the charts show the same.
 const DRAWN_ABOVE = "curves.png";
+// What `kd ablate --out RUN/ablation` adds to a run folder.
+const ABLATION = "ablation/report.json";
 
 export function jobPage(redraw, id) {
-  const names = ["head", "warning", "trials", "files", "report", "config"];
+  const names = ["head", "warning", "trials", "files", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
   const charts = new Charts();
   const events = new Events(id);
   const log = new Log(id);
   const refused = h("p", { class: "error", role: "alert", hidden: true });
   const element = h("div", {},
-    parts.warning, parts.head, refused, parts.trials, charts.root, parts.report, parts.files,
-    events.root, log.root, parts.config);
+    parts.warning, parts.head, refused, parts.trials, charts.root, parts.report, parts.ablation,
+    parts.files, events.root, log.root, parts.config);
   let version = null;
   let ended = false;
+  let drawn = null; // when the ablation that is shown was written
   charts.root.hidden = true;
 
   async function attempt(work) {
@@ -77,6 +81,12 @@ export function jobPage(redraw, id) {
       const text = await getText(`/jobs/${id}/artifacts/report.md`);
       fill(parts.warning, warnings(text));
       fill(parts.report, h("section", attributes, await report(id, files, text)));
+    }
+    const compared = files.find((file) => file.name === ABLATION);
+    if (compared && compared.modified_at !== drawn) {
+      const text = await getText(`/jobs/${id}/artifacts/${ABLATION}`);
+      parts.ablation.replaceChildren(...ablation(JSON.parse(text), element.clientWidth));
+      drawn = compared.modified_at;
     }
     version = job.version;
   }

@@ -238,6 +238,40 @@ def test_a_job_shows_its_speed_its_memory_and_its_layers(page: Page, api: Parts)
         page.screenshot(path=Path(folder) / "layers.png", full_page=True)
 
 
+@in_browser
+def test_a_job_shows_the_ablation_in_its_run_folder(page: Page, api: Parts) -> None:
+    """The report is of the form that tests/kd/experiments/test_ablation.py sees written."""
+    claim = claim_job(api, "ablated")
+    folder = api.settings.run_dir(claim.id) / "ablation"
+    folder.mkdir(parents=True)
+    curves = {"loss": [[100.0, 4.0], [200.0, 3.0]], "perplexity": [], "kl": []}
+    run = {"state": "finished", "error": "", "curves": curves, "held_out_loss": 3.25,
+           "held_out_kl": 0.5, "held_out_perplexity": 25.8, "train_seconds": 61.0,
+           "tokens_per_second": 1234.0, "peak_memory_bytes": 2**30}  # fmt: skip
+    failed = {"state": "failed", "error": "<b>no memory</b>", "curves": curves | {"loss": []}}
+    rows = [{"label": "the job itself", "run": "a", "refusal": ""},
+            {"label": "lion", "run": "b", "refusal": ""},
+            {"label": "fp16", "run": None, "refusal": "fp16 needs a GPU"}]  # fmt: skip
+    report = {"steps": 60, "axes": [{"name": "train.optim", "why": "", "rows": rows}],
+              "runs": {"a": run, "b": failed}}  # fmt: skip
+    if (real := os.environ.get("KD_ABLATION")) is not None:
+        report = json.loads(Path(real).read_text())
+    (folder / "report.json").write_text(json.dumps(report))
+    api.jobs.finish(claim, "succeeded")
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_role("heading", name="Ablation: 60 steps of each run")).to_be_visible()
+    if place := os.environ.get("KD_SCREENSHOTS"):
+        page.screenshot(path=Path(place) / "ablation.png", full_page=True)
+    if real is not None:
+        return
+    shown = page.get_by_role("table", name="train.optim")
+    expect(shown.get_by_role("row")).to_contain_text(
+        ["Run", "the job itself3.250.525.81 min 1 s1,2341.0 GiB", "lion<b>no memory</b>",
+         "fp16fp16 needs a GPU"]
+    )  # fmt: skip
+    expect(page.get_by_role("img", name="Loss of train.optim: the job itself 3.")).to_be_visible()
+
+
 def count_painted_pixels(page: Page) -> int:
     """Count the pixels of the first chart that have any colour."""
     return int(
