@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from kd.capture.estimate import measure_free_bytes
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
@@ -68,9 +70,15 @@ class Admission:
         )
 
     def estimate(self, config: JobConfig) -> JobEstimate:
-        """Return the estimate of the job's capture; raise what ``require_admissible`` raises."""
+        """Return the estimate of the job's capture; raise what ``require_admissible`` raises.
+
+        Cost and account are None while the job store does not answer; the rest needs no store.
+        """
         found = JobEstimate.model_validate(self._ask_process("estimate", config))
-        more = {"cost": self._estimate_cost(config), "account": self.read_account()}
+        try:
+            more = {"cost": self._estimate_cost(config), "account": self.read_account()}
+        except RedisError:
+            return found
         return found.model_copy(update=more)
 
     def read_account(self) -> TeamAccount:
