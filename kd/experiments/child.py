@@ -7,9 +7,7 @@ stdin asks to save and to stop; what libraries print goes to stderr.
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,16 +21,15 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost, TrainingError
 from kd.files import read_json, write_json
+from kd.parallel.children import build_path, relay_events
 from kd.parallel.failures import read_first_failure, write_failure
 from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
-from kd.progress import Event, EventPipe, Monitor
+from kd.progress import EventPipe, Monitor
 from kd.rank import has_stdin_ended
 
 #: The folder in a run folder with the order and the error of its process.
 FOLDER = "process"
 LOG = "log.txt"
-#: Seconds between two looks at whether to stop.
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,19 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_make_environment(),
+            env=os.environ | {"PYTHONPATH": build_path(), PARENT_VARIABLE: str(os.getpid())},
             # Ctrl-C is for the process that started this one, which then asks it to stop.
             start_new_session=True,
         )
         try:
-            _relay(process, monitor)
+            relay_events(process, monitor.listen, monitor.should_stop)
             code = process.wait()
         finally:
             process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
     error = read_first_failure(folder)
     remove_path(folder)
     if error is not None:
@@ -92,30 +92,6 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
         )
     if code:
         raise TrainingError(f"The process of this run ended with code {code}: see {LOG}.")
-
-
-def _make_environment() -> dict[str, str]:
-    own = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path, PARENT_VARIABLE: str(os.getpid())}
-
-
-def _relay(process: subprocess.Popen[bytes], monitor: Monitor) -> None:
-    """Pass on the events of ``process`` until it ends; close its stdin when it should stop."""
-    assert process.stdin is not None and process.stdout is not None
-    text = b""
-    with process.stdin as stdin, process.stdout as stdout:
-        while True:
-            if not stdin.closed and monitor.should_stop():
-                stdin.close()
-            if not select.select([stdout], [], [], _POLL_SECONDS)[0]:
-                continue
-            part = os.read(stdout.fileno(), 1 << 16)
-            if not part:
-                return
-            *lines, text = (text + part).split(b"\n")
-            for line in lines:
-                monitor.listen(Event(**json.loads(line)))
 
 
 def main() -> None:

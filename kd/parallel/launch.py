@@ -11,9 +11,7 @@ If this process ends, however it ends, the kernel kills torchrun, and with it th
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from cache.disk import make_folder, remove_path, storage_errors
 from kd.errors import RankLost
 from kd.files import read_json, write_json
 from kd.parallel.agent import FAILURES
+from kd.parallel.children import build_path, relay_events
 from kd.parallel.failures import RankError, read_first_failure
 from kd.progress import Event, Monitor
 
@@ -36,8 +35,6 @@ RANK_MODULE = "kd.rank"
 FOLDER = "ranks"
 #: From where a job goes on.
 KEPT = "it goes on from its newest checkpoint, or after its last sealed shard"
-#: Seconds between two looks at whether to stop.
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": _build_path(), "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONPATH": build_path(), "PYTHONUNBUFFERED": "1"},
     )
     try:
         yield process
@@ -112,34 +109,18 @@ def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess
             pipe.close()
 
 
-def _build_path() -> str:
-    """PYTHONPATH with which the ranks import the packages of this process."""
-    own = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def _relay(process: subprocess.Popen[bytes], monitor: Monitor) -> dict[str, Any] | None:
     """Pass on the events of rank 0 until all ranks have ended; returns its result."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    result = None
-    text = b""
-    stdout = process.stdout.fileno()
-    while True:
-        if not process.stdin.closed and monitor.should_stop():
-            process.stdin.close()
-        if not select.select([stdout], [], [], POLL_SECONDS)[0]:
-            continue
-        part = os.read(stdout, 1 << 16)
-        if not part:
-            return result
-        *lines, text = (text + part).split(b"\n")
-        for line in lines:
-            event = Event(**json.loads(line))
-            if event.type == "result":
-                result = event.data
-            else:
-                monitor.listen(event)
+    results: list[dict[str, Any]] = []
+
+    def listen(event: Event) -> None:
+        if event.type == "result":
+            results.append(event.data)
+        else:
+            monitor.listen(event)
+
+    relay_events(process, listen, monitor.should_stop)
+    return results[-1] if results else None
 
 
 def _find_error(folder: Path, code: int) -> Exception:
