@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kd.checks.verdict import Verdict
+from kd.checks.verdict import Verdict, format_names
 from kd.models.layers import find_decoder_layers
 
-#: Layers that a message names; the facts have all of them.
-LAYERS_SHOWN = 5
 _REMEDY = (
     "These channels learn nothing: lower train.learning_rate, add train.warmup_steps, or lower "
     "train.weight_decay. A student cut out of its teacher may have inherited them."
@@ -99,10 +97,9 @@ def check_dead_units(shares: dict[str, float], least: float, most: float) -> Ver
     facts = {"shares": shares, "activation": least}
     if not over:
         return Verdict("dead_units", True, "The units of the MLPs are alive.", facts=facts)
-    shown = ", ".join(f"{name} ({shares[name]:.0%})" for name in over[:LAYERS_SHOWN])
-    more = f" and {len(over) - LAYERS_SHOWN} more" if len(over) > LAYERS_SHOWN else ""
+    shown = format_names([f"{name} ({shares[name]:.0%})" for name in over])
     message = (
         f"More than {most:.0%} of the MLP's channels stay below {least:g} over an evaluation "
-        f"batch in {shown}{more}."
+        f"batch in {shown}."
     )
     return Verdict("dead_units", False, message, _REMEDY, facts)

@@ -8,12 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from kd.checks.verdict import Verdict
+from kd.checks.verdict import Verdict, format_names
 from kd.parallel.group import ALONE, Group
 from kd.parallel.sharded_files import make_whole
-
-#: Names that a message lists; the facts have all of them.
-NAMES_SHOWN = 5
 
 
 def check_gradients(student: nn.Module, scaled: bool = False, group: Group = ALONE) -> Verdict:
@@ -58,7 +55,7 @@ def _judge(trained: list[str], missing: list[str], zero: list[str], wild: list[s
         ("the gradient is 0 in", zero),
         ("the gradient is not finite in", wild),
     )
-    wrong = [f"{what} {_format_names(names)}" for what, names in kinds if names]
+    wrong = [f"{what} {format_names(names)}" for what, names in kinds if names]
     if not wrong:
         return Verdict(
             "gradients",
@@ -113,8 +110,3 @@ def _is_unmoved_adapter(name: str, trained: dict[str, nn.Parameter]) -> bool:
     """
     partner = trained.get(name.replace("lora_A", "lora_B"))
     return "lora_A" in name and partner is not None and not make_whole(partner.detach()).any()
-
-
-def _format_names(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kd.errors import TrainingError
 from kd.progress import replace_nonfinite
+
+#: Names that a message lists; the facts have all of them.
+NAMES_SHOWN = 5
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Name the first of ``names``, and count the others."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 @dataclass(frozen=True)

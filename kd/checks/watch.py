@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.checks.dead_units import check_dead_units
-from kd.checks.verdict import Verdict
+from kd.checks.verdict import Verdict, format_names
 from kd.config.job import JobConfig
 from kd.text.batches import count_loader_threads
 
@@ -36,8 +36,6 @@ AVERAGE_WARM_UP = 10
 LEAST_LOSS = 0.1
 #: Steps over which shares are taken.
 WINDOW = 50
-#: Layers that a message names; the facts have all of them.
-NAMES_SHOWN = 5
 #: First steps of a process whose time does not count: they compile and fill caches.
 WARM_UP = 5
 
@@ -174,7 +172,7 @@ class TrainingWatch:
         ):
             if new := [name for name in now if name not in before]:
                 facts = {"norms": {name: norms[name] for name in now}}
-                message = f"The norm of the gradient is {bound} in {_format_names(new)}."
+                message = f"The norm of the gradient is {bound} in {format_names(new)}."
                 alarms.append(Verdict(check, False, message, remedy, facts))
         state.exploding, state.vanishing = large, small
         return alarms
@@ -253,11 +251,6 @@ class TrainingWatch:
         )
         facts = {"agreement": now, "best": best}
         return [Verdict("agreement", False, message, _AGREEMENT_REMEDY, facts)]
-
-
-def _format_names(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 _SPIKE_REMEDY = "Lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm."
