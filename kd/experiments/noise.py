@@ -338,7 +338,7 @@ def _dot(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 def advise_on_batch(config: JobConfig, noise: BatchNoise) -> list[str]:
-    """What the noise scale says of the batch and of the records, for a student as it was measured.
+    """Advise on the sequences of a step and on the threshold, for a student as it was measured.
 
     The records' part of the variance grows about in proportion to ``cache.threshold``.
     """

@@ -122,7 +122,7 @@ class RankMemory(StepMemoryEstimate):
 
     @property
     def step(self) -> StepMemoryEstimate:
-        """The same without what only several ranks have."""
+        """The bytes of a step that a device without other ranks has too."""
         names = [each.name for each in fields(StepMemoryEstimate)]
         return StepMemoryEstimate(**{name: getattr(self, name) for name in names})
 
