@@ -13,15 +13,26 @@ from bench.support.paths import ROOT
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+#: The documents whose links are checked: these, and the Markdown files beside them.
+LINKED = [
+    *DOCUMENTS,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of code in a document; ``number`` counts the document's blocks of all languages."""
+    """One block of code in a document; ``number`` counts the document's blocks of all languages.
+
+    ``line`` is the line of the document before the block's first line of code, counted from 1.
+    """
 
     document: Path
     number: int
+    line: int
     language: str
     text: str
 
@@ -37,9 +48,23 @@ def read_document(document: Path) -> str:
 
 def list_blocks(document: Path, language: str) -> list[Block]:
     """The document's blocks of one language, in their order."""
-    found = _FENCE.findall(read_document(document))
-    blocks = [Block(document, number, *each) for number, each in enumerate(found, 1)]
+    text = read_document(document)
+    blocks = [
+        Block(document, number, text.count("\n", 0, match.start()) + 1, match[1], match[2])
+        for number, match in enumerate(_FENCE.finditer(text), 1)
+    ]
     return [block for block in blocks if block.language == language]
+
+
+def join_blocks(blocks: list[Block]) -> str:
+    """One program of the blocks of a document, in which each line has its number in the document.
+
+    So a traceback names the line of the document.
+    """
+    program = ""
+    for block in blocks:
+        program += "\n" * (block.line - program.count("\n")) + block.text
+    return program
 
 
 def drop_blocks(text: str) -> str:
