@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.paths import ROOT
-from tests.support.documents import LINKED
-from tests.support.links import find_fault, list_anchors, list_targets
+from tests.support.documents import LINKED, find_fault, list_anchors, list_targets
 
 
 @pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
