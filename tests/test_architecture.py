@@ -71,7 +71,7 @@ TOP_LEVEL = {
     "pyproject.toml", "services", "kd", "cache", "docker-compose.yml", "Dockerfile", "tests",
     "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt",
     "examples", "bench", "docs", ".ci", ".dockerignore", ".env.example", ".gitignore",
-    ".gitattributes", ".github", ".pre-commit-config.yaml",
+    ".gitattributes", ".github", ".mkdocs.yml", ".pre-commit-config.yaml",
 }  # fmt: skip
 
 #: Modules that run code while they read data.
