@@ -12,8 +12,8 @@
 
     sealed = kd.build_cache(teacher, data)  # the teacher reads once, for any number of students
     student = kd.train_student(sealed, new, train={"epochs": 1, "learning_rate": 1e-3})
-    print(kd.evaluate(student, "examples/austen/text/sensesensibility.txt",
-                      data={"max_eval_samples": 4}, teacher=teacher))
+    unseen = "examples/austen/text/sensesensibility.txt"
+    print(kd.evaluate(student, unseen, teacher=teacher, data={"max_eval_samples": 4}))
 
 ``import kd`` loads nothing else: a name is looked up when it is first used, and torch is loaded
 when the first run begins. The names in ``__all__`` are public; all else belongs to its room.

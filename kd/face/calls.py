@@ -13,7 +13,7 @@ from kd.errors import ConfigError, Problem
 from kd.face.inputs import ModelSaver, describe_data, describe_text, find_home
 from kd.face.jobs import Named, make_job
 from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
-from kd.face.running import Place, run_here, run_stages_here
+from kd.face.running import RunOptions, run_here, run_stages_here
 
 if TYPE_CHECKING:
     from kd.progress import Monitor
@@ -185,7 +185,7 @@ def _examine(
         target = ExaminedModel.find(name, home)
         return target.model, examine(config, target, home, folder, monitor)
 
-    (model, report), warnings = run_here(run, Place(home, folder, progress))
+    (model, report), warnings = run_here(run, RunOptions(home, folder, progress))
     measured = report["evaluation"]["models"]
     student = measured["student"]
     return EvaluationResult(
@@ -221,7 +221,7 @@ def run_job(
         )
     base = find_home(home)
     run_dir = _find_folder(out, base / "runs" / job.name)
-    found, warnings = run_stages_here(job, Place(base, run_dir, progress))
+    found, warnings = run_stages_here(job, RunOptions(base, run_dir, progress))
     parts: dict[str, Any] = {"job": job, "warnings": warnings}
     if "report" not in found:
         return _make_cache_result(found["cache"], base, **parts)

@@ -24,37 +24,39 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job runs: the data folder with the caches, and the folder of its own files."""
+class RunOptions:
+    """The data folder with the caches, the folder of the run, and whether it shows its progress."""
 
     home: Path
     run_dir: Path
     progress: bool = True
 
 
-def run_stages_here(config: JobConfig, place: Place) -> tuple[dict[str, Any], tuple[str, ...]]:
+def run_stages_here(
+    config: JobConfig, options: RunOptions
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Run every stage of the job; return the pipeline's result and the run's warnings."""
 
     def run(monitor: Monitor) -> dict[str, Any]:
         from kd.pipeline import run_stages
         from kd.preflight.problems import Folders, Machine, require_no_problems
 
-        require_no_problems(config, Folders(Path(), place.home, opened=True), Machine())
-        return run_stages(config, place.home, place.run_dir, monitor)
+        require_no_problems(config, Folders(Path(), options.home, opened=True), Machine())
+        return run_stages(config, options.home, options.run_dir, monitor)
 
-    return run_here(run, place)
+    return run_here(run, options)
 
 
-def run_here(run: Callable[[Monitor], _T], place: Place) -> tuple[_T, tuple[str, ...]]:
+def run_here(run: Callable[[Monitor], _T], options: RunOptions) -> tuple[_T, tuple[str, ...]]:
     """Call ``run`` with a monitor that shows bars; return its result and the run's warnings.
 
     The first Ctrl-C lets the run save its state and then raises ``KeyboardInterrupt``; the same
     call continues from there. The second stops without saving.
     """
     with (
-        ProgressBars(place.progress) as bars,
+        ProgressBars(options.progress) as bars,
         _named_packages(),
-        _alone_in(place.run_dir, bars.tell),
+        _alone_in(options.run_dir, bars.tell),
         stop_on_interrupt(bars.tell) as stop,
         library_bars_hidden(),
     ):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import kd
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
-from kd.face.running import Place, run_here, stop_on_interrupt
+from kd.face.running import RunOptions, run_here, stop_on_interrupt
 from kd.pipeline import run_stages
 from kd.progress import Monitor
 
@@ -187,9 +187,9 @@ def test_progress_and_warnings_are_shown_or_not(
         monitor.emit("warning", message="Look out.")
         return "done"
 
-    assert run_here(run, Place(tmp_path, tmp_path, progress=False)) == ("done", ("Look out.",))
+    assert run_here(run, RunOptions(tmp_path, tmp_path, progress=False)) == ("done", ("Look out.",))
     assert capsys.readouterr() == ("", "")
-    assert run_here(run, Place(tmp_path, tmp_path)) == ("done", ("Look out.",))
+    assert run_here(run, RunOptions(tmp_path, tmp_path)) == ("done", ("Look out.",))
     # The output of a test is no terminal: no bar is drawn there.
     assert capsys.readouterr() == ("", "warning: Look out.\n")
 
@@ -201,7 +201,7 @@ def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="Stopped on request after the step"):
-        run_here(run, Place(tmp_path, tmp_path, progress=False))
+        run_here(run, RunOptions(tmp_path, tmp_path, progress=False))
     assert signal.getsignal(signal.SIGINT) is before
 
 
