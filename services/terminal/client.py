@@ -33,13 +33,22 @@ class Unreachable(PotstillError):
 
 
 class Refused(PotstillError):
-    """The server refuses a request; ``status`` is the HTTP status."""
+    """The server refuses a request; ``status`` is the HTTP status.
+
+    ``place`` is the entry that the server's answer names, if it names one.
+    """
 
     type = "refused"
 
-    def __init__(self, status: int, detail: str, remedy: str = "") -> None:
+    def __init__(self, status: int, detail: str, remedy: str = "", place: str = "") -> None:
         super().__init__(detail, remedy)
         self.status = status
+        self._place = place
+
+    @property
+    def help(self) -> str:
+        """The place of the entry of the server's error."""
+        return self._place or super().help
 
 
 class Client:
@@ -232,4 +241,5 @@ def _require_success(answer: httpx.Response) -> httpx.Response:
     detail = (
         document.get("detail") or f"The server answers {answer.status_code} {answer.reason_phrase}."
     )
-    raise Refused(answer.status_code, detail, document.get("remedy") or "")
+    more = (document.get("remedy") or "", document.get("help") or "")
+    raise Refused(answer.status_code, detail, *more)
