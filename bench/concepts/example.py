@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from cache.codec import Codec
     from cache.records import Records
 
+#: A drawn token of the example that the teacher finds improbable.
+RARE = " tri"
+
 
 def make_example(passage: Passage) -> list[str]:
     """Return the lines of the table of one record: every entry, with p and its weight."""
@@ -80,12 +83,14 @@ def _describe_record(passage: Passage, records: Records, codec: Codec) -> list[s
     is_known_V = p_V > codec.threshold
     is_known_V[gold] = True
     known = float(p_V[is_known_V].sum())
+    rare = passage.words.index(RARE)
     return [
         f"entropy is {-(p_V * p_V.log()).sum():.2f} nats",
         f"{heads} tokens have *p* > {codec.threshold:g}",
         f"R = 1 − {known:.4f} = {1 - known:.4f}",
         f"m = ⌊{1 - known:.4f} / {codec.threshold:g}⌋ = {tails}",
         f"{len(p_V):,} probabilities became {1 + heads + tails} entries",
+        f"about one of {(1 - known) / tails / float(p_V[rare]):.0f} such records",
         f"5 + 3 · {heads} + 2 · {tails} = {5 + 3 * heads + 2 * tails} bytes",
     ]
 
