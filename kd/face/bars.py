@@ -11,13 +11,19 @@ from typing import Any
 from kd.progress import Event
 
 
-def _make_bar(title: str) -> Any:
-    # tqdm.auto warns where a notebook lacks ipywidgets; its bar of text serves there as well.
+def _load_tqdm() -> Any:
+    """Return the bar for a terminal or a notebook: a widget, or text where ipywidgets is missing.
+
+    Loaded here before transformers loads it, because it warns once of the missing ipywidgets.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
-    # ``disable=None``: no bar where the output is no terminal and no notebook.
-    return tqdm(desc=title, unit=" steps", disable=None, dynamic_ncols=True)
+    return tqdm
+
+
+def _is_notebook() -> bool:
+    return "ipykernel" in sys.modules
 
 
 class ProgressBars:
@@ -31,6 +37,7 @@ class ProgressBars:
         self._stage = ""
         self._bar: Any = None
         self._notes: dict[str, str] = {}
+        self._tqdm = _load_tqdm()
         self.warnings: list[str] = []
 
     def __enter__(self) -> ProgressBars:
@@ -61,9 +68,14 @@ class ProgressBars:
         if stage != self._stage or self._bar is None:
             self._close()
             self._stage = stage
-            self._bar = _make_bar(stage)
+            self._bar = self._make_bar(stage)
         phase = data.get("phase")
         self._bar.set_description_str(f"{stage}: {phase}" if phase else stage)
+
+    def _make_bar(self, title: str) -> Any:
+        # None: no bar where the output is no terminal. That of a notebook says that it is none.
+        disable = False if _is_notebook() else None
+        return self._tqdm(desc=title, unit=" steps", disable=disable, dynamic_ncols=True)
 
     def _show_progress(self, data: dict[str, Any]) -> None:
         if self._bar is None:

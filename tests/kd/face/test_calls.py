@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,24 @@ def test_progress_and_warnings_are_shown_or_not(
     assert run_here(run, RunOptions(tmp_path, tmp_path)) == ("done", ("Look out.",))
     # The output of a test is no terminal: no bar is drawn there.
     assert capsys.readouterr() == ("", "warning: Look out.\n")
+
+
+def test_a_notebook_has_a_bar_for_each_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)  # the module's name alone counts
+
+    def run(monitor: Monitor) -> None:
+        monitor.emit("stage", stage="precompute", phase="capturing")
+        monitor.emit("progress", done=3, total=3, unit="shards")
+        monitor.emit("stage", stage="train", phase="training")
+        monitor.emit("metrics", step=1, loss=1.5, perplexity=4.5)
+        monitor.emit("progress", done=1, total=2, unit="steps")
+
+    run_here(run, RunOptions(tmp_path, tmp_path))
+    shown = capsys.readouterr().err
+    assert "precompute: capturing: 100%" in shown and "3/3" in shown
+    assert "train: training:  50%" in shown and "loss=1.5, ppl=4.5" in shown
 
 
 def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
