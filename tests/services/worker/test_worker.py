@@ -54,6 +54,7 @@ def test_an_error_of_the_run_arrives_whole(service: Parts) -> None:
         "type": "data_error",
         "detail": "text.txt is empty.",
         "remedy": "Give a file with text in it.",
+        "help": "docs/troubleshooting.md#data_error",
     }
 
 
