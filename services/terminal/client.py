@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from cache.errors import PotstillError
-from services.store.schemas import TERMINAL_STATUSES
+from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.terminal.console import err
 
 #: How long a server may be away while a job is followed.

@@ -17,8 +17,8 @@ import pytest
 
 from bench.support.harness import Parts, make_config, wait_until
 from bench.support.paths import ROOT
+from kd.client.wire.service import WorkerState
 from services.store.callers import Caller
-from services.store.schemas import WorkerState
 from services.terminal.client import Client, Refused, Unreachable
 from tests.support.api import running, serving, tell, with_keys
 from tests.support.commands import kd
