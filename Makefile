@@ -47,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench bench-reader bench-capture bench-forecast bench-scale-model bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
+.PHONY: help install demo test lint format docs site bench bench-reader bench-capture bench-forecast bench-scale-model bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -91,13 +91,18 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: $(STAMP) ## Write docs/configuration.md, api.md and settings.md from the descriptions in the code
+docs: $(STAMP) ## Write docs/configuration.md, api.md, settings.md and python.md from the descriptions in the code
 	$(BIN)/python -m kd.config.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(BIN)/python -m services.api.reference > docs/api.md.new
 	mv docs/api.md.new docs/api.md
 	$(BIN)/python -m services.reference > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
+	$(BIN)/python -m kd.face.reference > docs/python.md.new
+	mv docs/python.md.new docs/python.md
+
+site: $(STAMP) ## Build the documents as a site into build/site; a broken link is an error
+	$(BIN)/python docs/site.py
 
 bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios within one run; then do bench-reader
 	$(BIN)/python bench/speed.py $(BENCH_FLAGS)

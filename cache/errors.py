@@ -16,6 +16,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: The page that has an entry for every code of an error: cause, remedy, how to see it.
+HELP_PAGE = "docs/troubleshooting.md"
+
+
+def locate_help(code: str) -> str:
+    """Return the place of the entry of ``code``: the ``type`` of an error or of a job's failure.
+
+    The end of a problem document's ``type`` is such a code too, with dashes.
+    """
+    return f"{HELP_PAGE}#{code.replace('-', '_')}"
+
 
 class PotstillError(Exception):
     """An error that a user can act on: what happened and where, and what to do about it."""
@@ -29,6 +40,11 @@ class PotstillError(Exception):
 
     def __str__(self) -> str:
         return f"{self.detail} {self.remedy}".strip()
+
+    @property
+    def help(self) -> str:
+        """The place of this error's entry, as ``locate_help`` returns it."""
+        return locate_help(self.type)
 
     def to_json(self) -> dict[str, str]:
         """Return the JSON object that a child process sends to the API."""

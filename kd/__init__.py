@@ -1,4 +1,72 @@
-"""The science: data, teacher, losses, training, evaluation.
+"""Distil a language model into a smaller one, from Python.
 
-It knows nothing of HTTP, Redis or Celery.
+    import kd
+
+    teacher, text = "examples/austen/teacher", "examples/austen/text/persuasion.txt"
+    data = {"train": text, "sequence_length": 128, "max_train_samples": 32}
+    new = {"init": {"layers": 1, "hidden_size": 64}}  # or the name or folder of a model
+    result = kd.distill(teacher, new, data, train={"max_steps": 8}, cache={"threshold": 0.04})
+    print(result)  # perplexities, bytes per token, folders
+    model, tokenizer = result.load()
+    result.plot().savefig("curves.png")
+
+    sealed = kd.build_cache(teacher, data)  # the teacher reads once, for any number of students
+    student = kd.train_student(sealed, new, train={"epochs": 1, "learning_rate": 1e-3})
+    unseen = "examples/austen/text/sensesensibility.txt"
+    print(kd.evaluate(student, unseen, teacher=teacher, data={"max_eval_samples": 4}))
+
+``import kd`` loads nothing else: a name is looked up when it is first used, and torch is loaded
+when the first run begins. The names in ``__all__`` are public; all else belongs to its room.
+Settings have the names of a job in YAML (docs/configuration.md). ``kd.load_job`` reads such a job,
+and ``kd.run_job`` runs it.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kd.face.calls import build_cache, distill, evaluate, run_job, train_student
+    from kd.face.jobs import load_job
+    from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
+
+#: The module of each public name. A new name needs a line here, one in ``__all__``, and one above.
+_MODULES = {
+    "distill": "kd.face.calls",
+    "build_cache": "kd.face.calls",
+    "train_student": "kd.face.calls",
+    "evaluate": "kd.face.calls",
+    "run_job": "kd.face.calls",
+    "load_job": "kd.face.jobs",
+    "CacheResult": "kd.face.results",
+    "StudentResult": "kd.face.results",
+    "DistillationResult": "kd.face.results",
+    "EvaluationResult": "kd.face.results",
+}
+
+__all__ = [
+    "CacheResult",
+    "DistillationResult",
+    "EvaluationResult",
+    "StudentResult",
+    "build_cache",
+    "distill",
+    "evaluate",
+    "load_job",
+    "run_job",
+    "train_student",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Return the public ``name``; its module is imported at the first use (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kd' has no attribute {name!r}")
+    found: object = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -94,6 +94,8 @@ class NotFinite(TrainingError):
 class OutOfMemory(TrainingError):
     """A GPU or this machine ran out of memory."""
 
+    type = "out_of_memory"
+
 
 class RankLost(TrainingError):
     """One of the processes that share a stage was killed, so that all of them ended.

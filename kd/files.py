@@ -21,6 +21,9 @@ from cache.disk import (
 )
 from cache.errors import StorageError
 
+#: File in a run folder that the writing process locks.
+LOCK = ".lock"
+
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:

@@ -46,6 +46,11 @@ class Refused(PotstillError):
         self.retry_after = retry_after
 
     @property
+    def help(self) -> str:
+        """The place of the entry of the server's error."""
+        return self.problem.help if self.problem is not None else super().help
+
+    @property
     def errors(self) -> list[FieldProblem]:
         """The wrong fields of the request, each with a JSON pointer; empty if none is named."""
         return self.problem.errors if self.problem is not None else []

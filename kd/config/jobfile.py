@@ -90,8 +90,13 @@ def _check_text(text: str, pointer: str, what: str = "") -> Iterator[Problem]:
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     """Read a YAML or JSON job file and apply ``a.b=value`` overrides (values are YAML)."""
+    return parse_config(apply_overrides(read_job_file(path), overrides))
+
+
+def read_job_file(path: Path) -> Any:
+    """Parse a YAML or JSON job file. Raises ``ConfigError`` where that cannot be done."""
     try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             [
@@ -110,7 +115,6 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
         raise ConfigError(
             [Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}.")]
         ) from None
-    return parse_config(apply_overrides(data, overrides))
 
 
 def parse_yaml(text: str) -> Any:

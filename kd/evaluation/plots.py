@@ -32,7 +32,10 @@ def draw_plots(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lin
         name: found["kl_by_context"] for name, found in models.items() if found.get("kl_by_context")
     }
     drawings: dict[str, tuple[bool, Callable[[Any], None]]] = {
-        CURVES: (any("loss" in line for line in lines), lambda figure: _draw_curves(figure, lines)),
+        CURVES: (
+            any("loss" in line for line in lines),
+            lambda figure: draw_curves(figure.subplots(), lines),
+        ),
         RELIABILITY: (bool(reliability), lambda figure: _draw_reliability(figure, reliability)),
         CONTEXT: (bool(context), lambda figure: _draw_context(figure, context)),
     }
@@ -68,9 +71,8 @@ def _save_figure(path: Path, draw: Callable[[Any], None]) -> None:
         write_file(path, image.getvalue())
 
 
-def _draw_curves(figure: Any, lines: Lines) -> None:
-    """Losses of the steps and of the held-out text on one axis: both are nats per token."""
-    axes = figure.subplots()
+def draw_curves(axes: Any, lines: Lines) -> None:
+    """Draw the losses of the steps and of the held-out text on one axis, in nats per token."""
     wanted = {
         "loss": ("loss", "-"),
         "kd_loss": ("divergence from the teacher", "-"),
@@ -84,7 +86,8 @@ def _draw_curves(figure: Any, lines: Lines) -> None:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
     axes.set(xlabel="step", ylabel="nats per token", title=TITLES[CURVES])
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
 
 
 def _draw_reliability(figure: Any, curves: Mapping[str, Lines]) -> None:

@@ -76,19 +76,19 @@ def load_corpus(
 
     Raises ``DataError`` where the text holds a token whose id is not below ``size``, V.
     """
-    train = _load_sequences(
-        config.train, "train", _count_wanted(config), config, tokenizer, monitor, size
-    )
-    if config.validation:
-        validation = _load_sequences(
-            config.validation,
-            "validation",
-            config.max_eval_samples,
-            config,
-            tokenizer,
-            monitor,
-            size,
+
+    def load(field: str, wanted: int | None) -> Sequences:
+        sources = config.train if field == "train" else config.validation
+        return _load_sequences(sources, field, wanted, config, tokenizer, monitor, size)
+
+    if not config.train:  # a model is only measured
+        validation = _take_first(
+            load("validation", config.max_eval_samples), config.max_eval_samples
         )
+        return Corpus(validation.select(slice(0, 0)), validation)
+    train = load("train", _count_wanted(config))
+    if config.validation:
+        validation = load("validation", config.max_eval_samples)
     else:
         train, validation = _hold_out(train, config.held_out_fraction)
     train = _take_first(train, config.max_train_samples)

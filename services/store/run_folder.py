@@ -13,12 +13,10 @@ from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.placement import JOB_ID_PATTERN
-from kd.files import read_json
+from kd.files import LOCK, read_json
 
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
 JOB_ID = re.compile(JOB_ID_PATTERN)
-#: File in a run folder that the writing process locks.
-LOCK = ".lock"
 #: The file that a stage writes last, by kind of job, and the artifacts beside it.
 LAST_FILES = {"precompute": "cache.json", "verify": "verify.json"}
 LAST_FILE = "report.json"

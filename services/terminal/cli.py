@@ -230,6 +230,27 @@ def doctor(home: Home = None, server: Server = None, as_json: AsJson = False) ->
     raise typer.Exit(0 if all(finding.ok for finding in findings if finding.needed) else FAILED)
 
 
+@app.command()
+def explain(
+    code: Annotated[
+        str, typer.Argument(help="Code of an error, such as cache_corrupt. None: list all codes.")
+    ] = "",
+) -> None:
+    """Explain an error: usual messages, cause, remedy, and how to see it."""
+    from services.terminal.explanations import find_entry, list_codes
+
+    if not code:
+        for known in list_codes():
+            out.print(known, markup=False)
+        return
+    entry = find_entry(code)
+    if entry is None:
+        raise typer.BadParameter(
+            f"{code!r} is no code of an error; `kd explain` lists them.", param_hint="CODE"
+        )
+    out.print(entry, markup=False, highlight=False, soft_wrap=True)
+
+
 def _say(text: str) -> None:
     """Print a line to stderr. It is lost if stderr is a file on a full disk."""
     with suppress(OSError):
@@ -276,7 +297,7 @@ def main() -> None:
     try:
         app()
     except PotstillError as error:
-        print_error(error.detail, error.remedy)
+        print_error(error.detail, error.remedy, error.help)
         code = (
             INVALID
             if getattr(error, "status", None) == 422
@@ -295,6 +316,7 @@ def main() -> None:
         print_error(
             f"{type(error).__name__}: {error}",
             "" if verbose else "`kd -v ...` shows the traceback.",
+            PotstillError("").help,
         )
         if verbose:
             err.print_exception()

@@ -102,12 +102,15 @@ def load_job_file(job_file: Path, overrides: list[str] | None) -> JobConfig:
     return load_config(job_file, overrides or ())
 
 
-def print_error(detail: str, remedy: str) -> None:
-    """Print an error and its remedy."""
+def print_error(detail: str, remedy: str, place: str = "") -> None:
+    """Print an error, its remedy, and the ``place`` of its entry in the documentation."""
     # Text, because rich would read brackets in a plain string as markup.
     err.print(Text.assemble(("error: ", "bold red"), detail))
     if remedy:
         err.print(Text.assemble(("remedy: ", "bold"), remedy))
+    if place:
+        command = f"kd explain {place.rpartition('#')[2]}"
+        err.print(Text.assemble(("help: ", "bold"), f"{place}, or `{command}`"))
 
 
 def print_table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...] = ()) -> None:

@@ -28,6 +28,7 @@ from cache.disk import storage_errors, try_lock
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
+from kd.files import LOCK
 from kd.parallel.lifeline import die_with_parent
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement, grant_limits
@@ -36,7 +37,6 @@ from kd.progress import Event, EventPipe, Monitor, WorkHeldElsewhere
 from services.process.lifeline import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
-from services.store.run_folder import LOCK
 from services.worker.failures import describe_error
 
 EXIT_DONE = 0

@@ -26,7 +26,6 @@ from services.settings import Settings
 from tests.support.documents import (
     DOCUMENTS,
     README,
-    drop_blocks,
     list_blocks,
     list_command_lines,
     read_document,
@@ -192,26 +191,6 @@ def test_the_file_tree_is_that_of_the_repository() -> None:
     assert {
         ROOT / name for name in ("cache", "kd", "services", "tests", "examples", "docs")
     } <= set(paths)
-
-
-def links() -> list[Any]:
-    found = []
-    for document in DOCUMENTS:
-        text = re.sub(r"`[^`\n]*`", "", drop_blocks(read_document(document)))
-        targets = [
-            target
-            for target in re.findall(r"\]\(([^)\s]+)\)", text)
-            if not re.match(r"[a-z]+:|#", target)
-        ]
-        found += [
-            pytest.param(document, target, id=f"{document.name}: {target}") for target in targets
-        ]
-    return found
-
-
-@pytest.mark.parametrize(("document", "target"), links())
-def test_links_lead_to_files_that_exist(document: Path, target: str) -> None:
-    assert (document.parent / target.partition("#")[0]).exists()
 
 
 # Settings

@@ -36,6 +36,9 @@ from tests.support.documents import (
 #: else that stands in a block of a document runs as printed.
 CANNOT_RUN = {
     "make test": "this test is part of it",
+    "python3 -m venv": "the tests run in an environment already",
+    ".venv/bin/pip install": "it needs an index of packages",
+    "kd demo": "`make demo` and test_wheel.py run it",
     "make bench": "it measures for minutes; test_bench.py runs it with --quick",
     "python bench/speed.py": "it measures for minutes; test_bench.py runs it with --quick",
     "python bench/quality.py": "it trains for hours; bench/test_quality.py runs it on small models",

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from bench.support.harness import PATIENCE_SECONDS, wait_until
 from bench.support.paths import ROOT
+from cache.errors import HELP_PAGE
 from kd.config.jobfile import load_config
 from kd.preflight.named_paths import list_relative_paths
 from services.process.extras import find_missing_packages
@@ -31,12 +32,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 INCLUDED = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
 
 
-def test_the_wheel_carries_all_that_the_demo_s_job_names() -> None:
+def test_the_wheel_carries_all_that_the_demo_s_job_names_and_the_help() -> None:
     assert {f"services/{source}" for source in INCLUDED} == set(INCLUDED.values())
     assert all((ROOT / source).exists() for source in INCLUDED)
     named = [each.name for each in list_relative_paths(load_config(ROOT / EXAMPLE), ROOT)]
     assert len(named) == 4
-    assert set(named) | {str(EXAMPLE)} == set(INCLUDED)
+    assert {*named, str(EXAMPLE), HELP_PAGE} == set(INCLUDED)
 
 
 def test_the_missing_packages_of_an_extra_are_named() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, computed_field
 
+from cache.errors import locate_help
 from kd.client.wire.view import View
 
 Kind = Literal["distill", "precompute", "train", "search", "verify"]
@@ -88,6 +89,12 @@ class JobError(View):
     type: str = Field(description="A stable word, for example storage_error or worker_lost.")
     detail: str = Field(description="What happened and where.")
     remedy: str = Field("", description="What to do about it.")
+
+    @computed_field(description="The entry of this error in the documentation.")  # type: ignore[prop-decorator]
+    @property
+    def help(self) -> str:
+        """The place of this error's entry."""
+        return locate_help(self.type)
 
 
 class Cost(View):

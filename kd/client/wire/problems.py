@@ -46,6 +46,7 @@ class QuotaProblem(View):
 class ProblemDetails(ProblemDocument):
     """An error, by RFC 9457."""
 
+    help: str = Field(description="The entry of this error in the documentation.")
     request_id: str | None = Field(None, description="The id of the request in the server's log.")
     job_status: Status | None = Field(
         None, description="For a refused action: the job's status, which forbids it."

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from redis.exceptions import RedisError, ResponseError
 from starlette.exceptions import HTTPException
 
-from cache.errors import PotstillError
+from cache.errors import PotstillError, locate_help
 from kd.client.wire.problems import FieldProblem, ProblemDetails
 from kd.config.jobfile import translate_errors
 from kd.errors import ConfigError, Problem
@@ -130,9 +130,11 @@ def add_error_handlers(app: FastAPI, routes: Iterable[APIRoute]) -> None:
 
 def respond_with_problem(request: Request, problem: ApiProblem) -> JSONResponse:
     """Return ``problem`` as the answer to ``request``."""
-    slug, title = TITLES.get(problem.status, ("error", "Error"))
+    usual, title = TITLES.get(problem.status, ("error", "Error"))
+    slug = problem.slug or usual
     document = ProblemDetails(
-        type=f"urn:potstill:problem:{problem.slug or slug}",
+        type=f"urn:potstill:problem:{slug}",
+        help=locate_help(slug),
         title=TITLES_OF_SLUGS.get(problem.slug or "", title),
         status=problem.status,
         detail=problem.detail,

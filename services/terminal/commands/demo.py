@@ -98,8 +98,9 @@ def _post_and_follow(
 
 
 def _print_outcome(job: dict[str, Any], out: Console) -> None:
-    if job["error"]:
-        print_error(f"{job['name']} failed: {job['error']['detail']}", job["error"]["remedy"])
+    if error := job["error"]:
+        place = error.get("help", "")
+        print_error(f"{job['name']} failed: {error['detail']}", error["remedy"], place)
     page = Path(job["artifacts"].get("report.md", "-"))
     if page.is_file():
         out.print(page.read_text(encoding="utf-8"), markup=False)

@@ -368,7 +368,8 @@ def _follow(client: Client, job_id: str, as_json: bool, explained: bool = False)
     if as_json:
         print_json(job)
     elif job["error"]:
-        print_error(job["error"]["detail"], job["error"]["remedy"])
+        error = job["error"]
+        print_error(error["detail"], error["remedy"], error.get("help", ""))
     for name, path in {} if as_json else job["artifacts"].items():
         out.print(f"{name}: {path}", soft_wrap=True)
     raise typer.Exit(EXIT_OF_STATUS[job["status"]])

@@ -16,10 +16,10 @@ from rich.console import Console
 from cache.disk import locked, storage_errors
 from kd.config.job import JobConfig
 from kd.errors import Interrupted
+from kd.files import LOCK
 from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.progress import Event, Monitor
 from services.settings import Settings
-from services.store.run_folder import LOCK
 from services.terminal.display import Display
 
 

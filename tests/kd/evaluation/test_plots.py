@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from kd.evaluation import plots
-from kd.evaluation.plots import CONTEXT, CURVES, RELIABILITY, draw_plots
+from kd.evaluation.plots import CONTEXT, CURVES, RELIABILITY, draw_curves, draw_plots
 
 LINES = [
     {"type": "evaluation", "step": 0, "validation_loss": 7.0, "validation_kl": None},
@@ -76,7 +76,7 @@ def test_there_is_no_picture_of_nothing(
 
 
 def test_curves_show_steps_and_evaluations() -> None:
-    found = read_plot(plots._draw_curves, LINES)
+    found = read_plot(lambda figure, lines: draw_curves(figure.subplots(), lines), LINES)
     assert found["loss"] == [(1, 6.5), (2, 6.0)]
     assert found["divergence from the teacher"] == [(1, 4.0)]
     assert found["held-out cross-entropy"] == [(0, 7.0), (2, 6.6)]

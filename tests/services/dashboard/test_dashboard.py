@@ -18,6 +18,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from cache.errors import locate_help
 from services.api.routes.dashboard import FOLDER, PAGES, POLICY
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim
@@ -298,6 +299,7 @@ def test_names_and_messages_are_text(page: Page, api: Parts) -> None:
     )
     open_page(page, api, f"jobs/{claim.id}")
     expect(page.get_by_role("alert").first).to_contain_text(f"bug Because {attack}")
+    expect(page.get_by_role("alert").first).to_contain_text(f"Help: {locate_help('bug')}")
     expect(page.get_by_role("listitem").filter(has_text="onerror")).to_have_count(1)
     page.get_by_text("Log", exact=True).click()
     expect(page.locator("details pre").first).to_contain_text(attack)

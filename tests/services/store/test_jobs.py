@@ -146,7 +146,8 @@ def test_a_clean_stop_costs_no_attempt_and_a_death_does(jobs: JobStore, parts: P
     assert jobs.fail_attempt(last, ERROR) == "failed"
     job = parts.job(job_id)
     assert job.error is not None
-    assert job.error.model_dump() == ERROR
+    assert job.error.model_dump(exclude={"help"}) == ERROR
+    assert job.error.help == "docs/troubleshooting.md#worker_lost"
     assert job.attempt == 3
     assert [data["message"] for kind, data in parts.events(job_id) if kind == "warning"] == [
         "It was killed."

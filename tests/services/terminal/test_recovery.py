@@ -11,9 +11,8 @@ import pytest
 
 from bench.support.harness import Parts, make_config
 from cache.disk import locked
-from kd.files import write_json
+from kd.files import LOCK, write_json
 from services.store.jobs.records import make_job_id
-from services.store.run_folder import LOCK
 from tests.support.commands import kd
 
 FINGERPRINT = "f" * 32

@@ -1,0 +1,1 @@
+"""What prints the numbers and draws the pictures of docs/concepts."""

@@ -1,0 +1,123 @@
+"""Progress bars of a run, in a terminal and in a notebook, from its events."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kd.progress import Event
+
+
+def _load_tqdm() -> Any:
+    """Return the bar for a terminal or a notebook: a widget, or text where ipywidgets is missing.
+
+    Loaded here before transformers loads it, because it warns once of the missing ipywidgets.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+    return tqdm
+
+
+def _is_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+class ProgressBars:
+    """Shows one bar for each stage of a run, and its warnings; ``shown`` False keeps it silent.
+
+    Use it as a context: at the end it closes the bars. ``warnings`` are all that the run sent.
+    """
+
+    def __init__(self, shown: bool = True) -> None:
+        self._shown = shown
+        self._stage = ""
+        self._bar: Any = None
+        self._notes: dict[str, str] = {}
+        self._tqdm = _load_tqdm()
+        self.warnings: list[str] = []
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def listen(self, event: Event) -> None:
+        """Show one event; types that no bar shows are ignored."""
+        if event.type == "warning":
+            self.warnings.append(str(event.data.get("message")))
+            self.tell(f"warning: {event.data.get('message')}")
+        elif self._shown and event.type in ("stage", "progress", "metrics", "evaluation"):
+            getattr(self, f"_show_{event.type}")(event.data)
+
+    def tell(self, message: str) -> None:
+        """Print a line on standard error, above the bar."""
+        if not self._shown:
+            return
+        if self._bar is None:
+            print(message, file=sys.stderr)  # noqa: T201  the line is the purpose
+        else:
+            self._bar.write(message, file=sys.stderr)
+
+    def _show_stage(self, data: dict[str, Any]) -> None:
+        stage = data.get("stage") or self._stage
+        if stage != self._stage or self._bar is None:
+            self._close()
+            self._stage = stage
+            self._bar = self._make_bar(stage)
+        phase = data.get("phase")
+        self._bar.set_description_str(f"{stage}: {phase}" if phase else stage)
+
+    def _make_bar(self, title: str) -> Any:
+        # None: no bar where the output is no terminal. That of a notebook says that it is none.
+        disable = False if _is_notebook() else None
+        return self._tqdm(desc=title, unit=" steps", disable=disable, dynamic_ncols=True)
+
+    def _show_progress(self, data: dict[str, Any]) -> None:
+        if self._bar is None:
+            return
+        self._bar.total = data.get("total")
+        self._bar.unit = f" {data.get('unit') or 'steps'}"
+        # ``update`` keeps to the least time between two drawings; a smaller number is a new count.
+        step = int(data.get("done") or 0) - self._bar.n
+        if step < 0:
+            self._bar.reset(total=data.get("total"))
+            step = int(data.get("done") or 0)
+        self._bar.update(step)
+
+    def _show_metrics(self, data: dict[str, Any]) -> None:
+        self._note("loss", data.get("loss"))
+        self._note("ppl", data.get("perplexity"))
+
+    def _show_evaluation(self, data: dict[str, Any]) -> None:
+        self._note("held-out ppl", data.get("validation_perplexity"))
+
+    def _note(self, name: str, value: Any) -> None:
+        if isinstance(value, int | float) and self._bar is not None:
+            self._notes[name] = f"{value:.4g}"
+            self._bar.set_postfix(self._notes, refresh=False)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
+
+
+@contextmanager
+def library_bars_hidden() -> Iterator[None]:
+    """Hide the bars of transformers, as a run does, and let it show them again afterwards."""
+    from transformers.utils import logging
+
+    bars: Any = logging  # its functions have no types
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()

@@ -1,0 +1,169 @@
+"""docs/formats.md against the code: a reader that knows only the page reads what was written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.support.paths import ROOT
+from cache.manifest import FORMAT_VERSION
+from cache.records import Records, Sequences, TailSums
+from cache.shard import make_shard_arrays, write_arrays
+from cache.store import open_cache, open_writer
+from cache.testing import (
+    PROVENANCE,
+    make_cache,
+    make_codec,
+    make_identity,
+    make_lm_head,
+    make_shard,
+    make_token_map,
+)
+from tests.support.formats.page_reader import check_seal, read_array, read_manifest, read_sequence
+
+PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+CODECS: dict[str, dict[str, Any]] = {
+    "threshold": {"draws": 2},
+    "tempered": {"draws": 2, "always_keep": (3, 9)},
+    "topk": {},
+    "dense": {},
+    "hidden": {"bits": 16},
+}
+
+
+def test_the_reader_of_the_page_imports_nothing_of_the_project() -> None:
+    text = (ROOT / "tests" / "support" / "formats" / "page_reader.py").read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(from|import) (cache|kd|services|tests|bench)\b", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("profile", CODECS)
+def test_the_page_reads_what_the_store_reads(profile: str, tmp_path: Path) -> None:
+    require_equal_reading(profile, 300, (0, 3, 4, 9), tmp_path)
+
+
+@pytest.mark.parametrize("profile", ["threshold", "topk"])
+def test_the_page_reads_ids_of_32_bits(profile: str, tmp_path: Path) -> None:
+    require_equal_reading(profile, 70_000, (9,), tmp_path)
+
+
+def require_equal_reading(
+    profile: str, vocabulary: int, numbers: tuple[int, ...], tmp_path: Path
+) -> None:
+    codec = make_codec(profile, **CODECS[profile])
+    folder = make_cache(tmp_path, make_identity(vocabulary, codec=codec))
+    store = open_cache(folder)
+    for number in numbers:
+        for draw in range(codec.draws):
+            sequences, records = store.read([number], draw)
+            found = read_sequence(folder, number, draw)
+            assert found.pop("tokens") == sequences.tokens[0].tolist()
+            assert found.pop("document_start") == sequences.document_start[0].tolist()
+            assert found.pop("target_mask") == sequences.target_mask[0].tolist()
+            # The store has one column of tails, that of the draw.
+            expected = {name: column.tolist() for name, column in records.columns.items()}
+            assert found == expected
+
+
+@pytest.mark.parametrize("profile", CODECS)
+def test_the_page_verifies_digests_and_fingerprint(profile: str, tmp_path: Path) -> None:
+    folder = make_cache(tmp_path, make_identity(codec=make_codec(profile, **CODECS[profile])))
+    manifest = read_manifest(folder)
+    assert manifest.genuine
+    assert manifest.fingerprint == folder.name
+    for number, entry in enumerate(manifest.content["shards"]):
+        name = f"{number:06d}"
+        assert check_seal(folder, f"shards/{name}", f"{name}.json", entry["digest"])
+    for name in ("head", "token_map"):
+        if digest := manifest.content[name]["digest"]:
+            assert check_seal(folder, name, f"{name}.json", digest)
+    # A changed byte shows.
+    path = folder / "shards" / "000000" / "tokens" / "c.0.0"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    digest = manifest.content["shards"][0]["digest"]
+    assert not check_seal(folder, "shards/000000", "000000.json", digest)
+
+
+def test_the_page_reads_the_mean_tail(tmp_path: Path) -> None:
+    identity = make_identity()
+    size = identity.tokenizer.vocabulary_size
+    rng = np.random.default_rng(1)
+    with open_writer(tmp_path, identity) as writer:
+        for index in writer.find_missing_shards():
+            sums = rng.random(size) * (rng.random(size) > 0.1)
+            writer.write_shard(index, *make_shard(identity, index), TailSums(3, 30, sums, sums**2))
+        writer.finish(PROVENANCE)
+    folder = tmp_path / identity.fingerprint
+    assert read_manifest(folder).content["version"] == FORMAT_VERSION
+    expected = open_cache(folder).tail_mean()
+    assert expected is not None
+    means = read_array(folder / "tail_mean" / "mean").rows
+    shares = read_array(folder / "tail_mean" / "share").rows
+    found = [0.0 if code == 65535 else np.exp(-code / 256) for code in means]
+    np.testing.assert_allclose(found, expected["mean"], rtol=1e-6)
+    np.testing.assert_allclose([code / 255 for code in shares], expected["share"], rtol=1e-6)
+
+
+def test_the_page_reads_head_and_token_map(tmp_path: Path) -> None:
+    folder = make_cache(tmp_path, make_identity(codec=make_codec("hidden")))
+    for name, arrays in (("head", make_lm_head(300)), ("token_map", make_token_map(300))):
+        for each, values in arrays.items():
+            assert read_array(folder / name / each).rows == values.tolist()
+
+
+def make_example() -> dict[str, np.ndarray]:
+    """The arrays of the worked example: one sequence with three records."""
+    identity = make_identity(300, 4, 1, 0, make_codec("threshold", threshold=0.1))
+    sequences = Sequences(
+        np.array([[5, 6, 8, 9]], np.uint32),
+        np.array([[True, False, False, False]]),
+        np.array([[True, True, True, False]]),
+    )
+    records = Records(
+        {
+            "known": np.array([[256], [512], [128]], np.uint16),
+            "entropy": np.array([16, 8, 24], np.uint8),
+            "head_count": np.array([2, 1, 0], np.uint8),
+            "head_ids": np.array([40, 7, 7], np.uint16),
+            "head_logprobs": np.array([100, 50, 20], np.uint8),
+            "tail_count": np.array([20, 1, 1], np.uint8),
+            "tail_ids": np.array([*range(100, 120), 130, 131], np.uint16)[:, None],
+        }
+    )
+    return make_shard_arrays(sequences, records, identity.record_codec())
+
+
+def describe_example() -> str:
+    lines = []
+    for name, values in make_example().items():
+        if name == "token_classes":
+            tokens = {each: np.flatnonzero(values == each) for each in (2, 1)}
+            shown = "; ".join(f"{each} at {' '.join(map(str, at))}" for each, at in tokens.items())
+            lines.append(f"{name:14} uint8  (300,)   {shown}; else 0")
+            continue
+        raw = np.ascontiguousarray(values).tobytes().hex()
+        width = 2 * values.itemsize
+        shown = " ".join(raw[place : place + width] for place in range(0, len(raw), width))
+        lines.append(f"{name:14} {values.dtype!s:6} {values.shape!s:8} {shown}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def test_the_worked_example_is_what_the_code_writes() -> None:
+    assert f"```text\n{describe_example()}```" in PAGE
+
+
+def test_the_page_reads_its_own_example(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    write_arrays(folder / "shards" / "000000", make_example())
+    codec = {"shard_sequences": 1, "profile": "threshold"}
+    content = {"digest": "", "identity": {"codec": codec}}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (folder / "manifest.json").write_text(text)
+    found = read_sequence(folder, 0)
+    assert found["head_ids"] == [7, 40, 7]
+    assert found["head_logprobs"] == [50, 100, 20]
+    assert found["tail_ids"] == [*range(100, 120), 130, 131]

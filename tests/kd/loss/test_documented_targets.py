@@ -1,0 +1,76 @@
+"""The formulas of docs/formats.md, in plain Python, against the decoder of the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cache.store import open_cache
+from cache.testing import make_cache, make_codec, make_identity
+from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_threshold
+from kd.loss.whole_targets import decode_top
+from tests.support.formats.page_reader import (
+    Weights,
+    list_records,
+    read_manifest,
+    read_sequence,
+    weigh_tempered,
+    weigh_threshold,
+    weigh_top,
+)
+
+
+def open_small(folder: Path, profile: str, **options: Any) -> tuple[Path, Any, Any, torch.Tensor]:
+    path = make_cache(folder, make_identity(codec=make_codec(profile, **options)))
+    store = open_cache(path)
+    sequences, records = store.read([2])
+    # The loss reads the tails of one draw as a vector.
+    columns = {
+        name: torch.from_numpy(column.astype(np.int64)) for name, column in records.columns.items()
+    }
+    return path, store.codec, columns, torch.from_numpy(sequences.find_gold_ids().astype(np.int64))
+
+
+def require_equal(target: SparseTarget, expected: list[Weights], tolerance: float) -> None:
+    for place, weights in enumerate(expected):
+        entries = target.find_entries(slice(place, place + 1))
+        found: dict[int, float] = {}
+        pairs = zip(target.ids_E[entries].tolist(), target.weights_E[entries].tolist(), strict=True)
+        for token, weight in pairs:
+            found[token] = found.get(token, 0.0) + weight
+        wanted: dict[int, float] = {}
+        for token, weight in weights:
+            wanted[token] = wanted.get(token, 0.0) + weight
+        assert {token for token, weight in found.items() if weight} <= wanted.keys()
+        for token, weight in wanted.items():
+            assert found[token] == pytest.approx(weight, rel=tolerance)
+
+
+def test_threshold(tmp_path: Path) -> None:
+    path, codec, columns, gold_N = open_small(tmp_path, "threshold", always_keep=(3, 9))
+    about = read_manifest(path).content["identity"]["codec"]
+    records = list_records(read_sequence(path, 2), about)
+    expected = [weigh_threshold(record) for record in records]
+    require_equal(decode_threshold(codec, columns, gold_N), expected, 1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7, 2.0])
+def test_tempered_but_for_the_correction_of_rounding(tmp_path: Path, temperature: float) -> None:
+    path, codec, columns, gold_N = open_small(tmp_path, "tempered", always_keep=(3,))
+    about = read_manifest(path).content["identity"]["codec"]
+    records = list_records(read_sequence(path, 2), about)
+    expected = [weigh_tempered(record, about, temperature) for record in records]
+    require_equal(decode_tempered(codec, columns, gold_N, temperature), expected, 0.01)
+
+
+def test_topk(tmp_path: Path) -> None:
+    path, _, columns, _ = open_small(tmp_path, "topk")
+    target = decode_top(columns)
+    for place, (weights, rest) in enumerate(weigh_top(read_sequence(path, 2))):
+        assert target.ids_NK[place].tolist() == [token for token, _ in weights]
+        assert target.p_NK[place].tolist() == pytest.approx([weight for _, weight in weights])
+        assert float(target.rest_N[place]) == pytest.approx(rest)

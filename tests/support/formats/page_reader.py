@@ -1,0 +1,270 @@
+"""A reader of caches that knows only what docs/formats.md says. It imports nothing of Potstill.
+
+It is slow and plain on purpose: another language can copy it line by line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google_crc32c import value as crc32c
+from numcodecs import Blosc
+
+#: The type of ``struct`` for each data type.
+TYPES = {
+    "bool": "?",
+    "uint8": "B",
+    "int8": "b",
+    "uint16": "H",
+    "int16": "h",
+    "uint32": "I",
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+}
+SAMPLED = ("threshold", "tempered")
+
+
+@dataclass
+class Array:
+    shape: list[int]
+    rows: list[Any]
+    """One item a row: a number, or nested lists of numbers."""
+
+
+def read_array(folder: Path) -> Array:
+    about = json.loads((folder / "zarr.json").read_text())
+    shape = about["shape"]
+    chunk = about["chunk_grid"]["configuration"]["chunk_shape"]
+    assert chunk[1:] == shape[1:]
+    width = math.prod(shape[1:])
+    numbers: list[Any] = []
+    for place in range(-(-shape[0] // chunk[0])):
+        data = (folder / ".".join(["c", str(place), *["0"] * (len(shape) - 1)])).read_bytes()
+        body, check = data[:-4], data[-4:]
+        assert int.from_bytes(check, "little") == crc32c(body)
+        raw = Blosc().decode(body)
+        numbers += struct.unpack(f"<{chunk[0] * width}{TYPES[about['data_type']]}", raw)
+    # The last chunk is as long as the others; what lies beyond the shape is no part of the array.
+    numbers = numbers[: shape[0] * width]
+    return Array(shape, fold(numbers, shape))
+
+
+def fold(numbers: list[Any], shape: list[int]) -> list[Any]:
+    if len(shape) == 1:
+        return numbers
+    step = math.prod(shape[1:])
+    return [fold(numbers[row * step : (row + 1) * step], shape[1:]) for row in range(shape[0])]
+
+
+@dataclass
+class Manifest:
+    content: dict[str, Any]
+    fingerprint: str
+    genuine: bool
+
+
+def read_signed(path: Path) -> tuple[dict[str, Any], bool]:
+    """The document, and whether its bytes have the digest that is in it."""
+    data = path.read_bytes()
+    content = json.loads(data)
+    member = f'"digest":"{content["digest"]}"'.encode()
+    # At the outermost level; a digest inside the document is another one.
+    for whole in (member + b",", b"," + member):
+        rest = data.replace(whole, b"", 1)
+        if hashlib.sha256(rest).hexdigest() == content["digest"]:
+            return content, True
+    return content, False
+
+
+def read_manifest(folder: Path) -> Manifest:
+    content, genuine = read_signed(folder / "manifest.json")
+    # The manifest is canonical, so the identity's own canonical form is a part of its bytes.
+    identity = json.dumps(content["identity"], sort_keys=True, separators=(",", ":")).encode()
+    assert b'"identity":' + identity in (folder / "manifest.json").read_bytes()
+    return Manifest(content, hashlib.sha256(identity).hexdigest()[:32], genuine)
+
+
+def check_seal(folder: Path, name: str, seal: str, digest: str) -> bool:
+    """Whether a folder holds the files of its seal, and the seal is the one in the manifest."""
+    path = folder / "seals" / seal
+    content, genuine = read_signed(path)
+    files = content["files"]
+    found = {
+        each.relative_to(folder / name).as_posix(): {
+            "bytes": each.stat().st_size,
+            "sha256": hashlib.sha256(each.read_bytes()).hexdigest(),
+        }
+        for each in (folder / name).rglob("*")
+        if each.is_file()
+    }
+    return genuine and files == found and hashlib.sha256(path.read_bytes()).hexdigest() == digest
+
+
+def read_sequence(folder: Path, number: int, draw: int = 0) -> dict[str, list[Any]]:
+    """The stored numbers of a sequence: its tokens, and the columns of its records."""
+    identity = read_manifest(folder).content["identity"]
+    size = identity["codec"]["shard_sequences"]
+    shard = folder / "shards" / f"{number // size:06d}"
+    place = number % size
+    names = [each.name for each in shard.iterdir() if each.is_dir()]
+    arrays = {name: read_array(shard / name) for name in names}
+    offsets = arrays.pop("offsets").rows
+    first, last = offsets[place], offsets[place + 1]
+    found = {
+        name: arrays.pop(name).rows[place] for name in ("tokens", "document_start", "target_mask")
+    }
+    if identity["codec"]["profile"] not in SAMPLED:
+        return found | {name: each.rows[first[0] : last[0]] for name, each in arrays.items()}
+    coded = {name for name in arrays if name.startswith(("head_", "tail_"))}
+    coded -= {"head_count", "tail_count"}
+    order = order_tokens(arrays.pop("token_classes").rows)
+    found |= {name: arrays[name].rows[first[0] : last[0]] for name in arrays if name not in coded}
+    for part, stored, entries, bits in (
+        ("head", "head", 1, 3),
+        ("tail", f"tail_{draw}", 2, 4 + draw),
+    ):
+        ranks = decode_ranks(
+            arrays[f"{stored}_symbols"].rows[first[entries] : last[entries]],
+            arrays[f"{stored}_bits"].rows[first[bits] : last[bits]],
+            found[f"{part}_count"],
+        )
+        found[f"{part}_ids"] = [order[rank] for rank in ranks]
+        if f"{stored}_logprobs" in arrays:
+            rows = arrays[f"{stored}_logprobs"].rows
+            found[f"{part}_logprobs"] = rows[first[entries] : last[entries]]
+    return found
+
+
+def order_tokens(classes: list[int]) -> list[int]:
+    """The token at each rank: the highest class first, ids ascend within a class."""
+    return sorted(range(len(classes)), key=lambda token: (-classes[token], token))
+
+
+def decode_ranks(symbols: list[int], bits: list[int], counts: list[int]) -> list[int]:
+    """The ranks of all entries of a sequence, record after record."""
+    stream = int.from_bytes(bytes(bits), "little")
+    found, entry = [], 0
+    for count in counts:
+        rank = 0
+        for _ in range(count):
+            symbol = symbols[entry]
+            entry += 1
+            if symbol < 16:
+                gap = symbol
+            else:
+                length = symbol // 8 - 1
+                gap = ((8 + symbol % 8) << length) + (stream & ((1 << length) - 1))
+                stream >>= length
+            rank += gap
+            found.append(rank)
+    assert entry == len(symbols)
+    return found
+
+
+@dataclass
+class Record:
+    """One record of a profile with a sampled tail: log-probabilities in nats."""
+
+    known: list[tuple[int, float]]
+    head: list[tuple[int, float]]
+    tail: list[tuple[int, float]]
+    partition: list[list[float]]
+
+
+Weights = list[tuple[int, float]]
+
+
+def list_records(found: dict[str, list[Any]], codec: dict[str, Any]) -> list[Record]:
+    """The records of a sequence; the tail's log-probabilities are 0 in profile threshold."""
+    step = 2**-6 if codec["profile"] == "tempered" else math.log(1 / codec["threshold"]) / 127
+    places = [place for place, target in enumerate(found["target_mask"]) if target]
+    records, head, tail = [], 0, 0
+    for number, place in enumerate(places):
+        gold = found["tokens"][place + 1]
+        ids = [gold, *codec["always_keep"]]
+        logs = [-code / 256 for code in found["known"][number]]
+        known = [(ids[0], logs[0])]
+        known += [each for each in zip(ids[1:], logs[1:], strict=True) if each[0] != gold]
+        heads, tails = found["head_count"][number], found["tail_count"][number]
+        codes = found.get("tail_logprobs", [0] * len(found["tail_ids"]))
+        records.append(
+            Record(
+                known,
+                [
+                    (found["head_ids"][at], -step * found["head_logprobs"][at])
+                    for at in range(head, head + heads)
+                ],
+                [(found["tail_ids"][at], -codes[at] / 8) for at in range(tail, tail + tails)],
+                [
+                    [code / 1024 for code in knot]
+                    for knot in (found["partition"][number] if "partition" in found else [])
+                ],
+            )
+        )
+        head, tail = head + heads, tail + tails
+    return records
+
+
+def weigh_threshold(record: Record) -> Weights:
+    explicit = [(token, math.exp(log)) for token, log in record.known + record.head]
+    rest = 1 - sum(weight for _, weight in explicit)
+    if not record.tail:
+        return [(explicit[0][0], explicit[0][1] + rest), *explicit[1:]]
+    return explicit + [(token, rest / len(record.tail)) for token, _ in record.tail]
+
+
+def weigh_tempered(record: Record, codec: dict[str, Any], temperature: float) -> Weights:
+    least, most = codec["temperatures"]
+    beta = 1 / temperature
+
+    def space(count: int) -> list[float]:
+        return [(1 / most) * (most / least) ** (at / (count - 1)) for at in range(count)]
+
+    def tail(b: float) -> float:
+        if not record.tail:
+            return -math.inf
+        knots = space(len(record.partition))
+        left = max(at for at in range(len(knots) - 1) if at == 0 or knots[at] <= b)
+        width = knots[left + 1] - knots[left]
+        t = (b - knots[left]) / width
+        (b0, d0), (b1, d1) = record.partition[left], record.partition[left + 1]
+        return (
+            (1 + 2 * t) * (1 - t) ** 2 * b0
+            + t * (1 - t) ** 2 * width * d0
+            + t**2 * (3 - 2 * t) * b1
+            + t**2 * (t - 1) * width * d1
+        )
+
+    def total(b: float) -> float:
+        explicit = sum(math.exp(b * log) for _, log in record.known + record.head)
+        return math.log(explicit + math.exp(tail(b)))
+
+    proposal = space(max(2, math.ceil(math.log2(most / least) - 1e-9) + 1))
+    mass = sum(math.exp(tail(b) - total(b)) for b in proposal) / len(proposal)
+    weights = [
+        (token, math.exp(beta * log - total(beta))) for token, log in record.known + record.head
+    ]
+    for token, log in record.tail:
+        g = sum(math.exp(b * log - total(b)) for b in proposal) / len(proposal)
+        p = math.exp(beta * log - total(beta))
+        weights.append((token, p * mass / (len(record.tail) * g)))
+    return weights
+
+
+def weigh_top(found: dict[str, list[Any]]) -> list[tuple[Weights, float]]:
+    """The weighted entries of each record of profile topk, and the mass of the rest."""
+    result = []
+    for ids, codes, rest in zip(
+        found["top_ids"], found["top_logprobs"], found["residual"], strict=True
+    ):
+        values = [0.0 if code == 65535 else math.exp(-code / 2048) for code in [*codes, rest]]
+        shares = [value / sum(values) for value in values]
+        result.append((list(zip(ids, shares[:-1], strict=True)), shares[-1]))
+    return result
