@@ -33,9 +33,9 @@ import httpx
 import pytest
 
 from bench.support.harness import Parts, make_body
+from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.embedded import StoreUnavailable
 from services.store.queue import TASK_NAME
-from services.store.schemas import TERMINAL_STATUSES
 
 LEASE_SECONDS = 2.0
 TEND_SECONDS = 0.1

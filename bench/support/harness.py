@@ -16,6 +16,7 @@ import httpx
 
 from bench.support.paths import ROOT
 from bench.support.warm import SERVICE, ForkedProcess, get_warm_python
+from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from services.settings import Settings
@@ -23,7 +24,6 @@ from services.store.connection import connect_redis
 from services.store.embedded import EmbeddedServer, find_binary, find_free_port
 from services.store.jobs.store import JobStore
 from services.store.queue import make_celery_app, publish_hint
-from services.store.schemas import Job
 
 T = TypeVar("T")
 Started = subprocess.Popen[bytes] | ForkedProcess

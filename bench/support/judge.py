@@ -28,7 +28,7 @@ from bench.support.light_child import POISON, LightWork, compute_digests
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.store import MANIFEST, open_cache, verify_cache
 from cache.testing import make_cache
-from services.store.schemas import TERMINAL_STATUSES, Job
+from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 
 #: The statuses that may follow each status: the table at the top of jobs.lua, written a second time
 #: so that a mistake there is found.

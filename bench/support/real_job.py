@@ -22,9 +22,9 @@ from bench.support.judge import (
     measure_time_to_ready,
 )
 from cache.disk import hash_file, list_file_sizes
+from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 from kd.config.job import JobConfig
 from services.store.queue import publish_hint
-from services.store.schemas import TERMINAL_STATUSES, Job
 
 #: Faults of a service with one worker; actions of clients are left out.
 FAULTS = {

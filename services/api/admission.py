@@ -12,6 +12,10 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kd.capture.estimate import measure_free_bytes
+from kd.client.wire.accounts import TeamAccount
+from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
+from kd.client.wire.plans import JobEstimate, JobPlan
+from kd.client.wire.problems import QuotaProblem
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes
@@ -23,7 +27,6 @@ from services.api.answers.accounts import (
     read_planned_cost,
 )
 from services.api.answers.problems import ApiProblem
-from services.api.answers.views import JobPlan, QuotaProblem
 from services.api.plan_process import Wish
 from services.api.service import Service
 from services.loops.searches import find_service_problems
@@ -35,14 +38,6 @@ from services.store.callers import Caller, RequestOrigin
 from services.store.costs import estimate_new_job
 from services.store.jobs.creation import CreateResult
 from services.store.queue import publish_hint
-from services.store.schemas import (
-    TERMINAL_STATUSES,
-    Cost,
-    Job,
-    JobEstimate,
-    JobResources,
-    TeamAccount,
-)
 from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.

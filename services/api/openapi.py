@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from kd.client.wire.problems import ProblemDetails
 from services.api.answers.problems import describe_problems
-from services.api.answers.views import ProblemDetails
 
 #: Statuses that every path may answer with: 400 for an unknown Host.
 ANYWHERE = (400,)

@@ -22,6 +22,8 @@ from kd.capture.estimate import (
     measure_capture,
     measure_free_bytes,
 )
+from kd.client.wire.plans import JobEstimate, JobPlan, MemoryEstimate
+from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, ModelError
 from kd.memory.devices import DeviceRates, find_device_kind
@@ -31,12 +33,10 @@ from kd.memory.training_phase import Place
 from kd.planning.by_files import plan_by_files
 from kd.planning.devices import CPU, DeviceGroup, DeviceName
 from kd.planning.texts import TextFiles
-from services.api.answers.views import JobPlan, MemoryEstimate
 from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
 from services.store.costs import find_price
 from services.store.jobs.workers import explain_small_memory
-from services.store.schemas import JobEstimate, WorkerState
 
 
 def plan_job(

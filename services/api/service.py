@@ -19,8 +19,8 @@ from services.api.guards.request_metrics import RequestMetrics
 from services.api.plan_process import PlanProcess
 from services.settings import Settings
 from services.store.callers import Caller
+from services.store.jobs.records import JobRecord
 from services.store.jobs.store import JobStore
-from services.store.schemas import Job
 
 JOB_ID = re.compile(r"job_[0-9a-z]{26}")
 
@@ -59,7 +59,7 @@ def find_known_job(
     job_id: Annotated[str, Path(description="The job's id, from the answer of POST /jobs.")],
     service: TheService,
     caller: TheCaller,
-) -> Job:
+) -> JobRecord:
     """Return the job that the path names; raise 404 if the caller sees no such job."""
     # Only a well-formed id becomes part of a Redis key.
     job = service.store.get(job_id, caller) if JOB_ID.fullmatch(job_id) else None
@@ -73,4 +73,4 @@ def make_no_job_problem(job_id: str) -> ApiProblem:
     return ApiProblem(404, f"There is no job {job_id}.", "GET /jobs lists the jobs.")
 
 
-KnownJob = Annotated[Job, Depends(find_known_job)]
+KnownJob = Annotated[JobRecord, Depends(find_known_job)]

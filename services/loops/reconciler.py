@@ -22,6 +22,7 @@ from collections.abc import Callable
 from celery import Celery
 from redis.exceptions import RedisError
 
+from kd.client.wire.jobs import Job
 from kd.config.jobfile import parse_config
 from services.loops.searches import Searches
 from services.loops.teams import TeamRules
@@ -32,7 +33,6 @@ from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
-from services.store.schemas import Job
 
 #: Time between two rounds.
 INTERVAL_SECONDS = 0.5

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery
 from redis.exceptions import RedisError
 
+from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Problem
@@ -43,7 +44,6 @@ from services.settings import SEARCH, Settings
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
-from services.store.schemas import Job
 from services.worker.child_process import Outbox
 from services.worker.failures import describe_error
 

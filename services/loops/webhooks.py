@@ -36,11 +36,11 @@ from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
 from kd.addresses import resolve_public_address
+from kd.client.wire.jobs import Job
 from kd.errors import ConfigError, Problem
 from services.settings import Settings
 from services.store.jobs.deliveries import Delivery
 from services.store.jobs.store import JobStore
-from services.store.schemas import Job
 
 #: Time between two rounds.
 INTERVAL_SECONDS = 1.0

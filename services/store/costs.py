@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from kd.client.wire.jobs import Cost, Job, JobResources
+from kd.client.wire.service import WorkerState
 from kd.memory.devices import find_device_kind
 from services.settings import ANY_DEVICE, CPU_DEVICE
-from services.store.schemas import Cost, Job, JobResources, WorkerState
+from services.store.jobs.records import JobRecord
 
 #: Kinds of jobs that have another stage after the capture.
 _GO_ON = ("distill", "search")
@@ -30,11 +32,11 @@ def find_price(prices: Mapping[str, float], kind: str, name: str) -> float | Non
 
 
 def estimate_cost(
-    job: Job,
+    job: JobRecord,
     record: Mapping[str, str],
     workers: Iterable[WorkerState],
     means: Mapping[str, float],
-) -> Job:
+) -> JobRecord:
     """The job with the estimate of its cost, as far as prices and times are known.
 
     ``means`` are the mean device-seconds of the jobs that have succeeded, by kind.
@@ -88,7 +90,7 @@ def count_devices(gpus: int | None) -> int:
 
 
 def _find_price(
-    job: Job, record: Mapping[str, str], workers: Iterable[WorkerState]
+    job: JobRecord, record: Mapping[str, str], workers: Iterable[WorkerState]
 ) -> float | None:
     """The price of the device that the job has or had, else that of a worker that may take it."""
     if price := record.get("price"):

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from services.store.schemas import TERMINAL_STATUSES
+from kd.client.wire.jobs import TERMINAL_STATUSES
 
 #: The least time between two progress lines in a pipe or a log.
 LINE_SECONDS = 10.0

@@ -17,6 +17,8 @@ from typing import Any
 from celery import Celery, signals
 from redis.exceptions import RedisError
 
+from kd.client.wire.service import Device as DeviceView
+from kd.client.wire.service import WorkerState
 from services.process import telemetry
 from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
@@ -26,8 +28,6 @@ from services.store.costs import find_price
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
-from services.store.schemas import Device as DeviceView
-from services.store.schemas import WorkerState
 from services.worker.devices import DeviceError, WorkerDevice, take_device
 from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt

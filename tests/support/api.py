@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from bench.support.harness import Parts, make_body, make_config
-from services.api.answers.views import ProblemDetails
+from kd.client.wire.problems import ProblemDetails
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.key_file import create_key

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.support.harness import make_config
+from kd.client.wire.jobs import Action, Job, Status
 from services.store.callers import LOCAL_CALLER, Caller
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
-from services.store.schemas import Action, Job, Status
 
 ERROR = {"type": "worker_lost", "detail": "It was killed.", "remedy": "Buy memory."}
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]

@@ -13,9 +13,9 @@ import pytest
 
 from bench.support.harness import Parts, wait_until
 from bench.support.real_job import hash_outcome, submit_job
+from kd.client.wire.jobs import TERMINAL_STATUSES
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from services.store.schemas import TERMINAL_STATUSES
 
 pytestmark = pytest.mark.alone
 

@@ -25,9 +25,9 @@ from cache.disk import list_file_sizes
 from cache.errors import CacheError
 from cache.store import open_cache, open_writer, verify_cache
 from cache.testing import fill_cache, make_cache
+from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.embedded import find_free_port
 from services.store.queue import publish_hint
-from services.store.schemas import TERMINAL_STATUSES
 from tests.support.api import inputs, valid
 
 MakeParts = Callable[..., Parts]

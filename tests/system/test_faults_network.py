@@ -14,7 +14,7 @@ import pytest
 from bench.support.faults import Network
 from bench.support.harness import Parts, wait_until
 from bench.support.judge import find_job_violations, list_written, read_ledger
-from services.store.schemas import TERMINAL_STATUSES
+from kd.client.wire.jobs import TERMINAL_STATUSES
 
 #: How long the worker is cut off.
 PARTITION_SECONDS = float(os.environ.get("CHAOS_PARTITION_SECONDS", "8"))

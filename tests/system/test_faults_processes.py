@@ -28,7 +28,7 @@ from bench.support.judge import (
     list_written,
     read_ledger,
 )
-from services.store.schemas import TERMINAL_STATUSES
+from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.worker.heartbeat import BEATS_PER_LEASE
 
 MakeParts = Callable[..., Parts]

@@ -32,10 +32,10 @@ from bench.support.judge import (
     read_ledger,
 )
 from bench.support.paths import ROOT
+from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.connection import connect_redis
 from services.store.embedded import StoreUnavailable, find_binary
 from services.store.queue import TASK_NAME
-from services.store.schemas import TERMINAL_STATUSES
 
 MakeParts = Callable[..., Parts]
 

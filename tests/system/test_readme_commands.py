@@ -14,11 +14,11 @@ import yaml
 
 from bench.support.harness import wait_until
 from bench.support.paths import AUSTEN, ROOT
+from kd.client.wire.service import Device
 from kd.config.jobfile import load_config, parse_config
 from kd.preflight.problems import Folders, find_problems
 from services.loops.webhooks import find_webhook_problems
 from services.settings import Settings
-from services.store.schemas import Device
 from tests.support.checkout import Checkout, make_checkout, make_small, pretend_installed
 from tests.support.commands import MissingParameter, find_command, parse_kd
 from tests.support.documents import (

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
+from kd.client.wire.accounts import QuotaUse, TeamAccount
+from kd.client.wire.jobs import Cost
+from kd.client.wire.plans import JobPlan
 from kd.files import format_bytes
-from services.api.answers.views import JobPlan
 from services.store.jobs.teams import Account
-from services.store.schemas import Cost, QuotaUse, TeamAccount
 
 
 def describe_account(account: Account, now: datetime | None = None) -> TeamAccount:

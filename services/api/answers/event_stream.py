@@ -28,8 +28,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.connection import MOST_CONNECTIONS
-from services.store.schemas import TERMINAL_STATUSES
 
 #: How long one read waits for new events: after each wait every stream checks whether it must end.
 POLL_MS = 1000

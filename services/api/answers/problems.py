@@ -14,11 +14,10 @@ from redis.exceptions import RedisError, ResponseError
 from starlette.exceptions import HTTPException
 
 from cache.errors import PotstillError, locate_help
+from kd.client.wire.problems import FieldProblem, ProblemDetails
 from kd.config.jobfile import translate_errors
 from kd.errors import ConfigError, Problem
-from services.api.answers.views import ProblemDetails
 from services.process.logs import request_id, shorten_path
-from services.store.schemas import FieldProblem
 
 MEDIA_TYPE = "application/problem+json"
 #: The Retry-After header while Redis is away.

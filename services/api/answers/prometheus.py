@@ -22,10 +22,10 @@ from prometheus_client.samples import Sample as Line
 from redis.exceptions import RedisError, ResponseError
 
 from kd.capture.estimate import measure_free_bytes
+from kd.client.wire.service import WorkerState
 from services.api.guards.request_metrics import RequestMetrics
 from services.settings import STAGES, Settings
 from services.store.jobs.store import JobStore
-from services.store.schemas import WorkerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -10,16 +10,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from kd.client.wire.accounts import AuditEntry, AuditList, TeamList
 from services.api.answers.accounts import describe_account
 from services.api.answers.cursors import decode_cursor, encode_cursor
 from services.api.answers.problems import describe_problems
-from services.api.answers.views import AuditEntry, AuditList
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import ADMIN, READ
 from services.api.routes.jobs import Moment
 from services.api.service import TheCaller, TheService
 from services.store.audit import AuditQuery
-from services.store.schemas import TeamList
 
 router = APIRouter(tags=["service"], route_class=StrictRoute)
 

@@ -21,6 +21,8 @@ from fastapi import APIRouter, Depends, Response
 from fastapi import Path as InPath
 
 from cache.errors import CacheError
+from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList, Fidelity, OverruledVerdict
+from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
@@ -28,14 +30,6 @@ from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, WRITE
 from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
 from services.api.service import TheCaller, TheService
-from services.store.schemas import (
-    CacheDetail,
-    CacheEntry,
-    CacheList,
-    Fidelity,
-    Job,
-    OverruledVerdict,
-)
 
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 

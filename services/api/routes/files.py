@@ -26,20 +26,14 @@ from fastapi import Path as InPath
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import verify_json
+from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointFile, CheckpointList
+from kd.client.wire.jobs import Job
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.answers.run_files import open_run_file
-from services.api.answers.views import (
-    Artifact,
-    ArtifactList,
-    Checkpoint,
-    CheckpointFile,
-    CheckpointList,
-)
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ
 from services.api.service import KnownJob, Service, TheCaller, TheService
-from services.store.schemas import Job
 
 STATE = "state.json"
 BINARY = "application/octet-stream"

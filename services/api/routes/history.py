@@ -16,12 +16,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kd.client.wire.history import JobEvent, JobEvents, MetricSeries, MetricsHistory
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog
 from services.api.answers.problems import Answers, describe_problems
 from services.api.answers.thinning import Point, thin_points
-from services.api.answers.views import JobEvent, JobEvents, MetricSeries, MetricsHistory
 from services.api.guards.authentication import hold_stream
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.rate_limits import StreamLease

@@ -23,12 +23,13 @@ from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, BeforeValidator
 
 from cache.disk import remove_path, storage_errors
+from kd.client.wire.jobs import Action, Job, JobList, Kind, Status
+from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from services.api.admission import Admission, announce_job
 from services.api.answers.cursors import decode_cursor, encode_cursor
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
-from services.api.answers.views import JobPlan
 from services.api.guards.authentication import count_validation
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, VALIDATE, WRITE
@@ -42,7 +43,7 @@ from services.api.service import (
 )
 from services.store.callers import Caller
 from services.store.jobs.listing import JobQuery
-from services.store.schemas import Action, Job, JobEstimate, JobList, Kind, Status
+from services.store.jobs.records import JobRecord
 
 #: The time between two looks at a record, while a client waits for its change.
 POLL_SECONDS = 0.25
@@ -346,7 +347,9 @@ def retry_job(job: KnownJob, service: TheService, caller: TheCaller, response: R
     return _act("retry", job, service, caller, response)
 
 
-def _act(action: Action, job: Job, service: Service, caller: Caller, response: Response) -> Job:
+def _act(
+    action: Action, job: JobRecord, service: Service, caller: Caller, response: Response
+) -> Job:
     if _apply_action(action, job, service) == "already":
         response.status_code = 200
     else:

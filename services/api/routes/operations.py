@@ -17,6 +17,17 @@ from importlib.metadata import version
 from fastapi import APIRouter, Response
 
 from kd.capture.estimate import measure_free_bytes
+from kd.client.wire.service import (
+    Health,
+    Limits,
+    ModelEntry,
+    ModelList,
+    Ready,
+    Version,
+    Worker,
+    WorkerList,
+    WorkerState,
+)
 from kd.preflight.limits import read_allow_list
 from services.api.answers.problems import (
     RETRY_SECONDS,
@@ -25,22 +36,12 @@ from services.api.answers.problems import (
     describe_problems,
 )
 from services.api.answers.prometheus import CONTENT_TYPE, render_metrics
-from services.api.answers.views import (
-    Limits,
-    ModelEntry,
-    ModelList,
-    Ready,
-    Version,
-    Worker,
-    WorkerList,
-)
 from services.api.guards.body_limits import BODY_BYTES
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ
 from services.api.service import Service, TheCaller, TheService
 from services.process.file_view import identify_file_view
 from services.store.callers import Caller
-from services.store.schemas import Health, WorkerState
 
 #: Must equal FORMAT of jobs.lua.
 RECORD_FORMAT = 2

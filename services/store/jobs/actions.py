@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kd.client.wire.jobs import Action
 from services.store.jobs.script import ScriptedStore
-from services.store.schemas import Action
 
 
 @dataclass(frozen=True)

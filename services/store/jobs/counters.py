@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import cast
 
+from kd.client.wire.jobs import Status
 from services.store.jobs.script import ScriptedStore
-from services.store.schemas import Status
 
 #: A counter's name and labels, as Prometheus writes a sample.
 _SAMPLE = re.compile(r"(\w+)\{(.*)\}")

@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from kd.client.wire.jobs import Status
 from services.store.callers import LOCAL_CALLER, Caller
 from services.store.costs import estimate_cost
-from services.store.jobs.records import read_job
+from services.store.jobs.records import JobRecord, read_job
 from services.store.jobs.workers import Workers, explain_missing_worker, parse_worker
-from services.store.schemas import Job, Status
 
 #: Records that one page of a listing reads at most.
 MAX_SCANNED = 1000
@@ -37,7 +37,7 @@ class JobQuery:
         """Whether an index cannot answer the query, so that records must be read and left out."""
         return (self.kind, self.label, self.parent) != (None, None, None)
 
-    def wants(self, job: Job) -> bool:
+    def wants(self, job: JobRecord) -> bool:
         """Whether kind, label and parent match. The index decides owner, status and time."""
         return (
             self.kind in (None, job.kind)
@@ -50,14 +50,14 @@ class JobQuery:
 class JobPage:
     """A part of a listing. More may follow a short part, and even an empty one."""
 
-    jobs: list[Job]
+    jobs: list[JobRecord]
     next_cursor: int | None
 
 
 class JobListing(Workers):
     """Reads jobs."""
 
-    def get(self, job_id: str, caller: Caller = LOCAL_CALLER) -> Job | None:
+    def get(self, job_id: str, caller: Caller = LOCAL_CALLER) -> JobRecord | None:
         """The job, or None if there is none that the caller may see."""
         found = list(self._read([job_id]))
         return found[0] if found and (caller.sees_all or found[0].owner == caller.name) else None
@@ -71,7 +71,7 @@ class JobListing(Workers):
         index = f"kd:index:{who}:{query.status or '*'}"
         oldest = _find_cursor_after(query.created_after) if query.created_after else "-inf"
         size = 1 + (max(limit, 99) if query.needs_records else limit)
-        found = list[Job]()
+        found = list[JobRecord]()
         looked = 0
         while looked < MAX_SCANNED:
             newest = "+inf" if cursor is None else f"({cursor}"
@@ -90,7 +90,7 @@ class JobListing(Workers):
             looked += len(entries)
         return JobPage(found, cursor)
 
-    def _read(self, ids: Sequence[str]) -> Iterator[Job]:
+    def _read(self, ids: Sequence[str]) -> Iterator[JobRecord]:
         """The jobs of these ids, in this order, without those that have no record."""
         if not ids:
             return
@@ -121,7 +121,7 @@ class JobListing(Workers):
                 start = _compute_start_time((position + 1) * seconds) if seconds else None
                 yield job.model_copy(update={"estimated_start_at": start})
 
-    def _place_artifacts(self, job: Job) -> Job:
+    def _place_artifacts(self, job: JobRecord) -> JobRecord:
         """The job with the paths of its artifacts as they are since the data folder was moved."""
         if self.home is None or not job.artifacts:
             return job

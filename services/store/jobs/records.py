@@ -11,19 +11,21 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from kd.config.job import JobConfig
-from kd.config.jobfile import find_unusable_text
-from services.store.schemas import (
+from pydantic import Field
+
+from kd.client.wire.jobs import (
     TERMINAL_STATUSES,
     Cost,
     Job,
     JobError,
+    JobLinks,
     Kind,
     Metrics,
     Progress,
     Status,
-    build_links,
 )
+from kd.config.job import JobConfig
+from kd.config.jobfile import find_unusable_text
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 #: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.
@@ -37,6 +39,20 @@ SECTION_OF_EVENT = {
     "plan": "cache",
     "cache": "cache",
 }
+
+
+class JobRecord(Job):
+    """A job as the store knows it: with the owner of the key that created it."""
+
+    owner: str = Field("local", exclude=True)
+
+
+def build_links(job_id: str) -> JobLinks:
+    """Build the paths below a job."""
+    own = f"/jobs/{job_id}"
+    parts = ("events", "metrics", "logs", "checkpoints", "artifacts")
+    below = {part: f"{own}/{part}" for part in parts}
+    return JobLinks.model_validate({"self": own, "stream": f"{own}/events/stream", **below})
 
 
 def make_job_id() -> str:
@@ -87,7 +103,7 @@ def extract_fields(event: Mapping[str, Any]) -> dict[str, str]:
     return {f"{SECTION_OF_EVENT[kind]}.{name}": json.dumps(value) for name, value in data.items()}
 
 
-def parse_job(record: Mapping[str, str], **more: Any) -> Job:
+def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
     """The job that a record describes. Dotted names of fields become nested values again.
 
     ``more`` are fields of the job that the record does not hold.
@@ -102,7 +118,7 @@ def parse_job(record: Mapping[str, str], **more: Any) -> Job:
         section, dot, inner = name.partition(".")
         if dot:
             nested.setdefault(section, {})[inner] = json.loads(value)
-    return Job.model_validate(
+    return JobRecord.model_validate(
         {
             **{name: value for name, value in record.items() if "." not in name},
             **nested,
@@ -130,7 +146,7 @@ def _read_cost(record: Mapping[str, str]) -> Cost | None:
     return Cost(amount=float(record["cost"]), final=record.get("status") in TERMINAL_STATUSES)
 
 
-def read_job(record: Mapping[str, str], **more: Any) -> Job:
+def read_job(record: Mapping[str, str], **more: Any) -> JobRecord:
     """Return the job that a record describes, as ``parse_job`` does.
 
     A record that cannot be read gives a job whose error says so: one bad record must not hide the
@@ -144,7 +160,7 @@ def read_job(record: Mapping[str, str], **more: Any) -> Job:
     return job
 
 
-def _require_sound_text(record: Mapping[str, str], job: Job) -> None:
+def _require_sound_text(record: Mapping[str, str], job: JobRecord) -> None:
     """Raise ``ValueError`` if a text of the job could not be sent to a client."""
     if not any(_ESCAPED_SURROGATE.search(text) for text in record.values()):
         return
@@ -154,11 +170,11 @@ def _require_sound_text(record: Mapping[str, str], job: Job) -> None:
 
 def _describe_unreadable(
     record: Mapping[str, str], error: Exception, more: Mapping[str, Any]
-) -> Job:
+) -> JobRecord:
     job_id = record["id"]
     version = record.get("version", "")
     reason = ascii(" ".join(str(error).split()))[:300]
-    return Job(
+    return JobRecord(
         id=job_id,
         kind=_choose(record.get("kind"), typing.get_args(Kind), "distill"),
         name="unreadable",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
+from kd.client.wire.jobs import Job, JobResources
+from kd.client.wire.service import WorkerState
 from kd.files import format_bytes
 from services.settings import SEARCH
 from services.store.jobs.script import ScriptedStore
-from services.store.schemas import Job, JobResources, WorkerState
 
 
 class Workers(ScriptedStore):

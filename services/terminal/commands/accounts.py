@@ -14,7 +14,6 @@ from services.terminal.console import (
     err,
     format_time,
     format_value,
-    make_settings,
     print_json,
     print_table,
 )
@@ -22,7 +21,7 @@ from services.terminal.console import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.terminal.client import Client
+    from kd.client.sync import Client
 
 #: Members of an entry that have columns of their own.
 _COLUMNS = ("id", "time", "actor", "action", "target", "outcome")
@@ -33,11 +32,10 @@ app = typer.Typer()
 @app.command()
 def quota(server: Server = None, as_json: AsJson = False) -> None:
     """Show what your team uses of its quotas; with an admin's key, all teams."""
-    from services.terminal.client import Client
+    from services.terminal.client import connect, dump
 
-    settings = make_settings()
-    with Client(server or settings.server, settings.api_key) as client:
-        accounts = client.get("/quota")["data"]
+    with connect(server) as client:
+        accounts = [dump(account) for account in client.quotas()]
     if as_json:
         print_json(accounts)
         return
@@ -83,15 +81,14 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Print who created, changed, deleted and exported what, newest first; needs an admin's key."""
-    from services.terminal.client import Client
+    from services.terminal.client import connect
     from services.terminal.commands.upkeep import parse_age
 
     filters: dict[str, Any] = {"actor": actor, "action": action, "target": target}
     if since is not None:
         start = datetime.now(UTC) - timedelta(seconds=parse_age(since))
         filters["after"] = start.isoformat(timespec="milliseconds")
-    settings = make_settings()
-    with Client(server or settings.server, settings.api_key) as client:
+    with connect(server) as client:
         entries = list(islice(_read_entries(client, min(limit, 1000), filters), limit))
     if as_json:
         print_json(entries)
@@ -113,7 +110,7 @@ def audit(
 def _read_entries(client: Client, page: int, filters: dict[str, Any]) -> Iterator[dict[str, Any]]:
     cursor = None
     while True:
-        found = client.get("/audit", limit=page, cursor=cursor, **filters)
+        found = client.request("GET", "/audit", query={"limit": page, "cursor": cursor, **filters})
         for entry in found["data"]:
             yield {name: value for name, value in entry.items() if value is not None}
         cursor = found["next_cursor"]

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.errors import PotstillError
+from kd.client.sync import Client
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 from services.settings import Settings
-from services.terminal.client import Client
+from services.terminal.client import FOLLOW_PATIENCE, dump, make_client
 from services.terminal.commands.up import require_worker_packages, running
 from services.terminal.console import print_error
 from services.terminal.display import Display
@@ -70,7 +71,7 @@ def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> 
 
 
 def _make_client(settings: Settings) -> Client:
-    return Client(settings.server, settings.api_key)
+    return make_client(settings.server, settings.api_key).with_patience(FOLLOW_PATIENCE)
 
 
 def _find_root(settings: Settings) -> Path:
@@ -87,13 +88,13 @@ def _find_root(settings: Settings) -> Path:
 def _post_and_follow(
     client: Client, config: JobConfig, server: str, err: Console
 ) -> dict[str, Any]:
-    job: dict[str, Any] = client.post("/jobs", config.model_dump(mode="json"))
-    err.print(f"POST /jobs: {job['id']} ({job['kind']} {job['name']})")
-    err.print(f"curves:     {server}/#/jobs/{job['id']}", soft_wrap=True)
+    job = client.submit(config)
+    err.print(f"POST /jobs: {job.id} ({job.kind} {job.name})")
+    err.print(f"curves:     {server}/#/jobs/{job.id}", soft_wrap=True)
     with Display(err) as display:
-        for kind, data in client.follow_events(job["id"]):
-            display.show(kind, data)
-    return dict(client.get(f"/jobs/{job['id']}"))
+        for event in client.events(job):
+            display.show(event.type, event.data)
+    return dump(client.job(job))
 
 
 def _print_outcome(job: dict[str, Any], out: Console) -> None:

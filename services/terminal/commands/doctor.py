@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from cache.errors import PotstillError
 from kd.capture.estimate import measure_free_bytes
+from kd.client.errors import Refused, Unreachable
 from services.settings import Settings
 from services.store.embedded import StoreUnavailable, find_binary
-from services.terminal.client import Client, Refused, Unreachable
+from services.terminal.client import make_client
 
 if TYPE_CHECKING:
     from kd.preflight.devices import TorchGpus
@@ -168,9 +169,9 @@ def _check_disk(settings: Settings) -> Finding:
 
 def _check_server(settings: Settings) -> Finding:
     try:
-        with Client(settings.server, settings.api_key) as client:
-            client.get("/readyz")
-            workers = client.get("/workers")["data"]
+        with make_client(settings.server, settings.api_key) as client:
+            client.request("GET", "/readyz")
+            workers = client.workers()
     except Unreachable:
         return Finding(
             "service", False, f"none at {settings.server}; `kd up` starts one", needed=False

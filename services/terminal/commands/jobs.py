@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +29,8 @@ from services.terminal.console import (
 )
 
 if TYPE_CHECKING:
+    from kd.client.sync import Client
     from kd.config.job import JobConfig
-    from services.terminal.client import Client
 
 #: The exit codes of commands that wait for a job to end.
 EXIT_OF_STATUS = {"succeeded": 0, "failed": 100, "cancelled": 103}
@@ -64,9 +62,11 @@ def submit(
     A service on this machine reads the job's relative paths in the folder of this command. For any
     other service they start in the folder of the service.
     """
+    from services.terminal.client import connect, dump
+
     config = load_job_file(job_file, overrides)
-    with _connect(server) as client:
-        job = client.post("/jobs", _place_paths(client, config))
+    with connect(server) as client:
+        job = dump(client.submit(_place_paths(client, config)))
         if not follow:
             print_json(job) if as_json else out.print(job["id"])
             _print_reason(job)
@@ -80,8 +80,10 @@ def submit(
 @app.command()
 def watch(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
     """Follow a job until it ends; Ctrl-C leaves it running."""
-    with _connect(server) as client:
-        _follow(client, client.find_job(job)["id"], as_json)
+    from services.terminal.client import connect, find_job
+
+    with connect(server) as client:
+        _follow(client, find_job(client, job).id, as_json)
 
 
 @jobs_app.command("ls")
@@ -96,8 +98,12 @@ def jobs_ls(
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
-    with _connect(server) as client:
-        jobs = list(islice(client.list_jobs(status=status, kind=kind, label=label), limit))
+    from services.terminal.client import connect
+
+    # As they are typed: the server knows which there are, and says so.
+    query = {"status": status, "kind": kind, "label": label, "limit": limit}
+    with connect(server) as client:
+        jobs = list(islice(_list_jobs(client, query), limit))
     if as_json:
         print_json(jobs)
         return
@@ -123,8 +129,10 @@ def jobs_ls(
 @jobs_app.command("show")
 def jobs_show(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
     """Show one job."""
-    with _connect(server) as client:
-        record = client.find_job(job)
+    from services.terminal.client import connect, dump, find_job
+
+    with connect(server) as client:
+        record = dump(find_job(client, job))
     if as_json:
         print_json(record)
         return
@@ -161,14 +169,14 @@ def jobs_clone(
 ) -> None:
     """Submit the same job again, changed by --set."""
     from kd.config.jobfile import apply_overrides, parse_config
+    from services.terminal.client import connect, dump, find_job
 
-    with _connect(server) as client:
-        original = client.find_job(job)
+    with connect(server) as client:
+        original = find_job(client, job)
         changes = apply_overrides({}, overrides or ())
-        changed = parse_config(apply_overrides(original["config"], overrides or ()))
-        placed = _place_paths(client, changed, parse_config(original["config"]))
-        patch = _choose_leaves(placed, changes)
-        record = client.post(f"/jobs/{original['id']}/clone", patch)
+        changed = parse_config(apply_overrides(original.config, overrides or ()))
+        placed = _place_paths(client, changed, parse_config(original.config))
+        record = dump(client.clone(original, _choose_leaves(placed, changes)))
     print_json(record) if as_json else out.print(record["id"])
     _print_reason(record)
 
@@ -187,9 +195,11 @@ def jobs_rm(
     server: Server = None,
 ) -> None:
     """Delete jobs that have ended."""
-    with _connect(server) as client:
-        for job_id in [client.find_job(name)["id"] for name in names]:
-            client.delete(f"/jobs/{job_id}", artifacts=artifacts)
+    from services.terminal.client import connect, find_job
+
+    with connect(server) as client:
+        for job_id in [find_job(client, name).id for name in names]:
+            client.delete(job_id, artifacts=artifacts)
             out.print(f"{job_id}: deleted")
 
 
@@ -206,10 +216,12 @@ def jobs_logs(
     server: Server = None,
 ) -> None:
     """Print the output of a job's processes."""
-    with _connect(server) as client:
-        job_id = client.find_job(job)["id"]
+    from services.terminal.client import connect, find_job
+
+    with connect(server) as client:
+        job_id = find_job(client, job).id
         if tail is not None and not follow:
-            pieces = iter([client.get_text(f"/jobs/{job_id}/logs", tail=tail).encode()])
+            pieces = iter([client.log(job_id, tail=tail)])
         else:
             pieces = _read_log(client, job_id, follow)
         written = 0
@@ -234,8 +246,12 @@ def jobs_events(
     as_json: AsJson = False,
 ) -> None:
     """Print the events of a job, oldest first."""
-    with _connect(server) as client:
-        events = list(_read_events(client, client.find_job(job)["id"], types))
+    from services.terminal.client import connect, dump, find_job
+
+    wanted = None if types is None else types.split(",")
+    with connect(server) as client:
+        found = client.past_events(find_job(client, job), types=wanted)
+        events = [dump(event) for event in found]
     if as_json:
         print_json(events)
         return
@@ -245,13 +261,14 @@ def jobs_events(
     print_table(["TIME", "TYPE", "DATA"], rows)
 
 
-@contextmanager
-def _connect(server: str | None) -> Iterator[Client]:
-    from services.terminal.client import Client
-
-    settings = make_settings()
-    with Client(server or settings.server, settings.api_key) as client:
-        yield client
+def _list_jobs(client: Client, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    cursor = None
+    while True:
+        page = client.request("GET", "/jobs", query={**query, "cursor": cursor})
+        yield from page["data"]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            return
 
 
 def _place_paths(
@@ -270,7 +287,7 @@ def _place_paths(
     relative = [each for each in list_relative_paths(config, here) if each not in known]
     if not relative:
         return config.model_dump(mode="json")
-    if client.get("/version").get("file_view") == identify_file_view():
+    if client.version().file_view == identify_file_view():
         return make_paths_absolute(config, here)
     err.print(
         f"The service does not see the files of this machine: {relative[0].name} and other relative"
@@ -294,8 +311,10 @@ def _print_reason(job: dict[str, Any]) -> None:
 
 
 def _act(action: str, name: str, server: str | None, as_json: bool) -> None:
-    with _connect(server) as client:
-        record = client.post(f"/jobs/{client.find_job(name)['id']}/{action}")
+    from services.terminal.client import connect, find_job
+
+    with connect(server) as client:
+        record = client.request("POST", f"/jobs/{find_job(client, name).id}/{action}")
     waiting = (
         " (it stops as soon as its state is saved)"
         if record["status"] in ("cancelling", "pausing")
@@ -306,31 +325,21 @@ def _act(action: str, name: str, server: str | None, as_json: bool) -> None:
 
 def _read_log(client: Client, job_id: str, follow: bool) -> Iterator[bytes]:
     """Yield the log; with ``follow`` also what is added to it until the job has ended."""
+    from services.terminal.client import FOLLOW_PATIENCE
+
     if not follow:
-        yield client.get_bytes(f"/jobs/{job_id}/logs", 0)
+        yield client.log(job_id)
         return
+    client = client.with_patience(FOLLOW_PATIENCE)
     place = 0
     ended = False
     while not ended:
         # The status is read before the log, so that the last piece is read after the end.
-        ended = (
-            client.call_patiently(partial(client.get, f"/jobs/{job_id}"))["status"]
-            in EXIT_OF_STATUS
-        )
-        piece = client.call_patiently(partial(client.get_bytes, f"/jobs/{job_id}/logs", place))
+        ended = client.job(job_id).ended
+        piece = client.log(job_id, start=place)
         yield piece
         place += len(piece)
         time.sleep(0 if ended else FOLLOW_SECONDS)
-
-
-def _read_events(client: Client, job_id: str, types: str | None) -> Iterator[dict[str, Any]]:
-    after = "0"
-    more = True
-    while more:
-        page = client.get(f"/jobs/{job_id}/events", after=after, limit=1000, types=types)
-        yield from page["data"]
-        after = page["next_after"]
-        more = page["has_more"]
 
 
 def _write(text: bytes) -> None:
@@ -341,8 +350,10 @@ def _write(text: bytes) -> None:
 
 
 def _follow(client: Client, job_id: str, as_json: bool, explained: bool = False) -> None:
+    from services.terminal.client import FOLLOW_PATIENCE, dump
     from services.terminal.display import Display
 
+    client = client.with_patience(FOLLOW_PATIENCE)
     try:
         with Display(err) as display:
             for kind, data in _follow_events(client, job_id, explained):
@@ -353,7 +364,7 @@ def _follow(client: Client, job_id: str, as_json: bool, explained: bool = False)
             f" `kd jobs cancel {job_id}` stops it."
         )
         raise
-    job = client.call_patiently(partial(client.get, f"/jobs/{job_id}"))
+    job = dump(client.job(job_id))
     if as_json:
         print_json(job)
     elif job["error"]:
@@ -369,14 +380,19 @@ def _follow_events(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the job's events, and once the reason why no worker can run it unless ``explained``.
 
-    That reason is only in the record, because nothing happens to the job.
+    That reason is only in the record, because nothing happens to the job. So is the status of an
+    old job, whose events have expired.
     """
-    for kind, data in client.follow_events(job_id):
-        yield kind, data
-        if not explained and kind == "status" and data["status"] == "queued":
-            job = client.call_patiently(partial(client.get, f"/jobs/{job_id}"))
-            if explained := job["status"] == "queued" and job["reason"] is not None:
-                yield "reason", job
+    status = None
+    for event in client.events(job_id):
+        yield event.type, event.data
+        status = event.data["status"] if event.type == "status" else status
+        if not explained and event.type == "status" and status == "queued":
+            job = client.job(job_id)
+            if explained := job.status == "queued" and job.reason is not None:
+                yield "reason", {"reason": job.reason}
+    if status is None:
+        yield "status", {"status": client.job(job_id).status}
 
 
 def _format_cost(cost: dict[str, Any] | None) -> str:

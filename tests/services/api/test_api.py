@@ -20,7 +20,7 @@ import pytest
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
 from bench.support.paths import ROOT
-from services.store.schemas import Job
+from kd.client.wire.jobs import Job
 from tests.support.api import (
     UNLIMITED,
     inputs,

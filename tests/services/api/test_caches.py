@@ -15,7 +15,7 @@ from bench.support.harness import Parts, make_config, wait_until
 from cache.manifest import FidelityRow
 from cache.store import open_writer, replace_fidelity
 from cache.testing import make_cache
-from services.store.schemas import Device, WorkerState
+from kd.client.wire.service import Device, WorkerState
 from tests.support.api import UNLIMITED, problem, running, serving, tell
 
 MakeParts = Callable[..., Parts]

@@ -13,8 +13,8 @@ import pytest
 from bench.support.harness import Parts, make_config
 from cache.store import open_writer, read_manifest
 from cache.testing import make_cache
+from kd.client.wire.service import WorkerState
 from services.store.callers import Caller
-from services.store.schemas import WorkerState
 from tests.support.api import client, problem, running, serving, tell, valid, with_keys
 
 MARK = "visible-to-alice-alone"

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from bench.support.harness import PATIENCE_SECONDS, Parts
 from kd.capture.estimate import measure_capture
+from kd.client.wire.plans import MemoryEstimate
+from kd.client.wire.service import Device, WorkerState
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
@@ -23,11 +25,9 @@ from kd.models.loading import build_student
 from kd.models.tokenizers import load_tokenizer
 from kd.preflight.validate import find_text_problems
 from services.api import kept_answers
-from services.api.answers.views import MemoryEstimate
 from services.api.kept_answers import KeptAnswers
 from services.api.planning import plan_job
 from services.settings import Settings
-from services.store.schemas import Device, WorkerState
 from tests.support.api import UNLIMITED, inputs, problem, valid
 from tests.support.kd.optimizers import measure_optimizer_bytes
 from tests.support.kd.zoo import build

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from kd.client.wire.service import Device, WorkerState
 from services.api.answers.prometheus import HISTOGRAM_SUFFIXES, METRICS, render_metrics
 from services.api.guards.request_metrics import RequestMetrics
 from services.settings import Settings
@@ -27,7 +28,6 @@ from services.store.connection import connect_redis
 from services.store.embedded import find_free_port
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.store import JobStore
-from services.store.schemas import Device, WorkerState
 from services.terminal.cli import app
 
 OBSERVABILITY = ROOT / "docs" / "observability"

@@ -19,6 +19,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
 from bench.support.paths import ROOT
+from kd.client.wire.jobs import Job
+from kd.client.wire.service import WorkerState
 from kd.config.jobfile import load_config
 from kd.search.space import get_search
 from kd.search.study import end_trial, make_study, report_loss, start_trial, suggest_values
@@ -30,7 +32,6 @@ from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX
-from services.store.schemas import Job, WorkerState
 from tests.support.searches import Memory, search_job
 
 LEASE = 5.0

@@ -8,11 +8,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from bench.support.harness import Parts, make_config
+from kd.client.wire.jobs import Job
 from services.store.connection import connect_redis
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.records import build_fields, make_job_id
 from services.store.jobs.store import JobStore
-from services.store.schemas import Job
 from tests.support.records import (
     ERROR,
     HOUR,

@@ -33,7 +33,7 @@ from services.store.key_file import (
     read_keys,
     revoke_keys,
 )
-from services.terminal.client import Client
+from services.terminal.client import make_client
 from services.terminal.commands import keys as commands
 from tests.support.door import bearer, make_door, problem, serving
 
@@ -360,9 +360,9 @@ def test_the_client_warns_once_of_the_end_of_its_key(
     soon, key = create_key(file, "soon", ["read"], timedelta(days=3))
     assert key.expires_at is not None
     for text in (soon, texts["b"]):
-        with Client(str(http.base_url), text) as client:
+        with make_client(str(http.base_url), text) as client:
             for _ in range(2):
-                client.get("/whoami")
+                client.request("GET", "/whoami")
     shown = capsys.readouterr()
     assert shown.err.count(key.expires_at.isoformat()) == 1
     assert shown.out == ""

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from bench.support.harness import Parts, make_config
+from kd.client.wire.service import WorkerState
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.listing import MAX_SCANNED, JobPage, JobQuery
 from services.store.jobs.records import build_fields, make_job_id
 from services.store.jobs.script import SCRIPT
 from services.store.jobs.store import JobStore
-from services.store.schemas import WorkerState
 from tests.support.records import (
     ANN,
     BOB,

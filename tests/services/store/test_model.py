@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 )
 
 from bench.support.harness import Parts, make_config
+from kd.client.wire.jobs import ACTIVE_STATUSES, TERMINAL_STATUSES, Action
 from kd.config.job import JobConfig
 from services.store.callers import Caller
 from services.store.jobs.leases import Capacity, Claim, EventBatch
 from services.store.jobs.store import JobStore
-from services.store.schemas import ACTIVE_STATUSES, TERMINAL_STATUSES, Action
 from tests.support.records import ALLOWED_IN
 
 ERROR = {"type": "internal", "detail": "It died.", "remedy": ""}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bench.support.harness import Parts, make_config
+from kd.client.wire.service import Device, WorkerState
 from services.store.jobs.leases import Capacity
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.records import build_fields, make_job_id
 from services.store.jobs.store import JobStore
-from services.store.schemas import Device, WorkerState
 from tests.support.records import (
     HELD_OUT,
     at_once,

@@ -30,10 +30,10 @@ from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, make_body, 
 from bench.support.paths import AUSTEN, ROOT
 from cache.disk import locked
 from cache.testing import make_cache, make_identity
+from kd.client.errors import Refused, Unreachable
 from services.settings import Settings
 from services.store.connection import connect_redis
-from services.terminal import client as terminal_client
-from services.terminal.client import Client, Refused, Unreachable
+from services.terminal.client import FOLLOW_PATIENCE, make_client
 from services.terminal.commands import demo
 from services.terminal.commands.up import ServiceProcess
 from services.terminal.display import Display
@@ -203,30 +203,28 @@ def test_a_watch_outlives_a_restart_of_the_api(new_parts: MakeParts) -> None:
     assert errors.count("3/3 steps") == 1, "nothing is shown twice"
 
 
-def test_following_a_job_waits_for_an_absent_api(
-    new_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_a_job_waits_for_an_absent_api(new_parts: MakeParts) -> None:
     parts = new_parts()
-    path = "/jobs/" + parts.submit("quick")
-    with Client(parts.settings.server) as client, ThreadPoolExecutor(1) as follower:
-        ask = partial(client.get, path)
+    job_id = parts.submit("quick")
+    with make_client(parts.settings.server, None) as client, ThreadPoolExecutor(1) as follower:
+        ask = partial(client.job, job_id)
+        ask_patiently = partial(client.with_patience(FOLLOW_PATIENCE).job, job_id)
         with pytest.raises(Unreachable):
             ask()
-        answer = follower.submit(client.call_patiently, ask)
+        answer = follower.submit(ask_patiently)
         parts.start_api()
-        assert answer.result()["status"] == "queued"
+        assert answer.result().status == "queued"
         parts.server.stop()
         with pytest.raises(Refused, match="Redis"):
             ask()
-        answer = follower.submit(client.call_patiently, ask)
+        answer = follower.submit(ask_patiently)
         parts.server.start()
-        assert answer.result()["status"] == "queued"
+        assert answer.result().status == "queued"
         with pytest.raises(Refused, match="There is no job"):
-            client.call_patiently(partial(client.get, "/jobs/job_" + 26 * "0"))
-        monkeypatch.setattr(terminal_client, "PATIENCE_SECONDS", 0.1)
+            client.with_patience(FOLLOW_PATIENCE).job("job_" + 26 * "0")
         parts.server.stop()
         with pytest.raises(Refused, match="Redis"):
-            client.call_patiently(ask)
+            client.with_patience(0.1).job(job_id)
         parts.server.start()
 
 

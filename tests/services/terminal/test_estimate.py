@@ -15,7 +15,7 @@ import yaml
 
 from bench.support.harness import PATIENCE_SECONDS, Parts
 from bench.support.paths import ROOT
-from services.store.schemas import JobEstimate
+from kd.client.wire.plans import JobEstimate
 from tests.support.commands import kd
 
 

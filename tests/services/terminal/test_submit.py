@@ -13,9 +13,9 @@ import yaml
 
 from bench.support.harness import Parts, make_body, wait_until
 from bench.support.paths import AUSTEN
+from kd.client.sync import Client
 from kd.config.jobfile import load_config
 from services.process import file_view
-from services.terminal.client import Client
 from services.terminal.commands import jobs
 from tests.support.commands import kd
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from bench.support.harness import Parts, make_config, wait_until
+from kd.client.wire.service import Device, WorkerState
 from kd.config.placement import Resources
 from kd.memory.host import read_memory_bytes
 from kd.memory.model_memory import estimate_least_memory
 from services.store.jobs.workers import explain_missing_worker
-from services.store.schemas import Device, WorkerState
 from services.worker import memory_limit
 from services.worker.devices import Gpu, WorkerDevice
 from services.worker.failures import describe_kill, describe_memory_limit

@@ -15,7 +15,7 @@ import pytest
 
 from bench.support.harness import Parts, wait_until
 from bench.support.real_job import hash_outcome
-from services.store.schemas import TERMINAL_STATUSES, Job
+from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 from tests.support.kd.sharing.processes import find_parent, find_ranks, list_processes
 
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(1200)]

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from bench.support.paths import ROOT
 from cache.errors import HELP_PAGE, CacheCorrupt, PotstillError, locate_help
+from kd.client.errors import Refused
+from kd.client.wire.jobs import JobError
+from kd.client.wire.problems import ProblemDetails
 from services.api.answers.problems import TITLES, TITLES_OF_SLUGS
 from services.api.app import create_app
 from services.settings import Settings
-from services.store.schemas import JobError
-from services.terminal.client import Refused
 from services.terminal.explanations import find_entry, list_codes
 from tests.support.commands import kd
 
@@ -172,7 +173,15 @@ def test_the_answers_of_the_api_name_the_place() -> None:
 
 
 def test_a_refusal_names_the_entry_of_the_server_s_problem() -> None:
-    assert Refused(404, "No.", place=locate_help("not-found")).help == locate_help("not_found")
+    problem = ProblemDetails(
+        type="urn:potstill:problem:not-found",
+        title="Not found",
+        status=404,
+        detail="No.",
+        instance="/",
+        help=locate_help("not-found"),
+    )
+    assert Refused(404, "No.", problem=problem).help == locate_help("not_found")
     assert Refused(404, "No.").help == locate_help("refused")
 
 

@@ -76,9 +76,10 @@ def _find_warnings(config: JobConfig, settings: Settings) -> list[Problem]:
 
 def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Problem]:
     """Find that a worker on this machine would never take the job."""
+    from kd.client.wire.jobs import JobResources
+    from kd.client.wire.service import Device
     from kd.errors import Problem
     from services.store.jobs.workers import describe_needs
-    from services.store.schemas import Device, JobResources
 
     needs = JobResources(gpus=config.resources.gpus, memory=config.resources.memory)
     # The package that finds GPUs is one of the worker's.

@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from bench.support.harness import Parts, make_config, wait_until
+from kd.client.wire.service import Device, WorkerState
 from services.api.auditing import REFUSALS
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity, EventBatch
 from services.store.key_file import create_key, revoke_keys, set_quota
-from services.store.schemas import Device, WorkerState
 from tests.support.api import client, inputs, problem, serving, valid
 
 NLP = Caller("ann", named_team="nlp")

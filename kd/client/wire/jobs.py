@@ -1,15 +1,17 @@
-"""The answers of the API as types. The OpenAPI document is made from them."""
+"""A job as the API shows it, and a page of jobs."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import ConfigDict, Field, computed_field
 
 from cache.errors import locate_help
+from kd.client.wire.view import View
 
 Kind = Literal["distill", "precompute", "train", "search", "verify"]
+
 Status = Literal[
     "waiting",
     "queued",
@@ -21,16 +23,13 @@ Status = Literal[
     "failed",
     "cancelled",
 ]
+
 Action = Literal["cancel", "pause", "resume", "retry", "delete"]
+
 TERMINAL_STATUSES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+
 #: A worker has the job.
 ACTIVE_STATUSES: frozenset[str] = frozenset({"running", "cancelling", "pausing"})
-
-
-class View(BaseModel):
-    """A part of an answer. Numbers are finite or null: JSON has neither NaN nor infinity."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class Progress(View):
@@ -134,21 +133,12 @@ class JobLinks(View):
     artifacts: str
 
 
-def build_links(job_id: str) -> JobLinks:
-    """Build the paths below a job."""
-    own = f"/jobs/{job_id}"
-    parts = ("events", "metrics", "logs", "checkpoints", "artifacts")
-    below = {part: f"{own}/{part}" for part in parts}
-    return JobLinks.model_validate({"self": own, "stream": f"{own}/events/stream", **below})
-
-
 class Job(View):
     """A job."""
 
     id: str = Field(description="Sorts by time of creation.")
     kind: Kind
     name: str = Field(description="The name that the job was given.")
-    owner: str = Field("local", exclude=True)
     team: str = Field("local", description="The team whose share of the devices the job uses.")
     parent: str | None = Field(
         None, description="The search whose trial this job is; null for any other."
@@ -245,205 +235,9 @@ class Job(View):
         return self.status in TERMINAL_STATUSES
 
 
-class Device(View):
-    """The device of a worker."""
-
-    kind: Literal["cpu", "cuda"] = "cpu"
-    name: str = ""
-    index: str = Field("", description="Numbers of the GPUs, for example 0 or 0,1; empty for cpu.")
-    count: int = Field(0, description="Number of GPUs.")
-    memory_bytes: int = Field(0, description="Memory of each GPU, or of the host.")
-    price: float | None = Field(
-        None, description="Price of an hour of one device; null if the operator has set none."
-    )
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all GPUs, or of the host; 0 if they are unknown."""
-        return self.memory_bytes * max(self.count, 1)
-
-    def covers(self, gpus: int | None, memory: int | None) -> bool:
-        """Whether it has the resources of a job; None = any. Unknown memory counts as enough."""
-        return (gpus or 0) <= self.count and (memory or 0) <= (self.memory_bytes or 1 << 62)
-
-
-class WorkerState(View):
-    """A worker, as its own sign of life describes it."""
-
-    id: str
-    host: str = ""
-    pid: int = 0
-    stages: list[str] = Field(default_factory=list, description="Queues that the worker serves.")
-    device: Device = Field(default_factory=Device)
-    job: str | None = Field(None, description="The worker's present job; null while idle.")
-    attempt: int | None = None
-    stopping: bool = False
-    version: str = ""
-    started_at: datetime | None = None
-    beat_at: datetime | None = Field(None, description="Time of the last sign of life.")
-
-
 class JobList(View):
     """A page of jobs, newest first."""
 
     data: list[Job]
     has_more: bool
     next_cursor: str | None = Field(None, description="Value of ?cursor= for the next page.")
-
-
-class QuotaUse(View):
-    """What a team has used of a quota."""
-
-    limit: float | None = Field(description="Null = no limit.")
-    used: float
-    left: float | None = Field(description="Null = no limit.")
-    frees_up: str = Field(description="When or by what the quota frees up.")
-    resets_at: datetime | None = Field(
-        None, description="Time at which nothing is used any more; null if no time frees it up."
-    )
-    measured_at: datetime | None = Field(
-        None, description="Time of the measurement; null if it is exact, or not measured yet."
-    )
-
-
-class TeamAccount(View):
-    """What a team uses of the devices and the disk, and its quotas."""
-
-    team: str
-    devices: int = Field(description="Devices that its jobs hold now.")
-    queued_jobs: int
-    recent_device_seconds: float = Field(
-        description="Device-seconds of the past; each counts half as much after "
-        "KD_FAIR_SHARE_HALF_LIFE_SECONDS. A free device goes to the team that holds the fewest "
-        "devices, then to the one with the least of this."
-    )
-    device_seconds: QuotaUse = Field(description="Device-seconds of this day, in UTC.")
-    bytes: QuotaUse = Field(description="Bytes of its caches and runs on the disk.")
-    reason: str | None = Field(None, description="Why its queued jobs wait; null if they do not.")
-
-
-class TeamList(View):
-    """The account of the caller's team; for an admin those of all teams."""
-
-    data: list[TeamAccount]
-
-
-class JobEstimate(View):
-    """The estimated size and time of a job's capture."""
-
-    method: Literal["table", "trial"] = Field(
-        description="table: from a table of bytes per token; trial: the teacher read a few batches."
-    )
-    tokens: int = Field(description="Tokens of all sequences.")
-    tokens_counted: bool = Field(description="Whether all of the text was read, or only a sample.")
-    train_sequences: int
-    validation_sequences: int
-    positions: int = Field(description="Tokens with a record.")
-    shards: int
-    bytes_per_token: float = Field(description="All bytes on disk per token with a record.")
-    bytes: int = Field(description="Bytes of the whole cache.")
-    free_bytes: int = Field(description="Free bytes on the disk of the caches.")
-    fits: bool = Field(description="Whether the disk has space for the cache, with a margin.")
-    seconds: float | None = Field(
-        None, description="Time of the capture on the present device; null without a trial."
-    )
-    hours: float | None = None
-    device: str | None = Field(None, description="Device of the trial.")
-    held_out: str = Field("", description="Which sequences are held out, and why so many.")
-    cost: Cost | None = Field(
-        None, description="Estimated cost of the job; null without a price or an earlier job."
-    )
-    account: TeamAccount | None = Field(
-        None, description="What the caller's team uses, and its quotas; null outside of a service."
-    )
-
-
-class CacheEntry(View):
-    """One cache on the server's disk."""
-
-    model_config = ConfigDict(extra="allow")
-
-    fingerprint: str
-    complete: bool = Field(
-        description="Whether the cache is sealed and readable; false during the capture."
-    )
-    tokens: int | None = Field(None, description="Tokens with a record.")
-    bytes: int | None = Field(None, description="Bytes on disk.")
-    bytes_per_token: float | None = None
-    teacher: str | None = Field(None, description="Name of the teacher.")
-
-
-class CacheList(View):
-    """Every cache of this server."""
-
-    data: list[CacheEntry]
-
-
-class Fidelity(View):
-    """How close a cache is to its teacher, at one temperature, on sampled positions."""
-
-    temperature: float
-    positions: int = Field(description="Number of sampled positions.")
-    kept_mass: float = Field(description="Mean probability of the tokens whose value is stored.")
-    kept_error: float = Field(description="Mean sum of the differences of their probabilities.")
-    kl: float | None = Field(
-        None, description="KL(live || decoded) in nats; null if the tail is a sample."
-    )
-    bias_z: float | None = Field(None, description="Largest z of the mean of redrawn samples.")
-    stored_z: float | None = Field(None, description="Largest z of the stored samples.")
-    gold_error: float = Field(description="Mean relative error of the next token's probability.")
-    top1_agreement: float | None = Field(
-        None, description="Share of positions with the same most probable token."
-    )
-    entropy_error: float = Field(description="Mean decoded minus live entropy, nats.")
-
-
-class OverruledVerdict(View):
-    """A verdict that the records differ from the teacher, and the field that overruled it."""
-
-    noise: float = Field(description="The teacher's own noise between two batches, nats.")
-    problems: list[str] = Field(description="One line for each value that is out of bounds.")
-    field: str = Field(description="The job's field, and its value.")
-
-
-class CacheDetail(CacheEntry):
-    """One cache, with its identity and its fidelity."""
-
-    identity: dict[str, Any] | None = Field(
-        None, description="Everything that its bytes depend on; null while incomplete."
-    )
-    fidelity: list[Fidelity] = Field(
-        default_factory=list, description="One row for each temperature; empty if not measured."
-    )
-    overruled: OverruledVerdict | None = Field(
-        None,
-        description="Present if the cache was sealed although it differs from its teacher.",
-    )
-
-
-class Health(View):
-    """A sign of life."""
-
-    status: Literal["ok"] = "ok"
-
-
-class FieldProblem(View):
-    """One wrong field of a request."""
-
-    pointer: str = Field(
-        description="JSON pointer into the body; empty if the problem is elsewhere."
-    )
-    detail: str
-    remedy: str = ""
-
-
-class ProblemDocument(View):
-    """An error, in the form of RFC 9457."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    remedy: str = ""
-    instance: str
-    errors: list[FieldProblem] = Field(default_factory=list)

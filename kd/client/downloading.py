@@ -1,0 +1,100 @@
+"""Download a file of a job: resumed after a cut, compared with its digest, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+from cache.disk import TEMPORARY_PREFIX, hash_file, make_folder, storage_errors, sync_path
+from kd.client.errors import Refused, Unreachable
+from kd.client.operations import JobRef, locate_job, make_refused
+from kd.client.retrying import Backoff
+from kd.client.steps import Answer, Invoke, Open, Pause, Read, Request, Steps
+
+#: An answer that holds the part of the file that was asked for.
+PARTIAL_CONTENT = 206
+#: The server's ETag of a file: its sha256.
+DIGEST = re.compile(r'"([0-9a-f]{64})"')
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is known of the file that arrives: its ETag, and its bytes if the server tells them."""
+
+    tag: str = ""
+    size: int | None = None
+
+
+def download(job: JobRef, name: str, path: Path, patience: float) -> Steps[Path]:
+    """Download the artifact ``name`` of a job to the file ``path``; return the path.
+
+    The file appears at once and whole; until then its bytes lie beside it. Raises ``Refused`` if
+    the bytes have another sha256 than the server's, and ``StorageError`` if the disk is full.
+    """
+    url = locate_job(job, "/artifacts/") + quote(name)
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    with storage_errors(path.parent):
+        make_folder(path.parent)
+        try:
+            with temporary.open("wb") as file:
+                content = yield from _fill(file, url, patience)
+                file.flush()
+                yield Invoke(lambda: os.fsync(file.fileno()))
+            yield from _verify(temporary, content, name)
+            temporary.replace(path)
+            sync_path(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def _fill(file: BinaryIO, url: str, patience: float) -> Steps[Content]:
+    """Write the whole content at ``url`` into ``file``, in as many requests as it needs."""
+    content = Content()
+    backoff = Backoff(patience)
+    while content.size is None or file.tell() < content.size:
+        try:
+            content = yield from _open(file, url, content)
+            while (piece := (yield Read())) is not None:
+                file.write(piece)
+                backoff.reset()
+            if content.size is None:
+                return content
+            continue
+        except (Refused, Unreachable) as error:
+            pause = backoff.next_pause(error)
+        yield Pause(pause)
+    return content
+
+
+def _open(file: BinaryIO, url: str, content: Content) -> Steps[Content]:
+    """Ask for what is missing. If the file is another one by now, it comes from its start."""
+    headers = {"Accept-Encoding": "identity"}
+    if content.tag and file.tell():
+        headers |= {"Range": f"bytes={file.tell()}-", "If-Range": content.tag}
+    answer: Answer = yield Open(Request("GET", url, headers=headers))
+    if not answer.ok:
+        raise make_refused(answer)
+    if answer.status == PARTIAL_CONTENT:
+        return content
+    file.seek(0)
+    file.truncate()
+    size = answer.headers.get("content-length")
+    return Content(answer.headers.get("etag", ""), None if size is None else int(size))
+
+
+def _verify(file: Path, content: Content, name: str) -> Steps[None]:
+    expected = DIGEST.fullmatch(content.tag)
+    if expected is None:
+        return
+    found = yield Invoke(lambda: hash_file(file))
+    if found != expected[1]:
+        raise Refused(
+            200,
+            f"{name} arrived with the sha256 {found}, but the server has {expected[1]}.",
+            "Download it again.",
+        )

@@ -1,0 +1,64 @@
+"""The files of a job: its checkpoints and its artifacts."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import Field
+
+from kd.client.wire.view import View
+
+
+class CheckpointFile(View):
+    """One file of a checkpoint."""
+
+    name: str
+    bytes: int
+    sha256: str | None = Field(
+        None, description="The sha256 at the time of writing; null for the state file itself."
+    )
+    url: str
+
+
+class Checkpoint(View):
+    """A checkpoint of a job's training."""
+
+    step: int
+    created_at: datetime
+    bytes: int = Field(description="The size of all its files.")
+    sha256: str = Field(
+        description="The sha256 of its state file, which holds the digests of all other files."
+    )
+    metrics: dict[str, float | None] = Field(
+        description="The last evaluation before this checkpoint."
+    )
+    is_best: bool = Field(description="Whether it has the lowest validation loss so far.")
+    is_last: bool = Field(description="Whether it is the newest.")
+    files: list[CheckpointFile]
+
+
+class CheckpointList(View):
+    """The checkpoints of a job that still exist, oldest first."""
+
+    data: list[Checkpoint]
+
+
+class Artifact(View):
+    """A file that a job produced."""
+
+    name: str = Field(
+        description="The name in the job's artifacts; a file inside a folder is folder/file."
+    )
+    bytes: int
+    media_type: str
+    modified_at: datetime
+    sha256: str | None = Field(
+        None, description="Null until the file was fetched once; from then on it is the ETag."
+    )
+    url: str
+
+
+class ArtifactList(View):
+    """The files that a job produced."""
+
+    data: list[Artifact]

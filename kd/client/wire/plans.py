@@ -1,0 +1,88 @@
+"""What a job would do and need."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kd.client.wire.accounts import TeamAccount
+from kd.client.wire.jobs import Cost
+from kd.client.wire.view import View
+
+
+class JobEstimate(View):
+    """The estimated size and time of a job's capture."""
+
+    method: Literal["table", "trial"] = Field(
+        description="table: from a table of bytes per token; trial: the teacher read a few batches."
+    )
+    tokens: int = Field(description="Tokens of all sequences.")
+    tokens_counted: bool = Field(description="Whether all of the text was read, or only a sample.")
+    train_sequences: int
+    validation_sequences: int
+    positions: int = Field(description="Tokens with a record.")
+    shards: int
+    bytes_per_token: float = Field(description="All bytes on disk per token with a record.")
+    bytes: int = Field(description="Bytes of the whole cache.")
+    free_bytes: int = Field(description="Free bytes on the disk of the caches.")
+    fits: bool = Field(description="Whether the disk has space for the cache, with a margin.")
+    seconds: float | None = Field(
+        None, description="Time of the capture on the present device; null without a trial."
+    )
+    hours: float | None = None
+    device: str | None = Field(None, description="Device of the trial.")
+    held_out: str = Field("", description="Which sequences are held out, and why so many.")
+    cost: Cost | None = Field(
+        None, description="Estimated cost of the job; null without a price or an earlier job."
+    )
+    account: TeamAccount | None = Field(
+        None, description="What the caller's team uses, and its quotas; null outside of a service."
+    )
+
+
+class MemoryEstimate(View):
+    """The least bytes that the models take on a device; activations and the framework need more."""
+
+    teacher_bytes: int | None = Field(
+        None, description="The teacher's weights; null if none runs, or if its size is unknown."
+    )
+    student_parameters: int | None = Field(
+        None, description="Null if the student's shape is unknown."
+    )
+    student_bytes: int | None = Field(
+        None, description="Weights, gradients and optimiser state in float32."
+    )
+
+
+class JobPlan(View):
+    """A job would do and need this if it were created."""
+
+    stages: list[str] = Field(description="The stages of the job, in order.")
+    config: dict[str, Any] = Field(description="The job with its defaults filled in.")
+    capture: JobEstimate | None = Field(
+        None, description="Null if nothing is captured, or if the server cannot read the text."
+    )
+    steps: int | None = Field(
+        None, description="Optimiser steps; null without training, or if unknown."
+    )
+    tokens: int | None = Field(None, description="Tokens that training will read.")
+    memory: MemoryEstimate
+    training: dict[str, Any] | None = Field(
+        None,
+        description="Settings that train the student on the devices, the best first, with memory "
+        "by part, time and cost, or by how much none fits and what to change: as `kd plan --json` "
+        "prints it. What autograd keeps is told by the shapes of the student's tensors, and not "
+        "measured. Null without a training or a device to plan for, and where only a loaded model "
+        "tells the student's shape.",
+    )
+    free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
+    cost: Cost | None = Field(
+        None, description="Estimated cost; null without a price, or if no time is known."
+    )
+    account: TeamAccount | None = Field(
+        None, description="What the caller's team uses, and its quotas."
+    )
+    warnings: list[str] = Field(
+        default_factory=list, description="Valid settings that are probably mistakes."
+    )

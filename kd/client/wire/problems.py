@@ -1,0 +1,59 @@
+"""Errors of the API, as problem documents."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kd.client.wire.jobs import Status
+from kd.client.wire.view import View
+
+
+class FieldProblem(View):
+    """One wrong field of a request."""
+
+    pointer: str = Field(
+        description="JSON pointer into the body; empty if the problem is elsewhere."
+    )
+    detail: str
+    remedy: str = ""
+
+
+class ProblemDocument(View):
+    """An error, in the form of RFC 9457."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    remedy: str = ""
+    instance: str
+    errors: list[FieldProblem] = Field(default_factory=list)
+
+
+class QuotaProblem(View):
+    """The quota that a request would exceed."""
+
+    what: Literal["open_jobs", "record_bytes", "bytes"] = Field(
+        description="open_jobs and record_bytes are quotas of a key, bytes of a team."
+    )
+    limit: float
+    used: float
+    frees_up: str = Field(description="By what the quota frees up.")
+
+
+class ProblemDetails(ProblemDocument):
+    """An error, by RFC 9457."""
+
+    help: str = Field(description="The entry of this error in the documentation.")
+    request_id: str | None = Field(None, description="The id of the request in the server's log.")
+    job_status: Status | None = Field(
+        None, description="For a refused action: the job's status, which forbids it."
+    )
+    allowed: list[str] | None = Field(
+        None, description="For a refused action: the actions that the status allows."
+    )
+    quota: QuotaProblem | None = Field(
+        None, description="For a job above a quota: which, how much is used, what frees it up."
+    )
