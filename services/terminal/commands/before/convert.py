@@ -1,0 +1,36 @@
+"""``kd convert``: turn another tool's job file into ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.terminal.console import AsJson, out, print_json
+
+Tool = Annotated[
+    str, typer.Option("--from", help="Tool that the file is for: distillkit, axolotl or trl.")
+]
+
+app = typer.Typer()
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="The tool's YAML file.")],
+    tool: Tool,
+    as_json: AsJson = False,
+) -> None:
+    """Print another tool's job file as a job of ours.
+
+    Comments at its top name each field that has no counterpart, or that means something else here.
+    Reads no model and no data: `kd validate` and `kd estimate` check the job.
+    """
+    from kd.exchange.job_files.conversion import convert_file
+
+    found = convert_file(file, tool)
+    if as_json:
+        print_json({"job": found.job, "remarks": [each._asdict() for each in found.remarks]})
+    else:
+        out.print(found.render(), markup=False, highlight=False, soft_wrap=True, end="")
