@@ -33,6 +33,11 @@ def test_kd_convert_prints_a_job_that_kd_validate_accepts(
     assert checked.returncode == 0, checked.stderr
     found = json.loads(kd("convert", file, "--from", "trl", "--json").stdout)
     assert found["job"] == yaml.safe_load(done.stdout)
+    written = tmp_path / "written.yaml"
+    assert kd("convert", file, "--from", "trl", "--out", written).stdout == ""
+    assert written.read_text() == done.stdout
+    again = kd("convert", file, "--from", "trl", "--out", written)
+    assert again.returncode == 1 and "File exists" in again.stderr
     assert {"field", "text"} == set(found["remarks"][0])
 
 
