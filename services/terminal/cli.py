@@ -27,7 +27,7 @@ from services.terminal.commands import (
     keys,
     recovery,
 )
-from services.terminal.commands.before import estimate, plan, rates, validate
+from services.terminal.commands.before import convert, estimate, plan, rates, validate
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
@@ -74,6 +74,7 @@ app.add_typer(estimate.app)
 app.add_typer(plan.app)
 app.add_typer(rates.app)
 app.add_typer(validate.app)
+app.add_typer(convert.app)
 app.add_typer(check.app)
 app.add_typer(evaluate.app)
 app.add_typer(ablate.app)

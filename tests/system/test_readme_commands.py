@@ -51,6 +51,10 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8
 BLOCKS = [block for document in DOCUMENTS for block in list_blocks(document, "bash")]
 TERMINAL = next(block for block in BLOCKS if block.text.startswith("kd up"))
 README_JOBS = [parse_config(yaml.safe_load(block.text)) for block in list_blocks(README, "yaml")]
+#: The jobs of these pages, and parts of jobs. Where the first line of one is a comment with the
+#: name of a file, the page's commands find it under that name.
+HOW_TO = [document for document in DOCUMENTS if document.parent.name == "how-to"]
+HOW_TO_JOBS = [block for document in HOW_TO for block in list_blocks(document, "yaml")]
 
 
 def starts_with(words: list[str], first: str) -> bool:
@@ -119,6 +123,23 @@ def test_every_command_of_a_block_has_options_that_its_program_knows() -> None:
     assert len(commands) > 50
     for words in commands:
         require_options(words)
+
+
+@pytest.mark.parametrize("block", HOW_TO_JOBS, ids=lambda block: block.name)
+def test_a_job_of_a_how_to_page_parses_and_a_part_of_one_does_in_the_job_of_the_readme(
+    block: Block,
+) -> None:
+    """A section of a part replaces that of the README's job. A named file is a whole job."""
+    data = yaml.safe_load(block.text)
+    if find_file_name(block) is None and "kind" not in data:
+        data = yaml.safe_load(list_blocks(README, "yaml")[0].text) | data
+    parse_config(data)
+
+
+def find_file_name(block: Block) -> str | None:
+    """The name of the file in the first line of a block, if that is a comment with a name."""
+    found = re.match(r"# (\S+\.yaml)\n", block.text)
+    return found and found[1]
 
 
 def test_the_list_of_commands_that_cannot_run_names_only_printed_ones() -> None:
@@ -204,6 +225,9 @@ def await_action(command: str, checkout: Checkout) -> None:
 
 def run_block(block: Block, checkout: Checkout) -> None:
     """Run the commands of a block one after the other, but those of the list above."""
+    for job in list_blocks(block.document, "yaml"):
+        if (name := find_file_name(job)) is not None:
+            (checkout.folder / name).write_text(make_small(job.text))
     for line in list_command_lines(block):
         if line == list_command_lines(TERMINAL)[0] or any(map(find_reason, split_commands(line))):
             continue

@@ -1,0 +1,1 @@
+"""Job files of other tools, turned into ours: one module for each tool."""

@@ -1,0 +1,69 @@
+"""Turn a job file of another tool into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config, parse_yaml
+from kd.errors import ConfigError, Problem
+from kd.exchange.job_files import axolotl, distillkit, trl
+from kd.exchange.job_files.draft import Draft, Remark
+
+#: The reader of each tool's file, by the tool's name.
+TOOLS: dict[str, Callable[[Any, Draft], None]] = {
+    "distillkit": distillkit.read_job,
+    "axolotl": axolotl.read_job,
+    "trl": trl.read_job,
+}
+
+
+class Conversion(NamedTuple):
+    """Our job, and a remark for each field of the other file that it does not hold as it is."""
+
+    job: dict[str, Any]
+    remarks: tuple[Remark, ...]
+
+    def render(self) -> str:
+        """The job file: the remarks as comments, then the job as YAML."""
+        comments = "".join(f"# {each}\n" for each in self.remarks)
+        return comments + yaml.safe_dump(self.job, sort_keys=False, allow_unicode=True)
+
+
+def convert_file(path: Path, tool: str) -> Conversion:
+    """Read the file of ``tool`` and return our job.
+
+    Raises ``ConfigError`` if the tool is not known, the file is not YAML, or the job that it would
+    give is not valid.
+    """
+    if tool not in TOOLS:
+        raise ConfigError(
+            [Problem("", f"--from is {tool!r}, but only {', '.join(TOOLS)} can be read.")]
+        )
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            [Problem("", f"{path} cannot be read: {error}.", "Give the path of a YAML file.")]
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            [Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}.")]
+        ) from None
+    return convert_job(data, tool)
+
+
+def convert_job(data: Any, tool: str) -> Conversion:
+    """Return our job for the parsed file of a tool.
+
+    Raises ``ConfigError`` with every field of the job that is missing or out of bounds.
+    """
+    draft = Draft()
+    TOOLS[tool](data, draft)
+    job = {name: draft.job[name] for name in JobConfig.model_fields if name in draft.job}
+    parse_config(job)
+    return Conversion(job, tuple(draft.remarks))

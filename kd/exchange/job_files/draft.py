@@ -1,0 +1,120 @@
+"""A job that is being written from another tool's file, and the fields of that file.
+
+Each field is taken once. A field that nobody takes gets a remark, so that none is lost silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kd.config.jobfile import set_value
+from kd.errors import ConfigError, Problem
+
+#: The remark of a field that no rule knows.
+NO_COUNTERPART = "has no counterpart here."
+#: Stands where the fingerprint of an imported cache belongs, until the user writes it there.
+UNKNOWN_FINGERPRINT = "0" * 32
+
+
+class Remark(NamedTuple):
+    """What a reader must know of one field of the other tool's file."""
+
+    field: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.text}"
+
+
+def describe_source(source: Mapping[str, Any]) -> str:
+    """A dataset in a sentence: its path, and in brackets what else is given."""
+    more = ", ".join(f"{name} {value}" for name, value in source.items() if name != "path")
+    return f"{source.get('path')} ({more})" if more else str(source.get("path"))
+
+
+class Draft:
+    """The job as far as it is written, and the remarks."""
+
+    def __init__(self) -> None:
+        self.job: dict[str, Any] = {}
+        self.remarks: list[Remark] = []
+
+    def put(self, target: str, value: Any) -> None:
+        """Set the job's field with the dotted name ``target``."""
+        self.job = set_value(self.job, target.split("."), value)
+
+    def remark(self, field: str, text: str) -> None:
+        """Say something of a field of the other tool's file."""
+        self.remarks.append(Remark(field, text))
+
+
+class Fields:
+    """The fields of one mapping of the other tool's file. null counts as not given.
+
+    ``aliases`` gives the file's own names of fields that the rules know by other names.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        draft: Draft,
+        prefix: str = "",
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        if not isinstance(data, Mapping):
+            where = prefix.rstrip(".") or "the file"
+            raise ConfigError(
+                [Problem("", f"{where} must be a mapping of fields, but got {data!r:.60}.")]
+            )
+        self._data = {str(name): value for name, value in data.items() if value is not None}
+        self._draft = draft
+        self._prefix = prefix
+        self._aliases = aliases or {}
+
+    def __contains__(self, name: str) -> bool:
+        return self._own(name) in self._data
+
+    def _own(self, name: str) -> str:
+        return self._aliases.get(name, name)
+
+    def name(self, name: str) -> str:
+        """The dotted name of a field as it stands in the file."""
+        return self._prefix + self._own(name)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Take a field out and return its value; the default if it is not given."""
+        return self._data.pop(self._own(name), default)
+
+    def take_number(self, name: str, default: float | None = None) -> Any:
+        """Take a number; ``1e-5``, which YAML reads as text, is one."""
+        value = self.take(name, default)
+        try:
+            return float(value) if isinstance(value, str) else value
+        except ValueError:
+            raise ConfigError(
+                [Problem("", f"{self.name(name)} must be a number, but got {value!r:.60}.")]
+            ) from None
+
+    def section(self, name: str) -> Fields:
+        """Take a mapping out; an empty one if it is not given."""
+        return Fields(self.take(name, {}), self._draft, f"{self.name(name)}.")
+
+    def remark(self, name: str, text: str) -> None:
+        """Say something of a field."""
+        self._draft.remark(self.name(name), text)
+
+    def dismiss(self, name: str, text: str) -> None:
+        """Take a field out, and say why the job has none of it, if it is given."""
+        if name in self:
+            self.take(name)
+            self.remark(name, text)
+
+    def close(self, reasons: Mapping[str, str] | None = None) -> None:
+        """Name every field that is left, with its reason if there is one."""
+        for name in list(self._data):
+            reason = next(
+                (text for start, text in (reasons or {}).items() if name.startswith(start)),
+                NO_COUNTERPART,
+            )
+            self.dismiss(name, reason)

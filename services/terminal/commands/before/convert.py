@@ -1,0 +1,54 @@
+"""``kd convert``: turn another tool's job file into ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cache.errors import PotstillError
+from services.terminal.console import AsJson, out, print_json
+
+Tool = Annotated[
+    str, typer.Option("--from", help="Tool that the file is for: distillkit, axolotl or trl.")
+]
+Written = Annotated[
+    Path | None, typer.Option("--out", help="New file for the job. Default: print it.")
+]
+
+app = typer.Typer()
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="The tool's YAML file.")],
+    tool: Tool,
+    written: Written = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print another tool's job file as a job of ours.
+
+    Comments at its top name each field that has no counterpart, or that means something else here.
+    Reads no model and no data: `kd validate` and `kd estimate` check the job.
+    """
+    from kd.exchange.job_files.conversion import convert_file
+
+    found = convert_file(file, tool)
+    if written is not None:
+        _write_new(written, found.render())
+    if as_json:
+        print_json({"job": found.job, "remarks": [each._asdict() for each in found.remarks]})
+    elif written is None:
+        out.print(found.render(), markup=False, highlight=False, soft_wrap=True, end="")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that must not be there yet."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise PotstillError(
+            f"{path} cannot be written: {error.strerror}.", "Give a new file in --out."
+        ) from None
