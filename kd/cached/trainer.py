@@ -37,6 +37,8 @@ class CachedLoss:
     model: Any
     args: Any
     accelerator: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
     get_tp_size: Callable[[], int]
     _train_batch_size: int
 
@@ -45,8 +47,19 @@ class CachedLoss:
 
         Raises ``ModelError`` for a model whose documents cannot be kept apart or whose logits are
         not those of its LM head, ``TokenizerMismatch`` where it has fewer tokens than the cache,
-        and ``ValueError`` for several GPUs in one process.
+        and ``ValueError`` for several GPUs in one process, for FSDP and DeepSpeed, and for a cache
+        of another form than ``records``.
         """
+        if opened.decoding.form != "records":
+            raise ValueError(
+                f"opened must have the form records, but got {opened.decoding.form}. "
+                'Open the cache with form="records".'
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                f"{type(self).__name__} trains a whole copy of the model on each rank: FSDP and "
+                "DeepSpeed are not supported. Use DDP, or kd run with train.strategy fsdp."
+            )
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{type(self).__name__} needs one process for each GPU, but this one sees "
@@ -134,8 +147,8 @@ class CachedDistillationTrainer(CachedLoss, Trainer):
 
     ``opened`` is a cache of form ``records``; ``loss_fn`` is by default distillation alone at
     T = 1. ``order`` is that of the sequences: windows or shuffled. All else is as in ``Trainer``,
-    but ``train_dataset`` and ``data_collator`` are those of the cache. FSDP and DeepSpeed ZeRO-3
-    are not supported: they gather the LM head only for the model's own forward pass.
+    but ``train_dataset`` and ``data_collator`` are those of the cache. Several ranks train by DDP;
+    FSDP and DeepSpeed are refused. Raises as ``learn_from`` does.
     """
 
     def __init__(

@@ -255,6 +255,22 @@ def test_a_model_without_all_tokens_of_the_cache_is_refused(
         )
 
 
+def test_what_a_trainer_cannot_serve_is_refused(packed: dict[str, Path], tmp_path: Path) -> None:
+    arguments = TrainingArguments(**choose_arguments(tmp_path))
+    decoded = open_cache(packed["threshold"], form="entries")
+    with pytest.raises(ValueError, match="must have the form records"):
+        CachedDistillationTrainer(make_student(), arguments, opened=decoded)
+    opened = open_cache(packed["threshold"])
+    trainer = CachedDistillationTrainer(make_student(), arguments, opened=opened)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="FSDP and DeepSpeed are not supported"):
+        trainer.learn_from(opened, None, "windows")
+    trainer.is_fsdp_enabled = False
+    trainer.args._n_gpu = 2
+    with pytest.raises(ValueError, match="one process for each GPU"):
+        trainer.learn_from(opened, None, "windows")
+
+
 def test_the_example_of_plain_torch_trains_as_our_own_loop(
     packed: dict[str, Path], tmp_path: Path
 ) -> None:
