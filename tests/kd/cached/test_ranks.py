@@ -22,7 +22,7 @@ from tests.support.kd.students import make_llama
 STEPS = 6
 
 PROGRAM = f"""
-import json, sys
+import json, os, sys
 from pathlib import Path
 from transformers import TrainingArguments
 from kd.cached.opening import open_cache
@@ -42,6 +42,10 @@ trainer.train()
 if trainer.is_world_process_zero():
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     Path(out, "losses.json").write_text(json.dumps(losses))
+# As kd.rank ends: threads of gloo that still run while Python ends can abort the process
+# (https://github.com/pytorch/pytorch/pull/179291).
+trainer.accelerator.wait_for_everyone()
+os._exit(0)
 """
 
 
