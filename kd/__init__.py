@@ -27,6 +27,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kd.cached.loss import DistillationLoss
+    from kd.cached.opening import OpenCache, open_cache
+    from kd.cached.sft import CachedDistillationSFTTrainer
+    from kd.cached.trainer import CachedDistillationTrainer
     from kd.face.calls import build_cache, distill, evaluate, run_job, train_student
     from kd.face.jobs import load_job
     from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
@@ -43,17 +47,27 @@ _MODULES = {
     "StudentResult": "kd.face.results",
     "DistillationResult": "kd.face.results",
     "EvaluationResult": "kd.face.results",
+    "open_cache": "kd.cached.opening",
+    "OpenCache": "kd.cached.opening",
+    "DistillationLoss": "kd.cached.loss",
+    "CachedDistillationTrainer": "kd.cached.trainer",
+    "CachedDistillationSFTTrainer": "kd.cached.sft",
 }
 
 __all__ = [
     "CacheResult",
+    "CachedDistillationSFTTrainer",
+    "CachedDistillationTrainer",
+    "DistillationLoss",
     "DistillationResult",
     "EvaluationResult",
+    "OpenCache",
     "StudentResult",
     "build_cache",
     "distill",
     "evaluate",
     "load_job",
+    "open_cache",
     "run_job",
     "train_student",
 ]

@@ -1,0 +1,72 @@
+"""The store of a cache as an object that processes can share: each of them opens it for itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cache.errors import CacheNotFound
+from cache.store import FINGERPRINT, open_cache
+from kd.loss.decoder import TargetDecoder
+from kd.text.batches import CachedRecords
+
+#: The data folder of a service and of ``kd run``, where KD_HOME does not name another.
+DEFAULT_HOME = "potstill-data"
+
+
+class SharedStore:
+    """Opens the cache in ``folder`` once in each process that reads it.
+
+    A store holds locks and open arrays, which neither a fork nor a pickle can carry over. Each
+    process keeps decoded chunks of ``memory_bytes`` at most.
+    """
+
+    def __init__(self, folder: Path, memory_bytes: int) -> None:
+        self.folder = folder
+        self.memory_bytes = memory_bytes
+        self._process = 0
+        self._source: CachedRecords | None = None
+        self._decoder: TargetDecoder | None = None
+
+    def open(self) -> CachedRecords:
+        """Return the records, opened by this process; raises as ``open_cache`` does."""
+        if self._source is None or self._process != os.getpid():
+            store = open_cache(self.folder, memory_bytes=self.memory_bytes)
+            self._process, self._source, self._decoder = os.getpid(), CachedRecords(store), None
+        return self._source
+
+    def make_decoder(self) -> TargetDecoder:
+        """Return the decoder of this process, on the CPU; hidden states need the teacher's head."""
+        source = self.open()
+        if self._decoder is None:
+            self._decoder = TargetDecoder.of(source, torch.device("cpu"))
+        return self._decoder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_source": None, "_decoder": None}
+
+
+def find_cache_folder(name: str | Path, home: str | Path | None) -> Path:
+    """Return the folder of a cache, from its path or from its fingerprint.
+
+    A fingerprint is looked up in ``home``/caches. The default of ``home`` is the environment
+    variable KD_HOME, else potstill-data. Raises ``CacheNotFound`` where there is no such folder.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if not FINGERPRINT.fullmatch(str(name)):
+        raise CacheNotFound(
+            f"No cache at {path.absolute()}.",
+            "Give the folder of a cache, or the 32 digits of its fingerprint (kd cache ls).",
+        )
+    base = Path(home if home is not None else os.environ.get("KD_HOME", DEFAULT_HOME))
+    found = base.expanduser().resolve() / "caches" / str(name)
+    if not found.is_dir():
+        raise CacheNotFound(
+            f"No cache {name} in {found.parent}.", "Set home or KD_HOME to the data folder."
+        )
+    return found
