@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from services.api.answers.problems import describe_problems
 from services.api.answers.views import ProblemDetails
+from services.api.openai.errors import is_openai_path
 
 #: Statuses that every path may answer with: 400 for an unknown Host.
 ANYWHERE = (400,)
@@ -66,6 +67,8 @@ def _complete(operation: dict[str, Any], path: str, method: str, with_keys: bool
         statuses = [
             status for status in statuses if status != 401 and (status != 403 or method != "get")
         ]
+    if is_openai_path(path):
+        operation["responses"].pop("422", None)  # it is answered as a 400
     for described in operation["responses"].values():
         if described["description"] == _DEFAULT_DESCRIPTION:
             described["description"] = "The request succeeded."

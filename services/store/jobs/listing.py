@@ -90,6 +90,11 @@ class JobListing(Workers):
             looked += len(entries)
         return JobPage(found, cursor)
 
+    def find_place(self, job_id: str) -> int | None:
+        """The cursor after which a listing goes on behind this job; None if there is no job."""
+        score: Any = self.redis.zscore("kd:index:*:*", job_id)
+        return None if score is None else int(score)
+
     def _read(self, ids: Sequence[str]) -> Iterator[Job]:
         """The jobs of these ids, in this order, without those that have no record."""
         if not ids:
