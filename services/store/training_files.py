@@ -77,7 +77,8 @@ class PendingFile:
 
     def discard(self) -> None:
         """Remove what was received, unless it was published."""
-        self._file.close()
+        with suppress(OSError):  # on a full disk the last bytes cannot be written
+            self._file.close()
         remove_path(self._temporary)
 
 

@@ -32,7 +32,7 @@ class BodyLimit:
     A file that is uploaded may have ``file_limit`` bytes.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, file_limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, file_limit: int = 0) -> None:
         self._app = app
         self._limit = limit
         self._upload_limit = file_limit + FORM_BYTES

@@ -131,7 +131,11 @@ class FineTuningJob(View):
     )
     training_file: str = Field(description="The id of the file, or the first text of the job.")
     validation_file: str | None = None
-    trained_tokens: int | None = Field(None, description="Null until the job has succeeded.")
+    trained_tokens: int | None = Field(
+        None,
+        description="Tokens that the last process of the training has learned; null until the job "
+        "has succeeded.",
+    )
     error: FineTuningError | None = Field(None, description="Null unless the job failed.")
     result_files: list[str] = Field(
         description="Once the job has succeeded, the id of a file with its metrics by step."

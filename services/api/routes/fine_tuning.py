@@ -37,10 +37,11 @@ from services.api.routes.files import read_checkpoints
 from services.api.routes.history import STREAM_ID
 from services.api.routes.jobs import IdempotencyKey, TheAdmission, act_on_job
 from services.api.service import JOB_ID, KnownJob, Service, TheCaller, TheService
+from services.store.callers import Caller
 from services.store.jobs.listing import JobPage, JobQuery
 from services.store.schemas import Job
 
-router = APIRouter(prefix="/fine_tuning", tags=["openai jobs"], route_class=StrictRoute)
+router = APIRouter(prefix="/fine_tuning", tags=["fine-tuning"], route_class=StrictRoute)
 
 _EXAMPLE = {
     "model": "students/small",
@@ -106,7 +107,7 @@ def list_fine_tuning_jobs(
 ) -> FineTuningJobList:
     """List jobs of distillation, newest first; ?metadata[name]=value names a label of theirs."""
     query = JobQuery(caller, kind=KIND, label=_read_label(request))
-    cursor = None if after is None else _find_cursor(after, service)
+    cursor = None if after is None else _find_cursor(after, service, caller)
     page = service.store.read_page(query, limit, cursor)
     # A page of the store may be empty although more follow; a client would stop there.
     while not page.jobs and page.next_cursor is not None:
@@ -119,8 +120,8 @@ def _describe_page(page: JobPage, service: Service) -> FineTuningJobList:
     return FineTuningJobList(data=data, has_more=page.next_cursor is not None)
 
 
-def _find_cursor(after: str, service: Service) -> int:
-    place = service.store.find_place(after) if JOB_ID.fullmatch(after) else None
+def _find_cursor(after: str, service: Service, caller: Caller) -> int:
+    place = service.store.find_place(after, caller) if JOB_ID.fullmatch(after) else None
     if place is None:
         raise ApiProblem(400, f"after: there is no job {after}.", "Begin again without after.")
     return place

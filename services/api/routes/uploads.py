@@ -35,7 +35,7 @@ from services.store.jobs.listing import JobQuery
 from services.store.schemas import TERMINAL_STATUSES, Job, Status
 from services.store.training_files import TrainingFile
 
-router = APIRouter(tags=["openai files"], route_class=StrictRoute)
+router = APIRouter(tags=["files to train on"], route_class=StrictRoute)
 
 FileId = Annotated[str, InPath(description="The file's id, from the answer of POST /files.")]
 _OPEN_STATUSES: list[Status] = [

@@ -90,9 +90,10 @@ class JobListing(Workers):
             looked += len(entries)
         return JobPage(found, cursor)
 
-    def find_place(self, job_id: str) -> int | None:
-        """The cursor after which a listing goes on behind this job; None if there is no job."""
-        score: Any = self.redis.zscore("kd:index:*:*", job_id)
+    def find_place(self, job_id: str, caller: Caller) -> int | None:
+        """The cursor after this job; None if there is no such job that the caller may see."""
+        who = "*" if caller.sees_all else caller.name
+        score: Any = self.redis.zscore(f"kd:index:{who}:*", job_id)
         return None if score is None else int(score)
 
     def _read(self, ids: Sequence[str]) -> Iterator[Job]:
