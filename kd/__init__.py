@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from kd.cached.opening import OpenCache, open_cache
     from kd.cached.sft import CachedDistillationSFTTrainer
     from kd.cached.trainer import CachedDistillationTrainer
+    from kd.client.asynchronous import AsyncClient
+    from kd.client.errors import Refused, TimedOut, Unreachable
+    from kd.client.sync import Client
     from kd.face.calls import build_cache, distill, evaluate, run_job, train_student
     from kd.face.jobs import load_job
     from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
@@ -47,6 +50,11 @@ _MODULES = {
     "StudentResult": "kd.face.results",
     "DistillationResult": "kd.face.results",
     "EvaluationResult": "kd.face.results",
+    "Client": "kd.client.sync",
+    "AsyncClient": "kd.client.asynchronous",
+    "Refused": "kd.client.errors",
+    "TimedOut": "kd.client.errors",
+    "Unreachable": "kd.client.errors",
     "open_cache": "kd.cached.opening",
     "OpenCache": "kd.cached.opening",
     "DistillationLoss": "kd.cached.loss",
@@ -55,14 +63,19 @@ _MODULES = {
 }
 
 __all__ = [
+    "AsyncClient",
     "CacheResult",
     "CachedDistillationSFTTrainer",
     "CachedDistillationTrainer",
+    "Client",
     "DistillationLoss",
     "DistillationResult",
     "EvaluationResult",
     "OpenCache",
+    "Refused",
     "StudentResult",
+    "TimedOut",
+    "Unreachable",
     "build_cache",
     "distill",
     "evaluate",

@@ -68,7 +68,7 @@ class Settings(BaseSettings):
 
     home: AbsolutePath = Field(
         Path("potstill-data"),
-        description="Data folder. It contains caches/, runs/, redis/ and logs/.",
+        description="Data folder. It contains caches/, runs/, files/, redis/ and logs/.",
     )
     root: AbsolutePath = Field(
         Path(),
@@ -245,6 +245,12 @@ class Settings(BaseSettings):
     disk_floor_bytes: int = Field(
         1 << 30, ge=0, description="Free space on the data disk below which no job is accepted."
     )
+    file_bytes: int = Field(
+        512 << 20,
+        ge=1,
+        le=1 << 40,
+        description="Bytes of one file that POST /files accepts.",
+    )
     plan_seconds: float = Field(
         30.0,
         gt=0,
@@ -314,6 +320,11 @@ class Settings(BaseSettings):
     def runs(self) -> Path:
         """Folder of the runs."""
         return self.home / "runs"
+
+    @property
+    def files(self) -> Path:
+        """Folder of the files that teams have uploaded."""
+        return self.home / "files"
 
     def run_dir(self, job_id: str) -> Path:
         """Folder of one job's checkpoints, student and report."""

@@ -90,12 +90,12 @@ class Parts:
         port = find_free_port()
         self.settings = Settings(
             home=folder,
-            root=ROOT,
             redis_url=self.server.url,
             port=port,
             server=f"http://127.0.0.1:{port}",
             child_module=child_module,
             **{
+                "root": ROOT,
                 "lease_seconds": 2.0,
                 "stop_grace_seconds": 5.0,
                 "silence_seconds": 30.0,

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A client of one service, as ``kd.client.sync.Client``, whose methods are coroutines.
+    """A client of one service, as ``kd.Client``, whose methods are coroutines.
 
     ``jobs``, ``events`` and ``past_events`` return asynchronous iterators. Also an asynchronous
     context manager.

@@ -188,24 +188,27 @@ def set_value(data: Any, keys: list[str], value: Any) -> Any:
     return inner
 
 
-def translate_errors(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
+def translate_errors(
+    errors: Iterable[Mapping[str, Any]], root: type[BaseModel] = JobConfig
+) -> list[Problem]:
     """Turn pydantic's errors into problems: a pointer into the job, a sentence, and a remedy.
 
+    ``root`` is the model that refused the data; its fields are the known ones.
     The remedy for an unknown key or choice is the known one that looks most like it. A value that
     fits no form of its field gives one problem, not one for each form.
     """
     # pydantic reports an error for each form that it tried: those of one place become one problem.
     forms_of: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for number, error in enumerate(errors):
-        path, _, of_many = _walk_location(error["loc"])
+        path, _, of_many = _walk_location(error["loc"], root)
         forms_of.setdefault((*path,) if of_many else (number, *error["loc"]), []).append(error)
-    return [_translate_error(same) for same in forms_of.values()]
+    return [_translate_error(same, root) for same in forms_of.values()]
 
 
-def _translate_error(errors: list[Mapping[str, Any]]) -> Problem:
+def _translate_error(errors: list[Mapping[str, Any]], root: type[BaseModel]) -> Problem:
     """Describe the problem at one place; ``errors`` has one error for each form that was tried."""
     error = errors[0]
-    path, section, _ = _walk_location(error["loc"])
+    path, section, _ = _walk_location(error["loc"], root)
     pointer = "".join("/" + escape_pointer(part) for part in path)
     if error["type"] == "extra_forbidden" and section is not None:
         return Problem(
@@ -281,7 +284,9 @@ def _suggest_known(given: Any, known: list[str], what: str | None = None) -> str
     return f"Known {what}: {', '.join(known)}." if what else ""
 
 
-def _walk_location(location: Iterable[Any]) -> tuple[list[Any], type[BaseModel] | None, bool]:
+def _walk_location(
+    location: Iterable[Any], root: type[BaseModel]
+) -> tuple[list[Any], type[BaseModel] | None, bool]:
     """Split a pydantic location into the path of the value and what stands there.
 
     Returns the keys and indices without the names of the forms that a value may have, the section
@@ -289,7 +294,7 @@ def _walk_location(location: Iterable[Any]) -> tuple[list[Any], type[BaseModel] 
     """
     path: list[Any] = []
     section: type[BaseModel] | None = None
-    here: Any = JobConfig
+    here: Any = root
     of_many = False
     for part in location:
         forms = _list_forms(here)

@@ -85,7 +85,16 @@ def _list_parameters(signature: inspect.Signature) -> Iterator[str]:
         if each.kind is each.KEYWORD_ONLY and not starred:
             starred = True
             yield "*"
-        yield str(each).replace("'", "")
+        yield _format_parameter(each)
+
+
+def _format_parameter(parameter: inspect.Parameter) -> str:
+    """The parameter as it is written; a function that is its default by its name."""
+    written = str(parameter).replace("'", "")
+    default = parameter.default
+    return (
+        written.replace(repr(default), default.__name__) if inspect.isfunction(default) else written
+    )
 
 
 def _fold(name: str, parameters: list[str], returns: str) -> str:

@@ -97,7 +97,7 @@ class Admission:
             *self._find_continued_problems(config),
         ]
         try:
-            result = self.service.plans.ask(wish, config, self.caller.name, devices)
+            result = self.service.plans.ask(wish, config, self.caller, devices)
         except ConfigError as error:
             raise ConfigError([*error.problems, *own]) from None
         if own:
@@ -108,7 +108,7 @@ class Admission:
         """Raise ``ConfigError`` with all problems of the job, or 507 if the disk is nearly full."""
         settings = self.service.settings
         require_space(settings.home, settings.disk_floor_bytes)
-        limits = build_confinement(settings, self.service.store, self.caller.name)
+        limits = build_confinement(settings, self.service.store, self.caller.name, self.caller.team)
         folders = Folders(settings.root, settings.home, limits)
         if problems := [
             *find_problems(config, folders),

@@ -6,6 +6,8 @@ The routes, in ``services/api/routes``:
     history.py      the events, metrics and log of a job
     files.py        the checkpoints and artifacts of a job
     caches.py       the caches of teachers
+    uploads.py      files to train on, as OpenAI's client sends them
+    fine_tuning.py  jobs of distillation, as OpenAI's client sees them
     accounts.py     what teams use of their quotas, and the audit log
     operations.py   models, workers, health, Prometheus metrics, version
     dashboard.py    the web pages: the dashboard, and the page of the API
@@ -45,7 +47,17 @@ from services.api.guards.install import add_guards
 from services.api.guards.request_observer import RequestObserver
 from services.api.openapi import complete_openapi
 from services.api.plan_process import PlanProcess
-from services.api.routes import accounts, caches, dashboard, files, history, jobs, operations
+from services.api.routes import (
+    accounts,
+    caches,
+    dashboard,
+    files,
+    fine_tuning,
+    history,
+    jobs,
+    operations,
+    uploads,
+)
 from services.api.service import Service
 from services.loops.reconciler import Reconciler
 from services.process.logs import find_secrets
@@ -53,6 +65,7 @@ from services.settings import Settings
 from services.store.connection import connect_redis
 from services.store.jobs.store import JobStore
 from services.store.queue import make_celery_app
+from services.store.training_files import TrainingFiles
 
 #: Requests that may wait for Redis at one time. The next request waits until one of them is done;
 #: that takes 2 s if Redis is away.
@@ -62,6 +75,8 @@ ROUTERS = (
     history.router,
     files.router,
     caches.router,
+    uploads.router,
+    fine_tuning.router,
     accounts.router,
     operations.router,
 )
@@ -89,7 +104,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router, prefix="/v1", include_in_schema=False)
     dashboard.mount_dashboard(app)
     # The middleware that is added last runs first.
-    app.add_middleware(BodyLimit, limit=BODY_BYTES)
+    app.add_middleware(BodyLimit, limit=BODY_BYTES, file_limit=settings.file_bytes)
     app.add_middleware(history.EventStreamRouter)
     add_guards(app, settings, service.audit)
     app.add_middleware(RequestObserver, request_metrics=service.request_metrics)
@@ -109,6 +124,7 @@ def _make_service(settings: Settings) -> Service:
         event_hub=EventHub(events),
         plans=PlanProcess(settings),
         audit=Audit(settings),
+        files=TrainingFiles(settings.files),
         secrets=find_secrets(settings),
     )
 

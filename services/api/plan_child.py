@@ -38,7 +38,7 @@ def answer_order(
     """Return the answer to one order."""
     try:
         config = parse_config(order["config"])
-        limits = build_confinement(settings, store, order["owner"])
+        limits = build_confinement(settings, store, order["owner"], order["team"])
         require_no_problems(config, Folders(settings.root, settings.home, limits))
         if order["wish"] == "estimate":
             return {"result": estimate_by_table(config, settings.root, settings.home).to_json()}

@@ -20,6 +20,7 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from services.api.answers.problems import ApiProblem
 from services.settings import Settings
+from services.store.callers import Caller
 
 #: The time that the process may take to start. It only imports what it needs.
 START_SECONDS = 60.0
@@ -36,9 +37,9 @@ class PlanProcess:
         self._child: subprocess.Popen[bytes] | None = None
 
     def ask(
-        self, wish: Wish, config: JobConfig, owner: str, devices: str | None = None
+        self, wish: Wish, config: JobConfig, caller: Caller, devices: str | None = None
     ) -> dict[str, Any]:
-        """Return the plan on ``devices``, or the estimate, of a job of ``owner`` as JSON.
+        """Return the plan on ``devices``, or the estimate, of a job of ``caller`` as JSON.
 
         Raises ``ConfigError`` with all problems of the job, ``RedisError`` if the job store does
         not answer, and ``ApiProblem`` (503) if other plans or this one take too long or too much.
@@ -46,7 +47,8 @@ class PlanProcess:
         order = {
             "wish": wish,
             "config": config.model_dump(mode="json"),
-            "owner": owner,
+            "owner": caller.name,
+            "team": caller.team,
             "devices": devices,
         }
         limit = self._settings.plan_seconds

@@ -36,6 +36,9 @@ programs. Bodies are JSON; the body of a job is described in [configuration.md](
   much is used and what frees it up), and 503 with `Retry-After` while the job store is away.
   `POST /jobs/validate` and a dry run also answer 503 (`check-limit`) if the check takes more time
   or memory than the operator allows.
+- **OpenAI's clients.** The paths below `/files` and `/fine_tuning` have the form of OpenAI's API;
+  [how-to/openai.md](how-to/openai.md) shows them. Their errors also hold `error` with `message`,
+  `type`, `param` and `code`, and are 400 where others are 422.
 - **Headers.** `Idempotency-Key` makes a POST safe to send again for a day. `X-Request-ID` is kept
   or made; it is in the answer, in the log and in the job. `RateLimit` and `RateLimit-Policy` show
   how many requests are left.
@@ -63,7 +66,7 @@ def render_api_page() -> str:
             tag = operation["tags"][0]
             sections.append(f"## {tag.capitalize()}\n")
         sections.append(_render_operation(path, method, operation))
-    sections.append("## Answers\n")
+    sections.append("## Bodies and answers\n")
     sections += [_render_model(name, schemas[name]) for name in _list_models(document, schemas)]
     return "\n".join(sections)
 
@@ -121,10 +124,10 @@ def _find_schema(described: Schema) -> Schema:
 
 
 def _list_models(document: Schema, schemas: Schema) -> list[str]:
-    """List the models that answers hold, each before the models inside it."""
+    """List the models that bodies and answers hold, each before the models inside it."""
     found: list[str] = []
     for _, _, operation in _list_operations(document):
-        for answer in operation["responses"].values():
+        for answer in (operation.get("requestBody", {}), *operation["responses"].values()):
             _collect(answer.get("content", {}), schemas, found)
     return found
 

@@ -7,16 +7,14 @@ writes both there: the rules when they change, and the bytes of each team every 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
-from contextlib import suppress
-from pathlib import Path
 
 from services.settings import Settings
 from services.store.callers import Quota
 from services.store.jobs.store import JobStore
 from services.store.key_file import KeyFile, KeysError
 from services.store.run_folder import JOB_ID
+from services.store.training_files import TrainingFiles, measure_folder
 
 #: Time between two measurements. One API of several makes each of them.
 MEASURE_SECONDS = 60
@@ -61,7 +59,7 @@ class TeamRules:
         return {EVERY_TEAM: default, **own}
 
     def measure(self) -> dict[str, int]:
-        """Bytes of each team: the caches of its jobs, and the folders of its runs.
+        """Bytes of each team: the caches of its jobs, the folders of its runs, and its files.
 
         A cache that several teams use counts for each of them. The folder of a deleted job counts
         for nobody.
@@ -74,6 +72,8 @@ class TeamRules:
         ids = [name for name in ids if JOB_ID.fullmatch(name)]
         for job_id, team in self._store.find_teams(ids).items():
             found[team] += measure_folder(runs / job_id)
+        for team, size in TrainingFiles(self._settings.files).measure().items():
+            found[team] += size
         return dict(found)
 
     def _measure_cache(self, fingerprint: str) -> int:
@@ -85,13 +85,3 @@ class TeamRules:
         if sealed:
             self._sealed[fingerprint] = size
         return size
-
-
-def measure_folder(folder: Path) -> int:
-    """Bytes of the files in a folder; 0 if there is none. Files may come and go meanwhile."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118 -- many files
-    return total

@@ -2,7 +2,7 @@
 
     redis.jsonl      the job store: one line for each key, with its expiry and its value from DUMP
     api_keys         the digests of the API keys, if the operator has that file
-    caches/, runs/   as under KD_HOME
+    caches/, runs/, files/   as under KD_HOME
     backup.json      the files with sizes and sha256; written last, so that a folder without it is
                      not a backup
 
@@ -53,7 +53,7 @@ INDEX = "backup.json"
 STORE = "redis.jsonl"
 KEYS = "api_keys"
 #: The folders of KD_HOME that cannot be made again from the rest.
-TREES = ("caches", "runs")
+TREES = ("caches", "runs", "files")
 #: Keys of hints and signs of life, which mean nothing later.
 SKIPPED_PREFIXES = ("kd:celery:", "kd:worker:", "kd:workers")
 #: Time for which the writes of the store may wait.

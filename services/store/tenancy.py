@@ -12,8 +12,12 @@ from services.store.callers import LOCAL_CALLER, Caller
 from services.store.jobs.store import JobStore
 
 
-def build_confinement(settings: Settings, store: JobStore, owner: str) -> Confinement:
+def build_confinement(
+    settings: Settings, store: JobStore, owner: str, team: str | None = None
+) -> Confinement:
     """Build the limits of a job of ``owner``, which may read the runs and caches of that owner.
+
+    It may also read the uploaded files of its ``team``; None = the team of the owner's own name.
 
     An admin's key sees every job, but its jobs read only what it owns: the worker knows the owner
     and no key. Raises ``StorageError`` if the list of models cannot be read. The predicates raise
@@ -37,7 +41,7 @@ def build_confinement(settings: Settings, store: JobStore, owner: str) -> Confin
 
     return Confinement(
         home=settings.home,
-        roots=_list_roots(settings, models or ()),
+        roots=(*_list_roots(settings, models or ()), settings.files / (team or owner)),
         denied=tuple(file for file in secret if file is not None),
         models=models,
         hosts=settings.remote_hosts,

@@ -128,7 +128,8 @@ class Attempt:
     def _make_order(self) -> Order:
         claim = self._claim
         settings = self._settings
-        limits = build_confinement(settings, self._store, claim.owner)
+        team = self._store.find_teams([claim.id]).get(claim.id)
+        limits = build_confinement(settings, self._store, claim.owner, team)
         config = parse_config(claim.config)
         granted = limits.to_order(config, settings.root)
         gpus = len(self._device.give(config.resources.gpus))

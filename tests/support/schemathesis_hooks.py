@@ -9,7 +9,12 @@ from typing import Any
 import schemathesis
 
 #: Parameters of paths -> the environment variables that list existing values.
-KNOWN = {"job_id": "KD_TEST_JOBS", "fingerprint": "KD_TEST_CACHES", "name": "KD_TEST_ARTIFACTS"}
+KNOWN = {
+    "job_id": "KD_TEST_JOBS",
+    "file_id": "KD_TEST_FILES",
+    "fingerprint": "KD_TEST_CACHES",
+    "name": "KD_TEST_ARTIFACTS",
+}
 
 
 @schemathesis.hook

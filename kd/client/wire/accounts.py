@@ -61,8 +61,8 @@ class AuditEntry(View):
     action: str = Field(
         description="job.create, job.cancel, job.pause, job.resume, job.retry, job.delete, "
         "job.adopt, cache.delete, cache.export, student.download, checkpoint.download, "
-        "key.create, key.revoke, key.quota, backup.create, backup.restore, auth.failed, "
-        "auth.forbidden."
+        "file.create, file.delete, key.create, key.revoke, key.quota, backup.create, "
+        "backup.restore, auth.failed, auth.forbidden."
     )
     target: str = Field("", description="The job, cache, key or path.")
     outcome: Literal["done", "refused"] = "done"

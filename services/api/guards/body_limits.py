@@ -14,28 +14,42 @@ BODY_BYTES = 1 << 20
 JSON_DEPTH = 32
 
 
+#: The path that takes files, which have a limit of their own and need not be JSON.
+UPLOAD_PATHS = ("/files", "/v1/files")
+#: Bytes of an upload besides the file: the other fields, and what separates them.
+FORM_BYTES = 64 << 10
+
+
+def is_upload(scope: Scope) -> bool:
+    """Whether the request uploads a file."""
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in UPLOAD_PATHS
+
+
 class BodyLimit:
     """Refuses a request body of more than ``limit`` bytes with status 413.
 
     The refusal comes as soon as the size is known: from Content-Length, or while the body is read.
+    A file that is uploaded may have ``file_limit`` bytes.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, file_limit: int = 0) -> None:
         self._app = app
         self._limit = limit
+        self._upload_limit = file_limit + FORM_BYTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and count the bytes of its body as they are read."""
+        limit = self._upload_limit if is_upload(scope) else self._limit
         declared = _read_declared_length(scope)
         received = 0
 
         async def receive_limited() -> Message:
             nonlocal received
             # A body that is declared too large is not read at all.
-            message = await receive() if declared <= self._limit else {"type": "http.disconnect"}
+            message = await receive() if declared <= limit else {"type": "http.disconnect"}
             received += len(message.get("body", b""))
-            if max(declared, received) > self._limit:
-                raise HTTPException(413, f"The body is larger than {self._limit} bytes.")
+            if max(declared, received) > limit:
+                raise HTTPException(413, f"The body is larger than {limit} bytes.")
             return message
 
         await self._app(scope, receive_limited, send)
@@ -65,7 +79,8 @@ class DepthLimit:
                 raise HTTPException(400, f"The body is nested deeper than {JSON_DEPTH} levels.")
             return message
 
-        await self._app(scope, receive_limited if scope["type"] == "http" else receive, send)
+        is_json = scope["type"] == "http" and not is_upload(scope)
+        await self._app(scope, receive_limited if is_json else receive, send)
 
 
 # The quantifiers below are possessive (`++`, `*+`): they never backtrack, so that no body can make

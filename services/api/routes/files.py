@@ -97,7 +97,7 @@ Step = Annotated[
 )
 def list_checkpoints(job: KnownJob, service: TheService) -> CheckpointList:
     """List the job's checkpoints, oldest first; damaged ones are left out."""
-    return CheckpointList(data=_read_checkpoints(job, service))
+    return CheckpointList(data=read_checkpoints(job, service))
 
 
 @router.get(
@@ -107,7 +107,7 @@ def list_checkpoints(job: KnownJob, service: TheService) -> CheckpointList:
 )
 def get_checkpoint(job: KnownJob, step: Step, service: TheService) -> Checkpoint:
     """Show one checkpoint."""
-    found = [each for each in _read_checkpoints(job, service) if each.step == step]
+    found = [each for each in read_checkpoints(job, service) if each.step == step]
     if not found:
         raise _make_no_checkpoint_problem(job, step)
     return found[0]
@@ -158,7 +158,8 @@ def _make_no_checkpoint_problem(job: Job, step: int) -> ApiProblem:
     )
 
 
-def _read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
+def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
+    """Return the job's checkpoints, oldest first, without damaged ones."""
     folders = [
         folder
         for folder in sorted(_find_checkpoints(job, service).glob("step-????????"))

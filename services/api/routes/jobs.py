@@ -323,19 +323,19 @@ _ACTION: dict[str, Any] = {
 @router.post("/jobs/{job_id}/cancel", **_ACTION)
 def cancel_job(job: KnownJob, service: TheService, caller: TheCaller, response: Response) -> Job:
     """Stop a job for good: at once if it does not run, otherwise after it saved its state."""
-    return _act("cancel", job, service, caller, response)
+    return act_on_job("cancel", job, service, caller, response)
 
 
 @router.post("/jobs/{job_id}/pause", **_ACTION)
 def pause_job(job: KnownJob, service: TheService, caller: TheCaller, response: Response) -> Job:
     """Stop a job for now; a running job saves its state first, and then frees its worker."""
-    return _act("pause", job, service, caller, response)
+    return act_on_job("pause", job, service, caller, response)
 
 
 @router.post("/jobs/{job_id}/resume", **_ACTION)
 def resume_job(job: KnownJob, service: TheService, caller: TheCaller, response: Response) -> Job:
     """Queue a paused job again; it continues from its saved state."""
-    return _act("resume", job, service, caller, response)
+    return act_on_job("resume", job, service, caller, response)
 
 
 @router.post("/jobs/{job_id}/retry", **_ACTION)
@@ -344,12 +344,13 @@ def retry_job(job: KnownJob, service: TheService, caller: TheCaller, response: R
 
     Its attempts and its deadline are counted anew.
     """
-    return _act("retry", job, service, caller, response)
+    return act_on_job("retry", job, service, caller, response)
 
 
-def _act(
+def act_on_job(
     action: Action, job: JobRecord, service: Service, caller: Caller, response: Response
 ) -> Job:
+    """Apply the action, and return the job after it; the status is 200 if it was done already."""
     if _apply_action(action, job, service) == "already":
         response.status_code = 200
     else:

@@ -56,9 +56,14 @@ def build_links(job_id: str) -> JobLinks:
 
 
 def make_job_id() -> str:
-    """A job id that sorts by time: 48 bits of milliseconds and 80 random bits, as in a ULID."""
+    """A job id that sorts by time."""
+    return make_id("job_")
+
+
+def make_id(prefix: str) -> str:
+    """An id that sorts by time: 48 bits of milliseconds and 80 random bits, as in a ULID."""
     number = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
-    return "job_" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -5, -5))
+    return prefix + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -5, -5))
 
 
 def serialise_config(config: JobConfig) -> str:

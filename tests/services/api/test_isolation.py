@@ -67,8 +67,11 @@ def owned(house: House) -> dict[str, str]:
     tell(parts, claim, ("cache", {"fingerprint": fingerprint, "bytes_per_token": 1.0}))
     parts.jobs.show_worker(WorkerState(id="worker:1", stages=["train"], job=job_id, attempt=1), 30)
     parts.jobs.finish(claim, "succeeded")
+    upload = {"file": (f"{MARK}.jsonl", b'{"text": "a"}')}
+    file = house.alice.post("/files", files=upload, data={"purpose": "fine-tune"}).json()
     return {
         "job_id": job_id,
+        "file_id": file["id"],
         "fingerprint": fingerprint,
         "name": "report.md",
         "step": "1",
@@ -116,14 +119,20 @@ def test_a_key_that_only_reads_changes_nothing(house: House, owned: dict[str, st
 
 def test_things_of_another_key_do_not_exist(house: House, owned: dict[str, str]) -> None:
     """Every endpoint with an id in its path answers bob as if the id did not exist."""
-    nobody = owned | {"job_id": "job_" + "0" * 26, "fingerprint": "0" * 32}
+    nobody = owned | {
+        "job_id": "job_" + "0" * 26,
+        "file_id": "file-" + "0" * 26,
+        "fingerprint": "0" * 32,
+    }
     seen = 0
     for method, path in house.operations:
         if "{" in path:
             found = problem(ask(house.bob, house, method, path, owned), 404)
             missing = problem(ask(house.bob, house, method, path, nobody), 404)
-            shown = found.detail.replace(owned["job_id"], nobody["job_id"])
-            assert shown.replace(owned["fingerprint"], nobody["fingerprint"]) == missing.detail
+            shown = found.detail
+            for name in ("job_id", "file_id", "fingerprint"):
+                shown = shown.replace(owned[name], nobody[name])
+            assert shown == missing.detail
             seen += 1
     assert seen >= 18
     assert house.alice.get(f"/jobs/{owned['job_id']}").json()["status"] == "succeeded", (
@@ -138,6 +147,7 @@ def test_no_list_shows_things_of_another_key(house: House, owned: dict[str, str]
             text = house.bob.get(path).text
             assert MARK not in text
             assert owned["job_id"] not in text
+            assert owned["file_id"] not in text
             assert owned["fingerprint"] not in text
     assert house.bob.get("/jobs", params={"label": f"mark:{MARK}"}).json()["data"] == []
     worker = next(

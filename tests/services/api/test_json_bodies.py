@@ -71,9 +71,9 @@ def test_every_body_is_read_so(http: httpx.Client) -> None:
         (method, path)
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
-        if "requestBody" in operation
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
     ]
-    assert len(bodies) >= 3
+    assert len(bodies) >= 4
     for method, path in bodies:
         answer = http.request(
             method,
@@ -81,7 +81,9 @@ def test_every_body_is_read_so(http: httpx.Client) -> None:
             content=b'{"a/b": ["\\ud800"]}',
             headers={"Content-Type": "application/json"},
         )
-        assert answer.status_code == 422, (path, answer.text)
+        # OpenAI's clients know 400 for every request that is not valid.
+        expected = 400 if path.startswith("/fine_tuning") else 422
+        assert answer.status_code == expected, (path, answer.text)
         assert answer.json()["errors"][0]["pointer"] == "/a~1b/0"
 
 

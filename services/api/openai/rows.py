@@ -1,0 +1,121 @@
+"""Checks the lines of an uploaded file while they arrive.
+
+Each line is a JSON object of one of three forms, the same for all lines of a file:
+
+    {"messages": [{"role": ..., "content": ...}, ...]}
+    {"prompt": ..., "completion": ...}      two texts, or two lists of messages
+    {"text": ...}
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from kd.config.jobfile import find_unusable_text
+from kd.errors import Problem
+from services.api.answers.problems import ApiProblem
+from services.store.training_files import RowForm
+
+#: The longest line, in bytes: a line is held in memory.
+MOST_LINE_BYTES = 16 << 20
+_FORMS = (
+    '{"messages": [{"role": ..., "content": ...}]}, {"prompt": ..., "completion": ...} or'
+    ' {"text": ...}'
+)
+_REMEDY = f"Each line is a JSON object: {_FORMS}."
+
+
+class RowChecker:
+    """Reads a file piece by piece; raises 400 with the number of the first line that is wrong."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.form: RowForm | None = None
+        self._line = 0
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> None:
+        """Check the lines that end in ``piece``."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            self._check(line)
+        if len(self._rest) > MOST_LINE_BYTES:
+            self._line += 1
+            self._refuse(f"it is longer than {MOST_LINE_BYTES} bytes.", "Split the example.")
+
+    def finish(self) -> RowForm:
+        """Check the last line, and return the form of all lines."""
+        self._check(self._rest)
+        self._rest = b""
+        if self.form is None:
+            raise make_file_problem("The file holds no example.", _REMEDY)
+        return self.form
+
+    def _check(self, line: bytes) -> None:
+        self._line += 1
+        if not line.strip():
+            return
+        form = _find_form(self._parse(line))
+        if form is None:
+            self._refuse("it has none of the forms that a line may have.", _REMEDY)
+        if self.form not in (None, form):
+            self._refuse(
+                f"it has the form {form}, and the lines before it have {self.form}.",
+                "Send lines of one form; put the others into a file of their own.",
+            )
+        self.form = form
+        self.rows += 1
+
+    def _parse(self, line: bytes) -> Any:
+        try:
+            row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        except UnicodeDecodeError as error:
+            self._refuse(f"it is not UTF-8 at byte {error.start}.", "Save the file as UTF-8.")
+        except RecursionError:
+            self._refuse("it is nested too deeply.", _REMEDY)
+        except ValueError as error:
+            self._refuse(f"it is not JSON: {error}.", _REMEDY)
+        if b"\\u" in line and (found := next(find_unusable_text(row), None)):
+            self._refuse(found.detail, found.remedy)
+        return row
+
+    def _refuse(self, why: str, remedy: str) -> NoReturn:
+        raise make_file_problem(f"Line {self._line} of the file is not valid: {why}", remedy)
+
+
+def make_file_problem(detail: str, remedy: str) -> ApiProblem:
+    """Return the 400 for a file that cannot be used."""
+    return ApiProblem(
+        400, detail, remedy, "invalid-file", errors=[Problem("/file", detail, remedy)]
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _find_form(row: Any) -> RowForm | None:
+    """The form of a row; None if it has none."""
+    if not isinstance(row, dict):
+        return None
+    if "messages" in row:
+        return "messages" if _are_messages(row["messages"]) else None
+    if "prompt" in row or "completion" in row:
+        parts = (row.get("prompt"), row.get("completion"))
+        same = all(isinstance(each, str) for each in parts) or all(map(_are_messages, parts))
+        return "prompt_completion" if same else None
+    return "jsonl" if isinstance(row.get("text"), str) else None
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        # The content may be null where the assistant only calls tools.
+        and isinstance(value.get("content"), str | list | None)
+    )

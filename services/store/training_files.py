@@ -1,0 +1,165 @@
+"""The files that teams have uploaded to train on: ``KD_HOME/files/TEAM/file-.../``.
+
+    data.jsonl    the content, byte for byte as it was sent
+    record.json   what is known of it
+
+Such a folder appears by one rename, once all of it is on the disk, and never changes. No database
+knows of it: the folder is the record, so that a backup or a restart needs nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from cache.disk import (
+    TEMPORARY_PREFIX,
+    make_folder,
+    publish_folder,
+    remove_path,
+    storage_errors,
+    sync_path,
+)
+from services.store.jobs.records import make_id
+
+FILE_ID = re.compile(r"file-[0-9a-z]{26}")
+CONTENT = "data.jsonl"
+RECORD = "record.json"
+#: Age of an unfinished upload that no process can still be writing.
+ABANDONED_SECONDS = 86400.0
+
+#: What the lines of a file hold; each is a value of the field ``data.format`` of a job.
+RowForm = Literal["messages", "prompt_completion", "jsonl"]
+
+
+@dataclass(frozen=True)
+class TrainingFile:
+    """What is known of one file. ``filename`` is a name for people and no path."""
+
+    id: str
+    filename: str
+    bytes: int
+    rows: int
+    form: RowForm
+    created_at: int
+
+
+class PendingFile:
+    """A file that is being received; ``publish`` makes it one of the team's files."""
+
+    def __init__(self, team_folder: Path) -> None:
+        self.id = make_id("file-")
+        self._place = team_folder / self.id
+        self._temporary = team_folder / (TEMPORARY_PREFIX + self.id)
+        self._temporary.mkdir()
+        self._file = (self._temporary / CONTENT).open("wb")
+        self.bytes = 0
+
+    def write(self, piece: bytes) -> None:
+        """Append to the content."""
+        self._file.write(piece)
+        self.bytes += len(piece)
+
+    def publish(self, filename: str, rows: int, form: RowForm) -> TrainingFile:
+        """Put the file in its place, durably."""
+        self._file.close()
+        record = TrainingFile(self.id, filename, self.bytes, rows, form, int(time.time()))
+        (self._temporary / RECORD).write_text(json.dumps(asdict(record)), encoding="utf-8")
+        publish_folder(self._temporary, self._place)
+        return record
+
+    def discard(self) -> None:
+        """Remove what was received, unless it was published."""
+        with suppress(OSError):  # on a full disk the last bytes cannot be written
+            self._file.close()
+        remove_path(self._temporary)
+
+
+class TrainingFiles:
+    """The files of all teams, in ``folder``. The names of teams are those that key files allow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def receiving(self, team: str) -> Iterator[PendingFile]:
+        """Yield a file to write to. What is not published by the end of the block is removed.
+
+        Raises ``StorageError`` if the disk is full or not writable.
+        """
+        team_folder = self._folder / team
+        with storage_errors(team_folder):
+            make_folder(team_folder)
+            _sweep(team_folder)
+            pending = PendingFile(team_folder)
+            try:
+                yield pending
+            finally:
+                pending.discard()
+
+    def list_files(self, team: str) -> list[TrainingFile]:
+        """The files of ``team``, oldest first."""
+        folders = sorted((self._folder / team).glob("file-*"))
+        found = (self.find(team, folder.name) for folder in folders)
+        return [each for each in found if each is not None]
+
+    def find(self, team: str, file_id: str) -> TrainingFile | None:
+        """The file with this id, or None if ``team`` has none."""
+        # A client may have sent the id: only a well-formed one becomes a part of a path.
+        if not FILE_ID.fullmatch(file_id):
+            return None
+        try:
+            text = (self._folder / team / file_id / RECORD).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return TrainingFile(**json.loads(text))
+
+    def locate(self, team: str, file_id: str) -> Path:
+        """The path of the content of a file."""
+        return self._folder / team / file_id / CONTENT
+
+    def identify(self, path: str) -> str | None:
+        """The id of the file whose content has this path; None for any other path."""
+        place = Path(path)
+        if place.name != CONTENT or place.parent.parent.parent != self._folder:
+            return None
+        return place.parent.name
+
+    def remove(self, team: str, file_id: str) -> None:
+        """Delete a file. It is gone at once, even if the process ends before the disk is free."""
+        folder = self._folder / team / file_id
+        aside = folder.with_name(TEMPORARY_PREFIX + file_id)
+        with storage_errors(folder), suppress(FileNotFoundError):
+            folder.rename(aside)
+            sync_path(folder.parent)
+            remove_path(aside)
+
+    def measure(self) -> dict[str, int]:
+        """Bytes of the files of each team."""
+        folders = self._folder.iterdir() if self._folder.is_dir() else ()
+        return {folder.name: measure_folder(folder) for folder in folders if folder.is_dir()}
+
+
+def _sweep(team_folder: Path) -> None:
+    """Remove what uploads and deletions left behind whose process has died."""
+    for path in team_folder.glob(f"{TEMPORARY_PREFIX}*"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                remove_path(path)
+
+
+def measure_folder(folder: Path) -> int:
+    """Bytes of the files in a folder; 0 if there is none. Files may come and go meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118 -- many files
+    return total

@@ -1,0 +1,492 @@
+"""The files and jobs of OpenAI's API, called by OpenAI's own client over real HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from bench.support.harness import Parts, make_config, wait_until
+from bench.support.paths import ROOT
+from kd.client.wire.jobs import Job
+from services.store.callers import Caller
+from services.store.key_file import create_key
+from tests.support.api import problem, serving, tell
+from tests.support.documents import list_blocks
+
+LIMIT = 200_000
+TEXT_ROW = {"text": "It is a truth universally acknowledged."}
+CHAT_ROW = {
+    "messages": [
+        {"role": "user", "content": "Who is rich?"},
+        {"role": "assistant", "content": "Mr. Bingley."},
+    ]
+}
+PAIR_ROW = {"prompt": "Who is rich?", "completion": "Mr. Bingley."}
+
+
+def lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def connect(parts: Parts, key: str = "any") -> OpenAI:
+    return OpenAI(base_url=f"{parts.settings.server}/v1", api_key=key, max_retries=0)
+
+
+@dataclass
+class House:
+    """An API with keys: ann and amy are of one team, bob is of another."""
+
+    parts: Parts
+    keys: dict[str, str]
+
+    clients: dict[str, OpenAI] = field(default_factory=dict)
+
+    def client(self, name: str) -> OpenAI:
+        if name not in self.clients:
+            self.clients[name] = connect(self.parts, self.keys[name])
+        return self.clients[name]
+
+    def upload(self, name: str, content: bytes = lines(TEXT_ROW), filename: str = "t.jsonl") -> str:
+        client = self.client(name)
+        return client.files.create(file=(filename, content), purpose="fine-tune").id
+
+    def submit(self, name: str, file: str, **changes: Any) -> str:
+        """Create a job of ``name`` that no worker runs; return its id."""
+        return self.client(name).fine_tuning.jobs.create(**self.job(file) | changes).id
+
+    def job(self, file: str, **hyperparameters: Any) -> dict[str, Any]:
+        text = str(self.parts.settings.home / "inputs")
+        distillation = {"teacher": text, "hyperparameters": hyperparameters}
+        method = {"type": "distillation", "distillation": distillation}
+        return {"model": text, "training_file": file, "method": method}
+
+
+@pytest.fixture(scope="module")
+def house(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    file = tmp_path_factory.mktemp("keys") / "keys.jsonl"
+    teams = {"ann": "novels", "amy": "novels", "bob": "poems"}
+    keys = {name: create_key(file, name, ["write"], team=team)[0] for name, team in teams.items()}
+    keys |= {"reader": create_key(file, "reader", ["read"], team="novels")[0], "nobody": "kd_none"}
+    folder = tmp_path_factory.mktemp("api")
+    with serving(folder, api_keys_file=file, file_bytes=LIMIT) as parts:
+        made = House(parts, keys)
+        yield made
+        for client in made.clients.values():
+            client.close()
+
+
+def refused(error: pytest.ExceptionInfo[Any], *words: str, param: str | None = None) -> None:
+    """Check the error as the client shows it."""
+    body = error.value.body
+    assert set(body) == {"message", "type", "param", "code"}
+    assert all(word in body["message"] for word in words), body["message"]
+    assert body["param"] == param
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("row", "form"), [(TEXT_ROW, "jsonl"), (CHAT_ROW, "messages"), (PAIR_ROW, "prompt_completion")]
+)
+def test_a_file_is_kept_as_it_was_sent(house: House, row: Any, form: str) -> None:
+    client = house.client("ann")
+    content = lines(row, row) + b"\n" + json.dumps(row).encode()
+    made = client.files.create(file=("two.jsonl", content), purpose="fine-tune")
+    assert (made.bytes, made.filename, made.purpose) == (len(content), "two.jsonl", "fine-tune")
+    assert made.model_extra is not None
+    assert (made.model_extra["rows"], made.model_extra["format"]) == (3, form)
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).read() == content
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(made.id)
+    assert not list(house.parts.settings.files.rglob(f"*{made.id}*"))
+
+
+def test_files_are_listed_by_page_newest_first(house: House) -> None:
+    client = house.client("bob")
+    ids = [house.upload("bob") for _ in range(5)]
+    assert [file.id for file in client.files.list(limit=2)] == ids[::-1]
+    assert [file.id for file in client.files.list(limit=2, order="asc")] == ids
+    assert client.files.list(purpose="batch").data == []
+
+
+def test_files_belong_to_the_team(house: House) -> None:
+    file = house.upload("ann")
+    assert house.client("amy").files.retrieve(file).id == file
+    assert house.submit("amy", file)
+    bob = house.client("bob")
+    for ask in (bob.files.retrieve, bob.files.content, bob.files.delete):
+        with pytest.raises(openai.NotFoundError, match="There is no file"):
+            ask(file)
+    assert file not in {each.id for each in bob.files.list()}
+    with pytest.raises(openai.BadRequestError) as error:
+        house.submit("bob", file)
+    refused(error, f"there is no file {file}", param="training_file")
+
+
+def test_a_job_cannot_name_the_path_of_another_team_s_file(house: House) -> None:
+    path = house.client("ann").files.retrieve(house.upload("ann")).model_extra["path"]  # type: ignore[index]
+    text = str(house.parts.settings.home / "inputs")
+    body = {
+        "teacher": {"model": text},
+        "student": {"model": text},
+        "data": {"train": path},
+        "train": {"max_steps": 1},
+    }
+
+    def post(name: str) -> Any:
+        headers = {"Authorization": f"Bearer {house.keys[name]}"}
+        return house.parts.http.post("/jobs", json=body, headers=headers)
+
+    assert post("amy").status_code == 202
+    assert "outside the folders" in problem(post("bob"), 422).detail
+
+
+BAD = {
+    "not JSON": (lines(TEXT_ROW, TEXT_ROW) + b"{oops\n", ["Line 3", "not JSON"]),
+    "no form": (lines(TEXT_ROW, TEXT_ROW, {"txet": "a"}), ["Line 3", "none of the forms"]),
+    "a list": (lines(TEXT_ROW, TEXT_ROW, []), ["Line 3", "none of the forms"]),
+    "no role": (lines({"messages": [{"content": "a"}]}), ["Line 1", "none of the forms"]),
+    "half a pair": (lines({"prompt": "a"}), ["Line 1", "none of the forms"]),
+    "two forms": (lines(TEXT_ROW, TEXT_ROW, CHAT_ROW), ["Line 3", "messages", "jsonl"]),
+    "not UTF-8": (lines(TEXT_ROW, TEXT_ROW) + b'{"text": "\xff"}', ["Line 3", "UTF-8"]),
+    "half a pair of surrogates": (b'{"text": "\\ud800"}', ["Line 1", "surrogate"]),
+    "deep": (b"[" * 100_000, ["Line 1", "nested"]),
+    "NaN": (b'{"text": NaN}', ["Line 1", "NaN"]),
+    "empty": (b"\n\n", ["no example"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_refused_with_its_line(house: House, case: str) -> None:
+    content, words = BAD[case]
+    with pytest.raises(openai.BadRequestError) as error:
+        house.upload("ann", content)
+    refused(error, *words, param="file")
+    assert not list(house.parts.settings.files.rglob(".tmp-*"))
+
+
+def test_a_file_that_is_too_large_is_refused(house: House) -> None:
+    rows = LIMIT // len(lines(TEXT_ROW))
+    house.upload("ann", lines(*[TEXT_ROW] * rows))
+    for more in (1, 10_000):  # beyond the limit of the file alone, and beyond that of the form
+        with pytest.raises(openai.APIStatusError) as error:
+            house.upload("ann", lines(*[TEXT_ROW] * (rows + more)))
+        assert error.value.status_code == 413
+    assert not list(house.parts.settings.files.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("name", ["../../t.jsonl", "/etc/passwd", "a\\b.jsonl", "..", "x" * 300])
+def test_a_name_that_is_a_path_is_refused(house: House, name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        house.upload("ann", filename=name)
+    refused(error, "name", param="file")
+
+
+def test_the_form_has_a_purpose_and_a_file(house: House) -> None:
+    client = house.client("ann")
+    with pytest.raises(openai.BadRequestError) as error:
+        client.files.create(file=("t.jsonl", lines(TEXT_ROW)), purpose="batch")
+    refused(error, "fine-tune", param="purpose")
+    with pytest.raises(openai.BadRequestError) as error:
+        client.files.create(
+            file=("t.jsonl", lines(TEXT_ROW)),
+            purpose="fine-tune",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+    refused(error, "not known", param="expires_after[anchor]")
+    headers = {"Authorization": f"Bearer {house.keys['ann']}"}
+    http = house.parts.http
+    problem(http.post("/v1/files", json={}, headers=headers), 415)
+    form = headers | {"Content-Type": "multipart/form-data; boundary=xyz"}
+    cut = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{"text": "a"}'
+    assert (
+        "form cannot be read"
+        in problem(http.post("/v1/files", content=cut, headers=form), 400).detail
+    )
+
+
+def test_errors_have_both_forms(house: House) -> None:
+    for name, kind, status in (
+        ("nobody", "authentication_error", 401),
+        ("reader", "permission_error", 403),
+    ):
+        with pytest.raises(openai.APIStatusError) as error:
+            house.upload(name)
+        assert (error.value.status_code, error.value.body["type"]) == (status, kind)  # type: ignore[index]
+    document = problem(house.parts.http.get("/v1/files"), 401)
+    assert document.error is not None
+    assert document.error.message.startswith(document.detail)
+    assert "error" not in house.parts.http.get("/v1/jobs").json()
+
+
+def test_files_count_for_the_quota_of_their_team(new_parts: Callable[..., Parts]) -> None:
+    parts = new_parts(quota_bytes=1000, disk_floor_bytes=0)
+    parts.start_api()
+    with connect(parts) as client:
+        rules = "kd:policy"
+        wait_until(lambda: parts.jobs.redis.hget(rules, "bytes"))
+        client.files.create(file=("t.jsonl", lines(*[TEXT_ROW] * 50)), purpose="fine-tune")
+        parts.jobs.redis.delete("kd:measured")
+        wait_until(lambda: parts.jobs.read_accounts("local")[0].bytes > 1000)
+        with pytest.raises(openai.RateLimitError) as error:
+            client.files.create(file=("t.jsonl", lines(TEXT_ROW)), purpose="fine-tune")
+        refused(error, "quota")
+
+
+def test_files_outlive_the_api(new_parts: Callable[..., Parts]) -> None:
+    parts = new_parts(disk_floor_bytes=0)
+    process = parts.start_api()
+    with connect(parts) as client:
+        made = client.files.create(file=("t.jsonl", lines(TEXT_ROW)), purpose="fine-tune")
+        process.kill()
+        process.wait()
+        parts.start_api()
+        assert client.files.retrieve(made.id) == made
+        assert client.files.content(made.id).read() == lines(TEXT_ROW)
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+def test_a_job_is_the_one_that_post_jobs_would_make(house: House) -> None:
+    client = house.client("ann")
+    training, validation = (
+        house.upload("ann", lines(CHAT_ROW)),
+        house.upload("ann", lines(CHAT_ROW)),
+    )
+    wanted = house.job(training, train={"max_steps": 7}, loss={"alpha": 0.3}, priority=7)
+    made = client.fine_tuning.jobs.create(
+        **wanted,
+        validation_file=validation,
+        suffix="novel",
+        seed=11,
+        metadata={"project": "austen"},
+    )
+    assert (made.status, made.training_file, made.validation_file) == (
+        "queued",
+        training,
+        validation,
+    )
+    assert (made.seed, made.metadata, made.organization_id) == (11, {"project": "austen"}, "novels")
+    assert (made.model, made.fine_tuned_model, made.result_files) == (wanted["model"], None, [])
+    job = house.parts.job(made.id)
+    assert (job.name, job.kind, job.owner, job.team) == ("novel", "distill", "ann", "novels")
+    config = job.config
+    assert config["data"]["format"] == "messages"
+    assert (config["train"]["max_steps"], config["train"]["seed"]) == (7, 11)
+    assert (config["loss"]["alpha"], config["priority"]) == (0.3, 7)
+    assert client.fine_tuning.jobs.retrieve(made.id) == made
+    assert house.client("amy").files.retrieve(training).id == training
+    with pytest.raises(openai.NotFoundError):
+        house.client("bob").fine_tuning.jobs.retrieve(made.id)
+
+
+def test_the_text_is_read_once_by_default(house: House) -> None:
+    made = house.submit("ann", house.upload("ann"))
+    assert house.parts.job(made).config["train"]["epochs"] == 1
+
+
+def test_the_same_idempotency_key_makes_one_job(house: House) -> None:
+    file = house.upload("ann")
+    headers = {"Idempotency-Key": "one"}
+    assert len({house.submit("ann", file, extra_headers=headers) for _ in range(2)}) == 1
+
+
+def method(kind: str = "distillation", **distillation: Any) -> dict[str, Any]:
+    return {"type": kind, kind: distillation}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "another method": (
+        {"method": method("supervised")},
+        "Input should be 'distillation'",
+        "method.type",
+    ),
+    "no teacher": ({"method": method()}, "required", "method.distillation.teacher"),
+    "an unknown teacher": (
+        {"method": method(teacher="./nowhere")},
+        "nowhere",
+        "method.distillation.teacher.model",
+    ),
+    "an unknown student": ({"model": "./nowhere"}, "nowhere", "model"),
+    "an unknown file": ({"training_file": "file-none"}, "file-none", "training_file"),
+    "a path": ({"training_file": "../../keys"}, "there is no file", "training_file"),
+    "a name": ({"suffix": "My Model"}, "lower-case", "suffix"),
+    "an unknown field": (
+        {"extra_body": {"hyperparameters": {"n_epochs": 3}}},
+        "unknown key 'hyperparameters'",
+        "hyperparameters",
+    ),
+    "an unknown section": (
+        {"method": method(teacher="t", hyperparameters={"trian": {}})},
+        "Did you mean train?",
+        "method.distillation.hyperparameters.trian",
+    ),
+    "a bad value": (
+        {"method": method(teacher="t", hyperparameters={"train": {"max_steps": -1}})},
+        "greater than or equal to 1",
+        "method.distillation.hyperparameters.train.max_steps",
+    ),
+    "a field of its own": (
+        {"method": method(teacher="t", hyperparameters={"data": {"train": "/etc/passwd"}})},
+        "training_file",
+        "method.distillation.hyperparameters.data.train",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_job_is_refused_at_its_field(house: House, case: str) -> None:
+    changes, words, param = WRONG[case]
+    file = house.upload("ann")
+    with pytest.raises(openai.BadRequestError) as error:
+        house.submit("ann", file, **changes)
+    refused(error, words, param=param)
+
+
+def test_a_validation_file_has_the_form_of_the_training_file(house: House) -> None:
+    text, chats = house.upload("ann"), house.upload("ann", lines(CHAT_ROW))
+    with pytest.raises(openai.BadRequestError) as error:
+        house.submit("ann", text, validation_file=chats)
+    refused(error, "messages", "jsonl", param="validation_file")
+
+
+def test_jobs_are_listed_by_page_newest_first(house: House) -> None:
+    client = house.client("bob")
+    file = house.upload("bob")
+    ids = [house.submit("bob", file, metadata={"n": str(i % 2)}) for i in range(5)]
+    assert [job.id for job in client.fine_tuning.jobs.list(limit=2)] == ids[::-1]
+    odd = client.fine_tuning.jobs.list(metadata={"n": "1"})
+    assert [job.id for job in odd] == [ids[3], ids[1]]
+    with pytest.raises(openai.BadRequestError, match="there is no job"):
+        client.fine_tuning.jobs.list(after=house.submit("ann", house.upload("ann")))
+
+
+def test_a_job_is_paused_resumed_and_cancelled(house: House) -> None:
+    jobs = house.client("ann").fine_tuning.jobs
+    made = house.submit("ann", house.upload("ann"))
+    assert jobs.pause(made).status == "paused"  # type: ignore[comparison-overlap]
+    assert jobs.resume(made).status == "queued"
+    assert jobs.cancel(made).status == "cancelled"
+    with pytest.raises(openai.ConflictError):
+        jobs.resume(made)
+    events = list(jobs.list_events(made, limit=2))
+    assert events[0].message == "The job is cancelled."
+    assert len(events) == len({event.id for event in events}) >= 4
+
+
+def test_a_file_that_an_open_job_needs_is_not_deleted(house: House) -> None:
+    file = house.upload("ann")
+    made = house.submit("amy", file)
+    with pytest.raises(openai.ConflictError) as error:
+        house.client("ann").files.delete(file)
+    refused(error, "of another key needs the file", "queued")
+    with pytest.raises(openai.ConflictError, match=made):
+        house.client("amy").files.delete(file)
+    house.client("amy").fine_tuning.jobs.cancel(made)
+    assert house.client("ann").files.delete(file).deleted
+
+
+def test_changes_are_in_the_audit_log(house: House) -> None:
+    client = house.client("ann")
+    file = house.upload("ann")
+    made = house.submit("ann", file)
+    client.fine_tuning.jobs.cancel(made)
+    client.files.delete(file)
+    log = (house.parts.settings.home / "audit" / "audit.jsonl").read_text().splitlines()
+    found = [(entry["action"], entry["target"]) for entry in map(json.loads, log)]
+    assert found[-4:] == [
+        ("file.create", file),
+        ("job.create", made),
+        ("job.cancel", made),
+        ("file.delete", file),
+    ]
+
+
+def test_a_failed_job_says_why(house: House) -> None:
+    made = house.submit("ann", house.upload("ann"))
+    claim = house.parts.jobs.claim(made, "precompute", "worker", 600)
+    assert claim is not None
+    tell(house.parts, claim, ("warning", {"message": "The text is short."}))
+    error = {"type": "data_error", "detail": "The text is too short.", "remedy": "Add text."}
+    house.parts.jobs.finish(claim, "failed", error)
+    job = house.client("ann").fine_tuning.jobs.retrieve(made)
+    assert job.error is not None
+    assert (job.error.code, job.error.message) == ("data_error", "The text is too short. Add text.")
+    levels = {
+        (event.level, event.message)
+        for event in house.client("ann").fine_tuning.jobs.list_events(made)
+    }
+    assert ("warn", "The text is short.") in levels
+    assert "error" in {level for level, _ in levels}
+
+
+def test_a_job_of_another_kind_is_not_shown(house: House) -> None:
+    made = house.parts.jobs.create(make_config("quick"), Caller("ann", named_team="novels")).id
+    with pytest.raises(openai.NotFoundError, match="kind train"):
+        house.client("ann").fine_tuning.jobs.retrieve(made)
+    assert made not in {job.id for job in house.client("ann").fine_tuning.jobs.list()}
+
+
+# ---------------------------------------------------------------------- a real training
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_page_s_program_distils_a_student(
+    new_parts: Callable[..., Parts],
+    tiny_teacher: Path,
+    tiny_text: Path,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program of docs/how-to/openai.md runs against a real service with a real worker."""
+    from tests.support.kd.students import save_teacher
+
+    save_teacher(tmp_path / "student", tokenizer, 16)
+    (tmp_path / "teacher").symlink_to(tiny_teacher)
+    rows = [{"text": part} for part in tiny_text.read_text(encoding="utf-8").split("\n\n")]
+    (tmp_path / "train.jsonl").write_bytes(lines(*rows))
+    parts = new_parts(
+        child_module="services.worker.child", root=tmp_path, disk_floor_bytes=0, silence_seconds=300
+    )
+    parts.start_api()
+    parts.start_worker()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{parts.settings.server}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    space: dict[str, Any] = {}
+    for block in list_blocks(ROOT / "docs" / "how-to" / "openai.md", "python"):
+        exec(compile(block.text, block.name, "exec"), space)  # noqa: S102
+    job = space["job"]
+    assert job.status == "succeeded", job
+    assert (Path(job.fine_tuned_model) / "config.json").is_file()
+    record: Job = parts.job(job.id)
+    steps = record.metrics.step
+    assert steps == 20
+    # Tokens that begin a document have no token before them to be learned from.
+    assert 0.9 < job.trained_tokens / (20 * 8 * 64) < 1
+    client: OpenAI = space["client"]
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=1))
+    assert checkpoints[0].step_number == steps
+    assert len(checkpoints) == len({each.id for each in checkpoints}) > 1
+    table = client.files.content(job.result_files[0]).text.splitlines()
+    assert table[0].startswith("step,")
+    assert int(table[-1].split(",")[0]) == steps
+    assert client.files.retrieve(job.result_files[0]).bytes == len(
+        client.files.content(job.result_files[0]).read()
+    )
+    kinds = {event.type for event in client.fine_tuning.jobs.list_events(job.id, limit=50)}
+    assert kinds == {"message", "metrics"}
+    client.close()
