@@ -89,12 +89,13 @@ def _list_parameters(signature: inspect.Signature) -> Iterator[str]:
 
 
 def _format_parameter(parameter: inspect.Parameter) -> str:
-    """The parameter as it is written; a function that is its default by its name."""
-    written = str(parameter).replace("'", "")
+    """The parameter as it is written; a default that is a function by its name."""
     default = parameter.default
-    return (
-        written.replace(repr(default), default.__name__) if inspect.isfunction(default) else written
-    )
+    written = parameter.replace(default=inspect.Parameter.empty)
+    left = str(written).replace("'", "")
+    if default is inspect.Parameter.empty:
+        return left
+    return f"{left} = {default.__name__ if inspect.isfunction(default) else repr(default)}"
 
 
 def _fold(name: str, parameters: list[str], returns: str) -> str:
