@@ -91,13 +91,15 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: $(STAMP) ## Write docs/configuration.md, api.md, settings.md and python.md from the descriptions in the code
+docs: $(STAMP) ## Write docs/configuration.md, api.md, cli.md, settings.md and python.md from the descriptions in the code
 	$(BIN)/python -m kd.config.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(BIN)/python -m services.api.reference > docs/api.md.new
 	mv docs/api.md.new docs/api.md
 	$(BIN)/python -m services.reference > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
+	$(BIN)/python -m services.terminal.reference > docs/cli.md.new
+	mv docs/cli.md.new docs/cli.md
 	$(BIN)/python -m kd.face.reference > docs/python.md.new
 	mv docs/python.md.new docs/python.md
 

@@ -23,6 +23,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from services import reference as settings
 from services.settings import Settings
+from services.terminal.reference import render_commands_page
 from tests.support.documents import (
     DOCUMENTS,
     README,
@@ -201,6 +202,7 @@ def test_the_file_tree_is_that_of_the_repository() -> None:
     [
         ("configuration.md", reference.render_configuration),
         ("settings.md", settings.render_settings_page),
+        ("cli.md", render_commands_page),
     ],
 )
 def test_a_page_of_settings_matches_the_descriptions(page: str, render: Callable[[], str]) -> None:

@@ -37,6 +37,8 @@ from services.store.training_files import TrainingFile, TrainingFiles
 
 KIND = "distill"
 METHOD = "distillation"
+#: The field ``model`` of a student that ``student.init`` or ``student.from_teacher`` describes.
+NEW_MODEL = "new"
 #: The id of the file with the metrics of a job is this and the job's id.
 RESULTS_PREFIX = "results-"
 _SETTINGS = f"/method/{METHOD}/hyperparameters"
@@ -106,11 +108,12 @@ def build_config(request: FineTuningRequest, files: TrainingFiles, team: str) ->
 def _build_job(request: FineTuningRequest, data: Mapping[str, Any]) -> dict[str, Any]:
     teacher = request.method.distillation.teacher
     settings = request.method.distillation.hyperparameters
+    student = {} if request.model == NEW_MODEL else {"model": request.model}
     job: dict[str, Any] = {
         **settings,
         "kind": KIND,
         "teacher": {"model": teacher} if isinstance(teacher, str) else teacher,
-        "student": _merge({"model": request.model}, settings.get("student")),
+        "student": _merge(student, settings.get("student")),
         "data": _merge(data, settings.get("data")),
         "train": _complete_train(settings.get("train"), request.seed),
     }
@@ -200,7 +203,7 @@ def describe_job(job: Job, files: TrainingFiles) -> FineTuningJob:
         finished_at=None if job.finished_at is None else _to_seconds(job.finished_at),
         estimated_finish=_estimate_finish(job),
         status=_STATUSES[job.status],
-        model=student.get("model") or "",
+        model=student.get("model") or NEW_MODEL,
         fine_tuned_model=job.artifacts.get("student") if done else None,
         training_file=_name_text(data.get("train"), files) or "",
         validation_file=_name_text(data.get("validation"), files),

@@ -85,7 +85,11 @@ class DistillationMethod(_Request):
 class FineTuningRequest(_Request):
     """A job that distils a teacher into the model."""
 
-    model: str = Field(min_length=1, description="The student: a folder or a hub id.")
+    model: str = Field(
+        min_length=1,
+        description="The student: a folder, a hub id, or `new` if the hyperparameters have "
+        "student.init or student.from_teacher.",
+    )
     training_file: str = Field(description="The id of a file of the team.")
     method: DistillationMethod
     validation_file: str | None = Field(

@@ -438,6 +438,19 @@ def test_a_job_of_another_kind_is_not_shown(house: House) -> None:
     assert made not in {job.id for job in house.client("ann").fine_tuning.jobs.list()}
 
 
+def test_a_new_student_needs_a_description(house: House) -> None:
+    file = house.upload("ann")
+    new = house.job(file, student={"from_teacher": {"layers": 1}}) | {"model": "new"}
+    job = house.client("ann").fine_tuning.jobs.create(**new)
+    assert job.model == "new"
+    shown = house.parts.job(job.id).config["student"]
+    assert shown["model"] is None
+    assert shown["from_teacher"]["layers"] == 1
+    with pytest.raises(openai.BadRequestError) as error:
+        house.submit("ann", file, model="new")
+    refused(error, "student.init", param="method.distillation.hyperparameters.student")
+
+
 # ---------------------------------------------------------------------- a real training
 
 
@@ -445,33 +458,25 @@ def test_a_job_of_another_kind_is_not_shown(house: House) -> None:
 @pytest.mark.timeout(600)
 def test_the_page_s_program_distils_a_student(
     new_parts: Callable[..., Parts],
-    tiny_teacher: Path,
-    tiny_text: Path,
-    tokenizer: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The program of docs/how-to/openai.md runs against a real service with a real worker."""
-    from tests.support.kd.students import save_teacher
-
-    save_teacher(tmp_path / "student", tokenizer, 16)
-    (tmp_path / "teacher").symlink_to(tiny_teacher)
-    rows = [{"text": part} for part in tiny_text.read_text(encoding="utf-8").split("\n\n")]
-    (tmp_path / "train.jsonl").write_bytes(lines(*rows))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     parts = new_parts(
         child_module="services.worker.child", root=tmp_path, disk_floor_bytes=0, silence_seconds=300
     )
     parts.start_api()
     parts.start_worker()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPENAI_BASE_URL", f"{parts.settings.server}/v1")
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
     space: dict[str, Any] = {}
     for block in list_blocks(ROOT / "docs" / "how-to" / "openai.md", "python"):
-        exec(compile(block.text, block.name, "exec"), space)  # noqa: S102
+        program = block.text.replace("http://127.0.0.1:8000", parts.settings.server)
+        exec(compile(program, block.name, "exec"), space)  # noqa: S102
     job = space["job"]
     assert job.status == "succeeded", job
     assert (Path(job.fine_tuned_model) / "config.json").is_file()
+    assert job.model == "new"
     record: Job = parts.job(job.id)
     steps = record.metrics.step
     assert steps == 20
