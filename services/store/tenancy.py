@@ -55,7 +55,8 @@ def build_confinement(
 def _list_roots(settings: Settings, models: tuple[AllowedModel, ...]) -> tuple[Path, ...]:
     """The folders that jobs may read."""
     if _is_unlimited(settings):
-        return (Path(settings.root.anchor),)
+        # The root itself too: it may lie in a hidden folder, as a wheel in .venv does.
+        return (Path(settings.root.anchor), settings.root)
     return (settings.root, *settings.data_roots, *_list_model_folders(models))
 
 

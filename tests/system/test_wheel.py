@@ -170,7 +170,8 @@ def test_what_needs_a_worker_s_packages_says_so(command: str, bare: Path, tmp_pa
 @pytest.mark.usefixtures("_server_binary")
 @pytest.mark.timeout(900)
 def test_the_demo_of_a_wheel_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    programs = make_environment(tmp_path / "env", wheel, "local", "worker")
+    # As the tutorial names it: everything of the package then lies below a hidden folder.
+    programs = make_environment(tmp_path / ".venv", wheel, "local", "worker")
     (example,) = programs.parent.glob("lib/python3*/site-packages/services/examples/austen")
     job = example / "job.yaml"
     job.write_text(make_small(job.read_text(encoding="utf-8")), encoding="utf-8")

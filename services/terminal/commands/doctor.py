@@ -123,6 +123,8 @@ def _check_kernels(seen: TorchGpus) -> Finding:
         how = f"compiled and run on {seen.gpus[0].name}"
         dtypes += [torch.bfloat16, torch.float16]
     else:
+        if importlib.util.find_spec("triton") is None:
+            return Finding("kernels", True, "not needed without a GPU; triton is not installed")
         device = torch.device("cpu")
         how = "run by Triton's interpreter, not compiled: no GPU here"
         # Triton reads the variable when the kernels are defined, which is below.

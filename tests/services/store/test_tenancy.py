@@ -87,6 +87,17 @@ def test_without_keys_a_job_reads_what_the_user_of_this_host_may(
     )
 
 
+def test_without_keys_the_root_may_lie_in_a_hidden_folder(parts: Parts, tmp_path: Path) -> None:
+    hidden = tmp_path / ".venv"
+    update = {"root": hidden / "site", "data_roots": (), "api_keys_file": None}
+    limits = build_confinement(
+        parts.settings.model_copy(update=update), parts.jobs, LOCAL_CALLER.name
+    )
+    assert limits.permits(hidden / "site" / "text.txt")
+    assert not limits.permits(hidden / "text.txt")
+    assert not limits.permits(hidden / "site" / ".env")
+
+
 def test_the_operator_s_files_may_not_be_read_and_the_models_listed_may(
     parts: Parts, tmp_path: Path
 ) -> None:
