@@ -184,6 +184,19 @@ def demo(
     raise typer.Exit(run_demo(make_settings(home=home), baseline, out, err))
 
 
+@app.command()
+def example(
+    folder: Annotated[
+        Path, typer.Argument(help="Where to write; the default is the present folder.")
+    ] = Path(),
+) -> None:
+    """Write the example's job, teacher and text to examples/austen, as the documents name them."""
+    from services.terminal.commands.demo import copy_example
+
+    written = copy_example(folder)
+    out.print(f"wrote {written}; try: kd run {written / 'job.yaml'}", soft_wrap=True)
+
+
 # ---------------------------------------------------------------------- jobs
 
 

@@ -19,9 +19,9 @@ INTRODUCTION = """\
 
 <!-- Written by `make docs` from services/terminal: edit the help texts there. -->
 
-`kd COMMAND --help` prints the same. `--set` and other parameters with `...` may be given more than
-once. Commands that talk to a service find it at `KD_SERVER` and send the key `KD_API_KEY`. Those
-that read or write caches and runs on this machine use the folder `KD_HOME`
+`--help` after a command prints the same. `--set` and other parameters with `...` may be given more
+than once. Commands that talk to a service find it at `KD_SERVER` and send the key `KD_API_KEY`.
+Those that read or write caches and runs on this machine use the folder `KD_HOME`
 ([settings](settings.md)). Every error names its entry in [troubleshooting](troubleshooting.md).
 """
 _NAME = "kd"

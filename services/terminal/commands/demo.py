@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from cache.errors import PotstillError
 from kd.client.sync import Client
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
+from kd.files import whole_folder
 from services.settings import Settings
 from services.terminal.client import FOLLOW_PATIENCE, dump, make_client
 from services.terminal.commands.up import require_worker_packages, running
@@ -47,7 +49,7 @@ def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> 
     With ``baseline`` the same job without a teacher runs too, and the reports are compared.
     """
     require_worker_packages()
-    root = _find_root(settings)
+    root = _find_root(settings.root)
     overrides = [(), BASELINE] if baseline else [()]
     configs = [load_config(root / EXAMPLE, changes) for changes in overrides]
     # Any free port: another service may use the usual one.
@@ -70,13 +72,29 @@ def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> 
     return 0 if all(job["status"] == "succeeded" for job in jobs) else 1
 
 
+def copy_example(target: Path) -> Path:
+    """Copy the example's job, teacher and text below the folder ``target``; return their folder.
+
+    The commands and programs of the documents name these files. Raises ``PotstillError`` if the
+    folder exists.
+    """
+    final = target / EXAMPLE.parent
+    if final.exists():
+        raise PotstillError(f"{final} exists already.", "Remove it, or give another folder.")
+    source = _find_root() / EXAMPLE.parent
+    with whole_folder(final) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    return final
+
+
 def _make_client(settings: Settings) -> Client:
     return make_client(settings.server, settings.api_key).with_patience(FOLLOW_PATIENCE)
 
 
-def _find_root(settings: Settings) -> Path:
+def _find_root(*first: Path) -> Path:
+    """The folder that the example's paths start from: one of ``first``, or that of the package."""
     package = Path(__file__).resolve().parents[2]
-    for root in (settings.root, package.parent, package):
+    for root in (*first, package.parent, package):
         if (root / EXAMPLE).is_file():
             return root
     raise PotstillError(

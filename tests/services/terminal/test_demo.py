@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.terminal.commands.demo import _compare
+from bench.support.paths import ROOT
+from cache.errors import PotstillError
+from services.terminal.commands.demo import EXAMPLE, _compare, copy_example
 
 
 def compare(folder: Path, distilled: float, plain: float) -> str:
@@ -44,3 +46,15 @@ def test_the_comparison_begins_with_what_the_teacher_was_worth(
     assert re.search(r"tokens of the held-out text +38,250 +38,250", shown)
     assert ("of the distance" in shown) == share
     assert ("Try another teacher" in shown) != share
+
+
+def test_the_example_is_copied_whole_and_never_over_another(tmp_path: Path) -> None:
+    written = copy_example(tmp_path / "new")
+    assert written == tmp_path / "new" / EXAMPLE.parent
+    source = (ROOT / EXAMPLE).parent
+    files = [path for path in source.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for path in files:
+        assert (written / path.relative_to(source)).read_bytes() == path.read_bytes()
+    with pytest.raises(PotstillError, match="exists already"):
+        copy_example(tmp_path / "new")
