@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cache.errors import PotstillError
+from services.terminal.catalogue import Catalogue
 from services.terminal.commands import (
     accounts,
     backup,
     caches,
     check,
+    comparison,
     evaluate,
     exchange,
     jobs,
     keys,
     recovery,
 )
-from services.terminal.commands.before import convert, estimate, plan, rates, validate
+from services.terminal.commands.before import convert, estimate, init, plan, rates, validate
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
@@ -39,6 +41,7 @@ from services.terminal.console import (
     err,
     load_job_file,
     make_settings,
+    notes,
     out,
     print_error,
     print_json,
@@ -62,6 +65,7 @@ EXIT_OF_ERROR = {
 }
 
 app = typer.Typer(
+    cls=Catalogue,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Frames and colours are for a terminal; a pipe gets plain lines of any length.
@@ -75,6 +79,7 @@ app.add_typer(plan.app)
 app.add_typer(rates.app)
 app.add_typer(validate.app)
 app.add_typer(convert.app)
+app.add_typer(init.app)
 app.add_typer(check.app)
 app.add_typer(evaluate.app)
 app.add_typer(ablate.app)
@@ -86,6 +91,7 @@ app.add_typer(accounts.app)
 app.add_typer(backup.app)
 app.add_typer(recovery.app)
 jobs.jobs_app.add_typer(recovery.adopt_app)
+jobs.jobs_app.add_typer(comparison.app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -137,7 +143,7 @@ def up(
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
-            err.print("stopping; a running job saves its state first")
+            notes.print("stopping; a running job saves its state first")
 
 
 @app.command()
@@ -181,7 +187,7 @@ def demo(
     from services.terminal.commands.demo import run_demo
 
     _interrupt_on_signals()
-    raise typer.Exit(run_demo(make_settings(home=home), baseline, out, err))
+    raise typer.Exit(run_demo(make_settings(home=home), baseline, out, notes))
 
 
 @app.command()
@@ -219,7 +225,7 @@ def run(
     _interrupt_on_signals()
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)
-    report = run_here(config, settings, (run_dir or settings.run_dir(config.name)).resolve(), err)
+    report = run_here(config, settings, (run_dir or settings.run_dir(config.name)).resolve(), notes)
     _print_report(report, as_json)
 
 
@@ -268,7 +274,7 @@ def explain(
 def _say(text: str) -> None:
     """Print a line to stderr. It is lost if stderr is a file on a full disk."""
     with suppress(OSError):
-        err.print(text, markup=False)
+        notes.print(text, markup=False)
 
 
 def _require_store(settings: Settings) -> Settings:

@@ -31,6 +31,11 @@ def _warn_of_expiry(end: str) -> None:
     err.print(f"Your API key expires at {end}: ask the operator for a new one (`kd keys new`).")
 
 
+def locate_page(server: str, job_id: str) -> str:
+    """Return the address of a job's page in the dashboard."""
+    return f"{server}/#/jobs/{job_id}"
+
+
 def find_job(client: Client, name: str) -> Job:
     """Return the job whose id is ``name`` or begins with it; the newest one for ``last``.
 

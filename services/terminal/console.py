@@ -33,6 +33,8 @@ UNBREAKABLE = re.compile(
 
 out = Console(width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WIDTH)
+#: Progress and hints, which --quiet silences.
+notes = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WIDTH)
 
 JobFile = Annotated[Path, typer.Argument(help="Job file, in YAML or JSON.")]
 JobName = Annotated[

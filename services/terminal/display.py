@@ -11,6 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from kd.client.wire.jobs import TERMINAL_STATUSES
+from services.terminal.console import err
 
 #: The least time between two progress lines in a pipe or a log.
 LINE_SECONDS = 10.0
@@ -87,7 +88,9 @@ class Display:
         self._print(str(data["reason"]))
 
     def _on_warning(self, data: dict[str, Any]) -> None:
-        self._print(f"warning: {data.get('message')}")
+        text = f"warning: {data.get('message')}"
+        # A quiet console drops what it is given, and a warning is not progress.
+        err.print(text, markup=False) if self._console.quiet else self._print(text)
 
     def _on_status(self, data: dict[str, Any]) -> None:
         self._stage = data.get("stage") or self._stage

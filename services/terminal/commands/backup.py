@@ -11,8 +11,8 @@ from services.terminal.console import (
     AsJson,
     Home,
     audit_command,
-    err,
     make_settings,
+    notes,
     out,
     print_json,
 )
@@ -77,7 +77,7 @@ def restore(
         return
     settings = make_settings(home=home)
     if found.home != str(settings.home):
-        err.print(
+        notes.print(
             f"The records name paths in {found.home}, the data folder of the backup;"
             f" KD_HOME is now {settings.home}."
         )

@@ -12,9 +12,9 @@ from services.terminal.console import (
     Home,
     JobFile,
     Overrides,
-    err,
     load_job_file,
     make_settings,
+    notes,
     out,
     print_error,
     print_facts,
@@ -41,7 +41,7 @@ def check(
 
     def show(event: Event) -> None:
         if event.type == "stage" and event.data.get("phase"):
-            err.print(event.data["phase"])
+            notes.print(event.data["phase"])
 
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)

@@ -18,7 +18,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 from kd.files import whole_folder
 from services.settings import Settings
-from services.terminal.client import FOLLOW_PATIENCE, dump, make_client
+from services.terminal.client import FOLLOW_PATIENCE, dump, locate_page, make_client
 from services.terminal.commands.up import require_worker_packages, running
 from services.terminal.console import print_error
 from services.terminal.display import Display
@@ -108,7 +108,7 @@ def _post_and_follow(
 ) -> dict[str, Any]:
     job = client.submit(config)
     err.print(f"POST /jobs: {job.id} ({job.kind} {job.name})")
-    err.print(f"curves:     {server}/#/jobs/{job.id}", soft_wrap=True)
+    err.print(f"curves:     {locate_page(server, job.id)}", soft_wrap=True)
     with Display(err) as display:
         for event in client.events(job):
             display.show(event.type, event.data)

@@ -16,6 +16,7 @@ from services.terminal.console import (
     err,
     load_job_file,
     make_settings,
+    notes,
     out,
     print_json,
 )
@@ -63,9 +64,9 @@ def evaluate(
     from kd.progress import Event, Monitor
 
     def show(event: Event) -> None:
-        if text := event.data.get("phase") or (
-            event.type == "warning" and event.data.get("message")
-        ):
+        if text := event.data.get("phase"):
+            notes.print(text, markup=False)
+        elif event.type == "warning" and (text := event.data.get("message")):
             err.print(text, markup=False)
 
     found = ExaminedModel.find(target, settings.home)

@@ -19,6 +19,7 @@ from services.terminal.console import (
     err,
     format_value,
     make_settings,
+    notes,
     print_json,
     print_table,
 )
@@ -150,7 +151,7 @@ def _showing_events() -> Iterator[Monitor]:
     from kd.progress import Event, Monitor
     from services.terminal.display import Display
 
-    with Display(err) as display:
+    with Display(notes) as display:
 
         def show(event: Event) -> None:
             display.show(event.type, event.data)

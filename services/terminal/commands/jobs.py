@@ -21,6 +21,7 @@ from services.terminal.console import (
     format_value,
     load_job_file,
     make_settings,
+    notes,
     out,
     print_error,
     print_facts,
@@ -71,7 +72,7 @@ def submit(
             print_json(job) if as_json else out.print(job["id"])
             _print_reason(job)
             return
-        err.print(f"{job['id']}: {job['name']}")
+        notes.print(f"{job['id']}: {job['name']}")
         # A worker may claim the job before its events are read, so the reason is printed now.
         _print_reason(job)
         _follow(client, job["id"], as_json, explained=job["reason"] is not None)
@@ -84,6 +85,27 @@ def watch(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
 
     with connect(server) as client:
         _follow(client, find_job(client, job).id, as_json)
+
+
+@app.command("open")
+def open_page(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="The job to show. Default: all jobs.")
+    ] = None,
+    server: Server = None,
+) -> None:
+    """Open the dashboard in the browser, and print its address."""
+    import webbrowser
+
+    from services.terminal.client import connect, find_job, locate_page
+
+    with connect(server) as client:
+        client.version()  # a service must answer there
+        address = client.server
+        page = address if job is None else locate_page(address, find_job(client, job).id)
+    out.print(page, soft_wrap=True)
+    if not webbrowser.open(page):
+        notes.print("No browser could be started here; open the address in one.")
 
 
 @jobs_app.command("ls")
@@ -229,7 +251,7 @@ def jobs_logs(
             _write(piece)
             written += len(piece)
         if not written:
-            err.print(
+            notes.print(
                 "The log is empty: it holds what the libraries of a run print, and they have"
                 f" printed nothing. `kd jobs events {job_id}` shows what the job did.",
                 markup=False,
@@ -289,7 +311,7 @@ def _place_paths(
         return config.model_dump(mode="json")
     if client.version().file_view == identify_file_view():
         return make_paths_absolute(config, here)
-    err.print(
+    notes.print(
         f"The service does not see the files of this machine: {relative[0].name} and other relative"
         " paths of the job start in the folder of the service (KD_ROOT).",
         markup=False,
@@ -355,11 +377,11 @@ def _follow(client: Client, job_id: str, as_json: bool, explained: bool = False)
 
     client = client.with_patience(FOLLOW_PATIENCE)
     try:
-        with Display(err) as display:
+        with Display(notes) as display:
             for kind, data in _follow_events(client, job_id, explained):
                 display.show(kind, data)
     except KeyboardInterrupt:
-        err.print(
+        notes.print(
             f"The job continues. `kd watch {job_id}` follows it,"
             f" `kd jobs cancel {job_id}` stops it."
         )

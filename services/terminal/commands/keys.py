@@ -17,6 +17,7 @@ from services.terminal.console import (
     format_time,
     format_value,
     make_settings,
+    notes,
     out,
     print_json,
     print_table,
@@ -80,7 +81,7 @@ def keys_new(
         print_json({"key": text, **_describe_key(key)})
         return
     out.print(text, soft_wrap=True)
-    err.print(
+    notes.print(
         f"Key {key.id} of {key.name}, scope {scope}, expires {_format_end(key)}."
         " Keep it: it is not shown again."
     )

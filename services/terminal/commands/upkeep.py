@@ -13,9 +13,9 @@ from services.terminal.console import (
     AsJson,
     Home,
     audit_command,
-    err,
     format_value,
     make_settings,
+    notes,
     out,
     print_json,
     print_table,
@@ -59,7 +59,7 @@ def cache_merge(names: CacheNames, home: Home = None, as_json: AsJson = False) -
 
     root = make_settings(home=home).caches
     folders = [find_cache_or_path(root, name) for name in names]
-    merged = merge_caches(root, folders, lambda done, of: err.print(f"shard {done} of {of}"))
+    merged = merge_caches(root, folders, lambda done, of: notes.print(f"shard {done} of {of}"))
     summary = summarise_cache(merged.folder).to_json()
     print_json(summary) if as_json else out.print(
         f"{merged.folder.name}: {summary['sequences']} sequences, {summary['tokens']} tokens, "

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bench.support.paths import ROOT
-from services.terminal import exit_codes
+from services.terminal import catalogue, exit_codes
 from services.terminal.commands import jobs
+from services.terminal.display import Display
 from tests.support.commands import kd, load_commands, parse_kd
 
 #: Options that act at once, so that their negative would mean nothing.
@@ -78,7 +83,7 @@ def test_a_terminal_gets_frames() -> None:
     shown = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL
     ).stdout
-    assert "╭" in shown and "Commands" in shown
+    assert "╭" in shown and "First steps" in shown and "Run a service" in shown
 
 
 def test_the_guide_lists_every_exit_code() -> None:
@@ -88,3 +93,33 @@ def test_the_guide_lists_every_exit_code() -> None:
     used = {value for name, value in vars(exit_codes).items() if name.isupper()}
     used |= {INTERRUPTED, *jobs.EXIT_OF_STATUS.values()}
     assert listed == used | {0}
+
+
+def test_every_command_has_a_group_and_an_example_that_can_be_typed() -> None:
+    commands = dict(catalogue.walk(load_commands()))
+    assert set(catalogue.CATALOGUE) == set(commands)
+    for path, line in catalogue.CATALOGUE.items():
+        words = shlex.split(line.example)
+        assert words[0] == "kd"
+        assert words[1 : len(path.split()) + 1] == path.split()
+        parse_kd(words[1:])
+        assert commands[path].epilog == f"Example: {line.example}"
+
+
+def test_quiet_drops_hints_and_keeps_results_and_errors(tmp_path: Path) -> None:
+    options = ["--teacher=a", "--student=b", "--train=c"]
+    done = kd("init", "job.yaml", *options, "-q", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "wrote job.yaml\n"
+    again = kd("init", "job.yaml", *options, "--quiet", folder=tmp_path)
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: ")
+
+
+def test_a_quiet_display_still_warns(capsys: pytest.CaptureFixture[str]) -> None:
+    text = io.StringIO()
+    with Display(Console(file=text, quiet=True)) as display:
+        display.show("stage", {"stage": "train", "phase": "training"})
+        display.show("warning", {"message": "the text is short"})
+    assert text.getvalue() == ""
+    assert "warning: the text is short" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from kd.client.errors import Refused, Unreachable
 from kd.client.sync import Client
 from kd.client.wire.service import WorkerState
 from services.store.callers import Caller
-from services.terminal.client import find_job
+from services.terminal.client import find_job, locate_page
 from tests.support.api import running, serving, tell, with_keys
 from tests.support.commands import kd
 
@@ -74,6 +74,36 @@ def test_a_job_is_paused_resumed_cancelled_retried_and_deleted(shell: Shell) -> 
     assert "delete, retry" in refused.stderr
     assert shell.ok("jobs", "rm", job_id, "--artifacts").strip() == f"{job_id}: deleted"
     assert "no job" in shell.kd("jobs", "show", job_id).stderr
+
+
+def test_two_jobs_are_compared_by_what_differs(shell: Shell) -> None:
+    rates = (1e-3, 3e-3)
+    jobs = [
+        shell.parts.jobs.create(
+            make_config(f"rate-{place}", train={"max_steps": 1, "learning_rate": rate}), ALICE
+        ).id
+        for place, rate in enumerate(rates)
+    ]
+    found = json.loads(shell.ok("jobs", "diff", *jobs, "--json"))
+    assert found["jobs"] == jobs
+    assert found["settings"] == {"train.learning_rate": list(rates)}
+    assert found["results"]["status"] == ["queued", "queued"]
+    shown = shell.ok("jobs", "diff", *jobs)
+    assert re.search(r"train\.learning_rate +0\.001 +0\.003", shown)
+    assert "rate-0" in shown.splitlines()[0]
+    same = shell.kd("jobs", "diff", jobs[0], jobs[0])
+    assert "same settings" in same.stderr
+    shell.ok("jobs", "cancel", jobs[0])
+    shell.ok("jobs", "cancel", jobs[1])
+
+
+def test_the_address_of_a_page_is_printed(shell: Shell) -> None:
+    job_id = shell.parts.jobs.create(make_config("quick"), ALICE).id
+    there = {"KD_SERVER": shell.parts.settings.server, "KD_API_KEY": shell.key}
+    opened = kd("open", job_id, **there, BROWSER="true")
+    assert opened.returncode == 0, opened.stderr
+    assert opened.stdout.strip() == locate_page(shell.parts.settings.server, job_id)
+    shell.ok("jobs", "cancel", job_id)
 
 
 def test_a_job_that_no_worker_could_run_says_so_once(shell: Shell) -> None:

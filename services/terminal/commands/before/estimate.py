@@ -12,10 +12,10 @@ from services.terminal.console import (
     Home,
     JobFile,
     Overrides,
-    err,
     format_value,
     load_job_file,
     make_settings,
+    notes,
     out,
     print_error,
     print_facts,
@@ -223,7 +223,7 @@ def _estimate_by_trial(
 
     def show(event: Event) -> None:
         if event.data.get("phase"):
-            err.print(event.data["phase"])
+            notes.print(event.data["phase"])
 
     hide_progress_bars()
     os.chdir(settings.root)  # a job's relative paths start there

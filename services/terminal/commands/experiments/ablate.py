@@ -17,6 +17,7 @@ from services.terminal.console import (
     format_value,
     load_job_file,
     make_settings,
+    notes,
     out,
     print_error,
     print_json,
@@ -94,7 +95,7 @@ def ablate(
     axes = [cross_axes(axes)] if grid else axes
     plan = make_plan_of_axes(base, axes, lambda job: find_problems(job, folders, machine))
     _announce(plan, folder)
-    with alone_in(folder, err), Display(err) as display:
+    with alone_in(folder, notes), Display(notes) as display:
         stop = stop_on_signal(err)
         from kd.experiments.ablation import ablate as run_ablation
 
@@ -116,7 +117,7 @@ def ablate(
 
 def _announce(plan: AblationPlan, folder: Path) -> None:
     """Say what will run and what is refused, before anything runs."""
-    err.print(
+    notes.print(
         f"{len(plan.jobs)} runs of {plan.base.require_train().max_steps} steps in {folder}",
         markup=False,
         soft_wrap=True,

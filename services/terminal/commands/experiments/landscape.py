@@ -13,6 +13,7 @@ from services.terminal.console import (
     Home,
     err,
     make_settings,
+    notes,
     out,
     print_facts,
     print_json,
@@ -71,7 +72,7 @@ def landscape(
 
     options = LandscapeOptions(points, line_points, radius, sequences, seed)
     folder = folder or run_dir / "landscape"
-    with Display(err) as display:
+    with Display(notes) as display:
         stop = stop_on_signal(err)
 
         def show(event: Event) -> None:
@@ -117,7 +118,7 @@ def noise(run: RunName, home: Home = None, as_json: AsJson = False) -> None:
 
     def show(event: Event) -> None:
         if event.data.get("phase"):
-            err.print(event.data["phase"], markup=False)
+            notes.print(event.data["phase"], markup=False)
 
     found = measure_finished_noise(run_dir, settings.home, Monitor(show))
     if as_json:

@@ -1,0 +1,141 @@
+"""What the help says of every command besides its own text: its group and an example.
+
+The class of the command ``kd`` applies the table, and gives every command the option ``--quiet``.
+A test compares the table with the commands, and parses every example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+from services.terminal.console import notes
+
+START = "First steps"
+BEFORE = "Before a run"
+RUN = "Run a job here"
+JOBS = "Jobs of a service"
+CACHES = "Caches"
+STUDY = "Learn about settings"
+SERVICE = "Run a service"
+
+
+class Line(NamedTuple):
+    """The group of a command, and an example of its use."""
+
+    group: str
+    example: str
+
+
+#: The commands in the order of the help.
+CATALOGUE = {
+    "demo": Line(START, "kd demo --baseline"),
+    "example": Line(START, "kd example"),
+    "init": Line(START, "kd init job.yaml --teacher teacher-folder --train 'texts/*.txt'"),
+    "doctor": Line(START, "kd doctor"),
+    "explain": Line(START, "kd explain tokenizer_mismatch"),
+    "run": Line(RUN, "kd run job.yaml --set train.max_steps=100"),
+    "eval": Line(RUN, "kd eval my-run job.yaml"),
+    "check": Line(RUN, "kd check job.yaml"),
+    "validate": Line(BEFORE, "kd validate job.yaml"),
+    "estimate": Line(BEFORE, "kd estimate job.yaml --device h100"),
+    "plan": Line(BEFORE, "kd plan job.yaml --devices 8xh100"),
+    "lr": Line(BEFORE, "kd lr job.yaml"),
+    "convert": Line(BEFORE, "kd convert distillkit.yaml --from distillkit --out job.yaml"),
+    "submit": Line(JOBS, "kd submit job.yaml --detach"),
+    "watch": Line(JOBS, "kd watch last"),
+    "open": Line(JOBS, "kd open last"),
+    "jobs ls": Line(JOBS, "kd jobs ls --status running"),
+    "jobs show": Line(JOBS, "kd jobs show last"),
+    "jobs diff": Line(JOBS, "kd jobs diff job_01m7 job_01m8"),
+    "jobs cancel": Line(JOBS, "kd jobs cancel last"),
+    "jobs pause": Line(JOBS, "kd jobs pause last"),
+    "jobs resume": Line(JOBS, "kd jobs resume last"),
+    "jobs retry": Line(JOBS, "kd jobs retry last"),
+    "jobs clone": Line(JOBS, "kd jobs clone last --set train.learning_rate=1e-3"),
+    "jobs rm": Line(JOBS, "kd jobs rm last --artifacts"),
+    "jobs logs": Line(JOBS, "kd jobs logs last --follow"),
+    "jobs events": Line(JOBS, "kd jobs events last --types evaluation"),
+    "jobs adopt": Line(JOBS, "kd jobs adopt potstill-data/runs/job_01m7"),
+    "cache ls": Line(CACHES, "kd cache ls"),
+    "cache info": Line(CACHES, "kd cache info 89b9"),
+    "cache verify": Line(CACHES, "kd cache verify 89b9"),
+    "cache fidelity": Line(CACHES, "kd cache fidelity 89b9"),
+    "cache merge": Line(CACHES, "kd cache merge 89b9 4c3e"),
+    "cache diff": Line(CACHES, "kd cache diff 89b9 4c3e"),
+    "cache stats": Line(CACHES, "kd cache stats 89b9"),
+    "cache gc": Line(CACHES, "kd cache gc"),
+    "cache rm": Line(CACHES, "kd cache rm 89b9"),
+    "cache import": Line(CACHES, "kd cache import distillkit records --tokenizer teacher-folder"),
+    "cache export": Line(CACHES, "kd cache export 89b9 --format distillkit --out records --lossy"),
+    "ablate": Line(STUDY, "kd ablate job.yaml --axis alpha --axis schedules"),
+    "landscape": Line(STUDY, "kd landscape my-run"),
+    "noise": Line(STUDY, "kd noise last"),
+    "up": Line(SERVICE, "kd up --workers 2"),
+    "serve": Line(SERVICE, "kd serve --port 8000"),
+    "worker": Line(SERVICE, "kd worker --queues train"),
+    "keys new": Line(SERVICE, "kd keys new ann --team novels"),
+    "keys ls": Line(SERVICE, "kd keys ls"),
+    "keys revoke": Line(SERVICE, "kd keys revoke ann"),
+    "keys quota": Line(SERVICE, "kd keys quota novels --bytes 500GiB"),
+    "quota": Line(SERVICE, "kd quota"),
+    "audit": Line(SERVICE, "kd audit --json"),
+    "backup": Line(SERVICE, "kd backup backups/monday"),
+    "restore": Line(SERVICE, "kd restore backups/monday --check"),
+    "gc": Line(SERVICE, "kd gc --older-than 7d"),
+}
+
+
+class Catalogue(TyperGroup):
+    """The command ``kd``, whose commands are grouped, have examples, and may be quiet."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        quiet = _make_quiet()
+        for path, command in walk(self):
+            command.params.append(quiet)
+            if line := CATALOGUE.get(path):
+                command.epilog = f"Example: {line.example}"
+                first: Any = self.commands[path.partition(" ")[0]]
+                first.rich_help_panel = line.group
+        ranks = {path.partition(" ")[0]: rank for rank, path in enumerate(CATALOGUE)}
+        names = sorted(self.commands, key=lambda name: ranks.get(name, len(ranks)))
+        self.commands = {name: self.commands[name] for name in names}
+
+
+def walk(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the words and the command of all that is below ``group`` and is no group itself."""
+    for name, command in group.commands.items():
+        path = f"{before}{name}"
+        if hasattr(command, "commands"):
+            yield from walk(command, f"{path} ")
+        else:
+            yield path, command
+
+
+def _make_quiet() -> Any:
+    app = typer.Typer()
+
+    @app.command()
+    def command(
+        quiet: Annotated[
+            bool,
+            typer.Option(
+                "-q",
+                "--quiet/--no-quiet",
+                help="Print no progress and no hints; results, warnings and errors stay.",
+                callback=_set_quiet,
+                expose_value=False,
+                show_default=False,
+            ),
+        ] = False,
+    ) -> None: ...
+
+    return typer.main.get_command(app).params[0]
+
+
+def _set_quiet(wanted: bool) -> None:
+    notes.quiet = wanted

@@ -1,0 +1,91 @@
+"""``kd jobs diff``: two jobs side by side, their settings and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.console import AsJson, Server, format_value, notes, print_json, print_table
+
+if TYPE_CHECKING:
+    from kd.client.wire.jobs import Job
+
+#: What is measured of a job: its name in the table, and where its record has it.
+RESULTS = {
+    "perplexity": "metrics.perplexity",
+    "teacher's perplexity": "metrics.teacher_perplexity",
+    "KL": "metrics.validation_kl",
+    "agreement": "metrics.validation_agreement",
+    "steps": "metrics.step",
+    "bytes per token": "cache.bytes_per_token",
+    "tokens per second": "metrics.tokens_per_second",
+    "device seconds": "device_seconds",
+}
+#: Settings that name a job, and say nothing about what it does.
+NAMES = ("name", "labels")
+
+Name = Annotated[
+    str, typer.Argument(metavar="ID", help="Id of a job, the beginning of one, or `last`.")
+]
+
+app = typer.Typer()
+
+
+@app.command("diff")
+def jobs_diff(first: Name, second: Name, server: Server = None, as_json: AsJson = False) -> None:
+    """Show the settings in which two jobs differ, and their results side by side."""
+    from services.terminal.client import connect, dump, find_job
+
+    with connect(server) as client:
+        jobs = [find_job(client, each) for each in (first, second)]
+    settings = compare_settings(*(job.config for job in jobs))
+    results = compare_results(*(dump(job) for job in jobs))
+    if as_json:
+        ids = [job.id for job in jobs]
+        print_json({"jobs": ids, "settings": settings, "results": results})
+        return
+    if not settings:
+        notes.print("The jobs have the same settings.")
+    rows = [[name, *map(format_value, pair)] for name, pair in {**settings, **results}.items()]
+    print_table(["", *map(_name_job, jobs)], rows)
+
+
+def compare_settings(first: Any, second: Any) -> dict[str, list[Any]]:
+    """Return the values of each setting that differs, by its dotted name; None = not given."""
+    both = dict(_flatten(first)), dict(_flatten(second))
+    names = dict.fromkeys([*both[0], *both[1]])
+    pairs = {name: [one.get(name) for one in both] for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def compare_results(first: Any, second: Any) -> dict[str, list[Any]]:
+    """Return the status and the results of both jobs; a result that neither has is left out."""
+    rows: dict[str, list[Any]] = {"status": [first["status"], second["status"]]}
+    for name, path in RESULTS.items():
+        pair = [_look_up(job, path) for job in (first, second)]
+        if pair != [None, None]:
+            rows[name] = pair
+    return rows
+
+
+def _flatten(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        path = f"{before}{name}"
+        if path in NAMES:
+            continue
+        if isinstance(inner, Mapping) and inner:
+            yield from _flatten(inner, f"{path}.")
+        else:
+            yield path, inner
+
+
+def _look_up(job: Any, path: str) -> Any:
+    for name in path.split("."):
+        job = None if job is None else job.get(name)
+    return job
+
+
+def _name_job(job: Job) -> str:
+    return f"{job.name} ({job.id[:12]})"
