@@ -47,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
+.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -124,6 +124,9 @@ bench-forecast: $(STAMP) ## Compare what kd estimate and kd plan tell with what 
 
 bench-scale-model: $(STAMP) ## Print what a step is expected to cost on 8 to 1,024 GPUs; needs no GPU
 	$(BIN)/python bench/devices/scale_model.py $(BENCH_FLAGS)
+
+bench-plan: $(STAMP) ## Measure what kd plan --tokens counts with and no other bench prints
+	$(BIN)/python bench/devices/plan_rates.py $(BENCH_FLAGS)
 
 bench-cache: $(STAMP) ## Measure bytes and closeness of caches, beside the formats of other tools
 	$(BIN)/python bench/records.py $(BENCH_FLAGS)

@@ -315,9 +315,16 @@ def estimate_cache_size(codec: Codec, width: int = 0) -> CacheSize:
     return CacheSize(float(every + own[codec.profile]), shard, lm_head)
 
 
+def estimate_entries(codec: Codec) -> float:
+    """Estimate the head and tail entries of a record of one draw; 0 where nothing is sampled."""
+    if codec.profile not in _MEASURED:
+        return 0.0
+    return _interpolate(codec.profile, codec.threshold)[2]
+
+
 def estimate_decoded_bytes(codec: Codec, width: int = 0) -> float:
     """Estimate the bytes of a decoded record in memory; ``width`` is D of a profile hidden."""
-    entries = _interpolate(codec.profile, codec.threshold)[2] if codec.profile in _MEASURED else 0.0
+    entries = estimate_entries(codec)
     rows = {
         "position": 1.0,
         "head": _HEAD_SHARE * entries,

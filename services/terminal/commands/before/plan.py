@@ -1,17 +1,17 @@
-"""``kd plan``: find settings that train a job's student on given devices."""
+"""``kd plan``: settings that train a job's student on given devices; the plan of a distillation."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from services.terminal.commands.before.distillation import print_distillation
 from services.terminal.console import (
     AsJson,
     Home,
-    JobFile,
     Overrides,
     format_value,
     load_job_file,
@@ -23,6 +23,14 @@ from services.terminal.console import (
 )
 from services.terminal.exit_codes import FAILED
 
+if TYPE_CHECKING:
+    from kd.planning.devices import DeviceName
+    from services.settings import Settings
+
+OptionalJobFile = Annotated[
+    Path | None,
+    typer.Argument(help="Job file, in YAML or JSON. --tokens needs none where --teacher is given."),
+]
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -42,17 +50,62 @@ Runs = Annotated[
         "fitted that tells the held-out loss to expect."
     ),
 ]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        help="Plan a whole distillation of so many tokens, such as 1e12, of which there is no text "
+        "yet: shards, bytes, hours, cost, and what is full first. Needs --devices."
+    ),
+]
+Teacher = Annotated[
+    str | None,
+    typer.Option(
+        help="With --tokens: the teacher, in place of the job's: a folder, its config.json alone, "
+        "or a size such as 70B."
+    ),
+]
+Student = Annotated[
+    str | None,
+    typer.Option(
+        help="With --tokens: the student, in place of the job's, in the same forms. Without a "
+        "student only the capture is planned."
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        help="With --tokens: the profile, in place of the job's: threshold, tempered, topk, dense "
+        "or hidden."
+    ),
+]
+Within = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=1e6,
+        help="With --tokens: hours that the capture may take; tells how many workers it then "
+        "needs. Default 24.",
+    ),
+]
+
+#: Hours that a capture may take where nothing is said.
+WITHIN_HOURS = 24.0
 
 app = typer.Typer()
 
 
 @app.command()
 def plan(
-    job_file: JobFile,
+    job_file: OptionalJobFile = None,
     overrides: Overrides = None,
     devices: Devices = None,
     price: Price = None,
     runs: Runs = None,
+    tokens: Tokens = None,
+    teacher: Teacher = None,
+    student: Student = None,
+    profile: Profile = None,
+    within: Within = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,13 +114,65 @@ def plan(
     Prints the settings that fit, the best first, with memory by part, time and cost; or by how
     much none fits, and what lowers the memory. Runs no model: all numbers are expected. The
     sequences of a step stay as the job says. (`kd estimate` tells a job as it is written.)
+
+    With --tokens it plans a whole distillation at a size at which there is no text yet.
     """
     from kd.planning.devices import DeviceName
-    from kd.preflight.problems import Folders, require_no_problems
 
     name = None if devices is None else DeviceName.parse(devices)
-    folders = [folder.resolve() for folder in runs or ()]
     settings = make_settings(home=home)
+    if tokens is None:
+        given = {"teacher": teacher, "student": student, "profile": profile, "within": within}
+        if wrong := [option for option, value in given.items() if value is not None]:
+            raise typer.BadParameter(f"--{wrong[0]} is for a plan by --tokens: give that, too.")
+        if job_file is None:
+            raise typer.BadParameter("Give a job file, or --tokens with --teacher and --devices.")
+        _plan_training(job_file, overrides, name, price, runs, settings, as_json)
+        return
+    if name is None or runs:
+        raise typer.BadParameter(
+            "--tokens needs --devices, such as 64xh100." if name is None
+            else "--runs is for the plan of a job's training, without --tokens."
+        )  # fmt: skip
+    from kd.planning.distillation.plan import plan_distillation
+    from kd.planning.distillation.request import PlanRequest, parse_tokens, read_config
+
+    count = parse_tokens(tokens)
+    config = read_config(job_file, teacher, student, profile, name.count, overrides or ())
+    prices = _list_prices(settings, name, price)
+    asked = PlanRequest(count, name, teacher, student, within or WITHIN_HOURS, prices)
+    os.chdir(settings.root)  # a job's relative paths start there
+    found = plan_distillation(config, asked, settings.root)
+    if as_json:
+        print_json(found)
+    else:
+        print_distillation(found)
+    raise typer.Exit(FAILED if found["missing"] else 0)
+
+
+def _list_prices(settings: Settings, devices: DeviceName, price: float | None) -> dict[str, float]:
+    """The price of an hour of a device of each kind that has one; --price is of the named kind."""
+    from kd.memory.devices import DEVICE_KINDS
+    from services.store.costs import find_price
+
+    found = {kind: find_price(settings.prices, "cuda", kind) for kind in DEVICE_KINDS}
+    found |= {} if price is None else {devices.kind: price}
+    return {kind: each for kind, each in found.items() if each is not None}
+
+
+def _plan_training(
+    job_file: Path,
+    overrides: list[str] | None,
+    name: DeviceName | None,
+    price: float | None,
+    runs: list[Path] | None,
+    settings: Settings,
+    as_json: bool,
+) -> None:
+    """Plan the training of the job in the file, and print it."""
+    from kd.preflight.problems import Folders, require_no_problems
+
+    folders = [folder.resolve() for folder in runs or ()]
     config = load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
     from kd.models.loading import hide_progress_bars
