@@ -40,6 +40,7 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import PotstillError, StorageError
+from kd.face.version import read_version
 from services.store.connection import connect_redis
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
@@ -189,7 +190,7 @@ def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float)
         found = copy_folder(settings.home / tree, folder / tree)
         files |= {f"{tree}/{name}": file for name, file in found.items()}
     made = Backup(
-        _read_version(),
+        read_version(),
         datetime.now(UTC).isoformat(timespec="seconds"),
         str(settings.home),
         len(rows),
@@ -334,12 +335,6 @@ def _publish(temporary: Path, folder: Path) -> None:
         folder.rmdir()
     temporary.rename(folder)
     sync_path(folder.parent)
-
-
-def _read_version() -> str:
-    from importlib.metadata import version
-
-    return version("potstill")
 
 
 # ---------------------------------------------------------------------- restore

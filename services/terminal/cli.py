@@ -90,9 +90,9 @@ jobs.jobs_app.add_typer(recovery.adopt_app)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from kd.face.version import read_version
 
-        out.print(version("potstill"))
+        out.print(read_version())
         raise typer.Exit
 
 
