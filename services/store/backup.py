@@ -111,9 +111,12 @@ class Backup:
         """Read the index of the backup in ``folder``. Its files are not checked."""
         try:
             found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            if found.pop("format") != FORMAT:
+            if (number := found.pop("format")) != FORMAT:
+                writer = found.get("version", "another version")
                 raise BackupError(
-                    f"{folder} was written by another version.", "Restore it with that version."
+                    f"{folder} has backup format {number}, written by Potstill {writer}; this "
+                    f"version, {read_version()}, reads format {FORMAT}.",
+                    f"Restore it with Potstill {writer}.",
                 )
             files = {name: BackupFile(**file) for name, file in found.pop("files").items()}
             return cls(**found, files=files)

@@ -26,6 +26,7 @@ from services.terminal.commands import (
     jobs,
     keys,
     recovery,
+    upgrade,
 )
 from services.terminal.commands.before import convert, estimate, plan, rates, validate
 from services.terminal.commands.experiments import ablate, landscape
@@ -85,6 +86,7 @@ app.add_typer(keys.app)
 app.add_typer(accounts.app)
 app.add_typer(backup.app)
 app.add_typer(recovery.app)
+app.add_typer(upgrade.app)
 jobs.jobs_app.add_typer(recovery.adopt_app)
 
 
@@ -264,7 +266,19 @@ def _require_store(settings: Settings) -> Settings:
             "KD_REDIS_URL is not set.",
             "Set it to the address of the job store, or use `kd up`, which brings one.",
         )
+    _require_known_records(settings.redis_url)
     return settings
+
+
+def _require_known_records(url: str) -> None:
+    """Refuse a job store of another format. One that does not answer yet is waited for later."""
+    from redis.exceptions import RedisError
+
+    from services.store.connection import connect_redis
+    from services.store.formats import require_known_records
+
+    with suppress(RedisError), connect_redis(url) as client:
+        require_known_records(client)
 
 
 def _print_report(report: dict[str, Any], as_json: bool) -> None:
