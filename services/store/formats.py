@@ -66,7 +66,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Finding:
+class FoundFormat:
     """What becomes of one place. ``number`` is None where it cannot be told."""
 
     format: str
@@ -81,7 +81,7 @@ class Finding:
         return asdict(self)
 
 
-def examine(data: Data, formats: Sequence[Format] | None = None) -> list[Finding]:
+def examine(data: Data, formats: Sequence[Format] | None = None) -> list[FoundFormat]:
     """Find every place of every format, and what this version does with it. Changes nothing."""
     return [
         _examine_place(each, place)
@@ -90,23 +90,23 @@ def examine(data: Data, formats: Sequence[Format] | None = None) -> list[Finding
     ]
 
 
-def _examine_place(each: Format, place: Place) -> Finding:
+def _examine_place(each: Format, place: Place) -> FoundFormat:
     name = str(place) if isinstance(place, Path) else "job store"
     number = None
     try:
         number = each.read(place)
         if number in each.rewriters:
-            return Finding(each.name, name, number, "rewrite")
+            return FoundFormat(each.name, name, number, "rewrite")
         each.check(place)
     except PotstillError as error:
-        return Finding(each.name, name, number, "refused", error.detail, error.remedy)
+        return FoundFormat(each.name, name, number, "refused", error.detail, error.remedy)
     except (OSError, ValueError, LookupError, TypeError) as error:
         detail = f"{name} cannot be read: {type(error).__name__}: {error}."
-        return Finding(each.name, name, None, "refused", detail, "Restore it from a backup.")
-    return Finding(each.name, name, number, "read")
+        return FoundFormat(each.name, name, None, "refused", detail, "Restore it from a backup.")
+    return FoundFormat(each.name, name, number, "read")
 
 
-def rewrite(data: Data, formats: Sequence[Format] | None = None) -> list[Finding]:
+def rewrite(data: Data, formats: Sequence[Format] | None = None) -> list[FoundFormat]:
     """Rewrite every place that needs it; returns what they were. It may be killed and repeated.
 
     Raises ``UpgradeError`` while a worker or a run is alive.

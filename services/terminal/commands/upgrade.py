@@ -24,7 +24,7 @@ from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from services.settings import Settings
-    from services.store.formats import Data, Finding
+    from services.store.formats import Data, FoundFormat
 
 #: What becomes of a place, in words.
 STATES = {"read": "read as it is", "rewrite": "to rewrite", "refused": "cannot be read"}
@@ -96,7 +96,7 @@ def _opening(settings: Settings) -> Iterator[Data]:
         yield Data(settings, client)
 
 
-def _print(left: list[Finding], done: list[Finding], data: Data) -> None:
+def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None:
     counts = Counter((each.format, each.number, each.state) for each in left)
     rows = [
         [name, "" if number is None else str(number), str(count), STATES[state]]
