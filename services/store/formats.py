@@ -1,6 +1,7 @@
 """The formats of what one version of Potstill leaves for the next: ``kd upgrade``.
 
     caches         KD_HOME/caches/*/manifest.json
+    run folders    KD_HOME/runs/*/run.json
     checkpoints    KD_HOME/runs/**/checkpoints/step-*/state.json
     job records    kd:format in the job store
     key file       KD_API_KEYS_FILE
@@ -22,6 +23,7 @@ from redis import Redis
 from cache.disk import storage_errors
 from cache.errors import PotstillError
 from cache.store import read_manifest
+from kd.files import read_run_format, require_known_run
 from kd.training.saved.state_file import STATE, read_format, read_state
 from services.settings import Settings
 from services.store import key_file
@@ -155,6 +157,11 @@ def _read_cache(folder: Path) -> int:
     return int(json.loads((folder / "manifest.json").read_bytes())["version"])
 
 
+def _find_runs(data: Data) -> Iterator[Path]:
+    for config in sorted((data.settings.home / "runs").glob("[!.]*/config.json")):
+        yield config.parent
+
+
 def _find_checkpoints(data: Data) -> Iterator[Path]:
     for state in sorted((data.settings.home / "runs").rglob(f"checkpoints/step-*/{STATE}")):
         yield state.parent
@@ -196,6 +203,7 @@ def _find_key_file(data: Data) -> Iterator[Path]:
 #: Every format. What changes a format adds a rewriter here, or reads the earlier one as it is.
 FORMATS = (
     Format("cache", _find_caches, _read_cache, read_manifest),
+    Format("run folder", _find_runs, read_run_format, require_known_run),
     Format("checkpoint", _find_checkpoints, read_format, read_state),
     Format("job records", _find_store, _read_records, require_known_records),
     Format("key file", _find_key_file, key_file.read_format, key_file.read_keys),

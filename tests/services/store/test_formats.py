@@ -16,7 +16,7 @@ from cache.manifest import sign_json, verify_json
 from cache.testing import make_cache
 from kd.client.wire.service import WorkerState
 from kd.errors import TrainingError
-from kd.files import LOCK
+from kd.files import LOCK, MARK, write_json
 from kd.training.saved.state_file import FORMAT, STATE, read_format, read_state
 from services.settings import Settings
 from services.store import key_file
@@ -40,6 +40,7 @@ def home(tmp_path: Path) -> Path:
     """A data folder with a cache, a checkpoint and a file of keys."""
     make_cache(tmp_path / "caches")
     make_checkpoint(tmp_path / "runs" / "job_a", FORMAT)
+    write_json(tmp_path / "runs" / "job_a" / "config.json", {})
     key_file.create_key(tmp_path / "api_keys", "alice", ["read"])
     return tmp_path
 
@@ -65,7 +66,13 @@ def test_everything_of_this_version_is_read_as_it_is(data: Data) -> None:
 
 @pytest.mark.parametrize(
     ("name", "older", "newer"),
-    [("cache", 1, 99), ("checkpoint", 1, 99), ("job records", 1, 99), ("key file", None, 99)],
+    [
+        ("cache", 1, 99),
+        ("checkpoint", 1, 99),
+        ("run folder", None, 99),
+        ("job records", 1, 99),
+        ("key file", None, 99),
+    ],
 )
 def test_another_format_is_refused_with_both_numbers_and_the_remedy(
     name: str, older: int | None, newer: int, data: Data
@@ -79,6 +86,8 @@ def test_another_format_is_refused_with_both_numbers_and_the_remedy(
             (state,) = home.glob(f"runs/*/checkpoints/*/{STATE}")
             content = verify_json(state.read_bytes(), STATE)
             state.write_bytes(sign_json({**content, "format": number}))
+        elif name == "run folder":
+            write_json(home / "runs" / "job_a" / MARK, {"format": number})
         elif name == "job records":
             client.set("kd:format", number)
         else:
@@ -191,7 +200,7 @@ def test_kd_upgrade_says_that_nothing_is_to_rewrite(home: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "nothing to rewrite" in done.stdout and "no job store was found" in done.stdout
     found = json.loads(kd("upgrade", "--yes", "--json", "--home", home).stdout)
-    assert [each["state"] for each in found["found"]] == ["read", "read"]
+    assert [each["state"] for each in found["found"]] == ["read"] * 3
     assert (found["rewritten"], found["store"]) == ([], False)
 
 

@@ -110,6 +110,11 @@ def test_a_job_that_the_version_before_has_begun_is_finished_to_the_bit(
     # The stop has saved a checkpoint of its own.
     assert 0 < read_newest_step(checkout) < STEPS
     sealed = read_manifests(checkout)
+    checkout.environment["PYTHONPATH"] = str(ROOT)
+    # One of the job records, one run, one cache, and the checkpoints: all as they are.
+    found = json.loads(checkout.require("kd upgrade --json"))
+    assert found["store"] and {each["state"] for each in found["found"]} == {"read"}
+    assert len({each["format"] for each in found["found"]}) == 4
     with serving(checkout, ROOT):
         job = wait_until(lambda: (found := read_job(checkout, job_id))["finished_at"] and found)
     assert (job["status"], job["attempt"]) == ("succeeded", 1), job["error"]
