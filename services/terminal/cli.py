@@ -18,7 +18,6 @@ import typer
 from cache.errors import PotstillError
 from services.terminal.commands import (
     accounts,
-    backup,
     caches,
     check,
     evaluate,
@@ -26,9 +25,9 @@ from services.terminal.commands import (
     jobs,
     keys,
     recovery,
-    upgrade,
 )
 from services.terminal.commands.before import convert, estimate, plan, rates, validate
+from services.terminal.commands.data import backup, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,

@@ -12,7 +12,7 @@ import pytest
 
 from bench.support.harness import Parts, make_config
 from cache.disk import locked, write_file
-from cache.manifest import sign_json, verify_json
+from cache.manifest import FORMAT_VERSION, sign_json, verify_json
 from cache.testing import make_cache
 from kd.client.wire.service import WorkerState
 from kd.errors import TrainingError
@@ -209,7 +209,10 @@ def test_kd_upgrade_refuses_what_it_cannot_read(home: Path) -> None:
     done = kd("upgrade", "--home", home)
     assert done.returncode == 1
     assert "cannot be read" in done.stdout
-    assert "version 99 is newer than 5" in done.stderr and "Upgrade Potstill" in done.stderr
+    assert (
+        f"version 99 is newer than {FORMAT_VERSION}" in done.stderr
+        and "Upgrade Potstill" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("command", ["serve", "worker", "up"])
