@@ -12,6 +12,8 @@
 # READER_FLAGS  passed to bench/reader.py, for example READER_FLAGS="--quick"
 # ROOFLINE_FLAGS  passed to bench/roofline.py, for example ROOFLINE_FLAGS="--measure"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
+# IMAGES       what `make release` does about the images: auto builds them where a Docker engine answers, yes fails
+#              without one, no leaves them out
 # EXAMPLE_SECONDS  how long `make examples` begins new runs
 # LONG=1       `make test` also runs the tests marked long
 # SLOW=1       `make test` also runs the tests marked long and slow
@@ -27,6 +29,7 @@ ROOFLINE_FLAGS ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 4
 EXAMPLE_SECONDS ?= 3600
+IMAGES      ?= auto
 LONG        ?=
 SLOW        ?=
 
@@ -44,11 +47,11 @@ UNASKED = $(if $(SLOW),, and not slow)$(if $(SLOW)$(LONG),, and not long)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(UNASKED)" $(TEST_FLAGS) || test $$? = 5
 # To collect the tests of all files takes half a minute; flags may name files of their own.
 ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
-CODE  := cache kd services tests $(wildcard bench examples)
+CODE  := .ci cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
-        chaos fuzz examples sbom audit up clean
+        chaos fuzz examples sbom audit up clean release
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -175,7 +178,10 @@ examples: $(STAMP) ## Draw new examples of the property tests for an hour; those
 	done; exit $$failed
 
 sbom: $(STAMP) ## Write sbom.json, the CycloneDX bill of materials
-	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o sbom.json $(BIN)/python
+	$(BIN)/python .ci/release.py --bill sbom.json
+
+release: $(STAMP) ## Build wheel, source archive, bill of materials, images and SHA256SUMS of this version into dist/
+	$(BIN)/python .ci/release.py --images $(IMAGES)
 
 audit: $(STAMP) ## Look for known vulnerabilities: bandit, and pip-audit (needs a network)
 	KD_AUDIT=1 $(BIN)/pytest -n 0 -k "bandit or hole" tests/system/test_security.py

@@ -20,9 +20,14 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import StorageError
+from kd.errors import TrainingError
 
 #: File in a run folder that the writing process locks.
 LOCK = ".lock"
+#: File in a run folder that tells the format of the folder.
+MARK = "run.json"
+#: The format that this version writes, and that of a folder without the file.
+RUN_FORMAT = 1
 
 
 @contextmanager
@@ -66,6 +71,21 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read the JSON at ``path``; return None if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def read_run_format(run_dir: Path) -> int:
+    """The format of a run folder."""
+    mark = read_json(run_dir / MARK)
+    return RUN_FORMAT if mark is None else int(mark["format"])
+
+
+def require_known_run(run_dir: Path) -> None:
+    """Raise ``TrainingError`` if a newer version wrote the run folder."""
+    if (found := read_run_format(run_dir)) > RUN_FORMAT:
+        raise TrainingError(
+            f"{run_dir} has run format {found}, but this version reads {RUN_FORMAT}.",
+            "Go on with the version that began the run or a newer one, or use another run folder.",
+        )
 
 
 @contextmanager

@@ -39,7 +39,14 @@ from kd.evaluation.measure import EvaluationContext
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.report import make_report, write_report
 from kd.evaluation.teacher_effect import warn_of_verdict
-from kd.files import read_json, whole_folder, write_json
+from kd.files import (
+    MARK,
+    RUN_FORMAT,
+    read_json,
+    require_known_run,
+    whole_folder,
+    write_json,
+)
 from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.memory.host import choose_chunk_memory
@@ -100,8 +107,10 @@ def run_stage(
     """
     require_known_architecture(ask_torch())
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
+    require_known_run(run_dir)
     require_same_job(config, run_dir)
     hide_progress_bars()
+    write_json(run_dir / MARK, {"format": RUN_FORMAT})
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     if config.kind == "verify":
         return run_verify(config, home, run_dir, monitor)

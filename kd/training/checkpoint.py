@@ -41,6 +41,7 @@ from kd.parallel.sharded_files import write_shards
 from kd.progress import replace_nonfinite
 from kd.training.saved.restoring import FILES, restore, restore_weights
 from kd.training.saved.state import TrainState, is_sharded
+from kd.training.saved.state_file import FORMAT, STATE, read_state
 from kd.training.saved.tensor_file import write_tensors
 from kd.training.saved.tensors import (
     collect_extra_tensors,
@@ -49,9 +50,6 @@ from kd.training.saved.tensors import (
     collect_random_tensors,
     select_group_numbers,
 )
-
-#: The format of state.json; a checkpoint of another format is refused.
-_FORMAT = 2
 
 
 def save_checkpoint(folder: Path, state: TrainState, identity: str) -> Path:
@@ -89,7 +87,7 @@ def _write_checkpoint(
             return
         write_tensors(partial / FILES[3], random)
         content = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "identity": identity,
             "progress": replace_nonfinite(asdict(state.progress)),
             "optimizer": numbers,
@@ -104,7 +102,7 @@ def _write_checkpoint(
                 path.name: hash_file(path) for path in sorted(partial.glob("*.safetensors"))
             },
         }
-        write_file(partial / "state.json", sign_json(content))
+        write_file(partial / STATE, sign_json(content))
 
 
 @contextmanager
@@ -219,7 +217,7 @@ def read_newest_state(folder: Path) -> dict[str, Any] | None:
     """The newest state.json that is whole, with identity and progress; tensors are not read."""
     for path in reversed(list_checkpoints(folder)):
         try:
-            content = verify_json((path / "state.json").read_bytes(), "state.json")
+            content = verify_json((path / STATE).read_bytes(), STATE)
         except (OSError, CacheCorrupt):
             continue
         if {"identity", "progress"} <= content.keys():
@@ -238,13 +236,7 @@ def prune_checkpoints(folder: Path, limit: int, keep_step: int | None) -> None:
 
 def _load_verified_state(path: Path) -> dict[str, Any]:
     """The contents of state.json. Raises ``CacheCorrupt`` where a file differs from its hash."""
-    content = verify_json((path / "state.json").read_bytes(), "state.json")
-    if content.get("format") != _FORMAT:
-        raise TrainingError(
-            f"{path} has checkpoint format {content.get('format', 1)}, but this version reads "
-            f"{_FORMAT}.",
-            "Finish the run with the version that began it, or delete its folder to start over.",
-        )
+    content = read_state(path)
     for name, digest in content["sha256"].items():
         if hash_file(path / name) != digest:
             raise CacheCorrupt(f"{name} differs from what was saved.")

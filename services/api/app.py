@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
@@ -38,6 +37,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from kd.face.version import read_version
 from services.api.answers import problems
 from services.api.answers.event_stream import EventHub, connect_events
 from services.api.auditing import Audit
@@ -87,7 +87,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(
         title="Potstill",
         summary="Knowledge distillation as a service.",
-        version=version("potstill"),
+        version=read_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
         # FastAPI's pages load scripts from other hosts; routes/dashboard.py serves our own.

@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +37,7 @@ from cache.errors import PotstillError
 from kd.addresses import resolve_public_address
 from kd.client.wire.jobs import Job
 from kd.errors import ConfigError, Problem
+from kd.face.version import read_version
 from services.settings import Settings
 from services.store.jobs.deliveries import Delivery
 from services.store.jobs.store import JobStore
@@ -345,7 +345,7 @@ class Webhooks:
         headers = self._signer.headers(message, int(time.time())) | {
             "Host": url.netloc.decode(),
             "Content-Type": "application/json",
-            "User-Agent": f"Potstill/{version('potstill')}",
+            "User-Agent": f"Potstill/{read_version()}",
         }
         pinned = url.copy_with(host=address)
         # The certificate must still be the one of the name.

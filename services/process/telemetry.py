@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 from cache.errors import PotstillError
 from kd.errors import Interrupted
+from kd.face.version import read_version
 from kd.progress import Event
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _make_provider(endpoint: str, part: str) -> TracerProvider:
         ) from None
     origin: dict[str, Any] = {
         "service.name": f"potstill-{part}",
-        "service.version": version("potstill"),
+        "service.version": read_version(),
         "process.pid": os.getpid(),
     }
     provider = TracerProvider(resource=Resource.create(origin), shutdown_on_exit=False)

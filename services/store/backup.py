@@ -40,6 +40,7 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import PotstillError, StorageError
+from kd.face.version import read_version
 from services.store.connection import connect_redis
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
@@ -110,9 +111,12 @@ class Backup:
         """Read the index of the backup in ``folder``. Its files are not checked."""
         try:
             found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            if found.pop("format") != FORMAT:
+            if (number := found.pop("format")) != FORMAT:
+                writer = found.get("version", "another version")
                 raise BackupError(
-                    f"{folder} was written by another version.", "Restore it with that version."
+                    f"{folder} has backup format {number}, written by Potstill {writer}; this "
+                    f"version, {read_version()}, reads format {FORMAT}.",
+                    f"Restore it with Potstill {writer}.",
                 )
             files = {name: BackupFile(**file) for name, file in found.pop("files").items()}
             return cls(**found, files=files)
@@ -189,7 +193,7 @@ def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float)
         found = copy_folder(settings.home / tree, folder / tree)
         files |= {f"{tree}/{name}": file for name, file in found.items()}
     made = Backup(
-        _read_version(),
+        read_version(),
         datetime.now(UTC).isoformat(timespec="seconds"),
         str(settings.home),
         len(rows),
@@ -334,12 +338,6 @@ def _publish(temporary: Path, folder: Path) -> None:
         folder.rmdir()
     temporary.rename(folder)
     sync_path(folder.parent)
-
-
-def _read_version() -> str:
-    from importlib.metadata import version
-
-    return version("potstill")
 
 
 # ---------------------------------------------------------------------- restore

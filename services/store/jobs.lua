@@ -1015,9 +1015,13 @@ end
 
 -- ---------------------------------------------------------------- the call
 
+-- format() -> the format of the records
+function transitions.format() return FORMAT end
+
 -- An error if the records have another format than this script; an empty server gets this format.
 local function refusal()
-  local found = redis.call('GET', 'kd:format')
+  -- The first records had an index of another name, and no format.
+  local found = redis.call('GET', 'kd:format') or (redis.call('EXISTS', 'kd:jobs') == 1 and '1')
   if found == FORMAT then return end
   if not found then
     redis.call('SET', 'kd:format', FORMAT)

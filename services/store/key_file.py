@@ -5,6 +5,7 @@
     {"revoked": "...", "at": "2026-11-22T12:00:00+00:00"}
     {"quota_of": "nlp", "device_seconds": 36000.0, "bytes": null, "at": "2026-11-22T..."}
 
+A line {"format": 2} would say that the lines after it are of another format: the file is refused.
 A line creates or revokes a key, or sets the quotas of a team, which replace earlier ones. A key is
 refused from its ``expires_at`` on. Keys of one name are of one team. Lines are only added,
 at the end and in one write, so that a reader always sees a whole file, also through a mount of the
@@ -36,6 +37,8 @@ from cache.disk import storage_errors, wait_for_lock
 from cache.errors import PotstillError
 from services.store.callers import Quota
 
+#: The format of the file: that of a file in which no line names one.
+FORMAT = 1
 #: Start of every key, by which a log finds and hides it.
 PREFIX = "kd_"
 #: Each scope includes those before it.
@@ -141,6 +144,13 @@ def hash_key(key: str) -> str:
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """The keys in the file that are not revoked, oldest first."""
     return _read_file(path)[0]
+
+
+def read_format(path: Path) -> int:
+    """The format that the file names; ``FORMAT`` where it names none."""
+    text = path.read_text(encoding="utf-8")
+    numbers = [json.loads(line).get("format") for line in text.splitlines() if '"format"' in line]
+    return max((int(number) for number in numbers if number is not None), default=FORMAT)
 
 
 def read_quotas(path: Path) -> dict[str, Quota]:
@@ -276,6 +286,8 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str
     """A key, or the digest of a revoked one, or a team and its quotas."""
     try:
         entry = json.loads(line)
+        if "format" in entry:
+            return _require_known_format(path, int(entry["format"]))
         if "quota_of" in entry:
             return _require(entry["quota_of"], NAME), _parse_quota(entry)
         if "revoked" in entry:
@@ -293,6 +305,16 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str
         raise KeysError(
             f"{path}, line {number}: this is not a key ({type(error).__name__}: {error}).", remedy
         ) from None
+
+
+def _require_known_format(path: Path, found: int) -> str:
+    """Refuse a file of a newer version. The text is the digest of no key."""
+    if found > FORMAT:
+        raise KeysError(
+            f"{path} has key file format {found}, but this version reads {FORMAT}.",
+            "Use the version that wrote it, or a newer one.",
+        )
+    return ""
 
 
 def _parse_quota(entry: dict[str, Any]) -> Quota:

@@ -13,7 +13,7 @@ from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.placement import JOB_ID_PATTERN
-from kd.files import LOCK, read_json
+from kd.files import LOCK, read_json, require_known_run
 
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
 JOB_ID = re.compile(JOB_ID_PATTERN)
@@ -42,7 +42,11 @@ class FoundRun:
 
 
 def read_run(folder: Path) -> FoundRun:
-    """Read the folder of a run. Raises ``RunFolderError``, or ``ConfigError`` for its job."""
+    """Read the folder of a run.
+
+    Raises ``RunFolderError``, ``ConfigError`` for its job, or ``TrainingError`` for a folder that a
+    newer version wrote.
+    """
     if not JOB_ID.fullmatch(folder.name):
         raise RunFolderError(
             f"{folder} is not the folder of a job: its name is no job id.",
@@ -52,6 +56,7 @@ def read_run(folder: Path) -> FoundRun:
         raise RunFolderError(
             f"{folder} is in use: a process writes to it.", "Wait until its run has ended."
         )
+    require_known_run(folder)
     written = read_json(folder / "config.json")
     if written is None:
         raise RunFolderError(

@@ -85,6 +85,7 @@ CATALOGUE = {
     "audit": Line(SERVICE, "kd audit --json"),
     "backup": Line(SERVICE, "kd backup backups/monday"),
     "restore": Line(SERVICE, "kd restore backups/monday --check"),
+    "upgrade": Line(SERVICE, "kd upgrade"),
     "gc": Line(SERVICE, "kd gc --older-than 7d"),
 }
 

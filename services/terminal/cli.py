@@ -19,7 +19,6 @@ from cache.errors import PotstillError
 from services.terminal.catalogue import Catalogue
 from services.terminal.commands import (
     accounts,
-    backup,
     caches,
     check,
     comparison,
@@ -30,6 +29,7 @@ from services.terminal.commands import (
     recovery,
 )
 from services.terminal.commands.before import convert, estimate, init, plan, rates, validate
+from services.terminal.commands.data import backup, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
@@ -90,15 +90,16 @@ app.add_typer(keys.app)
 app.add_typer(accounts.app)
 app.add_typer(backup.app)
 app.add_typer(recovery.app)
+app.add_typer(upgrade.app)
 jobs.jobs_app.add_typer(recovery.adopt_app)
 jobs.jobs_app.add_typer(comparison.app)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from kd.face.version import read_version
 
-        out.print(version("potstill"))
+        out.print(read_version())
         raise typer.Exit
 
 
@@ -283,7 +284,19 @@ def _require_store(settings: Settings) -> Settings:
             "KD_REDIS_URL is not set.",
             "Set it to the address of the job store, or use `kd up`, which brings one.",
         )
+    _require_known_records(settings.redis_url)
     return settings
+
+
+def _require_known_records(url: str) -> None:
+    """Refuse a job store of another format. One that does not answer yet is waited for later."""
+    from redis.exceptions import RedisError
+
+    from services.store.connection import connect_redis
+    from services.store.formats import require_known_records
+
+    with suppress(RedisError), connect_redis(url) as client:
+        require_known_records(client)
 
 
 def _print_report(report: dict[str, Any], as_json: bool) -> None:

@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 from celery import Celery, signals
@@ -19,6 +18,7 @@ from redis.exceptions import RedisError
 
 from kd.client.wire.service import Device as DeviceView
 from kd.client.wire.service import WorkerState
+from kd.face.version import read_version
 from services.process import telemetry
 from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
@@ -175,7 +175,7 @@ class StageWorker:
             job=claim.id if claim else None,
             attempt=claim.attempt if claim else None,
             stopping=self.stopping.is_set(),
-            version=version("potstill"),
+            version=read_version(),
             started_at=self._started,
             beat_at=datetime.now(UTC),
         )

@@ -157,6 +157,10 @@ def test_a_run_leaves_a_sealed_cache_and_everything_it_names(done):
     ]  # fmt: skip
 
 
+def test_a_run_tells_its_format(done):
+    assert json.loads((done.run_dir / "run.json").read_text()) == {"format": 1}
+
+
 def test_the_job_is_written_down_and_can_be_read_back(done, job):
     written = json.loads((done.run_dir / "config.json").read_text(encoding="utf-8"))
     assert parse_config(written) == parse_config(job)
@@ -326,6 +330,16 @@ def test_another_job_in_the_same_run_folder_is_refused_before_its_capture(
         and "--run-dir" in refused.value.remedy
     )
     assert listener.events == [] and (home / "runs/x/config.json").read_bytes() == before
+
+
+def test_a_run_folder_of_a_newer_version_is_refused_and_left_as_it_is(job, tmp_path):
+    place = tmp_path / "runs" / "x"
+    place.mkdir(parents=True)
+    (place / "run.json").write_text('{"format": 2}')
+    with pytest.raises(TrainingError, match="run format 2, but this version reads 1"):
+        run(job, tmp_path)
+    assert [path.name for path in place.iterdir()] == ["run.json"]
+    assert not (tmp_path / "caches").exists()
 
 
 def test_what_does_not_shape_the_weights_may_change_between_runs(done, job, tmp_path):

@@ -22,6 +22,7 @@ from kd.errors import ConfigError, Problem
 from services.api.openai.errors import describe_error, is_openai_path
 from services.api.openai.views import FineTuningRequest
 from services.process.logs import request_id, shorten_path
+from services.store.jobs.script import OtherFormat
 
 MEDIA_TYPE = "application/problem+json"
 #: The Retry-After header while Redis is away.
@@ -227,6 +228,11 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
     # full server refuses to write.
     if type(error) is ResponseError and not str(error).startswith(("MISCONF", "OOM")):
         return await _on_unexpected_error(request, error)
+    if isinstance(error, OtherFormat):
+        _, _, text = str(error).partition(" ")
+        return respond_with_problem(
+            request, ApiProblem(503, f"The job store was not read: {text}.", "Run `kd upgrade`.")
+        )
     path = shorten_path(request.url.path)
     log.warning("%s %s: Redis does not answer: %s", request.method, path, error)
     problem = ApiProblem(

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Literal, Protocol, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -23,6 +22,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from kd.capture.estimate import measure_free_bytes
 from kd.client.wire.service import WorkerState
+from kd.face.version import read_version
 from services.api.guards.request_metrics import RequestMetrics
 from services.settings import STAGES, Settings
 from services.store.jobs.store import JobStore
@@ -160,7 +160,7 @@ class MetricsCollector(Collector):
 
     def _collect_samples(self) -> Iterator[MetricSample]:
         service = self._service
-        yield "kd_build_info", {"version": version("potstill")}, 1
+        yield "kd_build_info", {"version": read_version()}, 1
         yield "kd_disk_free_bytes", {}, measure_free_bytes(service.settings.home)
         yield "kd_disk_floor_bytes", {}, service.settings.disk_floor_bytes
         yield from _sample_requests(service.request_metrics)

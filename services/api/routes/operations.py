@@ -12,7 +12,6 @@ GET /version    the version of the server
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from importlib.metadata import version
 
 from fastapi import APIRouter, Response
 
@@ -28,6 +27,7 @@ from kd.client.wire.service import (
     WorkerList,
     WorkerState,
 )
+from kd.face.version import read_version
 from kd.preflight.limits import read_allow_list
 from services.api.answers.problems import (
     RETRY_SECONDS,
@@ -144,7 +144,7 @@ def metrics(service: TheService) -> Response:
 def get_version(service: TheService) -> Version:
     """Show the version of the server."""
     return Version(
-        version=version("potstill"),
+        version=read_version(),
         record_format=RECORD_FORMAT,
         file_view=identify_file_view(),
     )

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import ResponseError
 
 SCRIPT = (Path(__file__).parents[1] / "jobs.lua").read_text(encoding="utf-8")
+
+
+class OtherFormat(ResponseError):
+    """The records are of another format than the script; its text names both, and what to do."""
 
 
 class ScriptedStore:
@@ -26,7 +31,16 @@ class ScriptedStore:
 
     def _transition(self, name: str, *arguments: str | int | float) -> Any:
         """Call one function of the script. Raises ``RedisError``."""
-        return self._script(args=[name, *arguments])
+        try:
+            return self._script(args=[name, *arguments])
+        except ResponseError as error:
+            if str(error).startswith(("NEWERFORMAT", "OLDERFORMAT")):
+                raise OtherFormat(str(error)) from None
+            raise
+
+    def require_known_format(self) -> None:
+        """Raise ``OtherFormat`` if the records are of another format. They are not changed."""
+        self._transition("format")
 
 
 def flatten_fields(fields: Mapping[str, str]) -> Iterable[str]:

@@ -30,6 +30,7 @@ from services.process.lasting_loops import keep_running
 from services.settings import Settings, make_address
 from services.store.connection import connect_redis
 from services.store.embedded import StoreUnavailable, find_free_port, is_port_free, provide_redis
+from services.store.formats import require_known_records
 from services.worker.child_process import build_module_command, build_package_environment
 
 #: The time between two checks whether a process has ended.
@@ -160,6 +161,7 @@ def _require_store(url: str) -> None:
     try:
         with connect_redis(url) as client:
             client.ping()
+            require_known_records(client)
     except (RedisError, ValueError) as error:  # ValueError: not the URL of a server
         raise StoreUnavailable(
             f"The server of KD_REDIS_URL does not answer: {error}.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from bench.support.paths import AUSTEN, ROOT
 from cache.disk import locked
 from cache.testing import make_cache, make_identity
 from kd.client.errors import Refused, Unreachable
+from kd.face.version import read_version
 from services.settings import Settings
 from services.store.connection import connect_redis
 from services.terminal.client import FOLLOW_PATIENCE, make_client
@@ -80,9 +80,7 @@ PACKAGES = {"cache", "cache.errors", "services"}
 
 def test_the_version_needs_no_command() -> None:
     done = kd("--version")
-    assert (done.returncode, done.stdout.strip()) == (0, importlib.metadata.version("potstill")), (
-        done.stderr
-    )
+    assert (done.returncode, done.stdout.strip()) == (0, read_version()), done.stderr
 
 
 def test_help_imports_the_command_line_and_nothing_else() -> None:

@@ -1,0 +1,41 @@
+"""The file ``state.json`` of a checkpoint, and its format. It is read without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cache.manifest import verify_json
+from kd.errors import TrainingError
+
+STATE = "state.json"
+#: The format of state.json; a checkpoint of another format is refused.
+FORMAT = 2
+
+
+def read_format(path: Path) -> int:
+    """The format of the checkpoint in ``path``. Raises ``OSError`` and ``CacheCorrupt``."""
+    return _get_format(verify_json((path / STATE).read_bytes(), STATE))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of state.json; the files that it names are not read.
+
+    Raises ``CacheCorrupt`` where it differs from its digest, and ``TrainingError`` where it is of
+    another format.
+    """
+    content = verify_json((path / STATE).read_bytes(), STATE)
+    found = _get_format(content)
+    if found != FORMAT:
+        newer = found > FORMAT
+        raise TrainingError(
+            f"{path} has checkpoint format {found}, but this version reads {FORMAT}.",
+            f"Finish the run with the version that began it{' or a newer one' if newer else ''}, "
+            "or delete its folder to start over.",
+        )
+    return content
+
+
+def _get_format(content: dict[str, Any]) -> int:
+    # The first checkpoints did not say their format.
+    return int(content.get("format", 1))

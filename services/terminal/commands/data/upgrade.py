@@ -1,0 +1,119 @@
+"""``kd upgrade``: which data of earlier versions this version reads, and which it rewrites."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
+from services.terminal.console import (
+    AsJson,
+    Home,
+    audit_command,
+    make_settings,
+    out,
+    print_error,
+    print_json,
+    print_table,
+)
+from services.terminal.exit_codes import FAILED
+
+if TYPE_CHECKING:
+    from services.settings import Settings
+    from services.store.formats import Data, FoundFormat
+
+#: What becomes of a place, in words.
+STATES = {"read": "read as it is", "rewrite": "to rewrite", "refused": "cannot be read"}
+
+app = typer.Typer()
+
+
+@app.command()
+def upgrade(
+    yes: Annotated[
+        bool, typer.Option("--yes/--no-yes", "-y", help="Rewrite what has an old format.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the formats of all data, and rewrite those that this version does not read as they are.
+
+    Without --yes nothing is changed. Stop the service and make a backup first. The command can be
+    killed and repeated. The exit code is 1 if something is left that this version cannot read, or
+    that must be rewritten. The job store is left out, with a word, if it does not run.
+    """
+    from services.store.formats import examine, rewrite
+
+    settings = make_settings(home=home)
+    with _opening(settings) as data:
+        found = examine(data)
+        done = rewrite(data) if yes and any(each.state == "rewrite" for each in found) else []
+        left = examine(data) if done else found
+    if done:
+        audit_command(settings, "data.upgrade", str(settings.home), rewritten=len(done))
+    if as_json:
+        print_json(
+            {
+                "store": data.client is not None,
+                "found": [each.to_json() for each in left],
+                "rewritten": [each.to_json() for each in done],
+            }
+        )
+    else:
+        _print(left, done, data)
+    raise typer.Exit(0 if all(each.state == "read" for each in left) else FAILED)
+
+
+@contextmanager
+def _opening(settings: Settings) -> Iterator[Data]:
+    """Yield the data of the service; a job store that does not answer is left out.
+
+    An embedded store that is stopped is started for this command.
+    """
+    from redis.exceptions import RedisError
+
+    from services.store.backup import open_store
+    from services.store.connection import connect_redis
+    from services.store.formats import Data
+
+    if settings.redis_url is None:
+        if find_embedded_url(settings.home / "redis") is None:
+            yield Data(settings, None)
+            return
+        with open_store(settings) as client:
+            yield Data(settings, client)
+        return
+    with connect_redis(settings.redis_url, STORE_TIMEOUT) as client:
+        try:
+            client.ping()
+        except RedisError:
+            yield Data(settings, None)
+            return
+        yield Data(settings, client)
+
+
+def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None:
+    counts = Counter((each.format, each.number, each.state) for each in left)
+    rows = [
+        [name, "" if number is None else str(number), str(count), STATES[state]]
+        for (name, number, state), count in counts.items()
+    ]
+    if rows:
+        print_table(["FORMAT", "NUMBER", "PLACES", "STATE"], rows)
+    if data.client is None:
+        out.print("no job store was found; its records were not checked")
+    for each in left:
+        if each.state == "refused":
+            print_error(each.detail, each.remedy)
+        elif each.state == "rewrite":
+            out.print(f"to rewrite: {each.place}", markup=False, soft_wrap=True)
+    for each in done:
+        out.print(f"rewritten: {each.place}", markup=False, soft_wrap=True)
+    if not done and not any(each.state == "rewrite" for each in left):
+        out.print("nothing to rewrite")
+    elif not done:
+        out.print("`kd upgrade --yes` rewrites it; make a backup first.", markup=False)

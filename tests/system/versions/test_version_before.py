@@ -1,0 +1,184 @@
+"""What the version before has begun, the present version finishes, to the bit.
+
+Both run the same small job of the example, one after the other in one data folder. The version
+before comes out of the history.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.support.harness import PATIENCE_SECONDS, wait_until
+from bench.support.paths import ROOT
+from cache.disk import hash_file, list_file_sizes
+from cache.store import open_cache, verify_cache
+from tests.support.checkout import Checkout, make_checkout
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("_server_binary")]
+
+#: Enough steps and shards that a signal finds the run in the middle of them.
+STEPS = 200
+JOB = "examples/austen/job.yaml"
+DATA = "potstill-data"
+CHANGES = {
+    "train.max_steps": STEPS, "train.save_steps": 50, "train.eval_steps": 100,
+    "cache.shard_sequences": 8,
+}  # fmt: skip
+SET = " ".join(f"--set {name}={value}" for name, value in CHANGES.items())
+#: The commit of the version before, in full. A release sets it to the commit of the release before.
+BEFORE = "8cefb8806101d937cb4055baf3301cd5a8cd4600"
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of the version before, out of the history."""
+    packages = ["cache", "kd", "services", "pyproject.toml"]
+    done = subprocess.run(["git", "archive", BEFORE, *packages], cwd=ROOT, capture_output=True)
+    if done.returncode != 0:
+        pytest.skip(f"this clone has no commit {BEFORE[:12]}: fetch its whole history")
+    folder = tmp_path_factory.mktemp("before")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The outcome of the job in the present version alone."""
+    checkout = make_checkout(tmp_path_factory.mktemp("undisturbed") / "checkout")
+    checkout.require(f"kd run {JOB} {SET}")
+    return hash_outcome(checkout)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return make_checkout(tmp_path / "checkout")
+
+
+def hash_outcome(checkout: Checkout) -> dict[str, str]:
+    """The digests of the student's weights and of the arrays of its cache."""
+    (student,) = checkout.folder.glob(f"{DATA}/runs/*/student/model.safetensors")
+    (folder,) = (path for path in checkout.folder.glob(f"{DATA}/caches/*") if path.is_dir())
+    assert verify_cache(folder) == []
+    shards = folder / "shards"
+    arrays = {name: hash_file(shards / name) for name in list_file_sizes(shards)}
+    return {"student": hash_file(student), "cache": folder.name, **arrays}
+
+
+@contextmanager
+def serving(checkout: Checkout, packages: Path) -> Iterator[None]:
+    """Run the whole service of a version, and stop it as an operator does: SIGTERM to ``kd up``."""
+    checkout.environment["PYTHONPATH"] = str(packages)
+    with checkout.serving("kd up"):
+        yield
+
+
+def read_job(checkout: Checkout, job_id: str) -> dict[str, Any]:
+    return checkout.get(f"/jobs/{job_id}")
+
+
+def read_newest_step(checkout: Checkout) -> int:
+    """The step of the newest checkpoint on the disk; 0 if there is none."""
+    states = sorted(checkout.folder.glob(f"{DATA}/runs/*/checkpoints/step-*/state.json"))
+    return json.loads(states[-1].read_text())["progress"]["step"] if states else 0
+
+
+def read_manifests(checkout: Checkout) -> dict[str, bytes]:
+    found = checkout.folder.glob(f"{DATA}/caches/*/manifest.json")
+    return {path.parent.name: path.read_bytes() for path in found}
+
+
+def test_a_job_that_the_version_before_has_begun_is_finished_to_the_bit(
+    before: Path, undisturbed: dict[str, str], checkout: Checkout
+) -> None:
+    with serving(checkout, before):
+        job_id = checkout.require(f"kd submit {JOB} {SET} --detach").strip()
+        wait_until(lambda: read_newest_step(checkout) > 0)
+    # The stop has saved a checkpoint of its own.
+    assert 0 < read_newest_step(checkout) < STEPS
+    sealed = read_manifests(checkout)
+    checkout.environment["PYTHONPATH"] = str(ROOT)
+    # One of the job records, one run, one cache, and the checkpoints: all as they are.
+    found = json.loads(checkout.require("kd upgrade --json"))
+    assert found["store"] and {each["state"] for each in found["found"]} == {"read"}
+    assert len({each["format"] for each in found["found"]}) == 4
+    with serving(checkout, ROOT):
+        job = wait_until(lambda: (found := read_job(checkout, job_id))["finished_at"] and found)
+    assert (job["status"], job["attempt"]) == ("succeeded", 1), job["error"]
+    assert hash_outcome(checkout) == undisturbed
+    assert read_manifests(checkout) == sealed, "the cache of the version before was read as it is"
+
+
+def test_a_capture_that_the_version_before_has_begun_is_finished_to_the_bit(
+    before: Path, undisturbed: dict[str, str], checkout: Checkout
+) -> None:
+    checkout.environment["PYTHONPATH"] = str(before)
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec kd run {JOB} {SET}"],
+        cwd=checkout.folder,
+        env=os.environ | checkout.environment,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: any(checkout.folder.glob(f"{DATA}/caches/*/seals/00*.json")))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_SECONDS)
+    assert read_manifests(checkout) == {}, "the capture had ended before the signal came"
+    checkout.environment["PYTHONPATH"] = str(ROOT)
+    checkout.require(f"kd run {JOB} {SET}")
+    assert hash_outcome(checkout) == undisturbed
+
+
+#: Writes a cache of each profile; its records are random, and depend on the profile alone.
+WRITE = """
+import sys
+from pathlib import Path
+from cache.profiles import PROFILES
+from cache.testing import make_cache, make_codec, make_identity
+for profile in sorted(PROFILES):
+    print(make_cache(Path(sys.argv[1]), make_identity(codec=make_codec(profile))).name)
+"""
+
+
+def write_caches(root: Path, packages: Path) -> list[str]:
+    """Write a cache of each profile with a version's packages; return the fingerprints."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WRITE, str(root)],
+        env=os.environ | {"PYTHONPATH": str(packages)},
+        cwd=root.parent,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split()
+
+
+def test_caches_of_all_profiles_are_read_as_they_were(before: Path, tmp_path: Path) -> None:
+    names = write_caches(tmp_path / "old", before)
+    assert names == write_caches(tmp_path / "new", ROOT)
+    for name in names:
+        assert verify_cache(tmp_path / "old" / name) == []
+        old, new = (open_cache(tmp_path / version / name) for version in ("old", "new"))
+        assert old.identity == new.identity
+        everything = range(len(old))
+        (sequences, records), (others, their_records) = (
+            each.read(everything) for each in (old, new)
+        )
+        assert np.array_equal(sequences.tokens, others.tokens)
+        assert records.columns.keys() == their_records.columns.keys()
+        for column, values in records.columns.items():
+            assert np.array_equal(values, their_records[column]), (name, column)
