@@ -16,7 +16,8 @@ from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.stored.places import BEGINNING, TextPlace
 
-#: Sequences that are packed at once. From a stream at most this many are read beyond those wanted.
+#: Sequences that are packed at once. From a stream at most this many are read beyond those wanted,
+#: and the short texts that were tokenized with the last of them.
 BLOCK_SEQUENCES = 64
 #: Marks padding while sequences are laid out; no tokenizer has this id.
 _PAD = np.uint32(2**32 - 1)

@@ -80,6 +80,19 @@ class TextEncoder:
         if begun:
             yield np.asarray(self._after, np.uint32)
 
+    def encode_short(self, texts: list[str]) -> list[NDArray[np.uint32]] | None:
+        """Encode ``texts`` of at most ``PIECE_CHARACTERS`` characters each, at once; ids (N,) each.
+
+        None where the tokenizer's special tokens cannot be told from those of a text.
+        """
+        if self._seams is None:
+            return None
+        before, after = (np.asarray(ids, np.uint32) for ids in (self._before, self._after))
+        return [
+            np.concatenate([before, ids, after]) if text.strip() else ids[:0]
+            for text, ids in zip(texts, self._encode_pieces(texts), strict=True)
+        ]
+
     def _warn_if_long(self, text: str, place: str, reason: str) -> None:
         if len(text) > LONG_CHARACTERS:
             self._monitor.emit(

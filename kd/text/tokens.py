@@ -15,7 +15,7 @@ from kd.progress import SILENT, Monitor
 from kd.text.chats import Chat, encode_chat, encode_completion
 from kd.text.files import TextFile
 from kd.text.packing import BLOCK_SEQUENCES, Document
-from kd.text.pieces import TextEncoder
+from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS, TextEncoder
 from kd.text.rows import Completion
 from kd.text.sources import FoundDocument
 from kd.text.stored.places import TextPlace
@@ -23,6 +23,8 @@ from kd.text.stored.places import TextPlace
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Short texts that are tokenized at once, at most.
+_TEXTS_AT_ONCE = 1024
 #: Tokens on both sides of one that is refused, which the error shows.
 _SHOWN = 8
 
@@ -42,24 +44,73 @@ def encode_documents(
     that holds an id which is not below ``size``, V.
     """
     encoder = TextEncoder(tokenizer, monitor)
+    for group in _group_short_texts(documents):
+        for found, known in zip(group, _encode_together(group, encoder), strict=True):
+            try:
+                yield from _encode_document(found, known, encoder, config, size)
+            except PotstillError:
+                raise
+            # A chat template may raise anything; half a surrogate pair raises TypeError.
+            except Exception as error:
+                raise DataError(
+                    f"{found.where} cannot be tokenized: {type(error).__name__}: {error}",
+                    "Correct or remove it; messages need a tokenizer with a chat template.",
+                ) from error
+
+
+def _group_short_texts(documents: Iterable[FoundDocument]) -> Iterator[list[FoundDocument]]:
+    """Group short texts that follow each other; every other document is alone.
+
+    The groups grow, so that a stream of which little is wanted is read little further.
+    """
+    group = list[FoundDocument]()
+    characters = 0
+    most = 1
     for found in documents:
-        try:
-            yield from _encode_document(found, encoder, config, size)
-        except PotstillError:
-            raise
-        # A chat template may raise anything; half a surrogate pair raises TypeError.
-        except Exception as error:
-            raise DataError(
-                f"{found.where} cannot be tokenized: {type(error).__name__}: {error}",
-                "Correct or remove it; messages need a tokenizer with a chat template.",
-            ) from error
+        if not _is_short_text(found):
+            if group:
+                yield group
+            yield [found]
+            group, characters = [], 0
+            continue
+        group.append(found)
+        characters += len(found.content)
+        if len(group) >= most or characters >= BATCH_CHARACTERS:
+            yield group
+            group, characters = [], 0
+            most = min(2 * most, _TEXTS_AT_ONCE)
+    if group:
+        yield group
+
+
+def _is_short_text(found: FoundDocument) -> bool:
+    content = found.content
+    return isinstance(content, str) and len(content) <= PIECE_CHARACTERS
+
+
+def _encode_together(
+    group: list[FoundDocument], encoder: TextEncoder
+) -> list[NDArray[np.uint32]] | list[None]:
+    """Tokenize a group of short texts in the threads of the library; None for what is left."""
+    alone = [None] * len(group)
+    if len(group) == 1:
+        return alone
+    try:
+        return encoder.encode_short([found.content for found in group]) or alone
+    except Exception:  # alone, the text that is at fault is found
+        return alone
 
 
 def _encode_document(
-    found: FoundDocument, encoder: TextEncoder, config: DataConfig, size: int | None
+    found: FoundDocument,
+    known: NDArray[np.uint32] | None,
+    encoder: TextEncoder,
+    config: DataConfig,
+    size: int | None,
 ) -> Iterator[Document]:
+    """Make the documents of one that was found; ``known`` are its ids if it is a short text."""
     tokenizer = encoder.tokenizer
-    for part in _encode_parts(found, encoder, config):
+    for part in _encode_parts(found, known, encoder, config):
         if size is not None:
             _require_known_ids(part.ids, part.place.tokens, found.where, size, tokenizer)
         if len(part) > (1 if part.begins else 0):
@@ -67,7 +118,10 @@ def _encode_document(
 
 
 def _encode_parts(
-    found: FoundDocument, encoder: TextEncoder, config: DataConfig
+    found: FoundDocument,
+    known: NDArray[np.uint32] | None,
+    encoder: TextEncoder,
+    config: DataConfig,
 ) -> Iterator[Document]:
     where, content, place = found
     tokenizer = encoder.tokenizer
@@ -79,8 +133,8 @@ def _encode_parts(
         yield _take_rest(*encode_completion(*texts, where, tokenizer, not answers_only), place)
     else:
         chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
-        batches = _add_end(encoder.encode(chunks, where, place.batch), tokenizer)
-        yield from _cut_into_parts(batches, config, place)
+        batches = encoder.encode(chunks, where, place.batch) if known is None else [known]
+        yield from _cut_into_parts(_add_end(batches, tokenizer), config, place)
 
 
 def _take_rest(ids: np.ndarray, trained: np.ndarray | None, place: TextPlace) -> Document:

@@ -36,6 +36,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr("kd.text.stored.shards.SHARD_TOKENS", 16 * 20)
     monkeypatch.setattr("kd.text.packing.BLOCK_SEQUENCES", 3)
     monkeypatch.setattr("kd.text.tokens.BLOCK_SEQUENCES", 3)
+    monkeypatch.setattr("kd.text.tokens._TEXTS_AT_ONCE", 2)
     monkeypatch.setattr("kd.text.pieces.PIECE_CHARACTERS", 40)
     monkeypatch.setattr("kd.text.pieces.BATCH_CHARACTERS", 300)
 
@@ -172,7 +173,10 @@ class Counted:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.9])  # within the long text, and near the end
-def test_text_that_is_sealed_is_not_tokenized_again(tokenizer, paragraphs, tmp_path, share):
+def test_text_that_is_sealed_is_not_tokenized_again(
+    tokenizer, paragraphs, tmp_path, monkeypatch, share
+):
+    monkeypatch.setattr("kd.text.tokens._TEXTS_AT_ONCE", 1)
     options = config(sequence_length=16, validation_fraction=0, **plain(tmp_path, paragraphs))
     whole = Counted(tokenizer)
     open_corpus(options, whole, tmp_path / "whole", size=2048)
