@@ -151,9 +151,9 @@ class PlainText:
         """0: the system keeps the pages of the token store, as far as it has memory."""
         return 0
 
-    @property
+    @functools.cached_property
     def identity(self) -> str:
-        """A name for the content: a hash of it."""
+        """A name for the content: a hash of it, for which the whole text is read once."""
         return self.corpus.compute_sha256()
 
     @property
