@@ -50,8 +50,8 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := .ci cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
-        chaos fuzz examples sbom audit up clean release
+.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens \
+        chaos fuzz examples sbom release audit up clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -115,6 +115,9 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 
 bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, beside a plain read of its files
 	$(BIN)/python bench/reader.py $(READER_FLAGS)
+
+bench-tokens: $(STAMP) ## Measure the tokenizing into a token store, beside the bare tokenizer, and its memory
+	$(BIN)/python bench/text/tokens.py $(BENCH_FLAGS)
 
 bench-dataloader: $(STAMP) ## Measure a DataLoader with workers over a cache, beside the reader of the training loop
 	$(BIN)/python bench/loops/dataloader.py $(BENCH_FLAGS)

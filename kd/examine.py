@@ -28,7 +28,7 @@ from kd.pipeline import adopt_cache_layout, open_source
 from kd.preflight.problems import Machine, require_no_problems
 from kd.progress import SILENT, Monitor, replace_nonfinite
 from kd.text.batches import CachedRecords, PlainText, Source
-from kd.text.corpus import load_corpus
+from kd.text.corpus import TEXTS, open_corpus
 
 Report = dict[str, Any]
 #: A folder is a saved student if it holds one of these files: a whole model, or adapters alone.
@@ -177,7 +177,7 @@ def open_text(
             require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(source.store), "The model's")
         config = adopt_cache_layout(source, config)
     else:
-        source = PlainText(load_corpus(config.data, tokenizer, monitor, size))
+        source = PlainText(open_corpus(config.data, tokenizer, home / TEXTS, monitor, size))
     if not source.validation_count:
         raise DataError(
             "The job holds no text out: there is nothing to measure on.",

@@ -144,7 +144,9 @@ def estimate_job(
         with storage_errors(home):
             make_folder(home)
         with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
-            _, source = open_source(config, home, Path(name), monitor)
+            # Plain text is tokenized for the estimate alone.
+            place = home if config.needs_cache else Path(name)
+            _, source = open_source(config, place, Path(name), monitor)
             monitor.emit("stage", stage="train", phase="taking a few steps")
             config = adopt_cache_layout(source, config)
             text = _Text.of(source)

@@ -76,7 +76,7 @@ from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.progress import SILENT, Monitor
 from kd.search.trials import search_students
 from kd.text.batches import CachedRecords, PlainText, Source
-from kd.text.corpus import load_corpus
+from kd.text.corpus import TEXTS, open_corpus
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
 from kd.training.resume.identity import require_same_job
@@ -101,9 +101,9 @@ def run_stage(
 ) -> dict[str, Any]:
     """Run one stage of the job.
 
-    ``home`` holds the caches of all jobs, ``run_dir`` the files of this job. Raises ``ConfigError``
-    for a job that cannot run, ``DeviceUnusable`` for a GPU that torch's build does not know, and
-    ``TrainingError`` where ``run_dir`` is another job's.
+    ``home`` holds the texts and caches of all jobs, ``run_dir`` the files of this job. Raises
+    ``ConfigError`` for a job that cannot run, ``DeviceUnusable`` for a GPU that torch's build does
+    not know, and ``TrainingError`` where ``run_dir`` is another job's.
     """
     require_known_architecture(ask_torch())
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
@@ -166,7 +166,7 @@ def share_capture(
 
 def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Make sure that a sealed cache for this job exists, as ``run_precompute`` does."""
-    planned = plan_capture(config, monitor)
+    planned = plan_capture(config, monitor, home / TEXTS)
     monitor.check("after the text was read; no shard was begun")
     require_possible_student(config, planned, monitor)
     if not (home / "caches" / planned.identity.fingerprint / "manifest.json").is_file():
@@ -301,7 +301,8 @@ def open_source(
     tokenizer = load_student_tokenizer(config)
     if not config.needs_cache:
         size = choose_student_vocabulary(tokenizer, config)
-        return tokenizer, PlainText(load_corpus(config.data, tokenizer, monitor, size))
+        corpus = open_corpus(config.data, tokenizer, home / TEXTS, monitor, size)
+        return tokenizer, PlainText(corpus)
     # Where the capture of this run has written its result, the cache is known without reading the
     # text again.
     known = read_json(run_dir / "cache.json")
@@ -311,7 +312,7 @@ def open_source(
     elif known is not None and known["inputs"] == select_cache_inputs(config):
         store = open_cache(home / "caches" / known["fingerprint"], memory_bytes=memory)
     else:
-        identity = plan_capture(config, monitor).identity
+        identity = plan_capture(config, monitor, home / TEXTS).identity
         store = open_cache(home / "caches" / identity.fingerprint, identity, memory)
     warn_of_overruled(store, monitor)
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store))

@@ -68,7 +68,7 @@ class Settings(BaseSettings):
 
     home: AbsolutePath = Field(
         Path("potstill-data"),
-        description="Data folder. It contains caches/, runs/, files/, redis/ and logs/.",
+        description="Data folder. It contains caches/, texts/, runs/, files/, redis/ and logs/.",
     )
     root: AbsolutePath = Field(
         Path(),

@@ -34,11 +34,16 @@ from kd.models.tokenizers import (
 )
 from kd.models.vocabulary import choose_teacher_vocabulary
 from kd.progress import SILENT, Monitor
-from kd.text.corpus import Corpus, describe_held_out, load_corpus
+from kd.text.corpus import Corpus, describe_held_out, load_corpus, open_corpus
 
 
-def plan_capture(config: JobConfig, monitor: Monitor = SILENT) -> CapturePlan:
-    """Tokenise the job's text with the teacher's tokenizer, and identify the cache."""
+def plan_capture(
+    config: JobConfig, monitor: Monitor = SILENT, texts: Path | None = None
+) -> CapturePlan:
+    """Tokenise the job's text with the teacher's tokenizer, and identify the cache.
+
+    The tokens are kept in a store below ``texts``; None packs a small text in memory.
+    """
     assert config.teacher is not None, (
         "JobConfig refuses a job that needs a cache and has no teacher"
     )
@@ -47,7 +52,11 @@ def plan_capture(config: JobConfig, monitor: Monitor = SILENT) -> CapturePlan:
         folder, config.teacher.gguf_file, require_allowed_remote_code(config.teacher)
     )
     size = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
-    corpus = load_corpus(config.data, tokenizer, monitor, size)
+    corpus = (
+        load_corpus(config.data, tokenizer, monitor, size)
+        if texts is None
+        else open_corpus(config.data, tokenizer, texts, monitor, size)
+    )
     return make_capture_plan(config, tokenizer, corpus, folder, monitor)
 
 
@@ -155,9 +164,8 @@ def make_provenance(plan: CapturePlan) -> Provenance:
     The last probe text is an excerpt of the corpus: a student's tokenizer must encode it alike.
     """
     tokenizer = plan.tokenizer
-    excerpt = str(
-        tokenizer.decode(plan.corpus.train.tokens[0][:256].tolist(), skip_special_tokens=True)
-    )
+    beginning = plan.corpus.train.select(slice(0, 1)).tokens[0][:256]
+    excerpt = str(tokenizer.decode(beginning.tolist(), skip_special_tokens=True))
     return Provenance(
         teacher_name="/".join([plan.teacher.model, *filter(None, [plan.teacher.gguf_file])]),
         teacher_revision=plan.teacher.revision or "",

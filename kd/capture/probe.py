@@ -33,6 +33,7 @@ from kd.capture.teacher import Teacher, open_reader
 from kd.config.job import JobConfig
 from kd.models.precision import name_device, pick_device
 from kd.progress import SILENT, Monitor
+from kd.text.corpus import TEXTS
 
 #: A trial ends after this many seconds of reading.
 SECONDS = 10.0
@@ -75,11 +76,11 @@ def open_trial(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Iter
     The files below ``home`` are deleted at the end. Raises as ``estimate_by_trial`` does.
     """
     require_capture(config)
-    planned = plan_capture(config, monitor)
     with storage_errors(home):
         make_folder(home)
-    monitor.emit("stage", stage="precompute", phase="loading the teacher")
     with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
+        planned = plan_capture(config, monitor, Path(name, TEXTS))
+        monitor.emit("stage", stage="precompute", phase="loading the teacher")
         yield _run_trial(config, planned, Path(name), monitor)
 
 

@@ -55,6 +55,7 @@ from kd.models.precision import float32_products, pick_device
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, make_token_map
 from kd.progress import SILENT, Monitor
 from kd.text.batches import make_batch
+from kd.text.stored.packed import PackedText, iterate
 
 #: What a capture waits for while another one holds its lock; events show it.
 OTHER_CAPTURE = "another job's capture of the same cache"
@@ -294,21 +295,19 @@ class Teacher:
             ),
         )
 
-    def require_memory(self, sequences: Sequences) -> None:
+    def require_memory(self, sequences: PackedText) -> None:
         """Read the first sequence, and raise ``OutOfMemory`` where the memory is not enough."""
         for delivery in self.deliver(sequences.select(slice(0, 1)), 0):
             delivery.encode()
 
     @torch.no_grad()
-    def choose_knots(self, sequences: Sequences) -> KnotChoice:
+    def choose_knots(self, sequences: PackedText) -> KnotChoice:
         """Choose the number of knots, by measuring the first training sequence that has targets.
 
         Raises ``OutOfMemory`` where the memory is not enough for it.
         """
-        # argmax of booleans is the first that is true.
-        first = int(np.argmax(sequences.target_mask.any(axis=1)))
         try:
-            hidden_ND, gold_N, _ = next(self.read_rows(sequences.select(slice(first, first + 1))))
+            hidden_ND, gold_N, _ = next(self.read_rows(find_first_trained(sequences)))
             return choose_knots(hidden_ND, gold_N, self.recorder.lm_head, self.recorder.codec)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -354,6 +353,16 @@ def make_out_of_memory(length: int, error: Exception) -> OutOfMemory:
         "float16, or a smaller teacher. Or ask for more memory with resources.memory. Sealed "
         "shards are kept.",
     )
+
+
+def find_first_trained(text: PackedText) -> Sequences:
+    """Return the first sequence of ``text`` that has a target; the very first where none has."""
+    for sequences in iterate(text):
+        # argmax of booleans is the first that is true.
+        first = int(np.argmax(sequences.target_mask.any(axis=1)))
+        if sequences.target_mask[first].any():
+            return sequences.select(slice(first, first + 1))
+    return text.select(slice(0, 1))
 
 
 def select_shard_sequences(plan: CapturePlan, index: int) -> Sequences:

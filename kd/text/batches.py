@@ -34,6 +34,7 @@ from kd.text.corpus import Corpus
 from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids, measure_text_lengths, needs_isolation
 from kd.text.shuffling import EpochWindows
+from kd.text.stored.shards import count_shard_sequences
 
 Item = TypeVar("Item")
 #: Tokens of a window of ``train.order`` windows, about: in memory they take some 200 MiB of profile
@@ -141,17 +142,18 @@ class PlainText:
 
     @property
     def shard_sequences(self) -> int:
-        """All training sequences, because they are in memory."""
-        return max(self.train_count, 1)
+        """The sequences of a shard of the token store, or all training sequences if fewer."""
+        most = count_shard_sequences(self.corpus.train.length)
+        return max(min(self.train_count, most), 1)
 
     @property
     def sequence_bytes(self) -> int:
-        """0, because all sequences are in memory."""
+        """0: the system keeps the pages of the token store, as far as it has memory."""
         return 0
 
-    @property
+    @functools.cached_property
     def identity(self) -> str:
-        """A name for the content: a hash of it."""
+        """A name for the content: a hash of it, for which the whole text is read once."""
         return self.corpus.compute_sha256()
 
     @property
@@ -161,7 +163,7 @@ class PlainText:
 
     @property
     def disk_reads(self) -> None:
-        """All sequences are in memory."""
+        """Tokens are few bytes, which the system keeps in memory."""
         return None
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:

@@ -5,6 +5,7 @@
     pieces.py     a long text              -> its ids, piece by piece, the same as of the whole
     packing.py    Documents                -> Sequences: (S, L) tokens, boundaries, target mask
     mixtures.py   Sequences of each source -> Sequences of all, in the shares of their weights
+    stored/       Sequences                -> a token store on the disk, read by shard
 
 The result depends only on the text and the configuration. The tokens of a corpus name its cache,
 also if sources are mixed or streamed.
@@ -14,29 +15,45 @@ Shapes: S sequences, L positions of a sequence.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor, ProgressMeter
 from kd.text.files import find_files
-from kd.text.mixtures import get_weight, has_dataset, is_mixture, mix_texts, name_source
-from kd.text.packing import Document, join_blocks, pack_in_blocks
-from kd.text.sources import read_documents
+from kd.text.mixtures import (
+    Packer,
+    TextReader,
+    get_weight,
+    has_dataset,
+    is_mixture,
+    name_source,
+)
+from kd.text.packing import Block, Document, join_blocks, pack_in_blocks
+from kd.text.sources import find_documents
+from kd.text.stored.digest import hash_text
+from kd.text.stored.inputs import describe_inputs, name_inputs
+from kd.text.stored.packed import PackedText
+from kd.text.stored.places import BEGINNING, Cursor, TextPlace
+from kd.text.stored.shards import MANIFEST, Layout
+from kd.text.stored.view import StoredSequences, TokenStore
+from kd.text.stored.writing import StoreOrder, check_inputs, write_store
 from kd.text.tokens import choose_pad_id, encode_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Text = TypeVar("Text", bound=PackedText)
+
+#: Folder of the data folder that holds the token stores of all jobs.
+TEXTS = "texts"
 #: Seconds between two reports of how far the reading has come.
 REPORT_SECONDS = 1.0
 #: Tokens that may be held out in any case: fewer make a perplexity too uncertain.
@@ -49,21 +66,32 @@ KILOBYTE = 1000
 class Corpus:
     """The packed text of a job; a cache stores the training sequences before the held-out ones."""
 
-    train: Sequences
-    validation: Sequences
+    train: PackedText
+    validation: PackedText
 
     def compute_sha256(self) -> str:
         """Return the hash of every token, boundary and mask bit, in order."""
-        digest = hashlib.sha256()
-        for part in (self.train, self.validation):
-            digest.update(np.asarray(part.tokens.shape, np.int64).tobytes())
-            for array in (
-                part.tokens.astype("<u4", copy=False),
-                part.document_start,
-                part.target_mask,
-            ):
-                digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
+        return hash_text((self.train, self.validation))
+
+
+def open_corpus(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Path,
+    monitor: Monitor = SILENT,
+    size: int | None = None,
+) -> Corpus:
+    """Open the text that ``config`` names; tokenize it into a store below ``texts`` first.
+
+    A text whose store is complete is not read again. Raises ``DataError`` where the text holds a
+    token whose id is not below ``size``, V, or where its store is damaged.
+    """
+
+    def load(field: str, wanted: int | None) -> StoredSequences:
+        text = _FieldText(field, config, tokenizer, monitor, size)
+        return StoredSequences.whole(text.store(texts, wanted))
+
+    return _split(config, load, StoredSequences.part)
 
 
 def load_corpus(
@@ -72,28 +100,37 @@ def load_corpus(
     monitor: Monitor = SILENT,
     size: int | None = None,
 ) -> Corpus:
-    """Read, tokenize and pack the text that ``config`` names; streams only as far as needed.
+    """Read, tokenize and pack a small text into memory; streams only as far as needed.
 
-    Raises ``DataError`` where the text holds a token whose id is not below ``size``, V.
+    The sequences are those of ``open_corpus``, and it raises the same errors.
     """
 
     def load(field: str, wanted: int | None) -> Sequences:
-        sources = config.train if field == "train" else config.validation
-        return _load_sequences(sources, field, wanted, config, tokenizer, monitor, size)
+        return _FieldText(field, config, tokenizer, monitor, size).load(wanted)
 
+    return _split(config, load, lambda text, start, stop: text.select(slice(start, stop)))
+
+
+def _split(
+    config: DataConfig,
+    load: Callable[[str, int | None], Text],
+    part: Callable[[Text, int, int], Text],
+) -> Corpus:
+    """Load the fields of ``config`` and cut them into training and held-out sequences."""
     if not config.train:  # a model is only measured
-        validation = _take_first(
-            load("validation", config.max_eval_samples), config.max_eval_samples
-        )
-        return Corpus(validation.select(slice(0, 0)), validation)
-    train = load("train", _count_wanted(config))
-    if config.validation:
         validation = load("validation", config.max_eval_samples)
+        return Corpus(part(validation, 0, 0), validation)
+    whole = load("train", _count_wanted(config))
+    count = len(whole)
+    if config.validation:
+        held_out = load("validation", config.max_eval_samples)
     else:
-        train, validation = _hold_out(train, config.held_out_fraction)
-    train = _take_first(train, config.max_train_samples)
-    kept = count_kept_held_out(len(validation), len(train), config)
-    return Corpus(train, _take_first(validation, kept))
+        count -= _count_split(len(whole), config.held_out_fraction)
+        held_out = part(whole, count, len(whole))
+    if config.max_train_samples is not None:
+        count = min(count, config.max_train_samples)
+    kept = count_kept_held_out(len(held_out), count, config)
+    return Corpus(part(whole, 0, count), part(held_out, 0, kept))
 
 
 def _count_wanted(config: DataConfig) -> int | None:
@@ -113,36 +150,78 @@ def _count_wanted(config: DataConfig) -> int | None:
     )
 
 
-def _load_sequences(
-    sources: TextSources,
-    field: str,
-    wanted: int | None,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    monitor: Monitor,
-    size: int | None,
-) -> Sequences:
-    """Load the first ``wanted`` sequences: from one source after the other, or from a mixture."""
+@dataclass(frozen=True)
+class _FieldText:
+    """The text of ``field``, train or validation: one source after the other, or a mixture."""
 
-    def pack_sources(sources: TextSources, field: str) -> Iterator[Sequences]:
-        report = _ReadingReport(field, monitor, _count_bytes(sources))
-        found = read_documents(sources, field, config, report.note)
-        documents = encode_documents(found, tokenizer, config, size, monitor)
-        pad_id = choose_pad_id(tokenizer, size)
-        return pack_in_blocks(report.follow(documents), config, field, pad_id)
+    field: str
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    monitor: Monitor
+    size: int | None
 
-    if not is_mixture(sources, config):
-        return join_blocks(_take_until(pack_sources(sources, field), wanted))
-    texts = [pack_sources((source,), f"{field}.{number}") for number, source in enumerate(sources)]
-    sequences, ended = mix_texts(texts, list(map(get_weight, sources)), wanted)
-    if ended is not None:
-        source = f"data.{field}.{ended} ({name_source(sources[ended])})"
-        monitor.emit(
+    @property
+    def sources(self) -> TextSources:
+        return self.config.train if self.field == "train" else self.config.validation
+
+    def load(self, wanted: int | None) -> Sequences:
+        """Read the first ``wanted`` sequences into memory."""
+        reader = self.read()
+        sequences = join_blocks(reader.read_all(wanted))
+        self._warn_if_ended(reader.ended, len(sequences))
+        return sequences
+
+    def store(self, texts: Path, wanted: int | None) -> TokenStore:
+        """Open the store of the first ``wanted`` sequences; write it first if need be."""
+
+        def describe() -> dict[str, object]:
+            return describe_inputs(self.sources, self.config, self.tokenizer, self.size, wanted)
+
+        inputs = describe()
+        folder = texts / name_inputs(inputs)
+        if (folder / MANIFEST).is_file():
+            check_inputs(folder, inputs)
+        else:
+            layout = Layout.choose(self.config.sequence_length, self.size)
+            order = StoreOrder(layout, describe, self.read, wanted, _count_bytes(self.sources))
+            write_store(folder, order, self.monitor)
+        store = TokenStore(folder)
+        self._warn_if_ended(store.manifest.ended, len(store))
+        return store
+
+    def read(self, cursor: Cursor | None = None) -> TextReader:
+        """Open the text at ``cursor``; None is its beginning."""
+        if not is_mixture(self.sources, self.config):
+            return TextReader([self._pack(self.sources, self.field)], [1.0], cursor)
+        texts = [
+            self._pack((source,), f"{self.field}.{number}")
+            for number, source in enumerate(self.sources)
+        ]
+        return TextReader(texts, list(map(get_weight, self.sources)), cursor)
+
+    def _pack(self, sources: TextSources, field: str) -> Packer:
+        """Return what packs ``sources`` from a place on."""
+        config, monitor, size = self.config, self.monitor, self.size
+
+        def pack(start: TextPlace) -> Iterator[Block]:
+            report = _ReadingReport(field, monitor, _count_bytes(sources))
+            found = find_documents(sources, field, config, report.note, start)
+            documents = encode_documents(found, self.tokenizer, config, size, monitor)
+            pad_id = choose_pad_id(self.tokenizer, size)
+            resumed = start != BEGINNING
+            return pack_in_blocks(report.follow(documents), config, field, pad_id, resumed)
+
+        return pack
+
+    def _warn_if_ended(self, ended: int | None, count: int) -> None:
+        if ended is None:
+            return
+        source = f"data.{self.field}.{ended} ({name_source(self.sources[ended])})"
+        self.monitor.emit(
             "warning",
-            message=f"{source} has no more text: the mixture ends with it, after {len(sequences)} "
+            message=f"{source} has no more text: the mixture ends with it, after {count} "
             "sequences of all sources.",
         )
-    return sequences
 
 
 def _count_bytes(sources: TextSources) -> int:
@@ -193,21 +272,18 @@ class _ReadingReport:
             self._monitor.emit("progress", **meter.advance(read - meter.done, new))
 
 
-def _hold_out(train: Sequences, fraction: float) -> tuple[Sequences, Sequences]:
-    """Split off the last ``fraction`` of the sequences, at least one.
+def _count_split(count: int, fraction: float) -> int:
+    """Count the sequences to hold out of ``count``, of which one at least must be left to train on.
 
     They are taken from the end, so that neighbours in a text are on the same side of the split.
     """
-    # At least one sequence must be left to train on.
-    held_out = count_held_out(len(train), fraction)
-    if held_out >= len(train):
+    held_out = count_held_out(count, fraction)
+    if held_out >= count:
         raise DataError(
-            f"data.train gives {len(train)} sequence(s), too few to hold {held_out} out.",
+            f"data.train gives {count} sequence(s), too few to hold {held_out} out.",
             "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
         )
-    cut = len(train) - held_out
-    # Slices share the memory of the whole.
-    return train.select(slice(cut)), train.select(slice(cut, None))
+    return held_out
 
 
 def count_held_out(count: int, fraction: float) -> int:
@@ -242,19 +318,3 @@ def describe_held_out(kept: int, trained: int, config: DataConfig) -> str:
         f"the first {kept} sequences of {share}: without data.max_eval_samples no more than are "
         f"trained on, or {FEW_TOKENS:,} tokens"
     )
-
-
-def _take_first(sequences: Sequences, count: int | None) -> Sequences:
-    if count is None or count >= len(sequences):
-        return sequences
-    # A copy frees the memory of the rest, which may be much larger.
-    return sequences.select(np.arange(count))
-
-
-def _take_until(text: Iterable[Sequences], wanted: int | None) -> Iterator[Sequences]:
-    """Yield the blocks of ``text`` until there are ``wanted`` sequences; the last block is cut."""
-    for block in text:
-        yield _take_first(block, wanted)
-        wanted = None if wanted is None else wanted - len(block)
-        if wanted is not None and wanted <= 0:
-            return

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from cache.inspection import open_stored_shards
 from cache.records import Sequences
 from kd.text.batches import CachedRecords, Source
+from kd.text.stored.packed import PackedText
 
 #: The most targets that are counted: the first ones of the training text.
 COUNTED_TARGETS = 1 << 22
@@ -104,7 +105,7 @@ def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:
     return NGrams.of(_read_tokens(source), vocabulary)
 
 
-def split_sequences(sequences: Sequences) -> Iterator[Sequences]:
+def split_sequences(sequences: PackedText) -> Iterator[Sequences]:
     """Yield ``sequences`` a few at a time."""
     for start in range(0, len(sequences), _SEQUENCES_AT_ONCE):
         yield sequences.select(slice(start, start + _SEQUENCES_AT_ONCE))

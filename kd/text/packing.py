@@ -6,15 +6,18 @@ Shapes: S sequences, L positions of a sequence, N tokens of one document.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from cache.records import Sequences
 from kd.config.data import DataConfig
 from kd.errors import DataError
+from kd.text.stored.places import BEGINNING, TextPlace
 
-#: Sequences that are packed at once. From a stream at most this many are read beyond those wanted.
+#: Sequences that are packed at once. From a stream at most this many are read beyond those wanted,
+#: and the short texts that were tokenized with the last of them.
 BLOCK_SEQUENCES = 64
 #: Marks padding while sequences are laid out; no tokenizer has this id.
 _PAD = np.uint32(2**32 - 1)
@@ -26,12 +29,14 @@ class Document:
 
     ``ids`` (N,) uint32. ``trained`` (N,) bool: which tokens are targets; the others are context.
     None = all are targets. ``begins``: whether its first token begins a text; if not, it continues
-    the document before it, which has a whole number of sequences.
+    the document before it, which has a whole number of sequences. ``place``: that of its first
+    token.
     """
 
     ids: np.ndarray
     trained: np.ndarray | None = None
     begins: bool = True
+    place: TextPlace = BEGINNING
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,15 +45,29 @@ class Document:
         """Return the document up to token ``place``, and the rest of it."""
         parts = (slice(place), slice(place, None))
         first, rest = (
-            Document(self.ids[i], None if self.trained is None else self.trained[i], self.begins)
+            replace(
+                self, ids=self.ids[i], trained=None if self.trained is None else self.trained[i]
+            )
             for i in parts
         )
-        return first, rest
+        return first, replace(rest, place=self.place.advance(place))
+
+    @property
+    def end(self) -> TextPlace:
+        """The place after its last token."""
+        return self.place.advance(len(self))
 
     @property
     def targets(self) -> np.ndarray:
         """Whether each token is a target, (N,) bool."""
         return np.ones(len(self), bool) if self.trained is None else self.trained
+
+
+class Block(NamedTuple):
+    """Some sequences of a text, and the place where the next one begins."""
+
+    sequences: Sequences
+    end: TextPlace
 
 
 def pack_documents(
@@ -60,21 +79,29 @@ def pack_documents(
     target if the next token is in the same piece and is trained. Only sequences of chats without
     any target are dropped.
     """
-    return Sequences.concatenate(pack_in_blocks(documents, config, field, pad_id))
+    blocks = pack_in_blocks(documents, config, field, pad_id)
+    return Sequences.concatenate(block.sequences for block in blocks)
 
 
 def pack_in_blocks(
-    documents: Iterable[Document], config: DataConfig, field: str = "train", pad_id: int = 0
-) -> Iterator[Sequences]:
-    """Pack documents as ``pack_documents`` does, but read only what fills the next block."""
-    found = False
-    for number, block in enumerate(_split_into_blocks(documents, config)):
-        if number == 0:  # this block is full, or it is all the text there is
-            _require_text(block, config, field)
-        sequences = _drop_without_targets(block, _pack_block(block, config, pad_id))
+    documents: Iterable[Document],
+    config: DataConfig,
+    field: str = "train",
+    pad_id: int = 0,
+    resumed: bool = False,
+) -> Iterator[Block]:
+    """Pack documents as ``pack_documents`` does, but read only what fills the next block.
+
+    ``resumed``: sequences of this text were packed before, so that there may be no more.
+    """
+    found = resumed
+    for number, part in enumerate(_split_into_blocks(documents, config, resumed)):
+        if number == 0 and not resumed:  # this block is full, or it is all the text there is
+            _require_text(part, config, field)
+        sequences = _drop_without_targets(part, _pack_block(part, config, pad_id))
         found |= len(sequences) > 0
         if len(sequences):
-            yield sequences
+            yield Block(sequences, part[-1].end)
     if not found:
         raise DataError(
             f"data.{field}: every token of the assistant is the first of its sequence, where "
@@ -110,17 +137,16 @@ def _resize(arrays: list[np.ndarray], rows: int) -> None:
 
 
 def _split_into_blocks(
-    documents: Iterable[Document], config: DataConfig
+    documents: Iterable[Document], config: DataConfig, begun: bool
 ) -> Iterator[list[Document]]:
     """Group documents into blocks of at least ``BLOCK_SEQUENCES`` whole sequences.
 
     The last document of a block is cut so that no token is left over; the last block takes the
-    rest.
+    rest. Without any text one empty block is yielded, unless the text has ``begun`` before.
     """
     enough = BLOCK_SEQUENCES * config.sequence_length
     held = list[Document]()
     tokens = 0
-    begun = False  # whether a block was yielded: without any text one empty block is
     for document in documents:
         held.append(document)
         tokens += len(document)

@@ -52,10 +52,13 @@ class TextEncoder:
         except NoSeamError as error:
             self.why_whole = str(error)
 
-    def encode(self, chunks: Iterable[str], place: str = "a text") -> Iterator[NDArray[np.uint32]]:
-        """Yield the ids of the text that ``chunks`` make up, in parts (N,).
+    def encode(
+        self, chunks: Iterable[str], place: str = "a text", first: int = 0
+    ) -> Iterator[NDArray[np.uint32]]:
+        """Yield the ids of the text that ``chunks`` make up, in parts (N,): batches of pieces.
 
-        Text of white space alone has no ids. ``place`` names the text in warnings.
+        The first ``first`` batches are cut but not tokenized. Text of white space alone has no ids.
+        ``place`` names the text in warnings.
         """
         found = _skip_blank(chunks)
         if self._seams is None:
@@ -65,16 +68,30 @@ class TextEncoder:
                 yield np.asarray(self._encode_whole(text), np.uint32)
             return
         begun = False
-        for batch in _group(cut_text(found, self._seams)):
+        for number, batch in enumerate(_group(cut_text(found, self._seams, PIECE_CHARACTERS))):
             self._monitor.check("while reading the text")
+            begun = True
+            if number < first:
+                continue
             for piece in batch:
                 self._warn_if_long(piece, place, "it has no white space at which to cut it")
-            if not begun:
-                yield np.asarray(self._before, np.uint32)
-            begun = True
-            yield from self._encode_pieces(batch)
+            before = [np.asarray(self._before, np.uint32)] if number == 0 else []
+            yield np.concatenate([*before, *self._encode_pieces(batch)])
         if begun:
             yield np.asarray(self._after, np.uint32)
+
+    def encode_short(self, texts: list[str]) -> list[NDArray[np.uint32]] | None:
+        """Encode ``texts`` of at most ``PIECE_CHARACTERS`` characters each, at once; ids (N,) each.
+
+        None where the tokenizer's special tokens cannot be told from those of a text.
+        """
+        if self._seams is None:
+            return None
+        before, after = (np.asarray(ids, np.uint32) for ids in (self._before, self._after))
+        return [
+            np.concatenate([before, ids, after]) if text.strip() else ids[:0]
+            for text, ids in zip(texts, self._encode_pieces(texts), strict=True)
+        ]
 
     def _warn_if_long(self, text: str, place: str, reason: str) -> None:
         if len(text) > LONG_CHARACTERS:
@@ -89,17 +106,16 @@ class TextEncoder:
         return list(self.tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"])
 
     def _encode_pieces(self, pieces: list[str]) -> list[NDArray[np.uint32]]:
-        encoded = self.tokenizer(
-            pieces,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            **TOKENIZER_OPTIONS,
-        )
-        return [np.asarray(ids, np.uint32) for ids in encoded["input_ids"]]
+        """Encode ``pieces`` in the threads of the library; nothing but their ids is made."""
+        library = self.tokenizer.backend_tokenizer
+        # Others may have called the tokenizer with padding since the last batch.
+        library.no_truncation()
+        library.no_padding()
+        encoded = library.encode_batch_fast(pieces, add_special_tokens=False)
+        return [np.asarray(each.ids, np.uint32) for each in encoded]
 
 
-def cut_text(chunks: Iterable[str], seams: Seams, size: int = PIECE_CHARACTERS) -> Iterator[str]:
+def cut_text(chunks: Iterable[str], seams: Seams, size: int) -> Iterator[str]:
     """Cut the text that ``chunks`` make up into pieces of ``size`` characters or a little more."""
     held = ""
     searched = 0  # no cut lies in held[size:searched]

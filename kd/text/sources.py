@@ -7,49 +7,77 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kd.addresses import HUB_ID
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.text.files import TextFile, choose_format, find_files, is_saved_dataset, open_rows
 from kd.text.rows import read_cell
+from kd.text.stored.places import BEGINNING, TextPlace
 
 
 def _ignore(count: int) -> None:
     """Drop the count: nobody shows the progress."""
 
 
+class FoundDocument(NamedTuple):
+    """A document, and where it was found: in words, and as the place from which to read it.
+
+    ``content`` is a string, a ``TextFile``, a ``Chat`` or a ``Completion``.
+    """
+
+    where: str
+    content: Any
+    place: TextPlace = BEGINNING
+
+
 def read_documents(
+    sources: Iterable[str | DatasetSpec], field: str, config: DataConfig
+) -> Iterator[tuple[str, Any]]:
+    """Yield each document of ``sources``, and where it was found in words."""
+    return ((found.where, found.content) for found in find_documents(sources, field, config))
+
+
+def find_documents(
     sources: Iterable[str | DatasetSpec],
     field: str,
     config: DataConfig,
     note: Callable[[int], None] = _ignore,
-) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the document: a string, a ``TextFile`` or a ``Chat``.
+    start: TextPlace = BEGINNING,
+) -> Iterator[FoundDocument]:
+    """Yield the documents of ``sources`` from ``start`` on.
 
-    ``note`` is called with the number of bytes of files that were read since the last call.
+    ``note`` is called with the number of bytes of files that were read since the last call. Files
+    before ``start`` are not opened, and count as read.
     """
-    for source in sources:
+    for number, source in enumerate(sources):
+        if number < start.source:
+            continue
+        begin = start if number == start.source else TextPlace(number)
         if isinstance(source, str) and is_saved_dataset(Path(source)):
             source = DatasetSpec(path=source)
         if isinstance(source, DatasetSpec):
-            yield from _read_cells(_open_dataset(source, config.streaming), source.path, config)
+            rows = open_dataset(source, config.streaming)
+            yield from _read_cells(rows, source.path, config, begin)
             continue
         files = find_files(source)
         if not files:
             raise DataError(
                 f"data.{field}: no file matches {source!r}.", "Give a file, a folder or a glob."
             )
-        for file in files:
-            if choose_format(file, config) == "text":
-                yield f"{file}: row 1", TextFile(file, note)
-                continue
-            yield from _read_cells(open_rows(file, config), str(file), config)
+        for index, file in enumerate(files):
+            if index >= begin.file:
+                place = begin if index == begin.file else TextPlace(number, index)
+                if choose_format(file, config) == "text":
+                    yield FoundDocument(f"{file}: row 1", TextFile(file, note), place)
+                    continue
+                yield from _read_cells(open_rows(file, config), str(file), config, place)
             note(file.stat().st_size)
 
 
-def _open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+    """Open the rows of a dataset. Raises ``DataError`` for one that cannot be loaded."""
     if streaming and "[" in spec.split:
         detail = (
             f"dataset {spec.path!r}: a stream cannot be sliced, but its split is {spec.split!r}."
@@ -151,10 +179,11 @@ def datasets_opened_by(opener: Opener) -> Iterator[None]:
 
 
 def _read_cells(
-    rows: Iterable[dict[str, Any]], where: str, config: DataConfig
-) -> Iterator[tuple[str, Any]]:
+    rows: Iterable[dict[str, Any]], where: str, config: DataConfig, start: TextPlace
+) -> Iterator[FoundDocument]:
+    """Yield the documents of ``rows`` from ``start`` on; those before it are only passed over."""
     iterator = iter(rows)
-    for number in itertools.count(1):
+    for number in itertools.count():
         try:
             row = next(iterator)
         except StopIteration:
@@ -162,7 +191,10 @@ def _read_cells(
         except DataError:
             raise
         except Exception as error:  # json, gzip and pyarrow raise classes of their own
-            detail = f"{where}: row {number} cannot be read: {type(error).__name__}: {error}"
+            detail = f"{where}: row {number + 1} cannot be read: {type(error).__name__}: {error}"
             raise DataError(detail, "Correct or remove it.") from error
-        place = f"{where}: row {number}"
-        yield place, read_cell(row, place, config)
+        if number < start.row:
+            continue
+        place = start if number == start.row else TextPlace(start.source, start.file, number)
+        named = f"{where}: row {number + 1}"
+        yield FoundDocument(named, read_cell(row, named, config), place)

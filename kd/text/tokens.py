@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +15,22 @@ from kd.progress import SILENT, Monitor
 from kd.text.chats import Chat, encode_chat, encode_completion
 from kd.text.files import TextFile
 from kd.text.packing import BLOCK_SEQUENCES, Document
-from kd.text.pieces import TextEncoder
+from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS, TextEncoder
 from kd.text.rows import Completion
+from kd.text.sources import FoundDocument
+from kd.text.stored.places import TextPlace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Short texts that are tokenized at once, at most.
+_TEXTS_AT_ONCE = 1024
 #: Tokens on both sides of one that is refused, which the error shows.
 _SHOWN = 8
 
 
 def encode_documents(
-    documents: Iterable[tuple[str, Any]],
+    documents: Iterable[FoundDocument],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     size: int | None = None,
@@ -35,43 +39,109 @@ def encode_documents(
     """Tokenize each document; a plain text gets the tokenizer's end-of-sequence token at its end.
 
     A long text becomes several documents, each of which continues the one before. Documents of a
-    single token are dropped, because they have no target. Raises ``DataError`` for one that cannot
-    be tokenized, or that holds an id which is not below ``size``, V.
+    single token are dropped, because they have no target. Of a document whose place is not its
+    beginning only the rest is yielded. Raises ``DataError`` for one that cannot be tokenized, or
+    that holds an id which is not below ``size``, V.
     """
     encoder = TextEncoder(tokenizer, monitor)
-    for place, content in documents:
-        try:
-            yield from _encode_document(content, place, encoder, config, size)
-        except PotstillError:
-            raise
-        # A chat template may raise anything; half a surrogate pair raises TypeError.
-        except Exception as error:
-            raise DataError(
-                f"{place} cannot be tokenized: {type(error).__name__}: {error}",
-                "Correct or remove it; messages need a tokenizer with a chat template.",
-            ) from error
+    for group in _group_short_texts(documents):
+        for found, known in zip(group, _encode_together(group, encoder), strict=True):
+            try:
+                yield from _encode_document(found, known, encoder, config, size)
+            except PotstillError:
+                raise
+            # A chat template may raise anything; half a surrogate pair raises TypeError.
+            except Exception as error:
+                raise DataError(
+                    f"{found.where} cannot be tokenized: {type(error).__name__}: {error}",
+                    "Correct or remove it; messages need a tokenizer with a chat template.",
+                ) from error
+
+
+def _group_short_texts(documents: Iterable[FoundDocument]) -> Iterator[list[FoundDocument]]:
+    """Group short texts that follow each other; every other document is alone.
+
+    The groups grow, so that a stream of which little is wanted is read little further.
+    """
+    group = list[FoundDocument]()
+    characters = 0
+    most = 1
+    for found in documents:
+        if not _is_short_text(found):
+            if group:
+                yield group
+            yield [found]
+            group, characters = [], 0
+            continue
+        group.append(found)
+        characters += len(found.content)
+        if len(group) >= most or characters >= BATCH_CHARACTERS:
+            yield group
+            group, characters = [], 0
+            most = min(2 * most, _TEXTS_AT_ONCE)
+    if group:
+        yield group
+
+
+def _is_short_text(found: FoundDocument) -> bool:
+    content = found.content
+    return isinstance(content, str) and len(content) <= PIECE_CHARACTERS
+
+
+def _encode_together(
+    group: list[FoundDocument], encoder: TextEncoder
+) -> list[NDArray[np.uint32]] | list[None]:
+    """Tokenize a group of short texts in the threads of the library; None for what is left."""
+    alone = [None] * len(group)
+    if len(group) == 1:
+        return alone
+    try:
+        return encoder.encode_short([found.content for found in group]) or alone
+    except Exception:  # alone, the text that is at fault is found
+        return alone
 
 
 def _encode_document(
-    content: Any, place: str, encoder: TextEncoder, config: DataConfig, size: int | None
+    found: FoundDocument,
+    known: NDArray[np.uint32] | None,
+    encoder: TextEncoder,
+    config: DataConfig,
+    size: int | None,
 ) -> Iterator[Document]:
+    """Make the documents of one that was found; ``known`` are its ids if it is a short text."""
+    tokenizer = encoder.tokenizer
+    for part in _encode_parts(found, known, encoder, config):
+        if size is not None:
+            _require_known_ids(part.ids, part.place.tokens, found.where, size, tokenizer)
+        if len(part) > (1 if part.begins else 0):
+            yield part
+
+
+def _encode_parts(
+    found: FoundDocument,
+    known: NDArray[np.uint32] | None,
+    encoder: TextEncoder,
+    config: DataConfig,
+) -> Iterator[Document]:
+    where, content, place = found
     tokenizer = encoder.tokenizer
     answers_only = config.assistant_only_loss
     if isinstance(content, Chat):
-        parts = iter([Document(*encode_chat(content, place, tokenizer, answers_only))])
+        yield _take_rest(*encode_chat(content, where, tokenizer, answers_only), place)
     elif isinstance(content, Completion):
         texts = (content.prompt, content.completion)
-        parts = iter([Document(*encode_completion(*texts, place, tokenizer, not answers_only))])
+        yield _take_rest(*encode_completion(*texts, where, tokenizer, not answers_only), place)
     else:
         chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
-        parts = _cut_into_parts(_add_end(encoder.encode(chunks, place), tokenizer), config)
-    begin = 0
-    for part in parts:
-        if size is not None:
-            _require_known_ids(part.ids, begin, place, size, tokenizer)
-        begin += len(part)
-        if len(part) > 1 or not part.begins:
-            yield part
+        batches = encoder.encode(chunks, where, place.batch) if known is None else [known]
+        yield from _cut_into_parts(_add_end(batches, tokenizer), config, place)
+
+
+def _take_rest(ids: np.ndarray, trained: np.ndarray | None, place: TextPlace) -> Document:
+    """Make the document of all ids of a row, and return what ``place`` leaves of it."""
+    skip = place.tokens
+    rest = None if trained is None else trained[skip:]
+    return Document(ids[skip:], rest, begins=skip == 0, place=place)
 
 
 def _add_end(
@@ -87,24 +157,41 @@ def _add_end(
         yield np.asarray([end], np.uint32)
 
 
-def _cut_into_parts(ids: Iterable[NDArray[np.uint32]], config: DataConfig) -> Iterator[Document]:
-    """Join the ids of a text to documents of a whole number of sequences; the last has the rest."""
+def _cut_into_parts(
+    batches: Iterable[NDArray[np.uint32]], config: DataConfig, start: TextPlace
+) -> Iterator[Document]:
+    """Join the ids of a text to documents of a whole number of sequences; the last has the rest.
+
+    ``batches`` begin with that of ``start``, whose ids before ``start`` are left out.
+    """
     enough = BLOCK_SEQUENCES * config.sequence_length
     held = list[NDArray[np.uint32]]()
+    begins = list[TextPlace]()  # of the batches that the held ids are from
     tokens = 0
-    begins = True
-    for some in ids:
+    done = start.tokens
+    end = start.before
+    for number, ids in enumerate(batches, start.batch):
+        begins.append(start._replace(batch=number, before=end))
+        end += len(ids)
+        some = ids[max(done + tokens - begins[-1].before, 0) :]
         held.append(some)
         tokens += len(some)
         if tokens > enough:
             joined = np.concatenate(held)
             whole = (tokens - 1) // config.sequence_length * config.sequence_length
-            yield Document(joined[:whole], begins=begins)
+            yield Document(joined[:whole], begins=done == 0, place=_find_place(begins, done))
             held = [joined[whole:].copy()]
             tokens -= whole
-            begins = False
+            done += whole
     if tokens:
-        yield Document(np.concatenate(held), begins=begins)
+        yield Document(np.concatenate(held), begins=done == 0, place=_find_place(begins, done))
+
+
+def _find_place(begins: list[TextPlace], done: int) -> TextPlace:
+    """Return the place after ``done`` tokens; drop the beginnings of batches before it."""
+    while len(begins) > 1 and begins[1].before <= done:
+        begins.pop(0)
+    return begins[0]._replace(tokens=done)
 
 
 def _require_known_ids(

@@ -190,7 +190,9 @@ def test_the_teacher_as_a_model_is_its_own_equal(
     assert list(measured) == [STUDENT, TEACHER], "no start is known of a model that no run made"
     assert (measured[STUDENT]["kl"], measured[STUDENT]["agreement"]) == (0.0, 1.0)
     assert measured[STUDENT]["loss"] == measured[TEACHER]["loss"]
-    assert not (tmp_path / "home").exists(), "the text is enough, no cache is captured"
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["texts"], (
+        "no cache is captured"
+    )
 
 
 def test_without_a_teacher_a_model_is_measured_on_the_text_alone(

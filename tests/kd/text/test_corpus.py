@@ -242,6 +242,18 @@ def test_a_chat_without_a_template_and_text_without_a_utf8_form_are_refused(toke
         list(encode_documents(rows(["fine", "half a pair \ud800"]), tokenizer, config()))
 
 
+@pytest.mark.parametrize("place", [1, 2, 5, 9])
+def test_a_text_that_cannot_be_tokenized_is_named_among_those_that_are_read_with_it(
+    tokenizer, place
+):
+    texts = ["fine"] * 9
+    texts[place - 1] = "half a pair \ud800"
+    encoded = encode_documents(rows(texts), tokenizer, config())
+    assert len(list(itertools.islice(encoded, place - 1))) == place - 1
+    with pytest.raises(DataError, match=f"a: row {place} cannot be tokenized"):
+        list(encoded)
+
+
 def load(tmp_path: Path, text: str, tokenizer, **changes) -> Corpus:
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")

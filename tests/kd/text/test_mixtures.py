@@ -11,8 +11,9 @@ from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.progress import Event, Monitor
 from kd.text.corpus import Corpus, load_corpus
-from kd.text.mixtures import mix_texts
-from kd.text.packing import Document, measure_text_lengths, pack_documents
+from kd.text.mixtures import TextReader
+from kd.text.packing import Block, Document, join_blocks, measure_text_lengths, pack_documents
+from kd.text.stored.places import BEGINNING
 from tests.support.kd.text import config, refusal, write
 
 # ---------------------------------------------------------------------- streams
@@ -122,6 +123,13 @@ def shares(sequences, texts: int) -> np.ndarray:
     return given / given.sum()
 
 
+def mix(texts, weights, wanted=None):
+    """Mix ``texts``; return the sequences, and the number of the text that ended the mixture."""
+    packers = [lambda _, text=text: iter([Block(text, BEGINNING)]) for text in texts]
+    reader = TextReader(packers, weights)
+    return join_blocks(reader.read_all(wanted)), reader.ended
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     weights=st.lists(st.floats(0.2, 5), min_size=2, max_size=4),
@@ -129,7 +137,7 @@ def shares(sequences, texts: int) -> np.ndarray:
 )
 def test_shares_are_never_off_by_more_than_a_sequence_of_each_text(weights, real):
     texts = [sequences_of(number + 1, 200, real=real[number]) for number in range(len(weights))]
-    mixed, ended = mix_texts([iter([text]) for text in texts], weights, 60)
+    mixed, ended = mix(texts, weights, 60)
     assert ended is None and len(mixed) == 60
     for count in range(1, 61):
         given = (
@@ -145,7 +153,7 @@ def test_shares_are_never_off_by_more_than_a_sequence_of_each_text(weights, real
 
 def test_a_mixture_ends_with_the_first_text_that_does():
     texts = [sequences_of(1, 100), sequences_of(2, 10), sequences_of(3, 100)]
-    mixed, ended = mix_texts([iter([text]) for text in texts], [2.0, 1.0, 1.0])
+    mixed, ended = mix(texts, [2.0, 1.0, 1.0])
     assert ended == 1
     assert np.bincount(mixed.tokens[:, 0])[1:].tolist() == [21, 10, 10]
     assert mixed.tokens[:8, 0].tolist() == [1, 2, 3, 1, 1, 2, 3, 1]

@@ -222,6 +222,23 @@ def test_special_tokens_stand_once_at_the_ends(trained, kind, text):
     assert ids == (trained(kind)(text)["input_ids"] if text.strip() else [])
 
 
+@pytest.mark.parametrize("kind", ["GPT-2", "T5", "BERT", "Llama 2"])
+def test_short_texts_have_the_ids_that_each_has_alone(trained, kind):
+    texts = ["A word.", "", NOVEL[:900], " \n ", "\n\n word", "two  spaces "]
+    found = TextEncoder(trained(kind)).encode_short(texts)
+    expected = [trained(kind)(text)["input_ids"] if text.strip() else [] for text in texts]
+    assert [ids.tolist() for ids in found] == expected
+
+
+def test_what_others_asked_of_the_tokenizer_changes_no_ids(trained):
+    tokenizer = trained("BERT")
+    encoder = TextEncoder(tokenizer)
+    expected = [int(each) for part in encoder.encode([NOVEL]) for each in part]
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    tokenizer([NOVEL, "A word."], padding=True, truncation=True, max_length=5)
+    assert [int(each) for part in encoder.encode([NOVEL]) for each in part] == expected
+
+
 # ---------------------------------------------------------------------- what is not cut
 
 

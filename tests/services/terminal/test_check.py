@@ -111,7 +111,7 @@ def test_a_sealed_cache_needs_no_teacher(
     rest = {name: job[name] for name in ("loss", "train")}
     done = check(named | rest, home, "--json")
     assert done.exit_code == 0, done.output
-    assert {path.name for path in home.iterdir()} == {"caches", "run"}
+    assert {path.name for path in home.iterdir()} == {"caches", "run", "texts"}
 
 
 def test_a_job_that_trains_nothing_is_refused(job: dict[str, Any], home: Path) -> None:

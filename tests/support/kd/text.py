@@ -11,7 +11,7 @@ import pytest
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.text.files import TextFile
-from kd.text.sources import read_documents
+from kd.text.sources import FoundDocument, read_documents
 
 TEXTS = [
     "It was a dark night.",
@@ -50,9 +50,11 @@ def write(folder: Path, name: str, rows=ROWS) -> Path:
     return path
 
 
-def rows(contents: list) -> list[tuple[str, object]]:
+def rows(contents: list) -> list[FoundDocument]:
     """Pair contents with their places, as a reader returns them for a file ``a``."""
-    return [(f"a: row {number}", content) for number, content in enumerate(contents, 1)]
+    return [
+        FoundDocument(f"a: row {number}", content) for number, content in enumerate(contents, 1)
+    ]
 
 
 def cut(ids: list, offset: int, length: int) -> list[list]:

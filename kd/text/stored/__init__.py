@@ -1,0 +1,1 @@
+"""The token store: packed text in sealed shards on the disk."""

@@ -1,0 +1,114 @@
+"""What a token store is made of: its name is a digest of this, so that the same text is kept once.
+
+The tokenizer counts with all its rules. A file counts with its path, its bytes and the time when it
+was written: its content is not read, because that would take as long as to tokenize it. A folder
+of a dataset counts with its files, and a dataset of the hub with its name, its revision and the
+fingerprint that ``datasets`` gives it; a stream of the hub has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kd.config.data import DataConfig, DatasetSpec, TextSources
+from kd.errors import DataError
+from kd.text.files import find_files, is_saved_dataset
+from kd.text.sources import open_dataset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: The fields of the section ``data`` that change the sequences of a source.
+_FIELDS = (
+    "format", "text_column", "assistant_only_loss", "sequence_length", "streaming", "packing",
+)  # fmt: skip
+#: Digits of a digest in a name.
+_DIGITS = 32
+
+
+def describe_inputs(
+    sources: TextSources,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    size: int | None,
+    wanted: int | None,
+) -> dict[str, Any]:
+    """Describe everything that decides the first ``wanted`` sequences of ``sources``, as JSON.
+
+    ``size`` is V, the size of the vocabulary.
+    """
+    return {
+        "data": {name: getattr(config, name) for name in _FIELDS},
+        "sequences": wanted,
+        "sources": [_describe_source(source, config) for source in sources],
+        "tokenizer": hash_rules(tokenizer),
+        "vocabulary_size": size,
+    }
+
+
+def name_inputs(inputs: dict[str, Any]) -> str:
+    """Return the name of the store that is made of ``inputs``."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+
+
+def require_inputs(folder: Path, found: Any, expected: dict[str, Any]) -> None:
+    """Raise ``DataError`` where the store in ``folder`` was made of other inputs."""
+    if found == expected:
+        return
+    found = found if isinstance(found, dict) else {}
+    differing = [name for name in expected if found.get(name) != expected[name]]
+    raise DataError(
+        f"The token store {folder} was made of another {' and '.join(differing) or 'input'}: "
+        f"expected {_show(expected, differing)}, but got {_show(found, differing)}.",
+        "Delete that folder and run again: the text is then tokenized again.",
+    )
+
+
+def _show(inputs: dict[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name} {str(inputs.get(name))[:80]}" for name in names)
+
+
+def hash_rules(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of all rules of a tokenizer: those of its library, its template, its ids."""
+    library = getattr(tokenizer, "backend_tokenizer", None)
+    if library is None:
+        rules: Any = [sorted(tokenizer.get_vocab().items()), _get_options(tokenizer)]
+    else:
+        rules = json.loads(library.to_str())
+        # The state of the last call, not a rule.
+        rules |= {"truncation": None, "padding": None}
+    content = [
+        type(tokenizer).__name__,
+        rules,
+        tokenizer.chat_template,
+        [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
+    ]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _get_options(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the options of a tokenizer without its folder."""
+    options = tokenizer.init_kwargs.items()
+    return {name: str(value) for name, value in options if not str(value).startswith("/")}
+
+
+def _describe_source(source: str | DatasetSpec, config: DataConfig) -> dict[str, Any]:
+    if isinstance(source, str) and is_saved_dataset(Path(source)):
+        source = DatasetSpec(path=source)
+    if isinstance(source, str):
+        return {"files": [_describe_file(file) for file in find_files(source)]}
+    spec = source.model_dump(mode="json")
+    folder = Path(source.path)
+    if folder.is_dir():
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        return {**spec, "files": [_describe_file(file) for file in files]}
+    rows = None if config.streaming else open_dataset(source, False)
+    return {**spec, "fingerprint": getattr(rows, "_fingerprint", None)}
+
+
+def _describe_file(file: Path) -> list[str | int]:
+    state = file.stat()
+    return [str(file.absolute()), state.st_size, state.st_mtime_ns]

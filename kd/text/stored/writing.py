@@ -1,0 +1,152 @@
+"""Write the sequences of a text into a token store, shard by shard.
+
+A shard is one unit of work. A process that is killed loses at most the shard that it was filling;
+the next one goes on after the last finished shard, and writes the bytes that the first one would
+have written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.disk import locked, make_folder, remove_path, storage_errors, write_file
+from cache.errors import StorageError
+from cache.records import Sequences
+from kd.errors import DataError
+from kd.files import format_bytes, write_json
+from kd.progress import SILENT, Monitor
+from kd.text.mixtures import TextReader
+from kd.text.packing import join_blocks
+from kd.text.stored.inputs import require_inputs
+from kd.text.stored.places import Cursor
+from kd.text.stored.shards import (
+    FORMAT,
+    INPUTS,
+    MANIFEST,
+    PROGRESS,
+    Layout,
+    StoreProgress,
+    TextManifest,
+    TokenSeal,
+    locate_seal,
+    locate_shard,
+    read_object,
+    require_format,
+)
+
+#: Bytes of English text for a token.
+_BYTES_PER_TOKEN = 4.0
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """A text to tokenize: at most ``wanted`` sequences of what ``read`` opens at a cursor.
+
+    ``describe`` returns the inputs as they are now. ``source_bytes``: the bytes of the text, 0 if
+    they are not known.
+    """
+
+    layout: Layout
+    describe: Callable[[], dict[str, Any]]
+    read: Callable[[Cursor | None], TextReader]
+    wanted: int | None
+    source_bytes: int
+
+
+def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> None:
+    """Make the store in ``folder`` complete; wait while another process writes it.
+
+    Raises ``DataError`` where the folder holds another text, or where the text changes meanwhile,
+    and ``StorageError`` where the disk is too small.
+    """
+    lock = folder.with_name(f"{folder.name}.lock")
+    with storage_errors(folder):
+        make_folder(folder.parent)
+        with locked(lock, lambda: monitor.check("while another process read the text")):
+            make_folder(folder)
+            inputs = _begin(folder, order)
+            if (folder / MANIFEST).is_file():
+                return
+            done = StoreProgress.read(folder)
+            _require_space(folder, order, done)
+            manifest = _write_shards(folder, order, done)
+            _require_same(folder, order, inputs)
+            write_json(folder / MANIFEST, manifest.to_json())
+            remove_path(folder / PROGRESS)
+
+
+def _begin(folder: Path, order: StoreOrder) -> dict[str, Any]:
+    """Write the inputs of a new store, or compare those of one that was begun; return them."""
+    inputs = order.describe()
+    if not (folder / INPUTS).is_file():
+        write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs})
+    check_inputs(folder, inputs)
+    return inputs
+
+
+def check_inputs(folder: Path, expected: dict[str, Any]) -> None:
+    """Raise ``DataError`` where the store was made of other inputs, or by another version."""
+    found = read_object(folder, folder / INPUTS)
+    require_format(folder, found)
+    require_inputs(folder, found.get("inputs"), expected)
+
+
+def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) -> TextManifest:
+    """Write the shards that are missing; return the manifest of all."""
+    reader = order.read(None if found is None else found.cursor)
+    done = found or StoreProgress(0, 0, 0, "", reader.cursor)
+    while (sequences := _read_shard(reader, _count_next(order, done.sequences))) is not None:
+        path = locate_shard(folder, done.shards)
+        data = order.layout.encode(sequences)
+        seal = TokenSeal.of(data, sequences)
+        make_folder(path.parent)
+        write_file(path, data)
+        write_json(locate_seal(folder, done.shards), asdict(seal))
+        # A shard counts from here on. One that is killed before is written again.
+        done = done.add(seal, reader.cursor)
+        write_json(folder / PROGRESS, done.to_json())
+    return TextManifest(order.layout, done.sequences, done.targets, done.sha256, reader.ended)
+
+
+def _count_next(order: StoreOrder, done: int) -> int:
+    """Count the sequences of the next shard at most; 0 where no more are wanted."""
+    size = order.layout.shard_sequences
+    return size if order.wanted is None else min(size, order.wanted - done)
+
+
+def _read_shard(reader: TextReader, most: int) -> Sequences | None:
+    """Read ``most`` sequences, or what is left; None if that is nothing."""
+    parts = list(reader.read_all(most))
+    return join_blocks(parts) if parts else None
+
+
+def _require_same(folder: Path, order: StoreOrder, inputs: dict[str, Any]) -> None:
+    """Raise ``DataError`` if the text has changed since its reading began; what is read goes."""
+    if order.describe() == inputs:
+        return
+    # Nothing shows which of the shards hold the text as it was.
+    remove_path(folder)
+    raise DataError(
+        "The text changed while it was read: expected the sizes and times of its files to stay.",
+        "Run again when no other program writes to the files of data.train and data.validation.",
+    )
+
+
+def _require_space(folder: Path, order: StoreOrder, done: StoreProgress | None) -> None:
+    """Raise ``StorageError`` where the disk cannot hold the tokens that are to come."""
+    layout = order.layout
+    limits = [order.source_bytes / _BYTES_PER_TOKEN] if order.source_bytes else []
+    limits += [order.wanted * layout.sequence_length] if order.wanted is not None else []
+    stored = 0 if done is None else done.sequences * layout.sequence_length
+    need = (min(limits, default=0) - stored) * layout.bytes_per_token
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise StorageError(
+            f"{folder}: the tokens of the text take about {format_bytes(need)} more, but only "
+            f"{format_bytes(free)} are free.",
+            "Free space, choose a data folder on a larger disk, or set data.max_train_samples.",
+        )
