@@ -47,7 +47,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
+.PHONY: help install demo test lint format docs site bench bench-reader bench-manifest bench-dataloader bench-capture bench-forecast bench-scale-model bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale \
         chaos fuzz examples sbom audit up clean
 
 help: ## List the targets
@@ -112,6 +112,9 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 
 bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, beside a plain read of its files
 	$(BIN)/python bench/reader.py $(READER_FLAGS)
+
+bench-manifest: $(STAMP) ## Measure how a cache of 1e12 tokens opens, and how fast a step's sequences are found (2 minutes)
+	$(BIN)/python bench/loops/manifest.py $(BENCH_FLAGS)
 
 bench-dataloader: $(STAMP) ## Measure a DataLoader with workers over a cache, beside the reader of the training loop
 	$(BIN)/python bench/loops/dataloader.py $(BENCH_FLAGS)
