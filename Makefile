@@ -50,7 +50,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := .ci cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens \
+.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens bench-manifest \
         chaos fuzz examples sbom release audit up clean
 
 help: ## List the targets
@@ -116,8 +116,13 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, beside a plain read of its files
 	$(BIN)/python bench/reader.py $(READER_FLAGS)
 
+<<<<<<< HEAD
 bench-tokens: $(STAMP) ## Measure the tokenizing into a token store, beside the bare tokenizer, and its memory
 	$(BIN)/python bench/text/tokens.py $(BENCH_FLAGS)
+=======
+bench-manifest: $(STAMP) ## Measure how a cache of 1e12 tokens opens, and how fast a step's sequences are found (2 minutes)
+	$(BIN)/python bench/loops/manifest.py $(BENCH_FLAGS)
+>>>>>>> h23-manifest
 
 bench-dataloader: $(STAMP) ## Measure a DataLoader with workers over a cache, beside the reader of the training loop
 	$(BIN)/python bench/loops/dataloader.py $(BENCH_FLAGS)

@@ -30,6 +30,7 @@
         ├── seals/
         │   └── 000000.json           counts, and size and sha256 of every file of shard 0;
         │                             head.json for the LM head
+        ├── manifest/000000.bin       the entries of many shards, in pieces: see shards/entries.py
         └── manifest.json             written last: its presence means that the cache is complete
 
 One process writes a shard. Sequences are numbered through: training sequences first, then

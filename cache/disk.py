@@ -183,13 +183,58 @@ def sync_path(path: Path) -> None:
 
 
 def list_file_sizes(folder: Path) -> dict[str, int]:
-    """Map each file below ``folder``, by relative POSIX name, to its bytes; sorted by name."""
-    found = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            found[path.relative_to(folder).as_posix()] = path.lstat().st_size
-    return dict(sorted(found.items()))
+    """Map each file below ``folder``, by relative POSIX name, to its bytes; sorted by name.
+
+    This is for folders of few files: ``walk_files`` goes through those of any number.
+    """
+    return dict(sorted((name, about.st_size) for name, about in walk_files(folder)))
+
+
+def walk_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield each file below ``folder``, by relative POSIX name, in no order; nothing is listed.
+
+    There are none where there is no folder. Links to folders are left out.
+    """
+    for path, entry in _walk(str(folder), ""):
+        if not entry.is_dir():
+            yield path, entry.stat(follow_symlinks=False)
+
+
+def sum_file_sizes(folder: Path) -> int:
+    """Add up the bytes of all files below ``folder``."""
+    return sum(about.st_size for _, about in walk_files(folder))
+
+
+def find_last_change(folder: Path) -> float:
+    """Return the time of the last change of anything in ``folder``, in seconds since 1970."""
+    inside = (entry.stat(follow_symlinks=False).st_mtime for _, entry in _walk(str(folder), ""))
+    return max(folder.lstat().st_mtime, max(inside, default=0.0))
+
+
+def _walk(folder: str, name: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield everything below a folder, folders before what is in them."""
+    try:
+        found = os.scandir(folder)
+    except OSError:  # as os.walk does
+        return
+    with found:
+        for entry in found:
+            inner = f"{name}{entry.name}"
+            yield inner, entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(entry.path, f"{inner}/")
+
+
+def find_leftovers(folder: Path) -> Iterator[Path]:
+    """Yield the unfinished files and folders that lie directly in ``folder``, if it exists."""
+    try:
+        found = os.scandir(folder)
+    except FileNotFoundError:
+        return
+    with found:
+        for entry in found:
+            if entry.name.startswith(TEMPORARY_PREFIX):
+                yield Path(entry.path)
 
 
 def hash_file(path: Path) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from cache.profiles import PROFILES
 from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
 from cache.shard import Seal
+from cache.shards.runs import ShardRuns
 from cache.store import Cache, measure_cache_bytes
 
 #: ``compare_caches`` compares the records of at most this many sequences.
@@ -104,22 +106,22 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
     provenance["probes"] = {
         json.dumps(probe.text): list(probe.ids) for probe in manifest.provenance.probes
     }
-    totals = {
-        name: sum(getattr(shard, name) for shard in manifest.shards)
-        for name in ("sequences", "positions", "head_entries", "tail_entries", "bytes")
-    }
-    counts = {"shards": len(manifest.shards), **totals}
+    counts = asdict(manifest.totals)
     parts = {"provenance": provenance, "counts": counts, "head": asdict(manifest.head)}
     return flatten({**manifest.identity.to_json(), **parts})
 
 
 def _compare_records(left: Cache, right: Cache) -> RecordsComparison:
-    pairs = list(zip(left.manifest.shards, right.manifest.shards, strict=True))
-    changed = [index for index, (ours, theirs) in enumerate(pairs) if ours.digest != theirs.digest]
-    numbers = [number for index in changed for number in left.identity.shard_range(index)]
+    changed = ShardRuns.of(
+        index
+        for index, (ours, theirs) in enumerate(zip(left.entries, right.entries, strict=True))
+        if ours.digest != theirs.digest
+    )
+    count = sum(len(left.identity.shard_range(index)) for index in changed)
+    numbers = (number for index in changed for number in left.identity.shard_range(index))
     same: list[NDArray[Any]] = []
     gold: list[NDArray[Any]] = []
-    for number in numbers[:: math.ceil(len(numbers) / COMPARED_SEQUENCES) or 1]:
+    for number in islice(numbers, 0, None, math.ceil(count / COMPARED_SEQUENCES) or 1):
         _, ours = left.read([number])
         _, theirs = right.read([number])
         same.append(find_same_records(ours, theirs))
@@ -127,7 +129,11 @@ def _compare_records(left: Cache, right: Cache) -> RecordsComparison:
     same_N = np.concatenate([np.empty(0), *same])
     gold_N = np.concatenate([np.empty(0), *gold])
     return RecordsComparison(
-        len(pairs) - len(changed), len(pairs), len(same_N), _average(same_N), _average(gold_N)
+        equal_shards=len(left.entries) - len(changed),
+        shards=len(left.entries),
+        positions=len(same_N),
+        same=_average(same_N),
+        gold_difference=_average(gold_N),
     )
 
 
@@ -270,7 +276,7 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
 
 def open_stored_shards(opened: Cache) -> Iterator[ArrayFolder]:
     """Open each shard as stored arrays, so that a caller decodes only what it reads."""
-    for index, entry in enumerate(opened.manifest.shards):
+    for index, entry in enumerate(opened.entries):
         path = opened.folder / "seals" / f"{index:06d}.json"
         seal = Seal.from_bytes(path.read_bytes(), str(path))
         if seal.digest != entry.digest:

@@ -8,12 +8,13 @@ CacheIdentity          all that the bytes of the records depend on; its fingerpr
 Manifest
 ├── identity           CacheIdentity
 ├── provenance         Provenance          names for people, and what checks a student's tokenizer
-├── shards             one ShardEntry for each shard, in order
+├── shards             one ShardEntry for each shard, in order; empty where they are in pieces
 ├── head               FolderEntry         the teacher's LM head, in a hidden cache
 ├── fidelity           one FidelityRow for each temperature: closeness to the live teacher
 ├── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
 ├── overruled          FidelityOverride    the verdict that the job overruled; from format 4 on
-└── tail_mean          FolderEntry         the mean tail of profile threshold; from format 5 on
+├── tail_mean          FolderEntry         the mean tail of profile threshold; from format 5 on
+└── pieces             PieceIndex          files with the entries of many shards; from format 6 on
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from typing import Any, get_args, get_origin, get_type_hints
 from cache.codec import SMALLEST_THRESHOLD, Codec
 from cache.errors import CacheCorrupt, CacheMismatch
 from cache.profiles import PROFILES
+from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
 FORMAT = "potstill-cache"
-#: Newest version of the folder's layout: a cache with a mean tail, or of a teacher that was
-#: quantised or spread over devices. A cache has the lowest version that describes it, so that a
-#: program which does not know of a part refuses the cache by name.
-FORMAT_VERSION = 5
+#: Newest version of the folder's layout: a cache of many shards, whose entries are in pieces. A
+#: cache has the lowest version that describes it, so that a program which does not know of a part
+#: refuses the cache by name.
+FORMAT_VERSION = 6
+#: The version of a cache with a mean tail, or of a teacher that was quantised or spread over
+#: devices.
+TAIL_MEAN_FORMAT_VERSION = 5
 #: The version of a cache with an overruled verdict.
 OVERRULED_FORMAT_VERSION = 4
 #: The version of all other caches.
@@ -269,18 +274,6 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class ShardEntry:
-    """One shard in the manifest: counts, bytes on disk with the seal, and the seal's digest."""
-
-    sequences: int
-    positions: int
-    head_entries: int
-    tail_entries: int
-    bytes: int
-    digest: str
-
-
-@dataclass(frozen=True)
 class FolderEntry:
     """A folder of arrays in the manifest: bytes on disk with the seal, and the seal's digest.
 
@@ -345,7 +338,11 @@ class FidelityOverride:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a complete cache. It is written last, so with it every shard exists."""
+    """The description of a complete cache. It is written last, so with it every shard exists.
+
+    The entries of the shards are either in ``shards`` or in ``pieces``;
+    ``cache.shards.pieces.open_entries`` reads both.
+    """
 
     identity: CacheIdentity
     provenance: Provenance
@@ -355,16 +352,23 @@ class Manifest:
     token_map: FolderEntry = FolderEntry()
     overruled: FidelityOverride | None = None
     tail_mean: FolderEntry = FolderEntry()
+    pieces: PieceIndex | None = None
+
+    @property
+    def totals(self) -> ShardTotals:
+        """The sums over all shards."""
+        return ShardTotals.of(self.shards) if self.pieces is None else self.pieces.totals
 
     @property
     def positions(self) -> int:
         """Number of positions with a record."""
-        return sum(shard.positions for shard in self.shards)
+        return self.totals.positions
 
     @property
     def entries(self) -> int:
         """Number of head and tail entries of all records."""
-        return sum(shard.head_entries + shard.tail_entries for shard in self.shards)
+        totals = self.totals
+        return totals.head_entries + totals.tail_entries
 
     def to_bytes(self) -> bytes:
         """Encode the manifest's file, with a digest of itself; ``from_bytes`` is the inverse."""
@@ -373,12 +377,15 @@ class Manifest:
             del content["overruled"]
         if not self.tail_mean.digest:
             del content["tail_mean"]
+        del content["shards" if self.pieces else "pieces"]
         version = self._choose_version()
         return sign_json({"format": FORMAT, "version": version, **content})
 
     def _choose_version(self) -> int:
-        if not self.identity.teacher.plain or self.tail_mean.digest:
+        if self.pieces is not None:
             return FORMAT_VERSION
+        if not self.identity.teacher.plain or self.tail_mean.digest:
+            return TAIL_MEAN_FORMAT_VERSION
         return PLAIN_FORMAT_VERSION if self.overruled is None else OVERRULED_FORMAT_VERSION
 
     @classmethod
@@ -402,20 +409,31 @@ class Manifest:
         if version != OVERRULED_FORMAT_VERSION:
             content.setdefault("overruled", None)
         content.setdefault("tail_mean", asdict(FolderEntry()))
+        other = "shards" if version == FORMAT_VERSION else "pieces"
+        _require(other not in content, where, f"version {version} must have no {other}")
+        content[other] = [] if other == "shards" else None
         content["identity"] = _add_left_out(content.get("identity"))
         manifest: Manifest = parse_as(cls, content, where)
         readable = _list_codec_versions(manifest.identity)
         _refuse_other_version("codec", manifest.identity.codec.version, readable, where)
-        expected = [
-            len(manifest.identity.shard_range(index))
-            for index in range(manifest.identity.shard_count)
-        ]
-        _require(
-            [shard.sequences for shard in manifest.shards] == expected,
-            where,
-            "shards must hold every sequence",
-        )
+        _require(manifest._holds_every_sequence(), where, "shards must hold every sequence")
         return manifest
+
+    def _holds_every_sequence(self) -> bool:
+        """Whether the entries are those of the shards that the identity has."""
+        identity = self.identity
+        if self.pieces is not None:
+            size = self.pieces.piece_shards
+            counts = (self.pieces.totals.shards, self.pieces.totals.sequences)
+            return (
+                size > 0
+                and counts == (identity.shard_count, identity.data.sequences)
+                and len(self.pieces.sha256) == math.ceil(identity.shard_count / size)
+            )
+        return len(self.shards) == identity.shard_count and all(
+            entry.sequences == len(identity.shard_range(index))
+            for index, entry in enumerate(self.shards)
+        )
 
 
 def encode_canonical_json(document: object) -> bytes:

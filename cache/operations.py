@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,10 +16,12 @@ import numpy as np
 
 from cache.disk import (
     TEMPORARY_PREFIX,
-    list_file_sizes,
+    find_last_change,
+    find_leftovers,
     locked,
     remove_path,
     storage_errors,
+    sum_file_sizes,
     sync_path,
 )
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
@@ -82,15 +83,6 @@ def _list_folders(root: Path) -> list[Path]:
 # ---------------------------------------------------------------------- merge
 
 
-@dataclass(frozen=True)
-class _ShardRun:
-    """Sequences ``numbers`` of a shard of a part; in the merged cache they begin at ``start``."""
-
-    start: int
-    part: Cache
-    numbers: range
-
-
 def merge_caches(
     root: Path, folders: Sequence[Path], written: Callable[[int, int], None] | None = None
 ) -> Cache:
@@ -119,9 +111,8 @@ def merge_caches(
             token_map := next(filter(None, (part.token_map() for part in parts)), None)
         ) is not None:
             writer.write_token_map(token_map)
-        pieces = _cut_into_runs(parts)
         for index in writer.find_missing_shards():
-            writer.write_shard(index, *_read_merged(pieces, identity.shard_range(index)))
+            writer.write_shard(index, *_read_merged(parts, identity.shard_range(index)))
             if written is not None:
                 written(index + 1, identity.shard_count)
         writer.finish(parts[0].manifest.provenance, overruled=_join_overruled(parts))
@@ -207,37 +198,28 @@ def _is_sealed(folder: Path, identity: CacheIdentity) -> bool:
     return not verify_cache(folder)
 
 
-def _read_merged(pieces: list[_ShardRun], wanted: range) -> tuple[Sequences, Records]:
+def _read_merged(parts: Sequence[Cache], wanted: range) -> tuple[Sequences, Records]:
     """Read the sequences numbered ``wanted`` of the merged cache, and their records."""
-    starts = [piece.start for piece in pieces]
-    first = bisect_right(starts, wanted.start) - 1
-    last = bisect_left(starts, wanted.stop)
-    found = [
-        read_all_draws(
-            piece.part,
-            piece.numbers[max(wanted.start - piece.start, 0) : wanted.stop - piece.start],
-        )
-        for piece in pieces[first:last]
-    ]
+    found = [read_all_draws(*run) for run in _find_runs(parts, wanted)]
     sequences, records = zip(*found, strict=True)
     return Sequences.concatenate(sequences), Records.concatenate(records)
 
 
-def _cut_into_runs(parts: Sequence[Cache]) -> list[_ShardRun]:
-    """Cut all sequences, in the order of the merged cache, at the ends of the parts' shards.
+def _find_runs(parts: Sequence[Cache], wanted: range) -> Iterator[tuple[Cache, range]]:
+    """Yield where the sequences ``wanted`` of the merged cache are: a part and numbers in it.
 
-    Each shard is then decoded once for each split that it holds.
+    They are cut at the ends of the part's shards, so that each shard is decoded once for each split
+    that it holds.
     """
-    found = []
+    splits = [(part, part.train) for part in parts] + [(part, part.validation) for part in parts]
     start = 0
-    for part, split in [(part, part.train) for part in parts] + [
-        (part, part.validation) for part in parts
-    ]:
-        for shard in map(part.identity.shard_range, range(part.identity.shard_count)):
-            if numbers := range(max(shard.start, split.start), min(shard.stop, split.stop)):
-                found.append(_ShardRun(start, part, numbers))
-                start += len(numbers)
-    return found
+    for part, split in splits:
+        numbers = split[max(wanted.start - start, 0) : max(wanted.stop - start, 0)]
+        start += len(split)
+        while numbers:
+            shard = part.identity.shard_range(numbers[0] // part.identity.codec.shard_sequences)
+            yield part, range(numbers.start, min(numbers.stop, shard.stop))
+            numbers = range(min(numbers.stop, shard.stop), numbers.stop)
 
 
 def read_all_draws(part: Cache, numbers: Sequence[int]) -> tuple[Sequences, Records]:
@@ -384,12 +366,12 @@ def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
         yield _make_garbage(folder, folder, why)
         return
     for place in (folder, folder / "shards", folder / "seals"):
-        for leftover in sorted(place.glob(f"{TEMPORARY_PREFIX}*")):
+        for leftover in sorted(find_leftovers(place)):
             yield _make_garbage(folder, leftover, "a writer was interrupted")
 
 
 def _make_garbage(folder: Path, path: Path, why: str) -> Garbage:
-    size = sum(list_file_sizes(path).values()) if path.is_dir() else path.stat().st_size
+    size = sum_file_sizes(path) if path.is_dir() else path.stat().st_size
     return Garbage(folder, path, why, size)
 
 
@@ -400,7 +382,7 @@ def _explain_unusable(folder: Path, older_than: float) -> str | None:
     except CacheMismatch as error:
         return error.detail if _is_older(folder) else None
     except (CacheIncomplete, CacheCorrupt) as error:
-        idle = time.time() - find_last_write(folder)
+        idle = time.time() - find_last_change(folder)
         return (
             f"{error.detail} Nothing was written to it for {idle / 86400:.1f} days."
             if idle >= older_than
@@ -416,8 +398,3 @@ def _is_older(folder: Path) -> bool:
         return bool(document["version"] < OLDEST_FORMAT_VERSION)
     codec = document["identity"]["codec"]
     return bool(codec["version"] < choose_codec_version(codec["profile"], codec["bits"]))
-
-
-def find_last_write(folder: Path) -> float:
-    """Return the time of the last write to anything in ``folder``, in seconds since 1970."""
-    return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))

@@ -208,15 +208,12 @@ class TailSums:
     sum_V: NDArray[np.float64]
     square_V: NDArray[np.float64]
 
-    @classmethod
-    def join(cls, parts: Iterable[TailSums]) -> TailSums:
-        """Add up ``parts``, of which there must be at least one, in their order."""
-        found = list(parts)
-        return cls(
-            sum(part.sequences for part in found),
-            sum(part.positions for part in found),
-            np.sum([part.sum_V for part in found], axis=0),
-            np.sum([part.square_V for part in found], axis=0),
+    def __add__(self, other: TailSums) -> TailSums:
+        return TailSums(
+            self.sequences + other.sequences,
+            self.positions + other.positions,
+            self.sum_V + other.sum_V,
+            self.square_V + other.square_V,
         )
 
     @classmethod

@@ -19,8 +19,9 @@ from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, Code
 from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.layout import Arrays, encode_arrays
-from cache.manifest import ShardEntry, parse_as, sign_json, verify_json
+from cache.manifest import parse_as, sign_json, verify_json
 from cache.records import Records, Sequences, compute_offsets
+from cache.shards.entries import ShardEntry
 
 #: Arrays with one row for each sequence.
 PER_SEQUENCE = ("tokens", "document_start", "target_mask")

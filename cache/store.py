@@ -26,12 +26,14 @@ from numpy.typing import NDArray
 
 from cache.disk import (
     TEMPORARY_PREFIX,
-    list_file_sizes,
+    find_leftovers,
     locked,
     make_folder,
     publish_folder,
     remove_path,
     storage_errors,
+    sum_file_sizes,
+    walk_files,
     write_file,
 )
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
@@ -43,7 +45,6 @@ from cache.manifest import (
     FolderEntry,
     Manifest,
     Provenance,
-    ShardEntry,
     encode_canonical_json,
     list_differences,
 )
@@ -66,6 +67,10 @@ from cache.records import (
     encode_tail_mean,
 )
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
+from cache.shards import entries as layout
+from cache.shards.entries import PieceIndex, ShardEntries, ShardEntry
+from cache.shards.pieces import EntryPieces, name_piece, open_entries, write_pieces
+from cache.shards.runs import ShardRuns
 
 MANIFEST = "manifest.json"
 GROUP_FILE = "shards/zarr.json"
@@ -88,8 +93,13 @@ MISSING_REMEDY = (
 )
 #: The name of a cache's folder.
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+#: The name of a shard's seal, and the number in the name of a file of the cache.
+_NUMBERED = re.compile(r"[0-9]+\.json")
+_NUMBER = re.compile(r"[0-9]+")
 #: Shards whose metadata an open cache keeps: some 30 kB each.
 _OPEN_SHARDS = 512
+#: Shards of which an open cache knows the files that were compared with their sha256: some 16 MB.
+_SOUND_SHARDS = 1 << 16
 
 
 @contextmanager
@@ -125,9 +135,10 @@ class CacheWriter:
         with storage_errors(folder):
             self._prepare()
 
-    def find_missing_shards(self) -> list[int]:
+    def find_missing_shards(self) -> ShardRuns:
         """Find the shards still to be written; read every byte of sealed ones to check them."""
-        return [index for index in range(self.identity.shard_count) if not self._is_sound(index)]
+        shards = range(self.identity.shard_count)
+        return ShardRuns.of(index for index in shards if not self._is_sound(index))
 
     def write_shard(
         self, index: int, sequences: Sequences, records: Records, tails: TailSums | None = None
@@ -198,55 +209,91 @@ class CacheWriter:
 
         The cache gets a mean tail if every shard was written with its sums.
         """
-        self._make_manifest(provenance, fidelity)  # raises before anything is written
+        manifest = self._make_manifest()  # raises before anything else is written
         self._write_tail_mean()
-        manifest = replace(self._make_manifest(provenance, fidelity), overruled=overruled)
+        manifest = replace(
+            manifest,
+            provenance=provenance,
+            fidelity=fidelity,
+            overruled=overruled,
+            tail_mean=self._make_folder_entry(TAIL_MEAN),
+        )
         with storage_errors(self.folder):
             write_file(self.folder / MANIFEST, manifest.to_bytes())
         return manifest
 
     def _write_tail_mean(self) -> None:
         """Write and seal the mean tail, then remove the sums that it is made of."""
-        names = [_name_tail_sums(index) for index in range(self.identity.shard_count)]
-        seals = [self._read_own_seal(name) for name in names]
-        parts = [
-            TailSums.from_arrays(_read_arrays(self.folder / name, seal, SUM_ARRAYS))
-            for name, seal in zip(names, seals, strict=True)
-            if seal is not None and not seal.find_problems(self.folder / name)
-        ]
-        if len(parts) == len(names):
-            mean = TailSums.join(parts).compute_mean(self.identity.codec.threshold)
-            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
+        sums: TailSums | None = None
+        for index in range(self.identity.shard_count):
+            part = self._read_tail_sums(index)
+            if part is None:
+                break
+            sums = part if sums is None else sums + part
+        else:
+            if sums is not None:
+                mean = sums.compute_mean(self.identity.codec.threshold)
+                self._write_once(TAIL_MEAN, encode_tail_mean(mean))
         with storage_errors(self.folder):
             remove_path(self.folder / TAIL_SUMS)
 
+    def _read_tail_sums(self, index: int) -> TailSums | None:
+        """Read the sums of a shard; None where they are missing or damaged."""
+        name = _name_tail_sums(index)
+        seal = self._read_own_seal(name)
+        if seal is None or seal.find_problems(self.folder / name):
+            return None
+        return TailSums.from_arrays(_read_arrays(self.folder / name, seal, SUM_ARRAYS))
+
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
-        return Cache(self.folder, self._make_manifest(Provenance(), ()), make_chunk_memory())
+        return Cache(self.folder, self._make_manifest(), make_chunk_memory())
 
-    def _make_manifest(self, provenance: Provenance, fidelity: tuple[FidelityRow, ...]) -> Manifest:
-        entries = [self._make_entry(index) for index in range(self.identity.shard_count)]
-        missing = [index for index, entry in enumerate(entries) if entry is None]
-        if missing:
-            raise CacheIncomplete(
-                f"{self.folder}: {len(missing)} of {len(entries)} shards are not sealed, "
-                f"the first is {missing[0]}.",
-                "Run the job again: it continues after the sealed shards.",
-            )
+    def _make_manifest(self) -> Manifest:
+        """Make the manifest of what is sealed; the entries of many shards are written as pieces.
+
+        Raises ``CacheIncomplete`` before it writes if a shard or the LM head is not sealed.
+        """
         head = self._make_folder_entry(LM_HEAD)
+        shards, pieces = self._collect_entries()
         if not head.digest and self.identity.codec.profile == "hidden":
             raise CacheIncomplete(
                 f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again."
             )
         return Manifest(
             identity=self.identity,
-            provenance=provenance,
-            shards=tuple(entry for entry in entries if entry),
+            provenance=Provenance(),
+            shards=shards,
             head=head,
-            fidelity=fidelity,
             token_map=self._make_folder_entry(TOKEN_MAP),
             tail_mean=self._make_folder_entry(TAIL_MEAN),
+            pieces=pieces,
         )
+
+    def _collect_entries(self) -> tuple[tuple[ShardEntry, ...], PieceIndex | None]:
+        if self.identity.shard_count <= layout.PIECE_SHARDS:
+            return tuple(self._read_entries()), None
+        with storage_errors(self.folder):
+            # The pieces of an earlier manifest are replaced, so it must not vouch for them.
+            remove_path(self.folder / MANIFEST)
+            return (), write_pieces(self.folder, self._read_entries())
+
+    def _read_entries(self) -> Iterator[ShardEntry]:
+        """Yield the entry of each shard, from its seal; raise ``CacheIncomplete`` at the end."""
+        count = self.identity.shard_count
+        missing = 0
+        first = 0
+        for index in range(count):
+            if (seal := self._read_shard_seal(index)) is not None:
+                yield seal.to_entry()
+                continue
+            first = first if missing else index
+            missing += 1
+        if missing:
+            raise CacheIncomplete(
+                f"{self.folder}: {missing} of {count} shards are not sealed, the first is {first}.",
+                "Run the job again: it continues after the sealed shards.",
+            )
 
     def _make_folder_entry(self, name: str) -> FolderEntry:
         seal = self._read_own_seal(name)
@@ -264,16 +311,12 @@ class CacheWriter:
     def _remove_leftovers(self) -> None:
         """Delete what an interrupted writer left behind."""
         for folder in (self.folder, self.folder / "shards", self.folder / "seals"):
-            for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
+            for leftover in list(find_leftovers(folder)):
                 remove_path(leftover)
 
     def _is_sound(self, index: int) -> bool:
         seal = self._read_shard_seal(index)
         return seal is not None and not seal.find_problems(self.folder / _name_shard(index))
-
-    def _make_entry(self, index: int) -> ShardEntry | None:
-        seal = self._read_shard_seal(index)
-        return seal.to_entry() if seal is not None else None
 
     def _read_shard_seal(self, index: int) -> Seal | None:
         seal = self._read_own_seal(_name_shard(index))
@@ -319,14 +362,16 @@ class Cache:
     def __init__(self, folder: Path, manifest: Manifest, memory: ChunkMemory) -> None:
         self.folder = folder
         self.manifest = manifest
+        #: The manifest's entries of all shards.
+        self.entries = open_entries(folder, manifest)
         self.codec = manifest.identity.record_codec()
         #: What ``read`` took from the disk so far.
         self.disk_reads = DiskReads()
         self._memory = memory
         self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS, lambda _: 1)
-        # Flags of the files whose sha256 was checked, of dropped shards too, so that none is hashed
+        # Flags of the files whose sha256 was checked, of dropped shards too, so that few are hashed
         # twice.
-        self._sound: dict[int, bytearray] = {}
+        self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS, lambda _: 1)
 
     def __len__(self) -> int:
         return self.identity.data.sequences
@@ -436,8 +481,8 @@ class Cache:
 
     def _make_shard(self, index: int) -> Shard:
         name = _name_shard(index)
-        seal = _read_seal(self.folder, name, self.manifest.shards[index].digest)
-        sound = self._sound.setdefault(index, bytearray(len(seal.files)))
+        seal = _read_seal(self.folder, name, self.entries[index].digest)
+        sound = self._sound.get(index, bytearray, len(seal.files))
         return Shard(self.folder / name, seal, self.codec, sound, self._memory, self.disk_reads)
 
 
@@ -474,10 +519,11 @@ def open_cache(
 
     Several caches can keep theirs in one ``shared`` memory, which has a limit of its own.
 
-    Presence and size of every file are checked now, content when it is read. Raises
-    ``CacheNotFound``; ``CacheIncomplete`` without a manifest or a shard; ``CacheMismatch`` for
-    another version, or an identity other than ``expected``; ``CacheCorrupt`` where a file is
-    missing or has another size.
+    Presence and size of every file are checked now, content when it is read. Where the manifest is
+    in pieces, there are too many files for that: then the files of a shard are checked when it is
+    read. Raises ``CacheNotFound``; ``CacheIncomplete`` without a manifest or a shard;
+    ``CacheMismatch`` for another version, or an identity other than ``expected``; ``CacheCorrupt``
+    where a file is missing or has another size.
     """
     manifest = read_manifest(folder)
     if expected is not None and expected != manifest.identity:
@@ -489,9 +535,16 @@ def open_cache(
     with reading(folder):
         for problem in _check_group(folder):
             raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
-        for name, digest in _list_sealed_folders(manifest):
+        opened = Cache(folder, manifest, shared or make_chunk_memory(memory_bytes))
+        for name, digest in _list_folders(manifest):
             _read_seal(folder, name, digest).require_files(folder / name)
-    return Cache(folder, manifest, shared or make_chunk_memory(memory_bytes))
+        if isinstance(opened.entries, EntryPieces):
+            opened.entries.require_files()
+        else:
+            for index, entry in enumerate(opened.entries):
+                name = _name_shard(index)
+                _read_seal(folder, name, entry.digest).require_files(folder / name)
+    return opened
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -543,16 +596,21 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
         return [f"{MANIFEST}: {error.detail}"]
     with storage_errors(folder):
         lines = _check_group(folder)
-        for name, digest in _list_sealed_folders(manifest):
+        entries = open_entries(folder, manifest)
+        if isinstance(entries, EntryPieces):
+            lines += entries.find_problems()
+        for index in range(len(entries)):
             if waiting is not None:
                 waiting()
+            lines += _check_shard(folder, entries, index)
+        for name, digest in _list_folders(manifest):
             lines += _check_folder(folder, name, digest)
         return lines + _find_unknown_files(folder, manifest)
 
 
 def measure_cache_bytes(folder: Path, manifest: Manifest) -> int:
     """Return all bytes of a complete cache, from its manifest."""
-    sealed = sum(shard.bytes for shard in manifest.shards)
+    sealed = manifest.totals.bytes + (manifest.pieces.bytes if manifest.pieces else 0)
     sealed += manifest.head.bytes + manifest.token_map.bytes + manifest.tail_mean.bytes
     return sealed + len(_GROUP_METADATA) + (folder / MANIFEST).stat().st_size
 
@@ -604,14 +662,13 @@ def summarise_cache(folder: Path) -> CacheSummary:
         return _summarise_complete(folder, read_manifest(folder))
     except (CacheError, OSError) as error:
         problem = error.detail if isinstance(error, CacheError) else str(error)
-    sealed = sum(1 for _ in (folder / "seals").glob("[0-9]*.json"))
-    return CacheSummary(
-        folder.name, str(folder), False, problem, sum(list_file_sizes(folder).values()), sealed
-    )
+    sealed = sum(1 for name, _ in walk_files(folder / "seals") if _NUMBERED.fullmatch(name))
+    return CacheSummary(folder.name, str(folder), False, problem, sum_file_sizes(folder), sealed)
 
 
 def _summarise_complete(folder: Path, manifest: Manifest) -> CacheSummary:
     size = measure_cache_bytes(folder, manifest)
+    totals = manifest.totals
     modified = (folder / MANIFEST).stat().st_mtime
     return CacheSummary(
         fingerprint=folder.name,
@@ -619,9 +676,9 @@ def _summarise_complete(folder: Path, manifest: Manifest) -> CacheSummary:
         complete=True,
         problem="",
         bytes=size,
-        shards=len(manifest.shards),
-        tokens=manifest.positions,
-        bytes_per_token=round(size / max(manifest.positions, 1), 3),
+        shards=totals.shards,
+        tokens=totals.positions,
+        bytes_per_token=round(size / max(totals.positions, 1), 3),
         sequences=manifest.identity.data.sequences,
         sequence_length=manifest.identity.data.sequence_length,
         teacher=manifest.provenance.teacher_name,
@@ -651,15 +708,14 @@ def _locate_seal(folder: Path, name: str) -> Path:
     return folder / (TAIL_SUMS if room == TAIL_SUMS else "seals") / f"{last}.json"
 
 
-def _list_sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
-    """List the sealed folders of a complete cache, each with the digest of its seal."""
-    shards = [(_name_shard(index), shard.digest) for index, shard in enumerate(manifest.shards)]
+def _list_folders(manifest: Manifest) -> list[tuple[str, str]]:
+    """List the sealed folders beside the shards, each with the digest of its seal."""
     folders = {
         LM_HEAD: manifest.head,
         TOKEN_MAP: manifest.token_map,
         TAIL_MEAN: manifest.tail_mean,
     }
-    return shards + [(name, entry.digest) for name, entry in folders.items() if entry.digest]
+    return [(name, entry.digest) for name, entry in folders.items() if entry.digest]
 
 
 def _read_seal(folder: Path, name: str, digest: str) -> Seal:
@@ -675,6 +731,14 @@ def _read_seal(folder: Path, name: str, digest: str) -> Seal:
     if seal.digest != digest:
         raise CacheCorrupt(f"{path} is not the seal that the manifest names.", RECAPTURE_REMEDY)
     return seal
+
+
+def _check_shard(folder: Path, entries: ShardEntries, index: int) -> list[str]:
+    try:
+        digest = entries[index].digest
+    except CacheCorrupt:
+        return []  # its piece of the manifest has a line already
+    return _check_folder(folder, _name_shard(index), digest)
 
 
 def _check_folder(folder: Path, name: str, digest: str) -> list[str]:
@@ -698,12 +762,28 @@ def _check_group(folder: Path) -> list[str]:
 
 def _find_unknown_files(folder: Path, manifest: Manifest) -> list[str]:
     """Return a line for each file outside the sealed folders that no cache has."""
-    names = [name for name, _ in _list_sealed_folders(manifest)]
+    names = [name for name, _ in _list_folders(manifest)]
     known = {MANIFEST, GROUP_FILE} | {_locate_seal(Path(), name).as_posix() for name in names}
     inside = tuple(f"{name}/" for name in names)
+    shards = manifest.totals.shards
+    pieces = len(manifest.pieces.sha256) if manifest.pieces else 0
     found = (
         name
-        for name in list_file_sizes(folder)
-        if name not in known and not name.startswith(inside)
+        for name, _ in walk_files(folder)
+        if name not in known
+        and not name.startswith(inside)
+        and not _is_numbered(name, shards, pieces)
     )
-    return [f"{name}: not part of the cache" for name in found]
+    return [f"{name}: not part of the cache" for name in sorted(found)]
+
+
+def _is_numbered(name: str, shards: int, pieces: int) -> bool:
+    """Whether a file belongs to a shard or is a piece, by arithmetic: there may be a million."""
+    found = _NUMBER.search(name)
+    number = int(found[0]) if found else -1
+    if 0 <= number < pieces and name == name_piece(number):
+        return True
+    shard = _name_shard(number)
+    return 0 <= number < shards and (
+        name.startswith(f"{shard}/") or name == _locate_seal(Path(), shard).as_posix()
+    )

@@ -25,6 +25,7 @@ from typing import Protocol, Self
 from cache.disk import measure_disk
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
+from cache.shards.runs import ShardRuns
 from cache.store import CacheWriter
 from kd.capture.recording import TeacherReading
 from kd.capture.usefulness import HeldOutWatch
@@ -237,12 +238,12 @@ class CaptureReport:
     """Tells a monitor what a capture does. Its progress counts the sequences that were read."""
 
     def __init__(
-        self, monitor: Monitor, identity: CacheIdentity, missing: list[int], watch: HeldOutWatch
+        self, monitor: Monitor, identity: CacheIdentity, missing: ShardRuns, watch: HeldOutWatch
     ) -> None:
         self.monitor = monitor
         self.watch = watch
         self._identity = identity
-        self._last = missing[-1]
+        self._last = missing.last
         self._left_held_out = sum(map(watch.holds_out, missing))
         self._judged_disk = False
         total = identity.data.sequences

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import PreTrainedModel
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
 from cache.records import Records, Sequences, TailSums
+from cache.shards.runs import ShardRuns
 from cache.store import Cache, CacheWriter, locate_lock, open_cache, verify_cache
 from cache.store import open_writer as open_for_capture
 from kd.capture.estimate import estimate_bytes, require_space
@@ -159,14 +161,15 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
     missing.
     """
     watch = HeldOutWatch(plan)
-    missing = writer.find_missing_shards()
-    missing.sort(key=watch.holds_out, reverse=True)  # a stable sort: the rest keep their order
+    found = writer.find_missing_shards()
+    missing = ShardRuns.of(filter(watch.holds_out, found))
+    missing += ShardRuns.of(filterfalse(watch.holds_out, found))
     if not missing:
         return None
     monitor.emit("stage", stage="precompute", phase="loading the teacher")
     with open_reader(plan, writer, monitor) as teacher:
         report = CaptureReport(monitor, plan.identity, missing, watch)
-        first = select_shard_sequences(plan, missing[0])
+        first = select_shard_sequences(plan, missing.first)
         report.tell_slow_disk(foresee_slow_disk(writer, teacher, first, estimate_whole(plan)))
         monitor.emit("stage", stage="precompute", phase="capturing")
         work = ((index, select_shard_sequences(plan, index)) for index in missing)

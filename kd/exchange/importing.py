@@ -307,7 +307,7 @@ class ImportStatistics:
 def _write_shards(writer: CacheWriter, source: ImportSource, monitor: Monitor) -> None:
     """Write the missing shards, one after the other."""
     identity = writer.identity
-    missing = set(writer.find_missing_shards())
+    missing = writer.find_missing_shards()
     meter = ProgressMeter(identity.data.sequences, "sequences")
     rows = chain(source.read_sequences(source.train), source.read_sequences(source.held_out))
     for index, numbered in groupby(

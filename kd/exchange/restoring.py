@@ -231,7 +231,7 @@ def restore_cache(
     )
     waiting = "while the same records are imported"
     with open_writer(root, identity, lambda: monitor.check(waiting)) as writer:
-        missing = set(writer.find_missing_shards())
+        missing = writer.find_missing_shards()
         meter = ProgressMeter(identity.data.sequences, "sequences")
         for index, part in groupby(
             enumerate(_read_all(origins)), lambda pair: pair[0] // identity.codec.shard_sequences

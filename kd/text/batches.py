@@ -33,7 +33,7 @@ from kd.parallel.group import ALONE, Group
 from kd.text.corpus import Corpus
 from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids, measure_text_lengths, needs_isolation
-from kd.text.shuffling import EpochWindows
+from kd.text.shuffling import EpochWindows, KeyedPermutation
 from kd.text.stored.shards import count_shard_sequences
 
 Item = TypeVar("Item")
@@ -46,6 +46,8 @@ WINDOW_TOKENS = 1 << 22
 WINDOW_BYTES = MEMORY_BYTES // 2
 #: Pieces of a window where not even two shards fit into it.
 WINDOW_PIECES = 8
+#: The order of an epoch is a list of at most so many sequences: 128 MiB.
+LISTED_SEQUENCES = 1 << 24
 
 
 class SequenceOrder(Protocol):
@@ -290,7 +292,8 @@ def list_step_epochs(count: int, batch: int, step: int) -> np.ndarray:
 def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> EpochOrder:
     """Choose the order of epochs for ``options.order``; an order by content reads the source once.
 
-    Raises ``ConfigError`` for a curriculum without the teacher's entropies.
+    Raises ``ConfigError`` for a curriculum without the teacher's entropies, and for an order by
+    content of more than ``LISTED_SEQUENCES``.
     """
     batch = options.batch_size
     if not steps:
@@ -299,6 +302,7 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
         return partial(order_by_windows, *choose_window(source))
     # An order by content depends on the epoch alone: a few epochs in memory serve all threads.
     if options.order == "length":
+        _require_listable(source, options)
         lengths = [
             measure_text_lengths(sequences) for sequences, _ in _read_in_order(source, batch)
         ]
@@ -308,15 +312,35 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
     # After the first epoch a curriculum is shuffled, so that a late resume needs no entropies.
     in_first_epoch = steps.start * batch * options.gradient_accumulation_steps < source.train_count
     if options.order == "curriculum" and in_first_epoch:
+        _require_listable(source, options)
         return functools.lru_cache(maxsize=4)(
             partial(order_by_difficulty, compute_mean_entropies(source, batch))
         )
     return shuffle_epoch
 
 
+def _require_listable(source: Source, options: TrainConfig) -> None:
+    """Raise ``ConfigError`` where an order by content would list too many sequences."""
+    if source.train_count > LISTED_SEQUENCES:
+        detail = (
+            f"order {options.order} lists all sequences in memory, so it takes at most "
+            f"{LISTED_SEQUENCES:,}, but there are {source.train_count:,}."
+        )
+        raise ConfigError([Problem("/train/order", detail, "Set it to windows or shuffled.")])
+
+
+def shuffle_epoch(count: int, seed: int, epoch: int) -> SequenceOrder:
+    """Return a random order, which differs between epochs.
+
+    It is a list of up to ``LISTED_SEQUENCES`` sequences; the place of more is computed.
+    """
+    if count > LISTED_SEQUENCES:
+        return KeyedPermutation.draw(count, seed, epoch, 0)
+    return _list_shuffled(count, seed, epoch)
+
+
 @functools.lru_cache(maxsize=4)
-def shuffle_epoch(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return a random order, which differs between epochs."""
+def _list_shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return _make_generator(seed, epoch).permutation(count)
 
 
@@ -343,7 +367,7 @@ def choose_window(source: Source) -> tuple[int, int]:
 
 def order_by_difficulty(
     entropy_S: NDArray[np.float64], count: int, seed: int, epoch: int
-) -> NDArray[np.int64]:
+) -> SequenceOrder:
     """Order by entropy from low to high in the first epoch, and shuffle the others."""
     return np.argsort(entropy_S, kind="stable") if epoch == 0 else shuffle_epoch(count, seed, epoch)
 
@@ -541,12 +565,13 @@ def deal_validation_batches(
     All ranks get equally many, because they compute together. A batch that only fills a round comes
     with False, and does not count.
     """
-    indices = np.arange(source.train_count, source.train_count + source.validation_count)
-    count = -(-len(indices) // batch_size)
+    end = source.train_count + source.validation_count
+    count = -(-source.validation_count // batch_size)
     for first in range(0, count, group.size):
         number = first + group.rank
-        start = number % count * batch_size
-        yield number < count, make_batch(*source.read(indices[start : start + batch_size]))
+        start = source.train_count + number % count * batch_size
+        indices = np.arange(start, min(start + batch_size, end))
+        yield number < count, make_batch(*source.read(indices))
 
 
 @dataclass(frozen=True)

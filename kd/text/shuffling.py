@@ -45,6 +45,10 @@ class KeyedPermutation:
         random = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, purpose])
         return cls(count, tuple(random.random_raw(_ROUNDS).tolist()))
 
+    def __getitem__(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Permute each of ``numbers``, as the order of an epoch does."""
+        return self.apply(numbers)
+
     def apply(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Permute each of ``numbers``."""
         return self._walk(numbers, inverse=False)

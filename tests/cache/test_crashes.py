@@ -39,7 +39,7 @@ waits = []
 with open_writer(Path(sys.argv[1]), make_identity(), lambda: waits.append(1)) as writer:
     began = time.monotonic()
     writer.write_token_map(make_token_map(writer.identity.tokenizer.vocabulary_size))
-    missing = writer.find_missing_shards()
+    missing = list(writer.find_missing_shards())
     for index in missing:
         writer.write_shard(index, *make_shard(writer.identity, index))
         time.sleep(0.4)
@@ -155,7 +155,7 @@ def test_a_damaged_shard_is_captured_again_and_not_trusted(plain, plain_copy):
     flip(plain_copy / "shards/000001/tail_0_symbols/c.0", 7)
     flip(plain_copy / "seals/000002.json", 99)
     with open_writer(plain_copy.parent, IDENTITY) as writer:
-        assert writer.find_missing_shards() == [1, 2]
+        assert list(writer.find_missing_shards()) == [1, 2]
         writer.write_shard(1, *make_shard(IDENTITY, 1))
         with pytest.raises(CacheIncomplete):
             read_manifest(plain_copy)
@@ -179,7 +179,7 @@ def test_leftovers_of_a_crash_are_removed(plain, plain_copy):
     (plain_copy / "seals/.tmp-000001.json").write_bytes(b"{")
     (plain_copy / "shards/zarr.json").write_bytes(b"{")
     with open_writer(plain_copy.parent, IDENTITY) as writer:
-        assert writer.find_missing_shards() == []
+        assert list(writer.find_missing_shards()) == []
     assert content(plain_copy) == content(plain)
 
 

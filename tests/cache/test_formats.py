@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.support.paths import ROOT
-from cache.manifest import FORMAT_VERSION
+from cache.manifest import TAIL_MEAN_FORMAT_VERSION
 from cache.records import Records, Sequences, TailSums
 from cache.shard import make_shard_arrays, write_arrays
 from cache.store import open_cache, open_writer
@@ -98,7 +98,7 @@ def test_the_page_reads_the_mean_tail(tmp_path: Path) -> None:
             writer.write_shard(index, *make_shard(identity, index), TailSums(3, 30, sums, sums**2))
         writer.finish(PROVENANCE)
     folder = tmp_path / identity.fingerprint
-    assert read_manifest(folder).content["version"] == FORMAT_VERSION
+    assert read_manifest(folder).content["version"] == TAIL_MEAN_FORMAT_VERSION
     expected = open_cache(folder).tail_mean()
     assert expected is not None
     means = read_array(folder / "tail_mean" / "mean").rows

@@ -9,12 +9,12 @@ from cache.errors import CacheCorrupt, CacheMismatch
 from cache.manifest import (
     CODEC_VERSION,
     FORMAT_VERSION,
+    TAIL_MEAN_FORMAT_VERSION,
     CacheIdentity,
     CodecIdentity,
     FidelityRow,
     FolderEntry,
     Manifest,
-    ShardEntry,
     choose_codec_version,
     encode_canonical_json,
     list_differences,
@@ -22,6 +22,7 @@ from cache.manifest import (
     verify_json,
 )
 from cache.profiles import PROFILES
+from cache.shards.entries import ShardEntry
 from cache.testing import PROVENANCE, make_codec, make_identity
 from tests.support.manifests import edits
 
@@ -152,7 +153,7 @@ def test_only_a_quantised_teacher_changes_the_format():
     assert plain["version"] == 3 and "quantization" not in plain["identity"]["teacher"]
     identity = changed(**{"teacher.quantization": "int8"})
     manifest = replace(make_manifest(), identity=identity)
-    assert json.loads(manifest.to_bytes())["version"] == FORMAT_VERSION
+    assert json.loads(manifest.to_bytes())["version"] == TAIL_MEAN_FORMAT_VERSION
     assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
     assert CacheIdentity.from_json(json.loads(json.dumps(identity.to_json()))) == identity
     assert identity.teacher.describe_precision() == "float32, weights in int8"
@@ -163,7 +164,7 @@ def test_a_spread_teacher_changes_the_format_and_only_its_own_fingerprint():
     assert "parallel" not in json.loads(plain.to_bytes())["identity"]["teacher"]
     identity = changed(**{"teacher.parallel": "device_map"})
     manifest = replace(plain, identity=identity)
-    assert json.loads(manifest.to_bytes())["version"] == FORMAT_VERSION
+    assert json.loads(manifest.to_bytes())["version"] == TAIL_MEAN_FORMAT_VERSION
     assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
     assert identity.fingerprint != plain.identity.fingerprint
     assert not identity.teacher.plain and plain.identity.teacher.plain
@@ -255,7 +256,7 @@ def test_wrong_content_is_refused_by_name(name):
 
 def test_a_newer_format_is_refused_whatever_else_it_holds():
     data = sign_json({"format": "potstill-cache", "version": FORMAT_VERSION + 1, "novelty": 1})
-    with pytest.raises(CacheMismatch, match="format version 6 is newer than 5") as refusal:
+    with pytest.raises(CacheMismatch, match="format version 7 is newer than 6") as refusal:
         Manifest.from_bytes(data, "manifest.json")
     assert "Upgrade" in refusal.value.remedy
 

@@ -128,7 +128,7 @@ def _find_unknown_runs(settings: Settings, store: JobStore, older_than: float) -
     """The folders of jobs without a record that no process has changed for ``older_than`` s."""
     import time
 
-    from cache.operations import find_last_write
+    from cache.disk import find_last_change
     from services.store.run_folder import JOB_ID, is_held
 
     folders = {
@@ -139,7 +139,7 @@ def _find_unknown_runs(settings: Settings, store: JobStore, older_than: float) -
     unknown = [folders[name] for name in store.list_unknown(sorted(folders))]
     oldest = time.time() - older_than
     return [
-        folder for folder in unknown if not is_held(folder) and find_last_write(folder) <= oldest
+        folder for folder in unknown if not is_held(folder) and find_last_change(folder) <= oldest
     ]
 
 

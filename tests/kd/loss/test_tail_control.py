@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 import numpy as np
 import pytest
 import torch
@@ -107,7 +110,7 @@ def test_the_share_is_what_sampling_adds_of_the_whole_variance() -> None:
 def test_sums_of_shards_add_up() -> None:
     rng = np.random.default_rng(1)
     parts = [TailSums(n, 10 * n, rng.random(4), rng.random(4)) for n in (1, 2)]
-    found = TailSums.join(parts)
+    found = parts[0] + parts[1]
     assert (found.sequences, found.positions) == (3, 30)
     np.testing.assert_allclose(found.sum_V, parts[0].sum_V + parts[1].sum_V)
     stored = TailSums.from_arrays(found.to_arrays())
@@ -163,7 +166,7 @@ def test_the_term_has_no_mean_over_draws_and_text_and_lowers_the_noise(head, tex
     sums = [
         record(Codec("threshold", V, threshold=TAU), head, text, n)[1] for n in range(SEQUENCES)
     ]
-    arrays = TailSums.join(sums).compute_mean(TAU)  # type: ignore[arg-type]
+    arrays = reduce(add, sums).compute_mean(TAU)  # type: ignore[arg-type]
     control = TailControl(arrays, D)
     control.direction_D.copy_(torch.stack(text[0]).mean((0, 1)))
     plain, controlled, excess = [], [], []
