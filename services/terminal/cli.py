@@ -26,6 +26,7 @@ from services.terminal.commands import (
     jobs,
     keys,
     recovery,
+    retention,
 )
 from services.terminal.commands.before import convert, estimate, plan, rates, validate
 from services.terminal.commands.experiments import ablate, landscape
@@ -84,8 +85,8 @@ app.add_typer(caches.app)
 app.add_typer(keys.app)
 app.add_typer(accounts.app)
 app.add_typer(backup.app)
-app.add_typer(recovery.app)
-jobs.jobs_app.add_typer(recovery.adopt_app)
+app.add_typer(retention.app)
+jobs.jobs_app.add_typer(recovery.app)
 
 
 def _show_version(wanted: bool) -> None:
