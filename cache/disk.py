@@ -253,7 +253,7 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
     """
     handle = _open_lock(path)
     try:
-        while not (locked_now := try_lock(handle)) or not _is_file_at(handle, path):
+        while not (locked_now := try_lock(handle)) or not is_file_at(handle, path):
             if locked_now:  # the file was deleted; another process may lock its successor
                 os.close(handle)
                 handle = _open_lock(path)
@@ -271,8 +271,8 @@ def _open_lock(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
-def _is_file_at(handle: int, path: Path) -> bool:
-    """Whether the open file is the one that has this path now."""
+def is_file_at(handle: int, path: Path) -> bool:
+    """Return whether the open file is the one that has this path now."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

@@ -36,6 +36,7 @@ from cache.manifest import (
     list_differences,
 )
 from cache.reading.arrays import make_chunk_memory
+from cache.reading.usage import exclude_readers, hold_for, locate_use
 from cache.records import Records, Sequences
 from cache.store import (
     FINGERPRINT,
@@ -99,6 +100,8 @@ def merge_caches(
     # One part is read after the other, so that the one in use has the memory of all.
     memory = make_chunk_memory()
     parts = [open_cache(folder, shared=memory) for folder in folders]
+    for part in parts:
+        hold_for(part, part.folder)
     identity = merge_identities(parts)
     folder = root / identity.fingerprint
     with open_writer(root, identity) as writer:
@@ -262,7 +265,7 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     Garbage is the leftovers of interrupted writers and removals, the caches that are incomplete or
     damaged and to which nothing was written for ``older_than`` seconds, and the caches of versions
     older than this program reads. Caches of newer versions stay, because another installation may
-    use them. The time of the last reading is not recorded, so it does not count.
+    use them. The time of the last reading does not count.
     """
     half_removed = [
         root / path.name.removeprefix(TEMPORARY_PREFIX)
@@ -272,7 +275,12 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
         {
             *_list_folders(root),
             *(folder for folder in half_removed if FINGERPRINT.fullmatch(folder.name)),
-            *(lock.with_suffix("") for lock in root.glob("*.lock") if _is_lock_of_cache(lock)),
+            *(
+                path.with_suffix("")
+                for pattern in ("*.lock", "*.used")
+                for path in root.glob(pattern)
+                if FINGERPRINT.fullmatch(path.stem)
+            ),
         }
     )
     return [
@@ -302,18 +310,25 @@ def remove_garbage(garbage: Iterable[Garbage], older_than: float) -> list[Garbag
             if one.path in {still.path for still in _find_garbage_of(one.folder, older_than)}:
                 _discard(one.path)
                 if not one.folder.exists():
+                    remove_path(locate_use(one.folder))
                     remove_path(locate_lock(one.folder))
                 removed.append(one)
     return removed
 
 
-def remove_cache(folder: Path) -> None:
-    """Remove a cache and its lock file; raise ``CacheError`` while it is being captured.
+def remove_cache(folder: Path, require_free: Callable[[], None] = lambda: None) -> None:
+    """Remove a cache and the files beside it; raise ``CacheError`` while it is captured or read.
 
-    The cache is removed whole or not at all.
+    The cache is removed whole or not at all. Before that ``require_free`` is called, when no
+    capture and no reader can begin any more; it may raise to keep the cache.
     """
     with exclude_captures(folder), storage_errors(folder):
-        _discard(folder)
+        with exclude_readers(folder):
+            require_free()
+            aside = _set_aside(folder)
+            remove_path(locate_use(folder))
+        # A reader that waits finds no cache; it need not wait until all bytes are deleted.
+        remove_path(aside)
         remove_path(locate_lock(folder))
 
 
@@ -330,10 +345,6 @@ def exclude_captures(folder: Path) -> Iterator[None]:
         yield
 
 
-def _is_lock_of_cache(lock: Path) -> bool:
-    return FINGERPRINT.fullmatch(lock.stem) is not None
-
-
 def _is_busy(folder: Path) -> bool:
     if not locate_lock(folder).exists():
         return False
@@ -346,12 +357,16 @@ def _is_busy(folder: Path) -> bool:
 
 def _discard(path: Path) -> None:
     """Rename ``path``, then delete it: a crash leaves a temporary name, never half a cache."""
-    if not path.name.startswith(TEMPORARY_PREFIX):
-        aside = path.with_name(TEMPORARY_PREFIX + path.name)
-        remove_path(aside)
-        path = path.rename(aside)
-        sync_path(path.parent)
-    remove_path(path)
+    remove_path(path if path.name.startswith(TEMPORARY_PREFIX) else _set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    """Give ``path`` a temporary name, durably, and return it."""
+    aside = path.with_name(TEMPORARY_PREFIX + path.name)
+    remove_path(aside)
+    path.rename(aside)
+    sync_path(aside.parent)
+    return aside
 
 
 def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
@@ -359,8 +374,10 @@ def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
     if aside.exists():
         yield _make_garbage(folder, aside, "a removal was interrupted")
     if not folder.is_dir():
-        if locate_lock(folder).exists() and not aside.exists():
-            yield _make_garbage(folder, locate_lock(folder), "the lock of a cache that is gone")
+        for path in (locate_lock(folder), locate_use(folder)):
+            if path.exists() and not aside.exists():
+                what = "lock" if path == locate_lock(folder) else "record of uses"
+                yield _make_garbage(folder, path, f"the {what} of a cache that is gone")
         return
     if why := _explain_unusable(folder, older_than):
         yield _make_garbage(folder, folder, why)

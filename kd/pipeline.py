@@ -29,6 +29,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.errors import CacheCorrupt
+from cache.reading.usage import hold_for
 from cache.store import open_cache, verify_cache
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
@@ -314,6 +315,7 @@ def open_source(
     else:
         identity = plan_capture(config, monitor, home / TEXTS).identity
         store = open_cache(home / "caches" / identity.fingerprint, identity, memory)
+    hold_for(store, store.folder)
     warn_of_overruled(store, monitor)
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store))
     require_served(config, store.codec)

@@ -27,6 +27,8 @@ def _split(value: object) -> object:
 
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Paths = Annotated[tuple[AbsolutePath, ...], NoDecode, BeforeValidator(_split)]
+DAY_SECONDS = 86400.0
+Days = Annotated[float, Field(ge=0, le=36500), BeforeValidator(lambda value: value or 0)]
 
 
 #: The name of a CPU in KD_DEVICE_PRICES, and the one that stands for every other device.
@@ -179,8 +181,9 @@ class Settings(BaseSettings):
         None,
         ge=1,
         description=(
-            "Bytes that caches and runs of one team may take on the disk. Above it the team's "
-            "queued jobs wait, and new ones are refused. `kd keys quota` sets it for one team."
+            "Bytes that caches, runs and uploaded files of one team may take on the disk. Above it "
+            "the team's queued jobs wait, and new ones are refused. `kd keys quota` sets it for "
+            "one team."
         ),
     )
     fair_share_half_life_seconds: float = Field(
@@ -199,6 +202,64 @@ class Settings(BaseSettings):
             "Prices of an hour of one device, by kind or by a part of its name: "
             "h100=2.5,cpu=0.04; a number alone is for any other device. Without a price no cost is "
             "shown."
+        ),
+    )
+    retain_caches_unused_days: Days = Field(
+        0.0,
+        description="Days after which a cache that no run has read is removed. 0 = never.",
+    )
+    retain_caches_days: Days = Field(
+        0.0, description="Days after its capture after which a cache is removed. 0 = never."
+    )
+    retain_runs_days: Days = Field(
+        0.0,
+        description=(
+            "Days after the end of a job after which its record and its run folder are removed, "
+            "with its student. 0 = never."
+        ),
+    )
+    retain_checkpoints: int = Field(
+        0, ge=0, description="Newest checkpoints that an ended job keeps. 0 = all."
+    )
+    retain_checkpoints_of_students: bool = Field(
+        True,
+        description="Whether a job that has succeeded keeps checkpoints beside its saved student.",
+    )
+    retain_events_days: Days = Field(
+        30.0,
+        description=(
+            "Days after the end of a job after which its events and metrics are removed from "
+            "Redis. 0 = never."
+        ),
+    )
+    retain_logs_days: Days = Field(
+        0.0, description="Days after the end of a job after which its log is removed. 0 = never."
+    )
+    retain_files_days: Days = Field(
+        0.0,
+        description="Days after which an uploaded file that no job names is removed. 0 = never.",
+    )
+    retain_imports_days: Days = Field(
+        0.0,
+        description=(
+            "Days after which models and data that `import kd` saved are removed, counted from "
+            "the last call that saved them. 0 = never."
+        ),
+    )
+    retain_leftovers_days: Days = Field(
+        0.0,
+        description=(
+            "Days after which the service removes what crashes left behind: incomplete caches, "
+            "and runs without a record. 0 = never; `kd gc` takes 7 then."
+        ),
+    )
+    retain_hour: int = Field(
+        3,
+        ge=0,
+        le=23,
+        description=(
+            "Hour of the day (UTC) at which the API applies the rules KD_RETAIN_*, if one of them "
+            "is set besides that of events."
         ),
     )
     audit_bytes: int = Field(
@@ -320,6 +381,16 @@ class Settings(BaseSettings):
     def runs(self) -> Path:
         """Folder of the runs."""
         return self.home / "runs"
+
+    @property
+    def models(self) -> Path:
+        """Folder of the models that calls of `import kd` have saved."""
+        return self.home / "models"
+
+    @property
+    def data(self) -> Path:
+        """Folder of the text that calls of `import kd` have saved."""
+        return self.home / "data"
 
     @property
     def files(self) -> Path:

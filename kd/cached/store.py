@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cache.errors import CacheNotFound
+from cache.reading.usage import hold_for
 from cache.store import FINGERPRINT, open_cache
 from kd.loss.decoder import TargetDecoder
 from kd.text.batches import CachedRecords
@@ -35,6 +36,7 @@ class SharedStore:
         """Return the records, opened by this process; raises as ``open_cache`` does."""
         if self._source is None or self._process != os.getpid():
             store = open_cache(self.folder, memory_bytes=self.memory_bytes)
+            hold_for(store, self.folder)
             self._process, self._source, self._decoder = os.getpid(), CachedRecords(store), None
         return self._source
 

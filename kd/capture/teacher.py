@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
+from cache.reading.usage import hold_for
 from cache.records import Records, Sequences, TailSums
 from cache.shards.runs import ShardRuns
 from cache.store import Cache, CacheWriter, locate_lock, open_cache, verify_cache
@@ -91,6 +92,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
         verdict = check_fidelity(writer.open_sealed(), plan, teacher, monitor)
         writer.finish(make_provenance(plan), *verdict)
     sealed = open_cache(folder, plan.identity)
+    hold_for(sealed, folder)
     warn_of_overruled(sealed, monitor)
     return summarise_cache(sealed, reused=False)
 
@@ -114,6 +116,7 @@ def find_sealed_cache(
         found = open_cache(folder, identity)
     except CacheError:
         return None
+    hold_for(found, folder)  # no removal begins while every byte is read
     return None if verify_cache(folder, waiting) else found
 
 

@@ -106,7 +106,9 @@ def save_model(model: Any, tokenizer: Any, home: Path) -> Path:
                 model.save_pretrained(temporary)
                 tokenizer.save_pretrained(temporary)
             folder = models / _hash_folder(temporary)
-            if not folder.is_dir():
+            if folder.is_dir():
+                os.utime(folder)  # the rules of retention count from the last call that saved it
+            else:
                 publish_folder(temporary, folder)
         finally:
             remove_path(temporary)

@@ -11,6 +11,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from cache.reading.usage import held
 from kd.capture.estimate import measure_free_bytes
 from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
@@ -42,6 +43,8 @@ from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.
 RETRY_QUOTA_SECONDS = "60"
+#: The field that names a sealed cache.
+CACHE_POINTER = "/cache/fingerprint"
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,15 @@ class Admission:
         require_space(settings.home, settings.disk_floor_bytes)
         limits = build_confinement(settings, self.service.store, self.caller.name, self.caller.team)
         folders = Folders(settings.root, settings.home, limits)
-        if problems := [
+        problems = [
             *find_problems(config, folders),
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
             *self._find_continued_problems(config),
-        ]:
+        ]
+        if all(each.pointer != CACHE_POINTER for each in problems):
+            problems += self._find_cache_problems(config)
+        if problems:
             raise ConfigError(problems)
 
     def _find_continued_problems(self, config: JobConfig) -> list[Problem]:
@@ -133,23 +139,23 @@ class Admission:
             return [Problem("/resume/run", detail, "Wait for its end, or cancel it.")]
         return []
 
+    def _find_cache_problems(self, config: JobConfig) -> list[Problem]:
+        """Find that the cache that ``config`` names is not on the disk."""
+        name, caches = config.cache.fingerprint, self.service.settings.caches
+        if name is None or not caches.is_dir() or (caches / name).is_dir():
+            return []
+        detail = f"there is no cache {name} on the disk."
+        remedy = "See `kd cache ls` or GET /caches. A job of kind precompute captures a cache."
+        return [Problem(CACHE_POINTER, detail, remedy)]
+
     def admit(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
         """Return the job's record, and whether an earlier request with the same key created it."""
         settings = self.service.settings
         created = self.service.store.find_earlier(config, self.caller, key) if key else None
         if created is None:
-            # Only a new job is checked: a replayed one exists, even if its inputs are gone by now.
-            self.require_admissible(config)
-            origin = RequestOrigin(request_id.get(), read_traceparent())
-            created = self.service.store.create(
-                config,
-                self.caller,
-                key,
-                settings.quota_open_jobs,
-                settings.quota_record_bytes,
-                origin,
-                estimate_least_memory(config, settings.root),
-            )
+            # No rule of retention removes the cache between its check and the record of the job.
+            with held(settings.caches / (config.cache.fingerprint or "")):
+                created = self._create(config, key)
         _require_created(created, config, settings)
         if created.outcome == "team_quota":
             raise make_bytes_problem(self.read_account())
@@ -164,6 +170,37 @@ class Admission:
             )
             announce_job(self.service, job)
         return job, created.outcome == "replayed"
+
+    def _require_room(self, config: JobConfig) -> None:
+        """Raise 429 if the cache that the job captures would take its team above its bytes.
+
+        A capture whose size cannot be estimated in time is admitted.
+        """
+        captures = "precompute" in config.stages and config.kind != "verify"
+        account = self.read_account()
+        if account.bytes.left is None or not captures or config.cache.fingerprint is not None:
+            return
+        try:
+            found = self._ask_process("estimate", config)
+        except (ConfigError, ApiProblem):
+            return
+        if (needed := int(found["bytes"])) > account.bytes.left:
+            raise make_bytes_problem(account, needed)
+
+    def _create(self, config: JobConfig, key: str | None) -> CreateResult:
+        # Only a new job is checked: a replayed one exists, even if its inputs are gone by now.
+        self.require_admissible(config)
+        self._require_room(config)
+        settings = self.service.settings
+        return self.service.store.create(
+            config,
+            self.caller,
+            key,
+            settings.quota_open_jobs,
+            settings.quota_record_bytes,
+            RequestOrigin(request_id.get(), read_traceparent()),
+            estimate_least_memory(config, settings.root),
+        )
 
 
 def _require_created(created: CreateResult, config: JobConfig, settings: Settings) -> None:
@@ -202,15 +239,20 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
         )
 
 
-def make_bytes_problem(account: TeamAccount) -> ApiProblem:
-    """Return the 429 for a job of a team whose caches and runs take too much of the disk."""
+def make_bytes_problem(account: TeamAccount, needed: int = 0) -> ApiProblem:
+    """Return the 429 for a team whose caches, runs and files take too much of the disk.
+
+    ``needed`` is about the size of the cache that a new job would add.
+    """
     use = account.bytes
     limit = use.limit or 0.0
+    more = f" The cache of this job needs about {format_bytes(needed)}." if needed else ""
+    known = " If its cache is on the disk already, name it: cache.fingerprint." if needed else ""
     return _make_quota_problem(
         f"Caches and runs of team {account.team} take {format_bytes(use.used)}, and its quota is"
-        f" {format_bytes(limit)}.",
+        f" {format_bytes(limit)}.{more}",
         "Delete caches (DELETE /caches/{fingerprint}), or jobs with their files (DELETE"
-        " /jobs/{id}?artifacts=true). The disk is measured every minute.",
+        f" /jobs/{{id}}?artifacts=true). The disk is measured every minute.{known}",
         QuotaProblem(what="bytes", limit=limit, used=use.used, frees_up=use.frees_up),
     )
 

@@ -6,6 +6,7 @@ twice a second   lost hints are sent again
                  some open jobs get back a lost lease, place in the queue or end of a dependency
 every minute     the caches and runs of each team are measured
                  queued jobs whose cache is gone from the disk capture it again, or fail
+once a day       what the rules of retention name is removed (services/loops/retention.py)
 
 Several copies may run at once: every step may be repeated.
 """
@@ -24,6 +25,7 @@ from redis.exceptions import RedisError
 
 from kd.client.wire.jobs import Job
 from kd.config.jobfile import parse_config
+from services.loops.retention import NightlyRetention
 from services.loops.searches import Searches
 from services.loops.teams import TeamRules
 from services.loops.webhooks import Webhooks
@@ -58,16 +60,18 @@ class Reconciler:
         self._webhooks = Webhooks(store, settings)
         self._caches = LostCaches(store, settings)
         self._teams = TeamRules(store, settings)
+        self._retention = NightlyRetention(store, settings)
         self._next_to_mend = 0
         self._contact_since: int | None = None
         self._last_contact = 0
 
     async def run(self) -> None:
         """Work until cancelled."""
-        # Two tasks, so that a slow receiver of webhooks does not hold up the rounds.
+        # A slow receiver of webhooks, or a long removal, does not hold up the rounds.
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_running_async("reconciler", self._rounds))
             group.create_task(keep_running_async("webhooks", self._webhooks.run))
+            group.create_task(keep_running_async("retention", self._retention.run))
 
     async def _rounds(self) -> None:
         while True:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from services.settings import Settings
+from services.settings import DAY_SECONDS, Settings
 from services.store.callers import Quota
 from services.store.jobs.store import JobStore
+from services.store.jobs.teams import TeamBytes
 from services.store.key_file import KeyFile, KeysError
 from services.store.run_folder import JOB_ID
 from services.store.training_files import TrainingFiles, measure_folder
@@ -41,10 +42,12 @@ class TeamRules:
 
     def step(self) -> None:
         """Write the rules if they have changed, and measure the disk if it is time."""
-        half_life = self._settings.fair_share_half_life_seconds
+        settings = self._settings
+        half_life = settings.fair_share_half_life_seconds
+        history = settings.retain_events_days * DAY_SECONDS
         quotas = self._collect_quotas()
-        if quotas is not None and self._store.write_policy(half_life, quotas):
-            log.info("the rules of fair share and quotas have changed")
+        if quotas is not None and self._store.write_policy(half_life, quotas, history):
+            log.info("the rules of fair share, quotas and events have changed")
         if self._store.redis.set(NEXT, "1", nx=True, ex=MEASURE_SECONDS):
             self._store.write_bytes(self.measure())
 
@@ -58,23 +61,23 @@ class TeamRules:
             return None
         return {EVERY_TEAM: default, **own}
 
-    def measure(self) -> dict[str, int]:
+    def measure(self) -> dict[str, TeamBytes]:
         """Bytes of each team: the caches of its jobs, the folders of its runs, and its files.
 
         A cache that several teams use counts for each of them. The folder of a deleted job counts
-        for nobody.
+        for nobody, and neither do models and data that calls of `import kd` have saved.
         """
-        found = Counter[str]()
+        caches, held = Counter[str](), Counter[str]()
         for team, fingerprints in self._store.list_team_caches().items():
-            found[team] = sum(map(self._measure_cache, fingerprints))
+            caches[team] = sum(map(self._measure_cache, fingerprints))
         runs = self._settings.runs
         ids = [path.name for path in runs.iterdir()] if runs.is_dir() else []
         ids = [name for name in ids if JOB_ID.fullmatch(name)]
         for job_id, team in self._store.find_teams(ids).items():
-            found[team] += measure_folder(runs / job_id)
-        for team, size in TrainingFiles(self._settings.files).measure().items():
-            found[team] += size
-        return dict(found)
+            held[team] += measure_folder(runs / job_id)
+        files = TrainingFiles(self._settings.files).measure()
+        teams = caches.keys() | held.keys() | files.keys()
+        return {team: TeamBytes(caches[team], held[team], files.get(team, 0)) for team in teams}
 
     def _measure_cache(self, fingerprint: str) -> int:
         folder = self._settings.caches / fingerprint

@@ -311,7 +311,7 @@ def _copy_once(source: Path, target: Path) -> dict[str, BackupFile]:
 
 
 def _is_kept(entry: os.DirEntry[str]) -> bool:
-    passing = entry.name.startswith(TEMPORARY_PREFIX) or entry.name.endswith(".lock")
+    passing = entry.name.startswith(TEMPORARY_PREFIX) or entry.name.endswith((".lock", ".used"))
     return not passing and (
         entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False)
     )

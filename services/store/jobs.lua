@@ -23,6 +23,7 @@
 --             pausing                     running
 --   retry     failed cancelled            waiting, queued, cancelled   a client
 --   delete    succeeded failed cancelled  (none)                       a client
+--   retire    succeeded failed cancelled  (none)                       the operator's rules, after some time
 --   due       waiting queued              failed                       its deadline, which a pause removes
 --             running pausing             cancelling                   (it ends as failed)
 --   adopt     (none)                      succeeded, failed            the operator, for a run without a record
@@ -47,10 +48,11 @@
 -- kd:idempotency:{sha}    string  "job-id body-sha" of a POST with an Idempotency-Key, for a day
 -- kd:caches:{owner}       set     fingerprints of caches that the owner's jobs made or read
 -- kd:teams                set     teams that have ever had a job
--- kd:team:{team}          hash    the account of a team: device-milliseconds used recently and today, bytes on the disk
+-- kd:team:{team}          hash    the account of a team: device-milliseconds used recently and today, bytes on the disk, in all
+--                                 and of caches, runs and files
 -- kd:devices:{team}       hash    jobs that hold devices -> how many
 -- kd:owners               hash    owner -> the team of its newest job
--- kd:policy               hash    the operator's rules: half_life_ms, and quotas as {quota} or {quota}:{team}
+-- kd:policy               hash    the operator's rules: half_life_ms, history_seconds, and quotas as {quota} or {quota}:{team}
 -- kd:records              hash    owner -> bytes of its jobs' records at their creation, including ended jobs
 -- kd:cache:{fp}:jobs      set     jobs that made or read a cache
 -- kd:webhooks             zset    "job event-id" of messages to send, by the time of the next try
@@ -174,11 +176,13 @@ local function disarm(id)
   redis.call('HDEL', key(id), 'deadline_at')
 end
 
--- The history of an ended job expires after a month, unless the job is retried.
+-- The history of an ended job expires after the time that the operator sets, unless the job is retried.
+local HISTORY = {'events', 'metrics', 'evaluation', 'temperature', 'scalars', 'study', 'trials'}
 local function keep(id, command)
-  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'scalars', 'study', 'trials'}) do
-    if command == 'PERSIST' then redis.call('PERSIST', key(id, part))
-    else redis.call('EXPIRE', key(id, part), 30 * DAY) end
+  local seconds = tonumber(redis.call('HGET', 'kd:policy', 'history_seconds') or '') or 30 * DAY
+  for _, part in ipairs(HISTORY) do
+    if command == 'PERSIST' or seconds == 0 then redis.call('PERSIST', key(id, part))
+    else redis.call('EXPIRE', key(id, part), string.format('%.0f', seconds)) end
   end
 end
 
@@ -614,10 +618,8 @@ function changes.delete(id, status)
   index(id, status, 'remove')
   index(id, '*', 'remove')
   weigh(get(id, 'owner') or '', -(tonumber(get(id, 'record_bytes') or '') or 0))
-  for _, part in ipairs({'events', 'metrics', 'evaluation', 'temperature', 'scalars', 'waits', 'dependents', 'study', 'trials'}) do
-    redis.call('DEL', key(id, part))
-  end
-  redis.call('DEL', key(id))
+  for _, part in ipairs(HISTORY) do redis.call('DEL', key(id, part)) end
+  redis.call('DEL', key(id), key(id, 'waits'), key(id, 'dependents'))
   return 'deleted'
 end
 
@@ -694,6 +696,44 @@ function transitions.change(action, id)
   end
   if ALREADY[action] and ALREADY[action][status] then return {'already', status} end
   return {'illegal', status, unpack(actions)}
+end
+
+-- named(name) -> ids of open jobs whose record contains the name: the id of a job or a file, or a fingerprint
+function transitions.named(name)
+  local found = {}
+  for _, id in ipairs(redis.call('ZRANGE', 'kd:open', 0, -1)) do
+    for _, text in ipairs(redis.call('HMGET', key(id), 'id', 'config', 'cache.fingerprint', 'parent')) do
+      if text and string.find(text, name, 1, true) then
+        found[#found + 1] = id
+        break
+      end
+    end
+  end
+  return found
+end
+
+-- Whether a job ended so long ago, and no open search needs it as a trial.
+local function has_ended(id, age)
+  local status, finished, parent = unpack(redis.call('HMGET', key(id), 'status', 'finished_at', 'parent'))
+  if not TERMINAL[status] or now - (tonumber(finished or '') or now) < tonumber(age) then return false end
+  for _, action in ipairs(allowed(status, parent)) do
+    if action == 'delete' then return true end
+  end
+  return false
+end
+
+-- retire(id, age_ms, 1 if open jobs may name it) -> retired | kept: delete a job that ended so long ago
+function transitions.retire(id, age, forced)
+  if not has_ended(id, age) or (forced ~= '1' and #transitions.named(id) > 0) then return 'kept' end
+  changes.delete(id, get(id, 'status'))
+  return 'retired'
+end
+
+-- forget(id, age_ms) -> forgotten | kept: remove the history of a job that ended so long ago; its record stays
+function transitions.forget(id, age)
+  if not has_ended(id, age) then return 'kept' end
+  for _, part in ipairs(HISTORY) do redis.call('DEL', key(id, part)) end
+  return 'forgotten'
 end
 
 -- adopt(id, owner, succeeded | failed, error, field, value, ...) -> adopted | exists
@@ -929,17 +969,19 @@ function transitions.hints(stage, age)
   return ids
 end
 
--- measured(team, bytes, ...): the bytes on the disk of some teams, as measured now
+-- measured(team, bytes of caches, of runs, of files, ...): the bytes on the disk of some teams, as measured now
 function transitions.measured(...)
-  local pairs = {...}
-  for i = 1, #pairs, 2 do
-    book(pairs[i], account(pairs[i]), 'bytes', tonumber(pairs[i + 1]))
-    redis.call('HSET', 'kd:team:' .. pairs[i], 'measured_at', now)
+  local rows = {...}
+  for i = 1, #rows, 4 do
+    local team, caches, runs, files = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
+    book(team, account(team), 'bytes', caches + runs + files)
+    redis.call('HSET', 'kd:team:' .. team, 'measured_at', now, 'caches', caches, 'runs', runs, 'files', files)
   end
 end
 
 -- accounts(team, ...) -> {team, devices held, device-seconds recently, and today, bytes, when they were measured or '',
--- quota of device-seconds a day or '', of bytes or '', queued jobs, why they wait or '', ...}; without a team, of all teams
+-- quota of device-seconds a day or '', of bytes or '', queued jobs, why they wait or '', bytes of caches, of runs, of
+-- files, ...}; without a team, of all teams
 function transitions.accounts(...)
   local teams, found = {...}, {}
   if #teams == 0 then teams = redis.call('SMEMBERS', 'kd:teams') end
@@ -951,7 +993,9 @@ function transitions.accounts(...)
         string.format('%.17g', state.today / 1000), string.format('%.0f', state.bytes),
         redis.call('HGET', 'kd:team:' .. team, 'measured_at') or '',
         limits.device_seconds and string.format('%.17g', limits.device_seconds) or '',
-        limits.bytes and string.format('%.0f', limits.bytes) or '', queued, why(team) or ''}) do
+        limits.bytes and string.format('%.0f', limits.bytes) or '', queued, why(team) or '',
+        redis.call('HGET', 'kd:team:' .. team, 'caches') or '0', redis.call('HGET', 'kd:team:' .. team, 'runs') or '0',
+        redis.call('HGET', 'kd:team:' .. team, 'files') or '0'}) do
       found[#found + 1] = value
     end
   end

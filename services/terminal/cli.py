@@ -27,6 +27,7 @@ from services.terminal.commands import (
     jobs,
     keys,
     recovery,
+    retention,
 )
 from services.terminal.commands.before import convert, estimate, init, plan, rates, validate
 from services.terminal.commands.data import backup, upgrade
@@ -89,9 +90,9 @@ app.add_typer(caches.app)
 app.add_typer(keys.app)
 app.add_typer(accounts.app)
 app.add_typer(backup.app)
-app.add_typer(recovery.app)
+app.add_typer(retention.app)
 app.add_typer(upgrade.app)
-jobs.jobs_app.add_typer(recovery.adopt_app)
+jobs.jobs_app.add_typer(recovery.app)
 jobs.jobs_app.add_typer(comparison.app)
 
 

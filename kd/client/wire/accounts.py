@@ -25,6 +25,14 @@ class QuotaUse(View):
     )
 
 
+class DiskUse(View):
+    """Bytes on the disk of a team; together they are what its quota of bytes limits."""
+
+    caches: int = Field(0, description="Caches that its jobs made or read.")
+    runs: int = Field(0, description="Run folders of its jobs: checkpoints, students, logs.")
+    files: int = Field(0, description="Files that it uploaded.")
+
+
 class TeamAccount(View):
     """What a team uses of the devices and the disk, and its quotas."""
 
@@ -37,7 +45,8 @@ class TeamAccount(View):
         "devices, then to the one with the least of this."
     )
     device_seconds: QuotaUse = Field(description="Device-seconds of this day, in UTC.")
-    bytes: QuotaUse = Field(description="Bytes of its caches and runs on the disk.")
+    bytes: QuotaUse = Field(description="Bytes of its caches, runs and files on the disk.")
+    disk: DiskUse = Field(default_factory=DiskUse, description="What these bytes are.")
     reason: str | None = Field(None, description="Why its queued jobs wait; null if they do not.")
 
 
@@ -62,7 +71,7 @@ class AuditEntry(View):
         description="job.create, job.cancel, job.pause, job.resume, job.retry, job.delete, "
         "job.adopt, cache.delete, cache.export, student.download, checkpoint.download, "
         "file.create, file.delete, key.create, key.revoke, key.quota, backup.create, "
-        "backup.restore, auth.failed, auth.forbidden."
+        "backup.restore, retention.remove, auth.failed, auth.forbidden."
     )
     target: str = Field("", description="The job, cache, key or path.")
     outcome: Literal["done", "refused"] = "done"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 
-from kd.client.wire.accounts import QuotaUse, TeamAccount
+from kd.client.wire.accounts import DiskUse, QuotaUse, TeamAccount
 from kd.client.wire.jobs import Cost
 from kd.client.wire.plans import JobPlan
 from kd.files import format_bytes
@@ -33,9 +34,10 @@ def describe_account(account: Account, now: datetime | None = None) -> TeamAccou
             limit=account.quota.bytes,
             used=account.bytes,
             left=_compute_rest(account.quota.bytes, account.bytes),
-            frees_up="when caches, or jobs with their files, are deleted",
+            frees_up="when caches, jobs with their files, or uploaded files are deleted",
             measured_at=None if measured is None else datetime.fromtimestamp(measured / 1000, UTC),
         ),
+        disk=DiskUse(**asdict(account.disk)),
         reason=account.reason,
     )
 
@@ -52,7 +54,7 @@ def find_quota_warnings(account: TeamAccount, new_bytes: int) -> Iterator[str]:
     if left is not None and new_bytes > left:
         yield (
             f"The cache needs about {format_bytes(new_bytes)}, and team {account.team} has"
-            f" {format_bytes(left)} left of its quota: further jobs will wait."
+            f" {format_bytes(left)} left of its quota: the job will be refused."
         )
 
 

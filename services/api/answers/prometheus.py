@@ -101,6 +101,9 @@ METRICS = {
     "kd_cache_verify_failures_total": Description(
         "counter", "Caches that failed their verification."
     ),
+    "kd_retention_freed_bytes_total": Description(
+        "counter", "Bytes that the rules of retention and `kd gc` have freed.", ("kind",)
+    ),
     "kd_http_requests_total": Description(
         "counter", "Answered requests.", ("method", "route", "status")
     ),

@@ -29,7 +29,7 @@ from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, WRITE
 from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
-from services.api.service import TheCaller, TheService
+from services.api.service import Service, TheCaller, TheService
 
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
@@ -116,24 +116,33 @@ def delete_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> 
         )
     if caller.sees_all:
         # The folder goes first: if its removal is refused, every caller still sees the cache.
-        _remove(folder)
+        _remove(folder, service)
         service.store.forget_cache(caller, folder.name)
     elif not service.store.forget_cache(caller, folder.name) and not users:
-        _remove(folder)
+        _remove(folder, service)
     service.audit.record(caller, "cache.delete", folder.name)
     return Response(status_code=204)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path, service: Service) -> None:
     from cache.operations import remove_cache
 
+    def require_unused() -> None:
+        if service.store.find_cache_users(folder.name):  # created since the request was checked
+            raise ApiProblem(
+                409,
+                f"A job that has not ended uses the cache {folder.name}.",
+                "Wait for its end, or cancel it.",
+                "in-use",
+            )
+
     try:
-        remove_cache(folder)
+        remove_cache(folder, require_unused)
     except FileNotFoundError:
         raise _make_no_cache_problem(folder.name) from None
     except CacheError as error:
         raise ApiProblem(
-            409, f"The cache {folder.name} is being captured.", error.remedy, "in-use"
+            409, f"The cache {folder.name} is being captured or read.", error.remedy, "in-use"
         ) from None
 
 

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, BeforeValidator
 
 from cache.disk import remove_path, storage_errors
+from cache.reading.usage import held
 from kd.client.wire.jobs import Action, Job, JobList, Kind, Status
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.config.job import JobConfig
@@ -351,7 +352,11 @@ def act_on_job(
     action: Action, job: JobRecord, service: Service, caller: Caller, response: Response
 ) -> Job:
     """Apply the action, and return the job after it; the status is 200 if it was done already."""
-    if _apply_action(action, job, service) == "already":
+    cached = job.cache.fingerprint if job.cache is not None else None
+    # A rule of retention removes the cache before the action, and finds it needed after it.
+    with held(service.settings.caches / (cached or "")):
+        outcome = _apply_action(action, job, service)
+    if outcome == "already":
         response.status_code = 200
     else:
         service.audit.record(caller, f"job.{action}", job.id, owner=job.owner)

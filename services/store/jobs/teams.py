@@ -11,6 +11,17 @@ from services.store.jobs.script import ScriptedStore
 
 #: Records that one call of Redis reads.
 BATCH = 500
+#: The time for which the events of an ended job stay in Redis, where no other is set.
+HISTORY_SECONDS = 30 * 86400.0
+
+
+@dataclass(frozen=True)
+class TeamBytes:
+    """Bytes on the disk of a team's caches, of the folders of its runs, and of its files."""
+
+    caches: int = 0
+    runs: int = 0
+    files: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class Account:
     quota: Quota
     queued: int
     reason: str | None
+    disk: TeamBytes = TeamBytes()
 
 
 class Teams(ScriptedStore):
@@ -39,15 +51,24 @@ class Teams(ScriptedStore):
     def read_accounts(self, *teams: str) -> list[Account]:
         """The accounts of ``teams``, or of all teams that have ever had a job, by name."""
         flat: list[str] = self._transition("accounts", *teams)
-        rows = zip(*[iter(flat)] * 10, strict=True)
+        rows = zip(*[iter(flat)] * 13, strict=True)
         return sorted(map(_parse_account, rows), key=lambda account: account.team)
 
-    def write_policy(self, half_life_seconds: float, quotas: Mapping[str, Quota]) -> bool:
+    def write_policy(
+        self,
+        half_life_seconds: float,
+        quotas: Mapping[str, Quota],
+        history_seconds: float = HISTORY_SECONDS,
+    ) -> bool:
         """Write the rules of the operator; the name "" stands for every other team.
 
-        Returns whether they differ from those before.
+        ``history_seconds`` is the time for which the events of an ended job stay; 0 = for ever.
+        Returns whether the rules differ from those before.
         """
-        rules: dict[Any, Any] = {"half_life_ms": repr(half_life_seconds * 1000)}
+        rules: dict[Any, Any] = {
+            "half_life_ms": repr(half_life_seconds * 1000),
+            "history_seconds": repr(history_seconds),
+        }
         for team, quota in quotas.items():
             tail = f":{team}" if team else ""
             if quota.device_seconds is not None:
@@ -62,10 +83,10 @@ class Teams(ScriptedStore):
         pipeline.execute()
         return True
 
-    def write_bytes(self, sizes: Mapping[str, int]) -> None:
+    def write_bytes(self, sizes: Mapping[str, TeamBytes]) -> None:
         """Write the bytes on the disk of some teams, as measured now."""
-        flat = (value for pair in sizes.items() for value in pair)
-        self._transition("measured", *flat)
+        rows = ((team, use.caches, use.runs, use.files) for team, use in sizes.items())
+        self._transition("measured", *(value for row in rows for value in row))
 
     def find_teams(self, job_ids: Collection[str]) -> dict[str, str]:
         """The ids of jobs that have a record -> their teams."""
@@ -95,7 +116,7 @@ class Teams(ScriptedStore):
 
 
 def _parse_account(row: tuple[str, ...]) -> Account:
-    team, devices, recent, today, size, measured, seconds, limit, queued, reason = row
+    team, devices, recent, today, size, measured, seconds, limit, queued, reason, *disk = row
     return Account(
         team=team,
         devices=int(devices),
@@ -106,4 +127,5 @@ def _parse_account(row: tuple[str, ...]) -> Account:
         quota=Quota(float(seconds) if seconds else None, int(limit) if limit else None),
         queued=int(queued),
         reason=reason or None,
+        disk=TeamBytes(*map(int, disk)),
     )

@@ -40,7 +40,10 @@ def quota(server: Server = None, as_json: AsJson = False) -> None:
         print_json(accounts)
         return
     print_table(
-        ["TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF"],
+        [
+            *("TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF"),
+            *("CACHES", "RUNS", "FILES"),
+        ],
         [
             [
                 account["team"],
@@ -49,6 +52,10 @@ def quota(server: Server = None, as_json: AsJson = False) -> None:
                 format_value(int(account["recent_device_seconds"]), "seconds"),
                 *_format_use(account["device_seconds"], "seconds"),
                 *_format_use(account["bytes"], "bytes"),
+                *(
+                    format_value(account["disk"][part], "bytes")
+                    for part in ("caches", "runs", "files")
+                ),
             ]
             for account in accounts
         ],

@@ -121,6 +121,7 @@ def cache_fidelity(
     as_json: AsJson = False,
 ) -> None:
     """Compare records of a cache with its live teacher, and store the result in the cache."""
+    from cache.reading.usage import hold_for
     from cache.store import open_cache, replace_fidelity
     from kd.capture.fidelity import (
         LiveTeacher,
@@ -132,6 +133,7 @@ def cache_fidelity(
 
     hide_progress_bars()
     store = open_cache(find_cache_folder(fingerprint, home))
+    hold_for(store, store.folder)
     origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
     found = measure_fidelity(
         store, LiveTeacher.load(store.identity, origin.config, origin.folder), positions, redraws

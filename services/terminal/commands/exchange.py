@@ -132,10 +132,12 @@ def cache_export(
     as_json: AsJson = False,
 ) -> None:
     """Write a cache as a dataset of another tool, into a new folder."""
+    from cache.reading.usage import hold_for
     from cache.store import open_cache
     from kd.exchange.exporting import export_records
 
     store = open_cache(find_cache_folder(fingerprint, home))
+    hold_for(store, store.folder)
     with _showing_events() as monitor:
         summary = export_records(store, format, out, k, monitor, lossy)
     settings = make_settings(home=home)

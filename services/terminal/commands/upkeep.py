@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,9 +108,10 @@ def cache_gc(
 ) -> None:
     """Remove leftovers of crashes, old incomplete caches, and caches of older versions.
 
-    Caches of unfinished jobs stay, however old they are, because a paused capture continues from
-    its sealed shards. The command lists what it will remove, and asks first. With --json it removes
-    nothing unless --yes is given.
+    Caches that unfinished jobs or kept students name stay, however old they are: a paused capture
+    continues from its sealed shards. `kd gc` removes these leftovers too, and sealed caches that
+    nothing has read for some time. The command lists what it will remove, and asks first. With
+    --json it removes nothing unless --yes is given.
     """
     from cache.operations import find_garbage, remove_garbage
 
@@ -135,7 +137,7 @@ def cache_gc(
 
 @app.command("rm")
 def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
-    """Remove caches that are not being captured and that no unfinished job uses."""
+    """Remove caches that nothing captures or reads, and that no unfinished job uses."""
     from cache.operations import find_cache, remove_cache
     from cache.store import summarise_cache
 
@@ -159,8 +161,8 @@ def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
     if not yes:
         typer.confirm("Remove it?" if len(folders) == 1 else "Remove them?", abort=True, err=True)
     for folder in folders:
-        _require_unused(settings, folder.name)  # a job may have begun while the command asked
-        remove_cache(folder)
+        # A job may have begun while the command asked.
+        remove_cache(folder, partial(_require_unused, settings, folder.name))
         audit_command(settings, "cache.delete", folder.name)
         out.print(f"{folder.name}: removed")
 
@@ -183,9 +185,13 @@ def _require_unused(settings: Settings, fingerprint: str) -> None:
 
 
 def _select_unused(settings: Settings, garbage: list[Garbage]) -> list[Garbage]:
-    """Return the garbage that belongs to no cache of an unfinished job."""
+    """Return the garbage that no unfinished job and no kept student needs, as `kd gc` does."""
+    from services.store.retention.in_use import InUse, read_students
+    from services.store.retention.leftovers import find_holder_of_garbage
+
     used = _find_users(settings, {each.folder.name for each in garbage})
-    return [each for each in garbage if each.folder.name not in used]
+    in_use = InUse({name: jobs[0] for name, jobs in used.items()}, read_students(settings.runs))
+    return [each for each in garbage if find_holder_of_garbage(each, in_use) is None]
 
 
 def _find_users(settings: Settings, fingerprints: Collection[str]) -> dict[str, list[str]]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from bench.support.harness import Parts, make_config, wait_until
 from cache.manifest import FidelityRow
+from cache.reading.usage import exclude_readers, held, locate_use
 from cache.store import open_writer, replace_fidelity
 from cache.testing import make_cache
 from kd.client.wire.service import Device, WorkerState
@@ -100,6 +102,31 @@ def test_a_cache_that_is_being_captured_stays(api: Parts) -> None:
     with open_writer(api.settings.caches, read_manifest(folder).identity):
         problem(api.http.delete(f"/caches/{folder.name}"), 409, "in-use")
     assert api.http.delete(f"/caches/{folder.name}").status_code == 204
+
+
+def test_a_job_is_refused_where_its_cache_is_removed_while_it_is_submitted(api: Parts) -> None:
+    """The removal holds off the check of the job, as a record holds off the removal."""
+    folder = make_cache(api.settings.caches)
+    body = {"kind": "verify", "cache": {"fingerprint": folder.name}}
+    answers = []
+    with exclude_readers(folder):
+        sender = Thread(target=lambda: answers.append(api.http.post("/jobs", json=body)))
+        sender.start()
+        sender.join(0.5)
+        assert answers == [], "it waits for the removal"
+        folder.rename(folder.with_name(".tmp-" + folder.name))
+        locate_use(folder).unlink(missing_ok=True)
+    sender.join()
+    assert f"there is no cache {folder.name}" in problem(answers[0], 422).model_dump_json()
+    assert api.jobs.count_statuses()["queued"] == 0
+
+
+def test_a_cache_that_a_run_reads_stays(api: Parts) -> None:
+    folder = make_cache(api.settings.caches)
+    with held(folder):
+        assert "read" in problem(api.http.delete(f"/caches/{folder.name}"), 409, "in-use").detail
+    assert api.http.delete(f"/caches/{folder.name}").status_code == 204
+    assert not locate_use(folder).exists()
 
 
 def test_verifying_is_a_job(api: Parts) -> None:

@@ -100,6 +100,7 @@ def test_quota_and_audit_show_what_a_caller_may_see(tmp_path: Path) -> None:
         table = ok("ann", "quota")
         assert table.stdout.split("\n")[0].split() == [
             *("TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON", "DISK", "OF"),
+            *("CACHES", "RUNS", "FILES"),
         ]
         assert "no limit" in table.stdout
         assert "Team nlp has used 100 of its 60 device-seconds" in table.stderr

@@ -1,16 +1,18 @@
-"""``kd gc`` and ``kd jobs adopt``: runs without a record are removed or restored."""
+"""``kd jobs adopt`` restores a record, and `kd gc` removes a run without one, or by the rules."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.support.harness import Parts, make_config
 from cache.disk import locked
+from cache.testing import make_cache, make_identity
 from kd.files import LOCK, write_json
 from services.store.jobs.records import make_job_id
 from tests.support.commands import kd
@@ -121,7 +123,7 @@ def test_gc_removes_old_runs_without_a_record_and_nothing_else(parts: Parts) -> 
     with locked(held / LOCK):
         listed = command(parts, "gc", "--json")
         assert json.loads(listed.stdout)["removed"] is False
-        assert [run["path"] for run in json.loads(listed.stdout)["runs"]] == [str(old)]
+        assert [item["path"] for item in json.loads(listed.stdout)["items"]] == [str(old)]
         refused = command(parts, "gc", answer="n\n")
         assert refused.returncode == 1 and str(old) in refused.stdout and old.is_dir()
         done = command(parts, "gc", "--yes")
@@ -129,6 +131,54 @@ def test_gc_removes_old_runs_without_a_record_and_nothing_else(parts: Parts) -> 
     assert done.returncode == 0 and "1 of 1 removed" in done.stdout, done.stderr
     assert not old.exists()
     assert all(folder.is_dir() for folder in (young, held, known, named))
+
+
+def test_gc_lists_what_the_named_rules_remove_and_what_stays(parts: Parts, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    folders = []
+    for name in ("1", "2"):
+        identity = make_identity(train_sequences=3, validation_sequences=1)
+        identity = replace(identity, data=replace(identity.data, sha256=name * 64))
+        folders.append(make_cache(home / "caches", identity))
+        make_old(folders[-1])
+    free, needed = folders
+    job_id = parts.jobs.create(make_config("waits", cache={"fingerprint": needed.name})).id
+    environment = {"KD_HOME": str(home), "KD_REDIS_URL": parts.server.url}
+    assert kd("gc", **environment).stdout == "nothing to remove\n", "no rule is set"
+    without = kd("gc", "--caches", **environment)
+    assert without.returncode == 2 and "no rule for caches: add --older-than" in without.stderr
+    assert "add --keep" in kd("gc", "--checkpoints", **environment).stderr
+    wanted = ("gc", "--caches", "--older-than", "30d")
+    listed = json.loads(kd(*wanted, "--json", **environment).stdout)
+    (item,), (kept,) = listed["items"], listed["kept"]
+    assert (item["kind"], item["path"], item["kept_by"]) == ("caches", str(free), None)
+    assert item["bytes"] > 0 and item["age_seconds"] > 30 * 86400 and "not used" in item["reason"]
+    assert (kept["path"], kept["kept_by"]) == (
+        str(needed),
+        f"the job {job_id}, which has not ended",
+    )
+    by_setting = kd("gc", KD_RETAIN_CACHES_UNUSED_DAYS="30", answer="n\n", **environment)
+    assert by_setting.returncode == 1 and str(free) in by_setting.stdout and free.is_dir()
+    assert f"{needed} stays: the job {job_id}" in by_setting.stderr
+    assert kd("gc", "--no-caches", KD_RETAIN_CACHES_UNUSED_DAYS="30", **environment).stdout == (
+        "nothing to remove\n"
+    )
+    done = kd(*wanted, answer="y\n", **environment)
+    assert (done.returncode, free.exists(), needed.exists()) == (0, False, True)
+    assert f"1 of 1 removed, {item['bytes']} bytes" in done.stdout
+    forced = kd(*wanted, "--force", "--yes", "--json", **environment)
+    assert [each["path"] for each in json.loads(forced.stdout)["items"]] == [str(needed)]
+    written = (home / "audit" / "audit.jsonl").read_text()
+    entries = [json.loads(line) for line in written.splitlines()]
+    assert [(each["action"], each["target"], each["kind"]) for each in entries] == [
+        ("retention.remove", folder.name, "caches") for folder in (free, needed)
+    ]
+    freed = {
+        labels["kind"]: value
+        for name, labels, value in parts.jobs.read_counters()
+        if name == "kd_retention_freed_bytes_total"
+    }
+    assert freed["caches"] > item["bytes"]
 
 
 @pytest.mark.parametrize("arguments", [("gc", "--yes"), ("jobs", "adopt", "{run}")])

@@ -153,6 +153,21 @@ def test_a_job_of_a_team_above_its_bytes_is_refused_with_what_frees_it_up(house:
     assert house.ann.post("/jobs", json=valid("quick", house.text)).status_code == 202
 
 
+def test_a_job_whose_cache_would_take_its_team_above_its_bytes_is_refused(house: House) -> None:
+    body = valid("quick", house.text, "distill")
+    set_rules(house, "nlp", Quota(bytes=100))
+    answer = house.ann.post("/jobs", json=body)
+    document = problem(answer, 429, "quota-exceeded")
+    assert "take 0 bytes, and its quota is 100 bytes. The cache of this job needs about" in (
+        document.detail
+    )
+    assert document.quota is not None and document.quota.used == 0
+    assert "cache.fingerprint" in document.remedy
+    assert house.ann.post("/jobs", json=valid("quick", house.text)).status_code == 202
+    set_rules(house, "nlp", Quota(bytes=10**12))
+    assert house.ann.post("/jobs", json=body).status_code == 202
+
+
 def test_a_cache_counts_for_each_team_that_uses_it(house: House) -> None:
     for caller in (NLP, Caller("eve")):
         jobs = house.parts.jobs
@@ -166,6 +181,7 @@ def test_a_cache_counts_for_each_team_that_uses_it(house: House) -> None:
     (folder / "shard").write_bytes(bytes(700))
     house.parts.jobs.redis.delete("kd:measured")
     wait_until(lambda: house.account(house.ann)["bytes"]["used"] == 700)
+    assert house.account(house.ann)["disk"] == {"caches": 700, "runs": 0, "files": 0}
     assert house.account(house.eve)["bytes"]["used"] == 700
     assert house.account(house.ann)["bytes"]["measured_at"] is not None
 

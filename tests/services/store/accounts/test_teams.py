@@ -16,6 +16,7 @@ from bench.support.harness import make_config
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity, Claim, EventBatch
 from services.store.jobs.store import JobStore
+from services.store.jobs.teams import TeamBytes
 from tests.support.records import ANN, BOB, ERROR, HELD_OUT, let_pass, queued
 
 DAY = 86400.0
@@ -341,7 +342,7 @@ def test_the_quota_of_a_team_goes_before_that_of_all(jobs: JobStore) -> None:
 def test_a_team_above_its_bytes_waits_and_may_create_no_job(jobs: JobStore) -> None:
     jobs.write_policy(DAY, {"": Quota(bytes=1000)})
     waiting = queued(jobs, caller=ANN)
-    jobs.write_bytes({"ann": 1000, "bob": 999})
+    jobs.write_bytes({"ann": TeamBytes(600, 300, 100), "bob": TeamBytes(runs=999)})
     said = (
         "Caches and runs of team ann take 1000 bytes, and its quota is 1000: "
         "its jobs wait until some are deleted."
@@ -351,7 +352,7 @@ def test_a_team_above_its_bytes_waits_and_may_create_no_job(jobs: JobStore) -> N
     refused = jobs.create(make_config("quick"), ANN, max_bytes=10**6)
     assert (refused.outcome, refused.detail) == ("team_quota", "1000")
     assert jobs.create(make_config("quick"), BOB, max_bytes=10**6).outcome == "created"
-    jobs.write_bytes({"ann": 10})
+    jobs.write_bytes({"ann": TeamBytes(10)})
     assert take(jobs).owner in ("ann", "bob")
     assert account_of(jobs, "ann").measured_ms is not None
     assert jobs.create(make_config("quick"), ANN, max_bytes=10**6).outcome == "created"

@@ -1,0 +1,107 @@
+"""Who reads a cache now, and when one was last read.
+
+The file ``{fingerprint}.used`` beside the folder of a cache says both. Its modification time is
+that of the last use. A reader holds a shared lock on it, and a removal an exclusive one, so that no
+cache vanishes under a reader. The folder itself, its bytes and its digests stay as they were
+sealed. Where the file cannot be written (a read-only disk), nothing is recorded, and nothing could
+be removed either. A folder of another name has no such file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cache.disk import is_file_at, try_lock, wait_for_lock
+from cache.errors import CacheError
+
+#: The name of a cache's folder. ``cache.store`` has it too, but loads zarr, which an API does not.
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+
+
+def locate_use(folder: Path) -> Path:
+    """Return the path of the file that records the uses of the cache in ``folder``."""
+    return folder.with_name(f"{folder.name}.used")
+
+
+def hold_for(reader: object, folder: Path) -> None:
+    """Record a use of the cache in ``folder`` now, and hold the cache while ``reader`` exists.
+
+    Forks of this process hold it too. A cache that is gone is not held.
+    """
+    if (handle := _open_held(folder)) is not None:
+        weakref.finalize(reader, os.close, handle)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the cache in ``folder`` in this block, and record a use; a cache that is gone is not."""
+    handle = _open_held(folder)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def read_last_use(folder: Path) -> float | None:
+    """Return the time of the last use in seconds since 1970; None if none was recorded."""
+    try:
+        return locate_use(folder).stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def exclude_readers(folder: Path) -> Iterator[None]:
+    """Let nobody begin to read the cache in ``folder``; raise ``CacheError`` while somebody does.
+
+    The block may delete the file of uses together with the cache.
+    """
+    path = locate_use(folder)
+    handle, made = _open_for_removal(path)
+    try:
+        if not try_lock(handle) or not is_file_at(handle, path):
+            raise CacheError(
+                f"{folder} is being read by a run.", "Wait until the run has ended, or stop it."
+            )
+        try:
+            yield
+        finally:
+            if made:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _open_for_removal(path: Path) -> tuple[int, bool]:
+    """Open the file of uses; return its handle, and whether it was made, with no use in it."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644), False
+    os.utime(handle, (0, 0))
+    return handle, True
+
+
+def _open_held(folder: Path) -> int | None:
+    path = locate_use(folder)
+    while _FINGERPRINT.fullmatch(folder.name) and folder.is_dir():
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError:
+            return None
+        # A removal holds the lock for the time of a rename only.
+        wait_for_lock(handle, shared=True)
+        if is_file_at(handle, path):
+            with suppress(OSError):
+                os.utime(handle)
+            if folder.is_dir():
+                return handle
+            path.unlink(missing_ok=True)
+        os.close(handle)
+    return None

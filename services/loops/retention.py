@@ -1,0 +1,76 @@
+"""The nightly pass of the operator's rules of retention: once a day, by one API of several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from redis.exceptions import RedisError
+
+from cache.errors import StorageError
+from services.settings import Settings
+from services.store.audit import AuditLog
+from services.store.jobs.store import JobStore
+from services.store.retention.rules import FREED, AgeLimits
+
+if TYPE_CHECKING:
+    from services.store.retention.items import Item
+
+#: Time between two looks at the clock.
+INTERVAL_SECONDS = 60.0
+#: The actor of the nightly pass in the audit log.
+ACTOR = "retention"
+#: Time for which a pass of one day keeps others from beginning.
+PASS_SECONDS = 2 * 86400
+
+log = logging.getLogger("potstill.retention")
+
+
+class NightlyRetention:
+    """Applies the rules of the settings in the hour that they name, without ``--force``."""
+
+    def __init__(self, store: JobStore, settings: Settings) -> None:
+        self._store = store
+        self._settings = settings
+        self._limits = AgeLimits.of(settings)
+        self._audit = AuditLog(settings)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            try:
+                await asyncio.to_thread(self.step)
+            except RedisError as error:
+                log.warning("Redis does not answer: %s", type(error).__name__)
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+    def step(self, now: datetime | None = None) -> None:
+        """Remove what the rules name, if it is time and no other process has begun today.
+
+        ``now`` is the time of Redis, unless a test gives another. Raises ``RedisError``.
+        """
+        if not self._limits.remove_nightly:
+            return
+        now = now or datetime.fromtimestamp(self._store.read_clock_ms() / 1000, UTC)
+        if now.hour != self._settings.retain_hour:
+            return
+        if self._store.redis.set(f"kd:retention:{now.date()}", "1", nx=True, ex=PASS_SECONDS):
+            self._apply()
+
+    def _apply(self) -> None:
+        # They load zarr, which an API without rules does without.
+        from services.store.retention.collection import find_items, look, remove_items
+
+        scene = look(self._settings, self._store, self._limits)
+        gone, kept = remove_items(find_items(scene), scene, self._note)
+        total = sum(item.bytes for item in gone)
+        log.info("retention: %d removed, %d bytes; %d are needed", len(gone), total, len(kept))
+
+    def _note(self, item: Item) -> None:
+        self._store.count(FREED, item.bytes, kind=item.kind)
+        try:
+            self._audit.write(ACTOR, "retention.remove", item.name, **item.describe())
+        except (StorageError, OSError) as error:
+            log.error("no audit entry for the removal of %s: %s", item.name, error)

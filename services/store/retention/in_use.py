@@ -1,0 +1,81 @@
+"""The names that must stay: those in the records of jobs, and in the cards of kept students."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.store.jobs.store import JobStore
+from services.store.run_folder import is_held
+
+#: Ids of jobs and of uploaded files, fingerprints of caches, digests of saved models and data.
+NAME = re.compile(r"job_[0-9a-z]{26}|file-[0-9a-z]{26}|(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
+#: The files of a run that say what it was made from, and those in the folder of its student.
+DESCRIPTIONS = ("config.json", "cache.json", "report.json")
+CARDS = ("README.md", "distillation.json")
+#: The student of a run, and those of a search's trials.
+STUDENTS = ("student", "*/*/student")
+
+
+@dataclass(frozen=True)
+class InUse:
+    """Names, and who names them: open jobs and runs, kept students, and jobs that have ended.
+
+    A holder is a text such as "the student of job_...". A run that names itself does not count.
+    """
+
+    open: Mapping[str, str] = field(default_factory=dict)
+    students: Mapping[str, str] = field(default_factory=dict)
+    ended: Mapping[str, str] = field(default_factory=dict)
+
+    def find_holder(self, name: str, ended: bool = False) -> str | None:
+        """Say who names ``name``; with ``ended`` also an ended job, which may be retried."""
+        found = self.open.get(name) or self.students.get(name)
+        return found or (self.ended.get(name) if ended else None)
+
+
+def read_in_use(store: JobStore, runs: Path) -> InUse:
+    """Read every record, every run that a process holds, and every student below ``runs``."""
+    unfinished: dict[str, str] = {}
+    ended: dict[str, str] = {}
+    for job_id, is_open, text in store.read_naming_texts():
+        if is_open:
+            unfinished.setdefault(job_id, f"the job {job_id} has not ended")
+            _add(unfinished, text, f"the job {job_id}, which has not ended", job_id)
+        else:
+            _add(ended, text, f"the job {job_id}", job_id)
+    for folder in _list_runs(runs):
+        if is_held(folder):
+            _add(unfinished, _read(folder / "config.json"), f"the run {folder.name}", folder.name)
+    return InUse(unfinished, read_students(runs), ended)
+
+
+def read_students(runs: Path) -> dict[str, str]:
+    """What the cards of the students below ``runs`` name, and the texts of their holders."""
+    found: dict[str, str] = {}
+    for folder in _list_runs(runs):
+        students = [path for pattern in STUDENTS for path in folder.glob(pattern)]
+        cards = [student / name for student in students for name in CARDS]
+        for path in (*cards, *(folder / name for name in DESCRIPTIONS if students)):
+            _add(found, _read(path), f"the student of {folder.name}", folder.name)
+    return found
+
+
+def _list_runs(runs: Path) -> list[Path]:
+    if not runs.is_dir():
+        return []
+    return sorted(path for path in runs.iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+def _add(found: dict[str, str], text: str, holder: str, own: str) -> None:
+    for name in set(NAME.findall(text)) - {own}:
+        found.setdefault(name, holder)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

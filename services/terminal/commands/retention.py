@@ -1,0 +1,216 @@
+"""``kd gc``: what the rules of retention remove, and what stays because somebody needs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.terminal.commands.recovery import connect_store
+from services.terminal.commands.upkeep import Yes, parse_age
+from services.terminal.console import (
+    AsJson,
+    Home,
+    audit_command,
+    err,
+    format_value,
+    make_settings,
+    out,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from services.settings import Settings
+    from services.store.retention.items import Item
+    from services.store.retention.rules import AgeLimits
+
+#: Age of leftovers that this command removes if the settings name none.
+LEFTOVERS_DAYS = 7.0
+#: Things that stay which are named one by one.
+SHOWN_KEPT = 10
+
+app = typer.Typer()
+
+
+@app.command()
+def gc(
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            help="Age instead of that of the settings: 90m, 12h, 7d, 2w. It holds for the kinds "
+            "that are named; if none is, for leftovers."
+        ),
+    ] = None,
+    caches: Annotated[
+        bool | None,
+        typer.Option("--caches/--no-caches", help="Sealed caches that nothing has read."),
+    ] = None,
+    runs: Annotated[
+        bool | None,
+        typer.Option("--runs/--no-runs", help="Ended jobs: record, run folder and student."),
+    ] = None,
+    checkpoints: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpoints/--no-checkpoints",
+            help="Checkpoints of ended jobs beyond the newest; --keep says how many stay.",
+        ),
+    ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Checkpoints that an ended job keeps; 0 = none where its student is saved.",
+        ),
+    ] = None,
+    events: Annotated[
+        bool | None,
+        typer.Option("--events/--no-events", help="Events and metrics of ended jobs, in Redis."),
+    ] = None,
+    logs: Annotated[
+        bool | None, typer.Option("--logs/--no-logs", help="Logs of ended jobs.")
+    ] = None,
+    files: Annotated[
+        bool | None,
+        typer.Option("--files/--no-files", help="Uploaded files that no job names."),
+    ] = None,
+    imports: Annotated[
+        bool | None,
+        typer.Option("--imports/--no-imports", help="Models and data that `import kd` saved."),
+    ] = None,
+    leftovers: Annotated[
+        bool | None,
+        typer.Option(
+            "--leftovers/--no-leftovers",
+            help="What crashes left: incomplete caches, runs without a record. Age: 7d.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force/--no-force",
+            help="Remove also what an unfinished job or the card of a kept student names. What a "
+            "process captures, reads or writes now stays.",
+        ),
+    ] = False,
+    yes: Yes = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what the rules of retention name, and what crashes left behind.
+
+    The rules are the settings that begin with KD_RETAIN. If kinds are named, such as --caches, only
+    these are removed. The job store must run. Folders of `kd run` are never removed. The command
+    lists what it will remove, and asks first. With --json it removes nothing unless --yes is given.
+    `kd jobs adopt` restores a record of a run without one.
+    """
+    from services.store.retention.collection import find_items, look, remove_items
+    from services.store.retention.rules import FREED
+
+    chosen = {
+        "caches": caches,
+        "runs": runs,
+        "checkpoints": checkpoints if checkpoints is not None or keep is None else True,
+        "events": events,
+        "logs": logs,
+        "files": files,
+        "imports": imports,
+        "leftovers": leftovers,
+    }
+    settings = make_settings(home=home)
+    age = None if older_than is None else parse_age(older_than)
+    limits = _choose_limits(settings, chosen, age, keep)
+    with connect_store(settings) as store:
+        found = find_items(look(settings, store, limits, force))
+        free = [item for item in found if item.kept_by is None]
+        kept = [item for item in found if item.kept_by is not None]
+        if not as_json:
+            _print_items(free, kept)
+        if free and not yes and not as_json:
+            typer.confirm("Remove them?", abort=True, err=True)
+        gone: list[Item] = []
+        if yes or (free and not as_json):
+            # A job may have begun, or a student been saved, while the command asked.
+            scene = look(settings, store, limits, force)
+            shown = {(item.kind, item.path, item.name) for item in free}
+            still = [
+                item for item in find_items(scene) if (item.kind, item.path, item.name) in shown
+            ]
+
+            def note(item: Item) -> None:
+                store.count(FREED, item.bytes, kind=item.kind)
+                audit_command(settings, "retention.remove", item.name, **item.describe())
+
+            gone, needed = remove_items(still, scene, note)
+            kept += needed
+            if not as_json:
+                _print_kept(needed)
+    if as_json:
+        items = [item.to_json() for item in (gone if yes else free)]
+        print_json({"removed": yes, "items": items, "kept": [item.to_json() for item in kept]})
+    elif free:
+        total = sum(item.bytes for item in gone)
+        out.print(f"{len(gone)} of {len(free)} removed, {total} bytes")
+
+
+def _choose_limits(
+    settings: Settings, chosen: dict[str, bool | None], age: float | None, keep: int | None
+) -> AgeLimits:
+    """The rules of the settings, as the options of one call change them."""
+    from services.settings import DAY_SECONDS
+    from services.store.retention.rules import AgeLimits
+
+    limits = AgeLimits.of(settings)
+    if limits.leftovers is None:
+        limits = replace(limits, leftovers=LEFTOVERS_DAYS * DAY_SECONDS)
+    named = [kind for kind, wanted in chosen.items() if wanted]
+    if not named:
+        kinds = [kind for kind, wanted in chosen.items() if wanted is None]
+        return (limits if age is None else replace(limits, leftovers=age)).only(kinds)
+    limits = limits.only(named)
+    if age is not None:
+        limits = limits.with_age(named, age)
+    if keep is not None:
+        limits = replace(limits, checkpoints=keep or None, student_checkpoints=bool(keep))
+    for kind in named:
+        if not limits.has(kind):
+            needed = "--keep" if kind == "checkpoints" else "--older-than"
+            raise typer.BadParameter(
+                f"the settings have no rule for {kind}: add {needed}", param_hint=f"--{kind}"
+            )
+    return limits
+
+
+def _print_items(free: list[Item], kept: list[Item]) -> None:
+    if free:
+        print_table(
+            ["KIND", "BYTES", "AGE", "WHAT", "REASON"],
+            [
+                [
+                    item.kind,
+                    str(item.bytes),
+                    format_value(item.age, "age_seconds"),
+                    str(item.path or item.name),
+                    item.reason,
+                ]
+                for item in free
+            ],
+        )
+        out.print(f"{sum(item.bytes for item in free)} bytes")
+        if any(item.reason == "a run that no job record names" for item in free):
+            out.print(
+                "`kd jobs adopt FOLDER` restores the record of a run that should stay.",
+                markup=False,
+            )
+    else:
+        out.print("nothing to remove")
+    _print_kept(kept)
+
+
+def _print_kept(kept: list[Item]) -> None:
+    for item in kept[:SHOWN_KEPT]:
+        err.print(f"{item.path or item.name} stays: {item.kept_by}", markup=False)
+    if len(kept) > SHOWN_KEPT:
+        err.print(f"{len(kept) - SHOWN_KEPT} more stay; --json lists them")
