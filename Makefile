@@ -116,13 +116,11 @@ bench: $(STAMP) ## Measure the speed of capture, training and loading, as ratios
 bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, beside a plain read of its files
 	$(BIN)/python bench/reader.py $(READER_FLAGS)
 
-<<<<<<< HEAD
 bench-tokens: $(STAMP) ## Measure the tokenizing into a token store, beside the bare tokenizer, and its memory
 	$(BIN)/python bench/text/tokens.py $(BENCH_FLAGS)
-=======
+
 bench-manifest: $(STAMP) ## Measure how a cache of 1e12 tokens opens, and how fast a step's sequences are found (2 minutes)
 	$(BIN)/python bench/loops/manifest.py $(BENCH_FLAGS)
->>>>>>> h23-manifest
 
 bench-dataloader: $(STAMP) ## Measure a DataLoader with workers over a cache, beside the reader of the training loop
 	$(BIN)/python bench/loops/dataloader.py $(BENCH_FLAGS)
