@@ -523,6 +523,7 @@ def make_lever_jobs(setting: Setting) -> dict[str, tuple[str, JobConfig]]:
         {"train": {"optim": "muon"}},
         {"train": {"gradient_checkpointing": "full"}},
         {"train": {"gradient_checkpointing": "sqrt"}},
+        {"loss": {"tail_control": False}},
         {"loss": {"z_loss": 1e-4}},
         {"loss": {"entropy_weighting": 1.0}},
     ]
