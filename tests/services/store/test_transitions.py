@@ -172,6 +172,7 @@ def actions(jobs: JobStore) -> Iterator[tuple[str, Callable[[Placed], bool]]]:
         yield "finish", worker(lambda claim, outcome=outcome: jobs.finish(claim, outcome, ERROR))
         yield "settle", settle(outcome)
     yield "due", due
+    yield "retire", lambda placed: jobs.retire(placed.id, 0.0)
     yield "adopt", lambda placed: jobs.adopt(make_run(placed.id, None), "ann")
 
 
