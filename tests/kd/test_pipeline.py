@@ -412,6 +412,24 @@ def test_a_run_that_was_stopped_ends_in_the_same_student(done, job, tmp_path, st
     assert shard_bytes(tmp_path) == shard_bytes(done.home)
 
 
+@pytest.mark.parametrize("stop_at", [None, ("progress", 3)])
+def test_a_manifest_in_pieces_gives_the_same_student(
+    done, job, tmp_path, monkeypatch, stop_at
+) -> None:
+    monkeypatch.setattr("cache.shards.entries.PIECE_SHARDS", 2)
+    if stop_at is not None:
+        with pytest.raises(Interrupted):
+            run(job, tmp_path, listener=Listener(stop_at))
+    report = run(job, tmp_path)
+    folder = tmp_path / "caches" / report["cache"]["fingerprint"]
+    assert [path.name for path in sorted((folder / "manifest").iterdir())] == [
+        "000000.bin",
+        "000001.bin",
+    ]
+    assert verify_cache(folder) == []
+    assert student_bytes(tmp_path) == done.student
+
+
 # ---------------------------------------------------------------------- the other kinds
 
 
