@@ -143,6 +143,7 @@ LEVERS = [
     "train.optim: muon",
     "train.gradient_checkpointing: full",
     "train.gradient_checkpointing: sqrt",
+    "loss.tail_control: False",
     "loss.z_loss: 0.0001",
     "loss.entropy_weighting: 1.0",
     "loss.temperature: 2.0",
