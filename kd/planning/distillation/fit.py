@@ -33,7 +33,7 @@ from kd.planning.distillation.rates import (
 )
 from kd.planning.distillation.request import PlanRequest
 from kd.planning.distillation.sources import DEVICE_RATES
-from kd.planning.distillation.storage import RecordSize, TokenCount
+from kd.planning.distillation.storage import RecordSize, StoreSize, TokenCount
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class Fit:
     def list_limits(self) -> tuple[Limit, ...]:
         """The limits of all stages that fit."""
         job, fleet = self.job, self.fleet
-        limits = list_tokenizing_limits(job.text, fleet)
+        store = StoreSize.of(job.text, job.records.codec.vocabulary_size)
+        limits = list_tokenizing_limits(store, fleet)
         if self.teacher is not None:
             limits += list_capture_limits(self.teacher, job.records, job.text, fleet)
         if self.student is not None:

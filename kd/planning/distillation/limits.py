@@ -18,12 +18,12 @@ from kd.planning.distillation.sources import (
     STORE_GETS,
     STORE_LINK,
     STORE_PUTS,
-    TOKEN_BYTES,
+    STORING,
     TOKENIZING,
     find_host_rate,
     find_reader_rate,
 )
-from kd.planning.distillation.storage import RecordSize, TokenCount, count_text_objects
+from kd.planning.distillation.storage import RecordSize, StoreSize, TokenCount
 
 StageName = Literal["tokenising", "capture", "training", "evaluation"]
 
@@ -67,21 +67,25 @@ class Limit:
         }
 
 
-def list_tokenizing_limits(text: TokenCount, fleet: Fleet) -> tuple[Limit, ...]:
-    """The limits of tokenising on the cores of all hosts."""
+#: Writes for a shard of the token store: its file, its seal, and the progress.
+_TEXT_PUTS = 3
+
+
+def list_tokenizing_limits(store: StoreSize, fleet: Fleet) -> tuple[Limit, ...]:
+    """The limits of tokenising on the cores of all hosts, a part of the text on each."""
     cores = DEVICE_CORES.value * fleet.devices
-    objects = count_text_objects(text) / (text.shard_sequences * text.length)
+    puts = _TEXT_PUTS / store.shard_tokens
     return (
         Limit(
-            "tokenising", "tokenizer on the cores", TOKENIZING.value * cores, True,
-            f"{TOKENIZING}; {DEVICE_CORES.source}",
+            "tokenising", "tokenizer on the cores", TOKENIZING.value * STORING.value * cores, True,
+            f"{TOKENIZING} x {STORING}; {DEVICE_CORES.source}",
         ),
         Limit(
             "tokenising", "writes of the token store",
-            STORE_LINK.value * fleet.hosts / TOKEN_BYTES.value, True, STORE_LINK.source,
+            STORE_LINK.value * fleet.hosts / store.layout.bytes_per_token, True, STORE_LINK.source,
         ),
         Limit(
-            "tokenising", "objects of the token store", STORE_PUTS.value / objects, False,
+            "tokenising", "objects of the token store", STORE_PUTS.value / puts, False,
             STORE_PUTS.source,
         ),
     )  # fmt: skip

@@ -33,7 +33,8 @@ def describe_needs(fit: Fit, within: float) -> Iterator[Line]:
 
 
 def _describe_workers(fit: Fit, teacher: TeacherRate, within: float) -> Iterator[Line]:
-    ranks, workers = teacher.ranks, fit.fleet.devices // teacher.ranks
+    ranks = teacher.ranks
+    workers = fit.fleet.devices // ranks
     wished = math.ceil(fit.job.text.tokens / (3600 * within) / teacher.tokens)
     beat = f"a beat in {BEAT_SECONDS:g} s of each worker"
     yield Line("devices of a teacher", ranks, "", "the fewest that hold it, by arithmetic")
@@ -47,7 +48,8 @@ def _describe_workers(fit: Fit, teacher: TeacherRate, within: float) -> Iterator
 
 
 def _describe_writing(fit: Fit, rate: float) -> Iterator[Line]:
-    text, records = fit.job.text, fit.job.records
+    text = fit.job.text
+    records = fit.job.records
     size = records.count_token_bytes(text)
     host = find_host_rate(records.codec, size, records.entries)
     objects = rate * records.count_shard_objects(text) / text.shard_positions
@@ -59,8 +61,11 @@ def _describe_writing(fit: Fit, rate: float) -> Iterator[Line]:
 
 
 def _describe_reading(fit: Fit, student: StudentRate, rate: float) -> Iterator[Line]:
-    text, records, devices = fit.job.text, fit.job.records, fit.fleet.devices
-    size, best = records.count_token_bytes(text), student.best
+    text = fit.job.text
+    records = fit.job.records
+    devices = fit.fleet.devices
+    best = student.best
+    size = records.count_token_bytes(text)
     reader = find_reader_rate(records.codec, size, text.length)
     settings = (
         f"{best.strategy}, batch_size {best.batch_size}, checkpointing "
@@ -96,7 +101,8 @@ def describe_limits(fit: Fit) -> Iterator[dict[str, Any]]:
 def describe_saturation(fit: Fit) -> Iterator[str]:
     """Say what bounds each stage, and what more devices and faster ones fill first."""
     for limits in _group_limits(fit):
-        bound, others = find_bound(limits), list_others(limits)
+        bound = find_bound(limits)
+        others = list_others(limits)
         yield f"{bound.stage}: bound by {bound.name}, at {bound.full_at:,.0f} tokens/s." + (
             "".join(_describe_next(fit, bound, limits[0], others))
         )

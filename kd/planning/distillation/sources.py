@@ -58,6 +58,8 @@ class Line:
 # ---------------------------------------------------------------------- measured
 
 TOKENIZING = Measurement("plan.md", "SmolLM2-135M-Instruct", "tokens/s, per core", 869_696)
+#: What the token store leaves of the bare tokenizer's rate.
+STORING = Measurement("tokens.md", "token store", "of the bare tokenizer's, per core", 0.84)
 BEATS = Measurement("plan.md", "beats", "a second", 3_054)
 #: Arrays of a shard; each has one file for its metadata and at least one for its chunks.
 ARRAYS = {
@@ -108,12 +110,6 @@ STORE_LINK = Rate(12.5e9, "100 Gb/s from each host to the storage, assumed")
 #: Requests a second of an object store. A bucket splits into more prefixes under load.
 STORE_PUTS = Rate(3_500, "3,500 PUT/s for a prefix (Amazon S3's user guide)")
 STORE_GETS = Rate(5_500, "5,500 GET/s for a prefix (Amazon S3's user guide)")
-#: Bytes of a token in the token store: its id, where documents start, what is learned.
-TOKEN_BYTES = Rate(6.0, "6 bytes a token at most, by the design of the token store")
-#: Arrays of a shard of the token store: ids, starts of documents, targets.
-TOKEN_ARRAYS = 3
-#: Shards that one piece of the manifest lists.
-PIECE_SHARDS = 4_096
 #: Seconds between two beats of a worker (``services.worker.heartbeat.BEAT_SECONDS``).
 BEAT_SECONDS = 1.0
 

@@ -3,9 +3,11 @@
 sequences  = tokens / L
 positions  = sequences (L - 1)                 the last token of a sequence has no target
 shards     = sequences / cache.shard_sequences
-pieces     = shards / 4,096                    of the manifest
+pieces     = shards / 4,096                    of the manifest, if there are more shards than that
 objects    = shards (2 A + 2 + bytes / 1 MiB)  A arrays: metadata and a chunk of each, one more
                                                chunk for each further MiB, the group, the seal
+
+The token store has shards of its own, of some 4 million tokens: a file each, and its seal.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 from cache.codec import Codec
 from cache.profiles import PROFILES
 from cache.shard import CHUNK_BYTES
+from cache.shards.entries import PIECE_SHARDS
 from kd.capture.estimate import (
     BYTES_PER_TOKEN,
     CacheSize,
@@ -28,17 +31,17 @@ from kd.capture.estimate import (
 from kd.config.cache import CacheConfig
 from kd.planning.distillation.sources import (
     ARRAYS,
-    PIECE_SHARDS,
     RECORDS,
-    TOKEN_ARRAYS,
-    TOKEN_BYTES,
     Line,
 )
+from kd.text.stored.shards import Layout
 
 #: Objects of a shard besides those of its arrays: the metadata of the group, and the seal.
 _SHARD_OBJECTS = 2
 #: Objects of an array that has one chunk: its metadata, and the chunk.
 _ARRAY_OBJECTS = 2
+#: Objects of a shard of the token store: its file, and its seal.
+_TEXT_OBJECTS = 2
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,46 @@ class TokenCount:
 
     @property
     def shards(self) -> int:
-        """Shards of the token store, and as many of the cache."""
+        """Shards of the cache."""
         return math.ceil(self.sequences / self.shard_sequences)
 
     @property
     def pieces(self) -> int:
-        """Pieces of the manifest."""
-        return math.ceil(self.shards / PIECE_SHARDS)
+        """Pieces of the manifest; a smaller one lists the shards itself."""
+        return math.ceil(self.shards / PIECE_SHARDS) if self.shards > PIECE_SHARDS else 0
 
     @property
     def shard_positions(self) -> int:
         """Positions of a full shard."""
         return self.shard_sequences * (self.length - 1)
+
+
+@dataclass(frozen=True)
+class StoreSize:
+    """What the token store of a text takes."""
+
+    sequences: int
+    layout: Layout
+
+    @classmethod
+    def of(cls, text: TokenCount, vocabulary: int) -> StoreSize:
+        """The store of ``text`` in tokens of V ``vocabulary``."""
+        return cls(text.sequences, Layout.choose(text.length, vocabulary))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards."""
+        return self.layout.count_bytes(self.sequences)
+
+    @property
+    def objects(self) -> int:
+        """Files of all shards."""
+        return _TEXT_OBJECTS * math.ceil(self.sequences / self.layout.shard_sequences)
+
+    @property
+    def shard_tokens(self) -> int:
+        """Tokens of a full shard."""
+        return self.layout.shard_sequences * self.layout.sequence_length
 
 
 @dataclass(frozen=True)
@@ -137,12 +168,6 @@ def count_shard_objects(arrays: int, size: float) -> int:
     return _SHARD_OBJECTS + _ARRAY_OBJECTS * arrays + math.floor(size / CHUNK_BYTES)
 
 
-def count_text_objects(text: TokenCount) -> int:
-    """Files of a full shard of the token store."""
-    size = TOKEN_BYTES.value * text.shard_sequences * text.length
-    return count_shard_objects(TOKEN_ARRAYS, size)
-
-
 def list_records(options: CacheConfig, vocabulary: int, width: int) -> Iterator[RecordSize]:
     """The records of the job, and those of every profile with the usual settings."""
     choices = (
@@ -167,21 +192,23 @@ def describe_storage(text: TokenCount, records: RecordSize) -> tuple[Line, ...]:
     """The lines of a plan about sequences, shards, objects and bytes."""
     length, sequences = f"{text.length:,}", f"{text.shard_sequences:,}"
     objects = records.count_shard_objects(text)
+    store = StoreSize.of(text, records.codec.vocabulary_size)
     return (
         Line("sequences", text.sequences, "", f"tokens / {length} (data.sequence_length)"),
         Line("positions with a record", text.positions, "", "sequences x (length - 1)"),
         Line("shards", text.shards, "", f"sequences / {sequences} (cache.shard_sequences)"),
-        Line("pieces of the manifest", text.pieces, "", f"shards / {PIECE_SHARDS:,}, by design"),
+        Line("pieces of the manifest", text.pieces, "", f"shards / {PIECE_SHARDS:,}"),
         Line(
             "text", round(text.tokens * BYTES_PER_TOKEN), "bytes",
             f"{BYTES_PER_TOKEN:g} bytes a token of English, assumed",
         ),
         Line(
-            "token store", round(text.tokens * TOKEN_BYTES.value), "bytes", TOKEN_BYTES.source
+            "token store", store.bytes, "bytes",
+            f"{store.layout.bytes_per_token:g} bytes a token: its id, and two bits",
         ),
         Line(
-            "objects of the token store", text.shards * count_text_objects(text), "",
-            f"{count_text_objects(text)} a shard: {TOKEN_ARRAYS} arrays, by design",
+            "objects of the token store", store.objects, "",
+            f"{_TEXT_OBJECTS} a shard of {store.shard_tokens:,} tokens",
         ),
         Line(
             "cache", records.count_bytes(text), "bytes",

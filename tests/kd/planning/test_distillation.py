@@ -14,7 +14,7 @@ from bench.devices.plan_rates import count_files
 from bench.support.paths import ROOT
 from cache.disk import list_file_sizes
 from cache.shard import make_shard_arrays, write_arrays
-from cache.testing import make_codec, make_identity, make_shard
+from cache.testing import make_codec, make_identity, make_sequences, make_shard
 from kd.config.cache import CacheConfig
 from kd.errors import ConfigError
 from kd.memory.devices import DEVICE_KINDS
@@ -31,6 +31,7 @@ from kd.planning.distillation.request import PlanRequest, parse_tokens, read_con
 from kd.planning.distillation.sources import Measurement, find_host_rate, find_reader_rate
 from kd.planning.distillation.storage import (
     RecordSize,
+    StoreSize,
     TokenCount,
     count_shard_objects,
     describe_profiles,
@@ -135,6 +136,23 @@ def test_shards_and_bytes_are_those_of_the_formulas() -> None:
     assert records.count_token_bytes(text) == pytest.approx(2005 + shard / 99_900)
     size = 2005 * 99_900
     assert records.count_shard_objects(text) == 2 + 2 * 7 + size // 2**20
+
+
+def test_a_manifest_of_few_shards_has_no_pieces() -> None:
+    text = TokenCount(tokens=4096 * 100 * 1000, length=1000, shard_sequences=100)
+    assert (text.shards, text.pieces) == (4096, 0)
+    assert replace(text, tokens=text.tokens + 1).pieces == 2
+
+
+@pytest.mark.parametrize(("vocabulary", "bytes_per_token"), [(65_536, 2.25), (65_537, 4.25)])
+def test_the_token_store_is_what_the_store_writes(vocabulary: int, bytes_per_token: float) -> None:
+    text = TokenCount(tokens=(1 << 22) + 1, length=1024, shard_sequences=256)
+    store = StoreSize.of(text, vocabulary)
+    assert store.layout.bytes_per_token == bytes_per_token
+    assert store.bytes == text.sequences * 1024 * bytes_per_token
+    assert (store.shard_tokens, store.objects) == (1 << 22, 4)
+    three = make_sequences(0, 3, 1024, vocabulary)
+    assert len(store.layout.encode(three)) == 3 * 1024 * bytes_per_token
 
 
 @pytest.mark.parametrize("profile", ["threshold", "tempered", "topk", "dense", "hidden"])
