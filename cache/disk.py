@@ -182,6 +182,15 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
+def set_aside(path: Path) -> Path:
+    """Give ``path`` a temporary name, durably, and return it: it is no longer what it was."""
+    aside = path.with_name(TEMPORARY_PREFIX + path.name)
+    remove_path(aside)
+    path.rename(aside)
+    sync_path(aside.parent)
+    return aside
+
+
 def list_file_sizes(folder: Path) -> dict[str, int]:
     """Map each file below ``folder``, by relative POSIX name, to its bytes; sorted by name.
 

@@ -20,9 +20,9 @@ from cache.disk import (
     find_leftovers,
     locked,
     remove_path,
+    set_aside,
     storage_errors,
     sum_file_sizes,
-    sync_path,
 )
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.inspection import open_stored_shards
@@ -325,7 +325,7 @@ def remove_cache(folder: Path, require_free: Callable[[], None] = lambda: None) 
     with exclude_captures(folder), storage_errors(folder):
         with exclude_readers(folder):
             require_free()
-            aside = _set_aside(folder)
+            aside = set_aside(folder)
             remove_path(locate_use(folder))
         # A reader that waits finds no cache; it need not wait until all bytes are deleted.
         remove_path(aside)
@@ -357,16 +357,7 @@ def _is_busy(folder: Path) -> bool:
 
 def _discard(path: Path) -> None:
     """Rename ``path``, then delete it: a crash leaves a temporary name, never half a cache."""
-    remove_path(path if path.name.startswith(TEMPORARY_PREFIX) else _set_aside(path))
-
-
-def _set_aside(path: Path) -> Path:
-    """Give ``path`` a temporary name, durably, and return it."""
-    aside = path.with_name(TEMPORARY_PREFIX + path.name)
-    remove_path(aside)
-    path.rename(aside)
-    sync_path(aside.parent)
-    return aside
+    remove_path(path if path.name.startswith(TEMPORARY_PREFIX) else set_aside(path))
 
 
 def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:

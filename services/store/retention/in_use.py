@@ -53,7 +53,7 @@ def read_in_use(store: JobStore, runs: Path) -> InUse:
 
 
 def read_students(runs: Path) -> dict[str, str]:
-    """What the cards of the students below ``runs`` name, and the texts of their holders."""
+    """Map each name in the cards of the students below ``runs`` to the name of the student."""
     found: dict[str, str] = {}
     for folder in _list_runs(runs):
         students = [path for pattern in STUDENTS for path in folder.glob(pattern)]

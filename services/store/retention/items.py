@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from cache.disk import TEMPORARY_PREFIX, locked, remove_path, storage_errors, sync_path
+from cache.disk import locked, storage_errors
+from cache.disk import set_aside as rename_aside
 from kd.files import LOCK
 from services.settings import Settings
 from services.store.jobs.store import JobStore
@@ -49,7 +50,7 @@ class Item:
         }
 
     def describe(self) -> dict[str, Any]:
-        """What the audit log says of its removal, beside the name."""
+        """Return what the audit log says of the removal of this item, besides its name."""
         more = {"kind": self.kind, "bytes": self.bytes, "why": self.reason}
         if self.path is not None and self.path.name != self.name:
             more["path"] = self.path.name
@@ -97,15 +98,11 @@ def describe_age(seconds: float) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Give ``path`` a temporary name, durably: from now on nothing takes it for what it was."""
-    aside = path.with_name(TEMPORARY_PREFIX + path.name)
-    remove_path(aside)
+    """Rename ``path`` for its removal. Raises ``Kept`` if it is gone already."""
     try:
-        path.rename(aside)
+        return rename_aside(path)
     except FileNotFoundError:
         raise Kept("it is gone already") from None
-    sync_path(path.parent)
-    return aside
 
 
 @contextmanager
