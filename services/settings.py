@@ -211,6 +211,13 @@ class Settings(BaseSettings):
     retain_caches_days: Days = Field(
         0.0, description="Days after its capture after which a cache is removed. 0 = never."
     )
+    retain_texts_days: Days = Field(
+        0.0,
+        description=(
+            "Days after which a token store that no run has read is removed; the next run makes "
+            "it again. 0 = never."
+        ),
+    )
     retain_runs_days: Days = Field(
         0.0,
         description=(
@@ -376,6 +383,11 @@ class Settings(BaseSettings):
     def caches(self) -> Path:
         """Folder of the caches."""
         return self.home / "caches"
+
+    @property
+    def texts(self) -> Path:
+        """Folder of the token stores."""
+        return self.home / "texts"
 
     @property
     def runs(self) -> Path:

@@ -23,8 +23,10 @@ from kd.planning.distillation.storage import describe_profiles, describe_storage
 #: What stays out of a plan, and is said below it.
 NOTES = (
     f"Rates of devices: {DEVICE_RATES}.",
-    "Rates of the host: measured on two cores of an AMD EPYC, with V = 49,152 (capture: 128,256). "
-    "That tokenising on many cores is as fast for each of them is assumed.",
+    (
+        "Rates of the host: measured on two cores of an AMD EPYC, with V = 49,152 (capture: "
+        "128,256). That tokenising on many cores is as fast for each of them is assumed."
+    ),
     (
         "Limits of objects: those of an object store; a disk has none. A larger "
         "cache.shard_sequences makes fewer objects."

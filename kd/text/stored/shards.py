@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.disk import TEMPORARY_PREFIX, list_file_sizes
+from cache.disk import TEMPORARY_PREFIX, find_last_change, sum_file_sizes
+from cache.reading.usage import read_last_use
 from cache.records import Sequences
 from kd.errors import DataError
 from kd.text.stored.places import Cursor
@@ -209,6 +209,11 @@ def count_shard_sequences(sequence_length: int) -> int:
     return max(SHARD_TOKENS // sequence_length, 1)
 
 
+def locate_lock(folder: Path) -> Path:
+    """Return the path of the lock that the writer of the store in ``folder`` holds."""
+    return folder.with_name(f"{folder.name}.lock")
+
+
 def locate_shard(folder: Path, index: int) -> Path:
     """Return the path of shard ``index``; its seal has the suffix ``.json``."""
     name = f"{index:06d}"
@@ -262,19 +267,11 @@ class StoreSummary:
 
 
 def list_stores(texts: Path) -> Iterator[StoreSummary]:
-    """List the token stores below ``texts``, with their bytes and their last use."""
+    """List the token stores below ``texts``; the last use is the last reading or writing."""
     folders = sorted(texts.iterdir()) if texts.is_dir() else []
     for folder in folders:
         if folder.name.startswith(TEMPORARY_PREFIX) or not (folder / INPUTS).is_file():
             continue
-        size = sum(list_file_sizes(folder).values())
-        used = (folder / INPUTS).stat().st_mtime
+        size = sum_file_sizes(folder)
+        used = max(find_last_change(folder), read_last_use(folder) or 0.0)
         yield StoreSummary(folder, size, used, (folder / MANIFEST).is_file())
-
-
-def note_use(folder: Path) -> None:
-    """Remember that the store in ``folder`` is used now; a folder of others stays as it is."""
-    try:
-        os.utime(folder / INPUTS)
-    except OSError:  # not ours, or read-only: its age is unknown to nobody but gc
-        return

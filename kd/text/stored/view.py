@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.disk import hash_file
+from cache.reading.usage import hold_for
 from cache.records import Sequences
 from kd.text.stored.packed import iterate
 from kd.text.stored.shards import (
@@ -24,7 +25,6 @@ from kd.text.stored.shards import (
     TokenSeal,
     damaged,
     locate_shard,
-    note_use,
 )
 
 #: Shards that are mapped into memory at once.
@@ -34,16 +34,17 @@ _OPEN_SHARDS = 8
 class TokenStore:
     """A complete store; a shard is compared with its seal when it is first read.
 
+    While this object exists, the store is not removed (``cache.reading.usage``).
     Raises ``DataError`` for a shard that is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        hold_for(self, folder)
         self.manifest = TextManifest.read(folder)
         self._lock = threading.Lock()
         self._open = OrderedDict[int, ShardArrays]()
         self._compared = bytearray(-(-len(self) // self.manifest.layout.shard_sequences))
-        note_use(folder)
 
     def __len__(self) -> int:
         return self.manifest.sequences

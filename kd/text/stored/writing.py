@@ -32,6 +32,7 @@ from kd.text.stored.shards import (
     StoreProgress,
     TextManifest,
     TokenSeal,
+    locate_lock,
     locate_seal,
     locate_shard,
     read_object,
@@ -63,7 +64,7 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
     Raises ``DataError`` where the folder holds another text, or where the text changes meanwhile,
     and ``StorageError`` where the disk is too small.
     """
-    lock = folder.with_name(f"{folder.name}.lock")
+    lock = locate_lock(folder)
     with storage_errors(folder):
         make_folder(folder.parent)
         with locked(lock, lambda: monitor.check("while another process read the text")):

@@ -10,6 +10,7 @@ a kill leaves behind is a leftover, which the next pass removes.
 
     kind          lock under which it is removed                  a user that comes later
     caches        the capture's lock, and that of the readers     finds no cache, and is refused
+    texts         the writer's lock, and that of the readers      waits, and makes it again
     runs          none: the script deletes the record first       finds no job
     checkpoints,  the run folder's lock                           waits, and goes on from the rest
     logs
@@ -34,10 +35,12 @@ from services.store.retention.jobs import Checkpoints, Events, Logs, Runs
 from services.store.retention.leftovers import Leftovers
 from services.store.retention.rules import AgeLimits
 from services.store.retention.saved import Files, Imports
+from services.store.retention.texts import Texts
 
-#: Every kind, in the order of ``rules.KINDS``. A rule of KD_HOME/texts has its place here.
+#: Every kind, in the order of ``rules.KINDS``.
 RULES: Mapping[str, Rule] = {
     "caches": Caches(),
+    "texts": Texts(),
     "runs": Runs(),
     "checkpoints": Checkpoints(),
     "events": Events(),

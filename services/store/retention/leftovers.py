@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cache.disk import ASIDE_PREFIX, TEMPORARY_PREFIX, find_last_change, remove_path, storage_errors
 from cache.operations import Garbage, find_garbage, remove_garbage
+from services.settings import Settings
 from services.store.retention.in_use import InUse
 from services.store.retention.items import Item, Kept, Scene, holding_run, set_aside
 from services.store.run_folder import JOB_ID, is_held
@@ -27,7 +28,7 @@ class Leftovers:
             item = _make_item(folder, scene, "a run that no job record names")
             if scene.is_older(scene.now - item.age, scene.limits.leftovers):
                 yield replace(item, kept_by=scene.in_use.find_holder(folder.name))
-        for root in (scene.settings.runs, scene.settings.models, scene.settings.data):
+        for root in _list_roots(scene.settings):
             for path in sorted(root.glob(f"{TEMPORARY_PREFIX}*")):
                 item = _make_item(path, scene, "a save or a removal was interrupted")
                 if not path.name.startswith(ASIDE_PREFIX) and _is_abandoned(item, scene):
@@ -57,6 +58,11 @@ class Leftovers:
                 raise Kept("a job record names it by now")
             aside = set_aside(item.path)
         remove_path(aside)
+
+
+def _list_roots(settings: Settings) -> tuple[Path, ...]:
+    """The folders of which entries appear and go by a rename."""
+    return settings.texts, settings.runs, settings.models, settings.data
 
 
 def _list_garbage(scene: Scene) -> list[Garbage]:

@@ -2,6 +2,7 @@
 
 kind          what                                            age counts from
 caches        sealed caches                                   the last use; the capture
+texts         token stores                                    the last use
 runs          records and run folders of ended jobs           the end of the job
 checkpoints   checkpoints of ended jobs beyond the newest     (a number, no age)
 events        events and metrics of ended jobs, in Redis      the end of the job
@@ -18,7 +19,17 @@ from dataclasses import dataclass, replace
 
 from services.settings import DAY_SECONDS, Settings
 
-KINDS = ("caches", "runs", "checkpoints", "events", "logs", "files", "imports", "leftovers")
+KINDS = (
+    "caches",
+    "texts",
+    "runs",
+    "checkpoints",
+    "events",
+    "logs",
+    "files",
+    "imports",
+    "leftovers",
+)
 #: The counter of the bytes that the rules have freed, by kind.
 FREED = "kd_retention_freed_bytes_total"
 
@@ -35,6 +46,7 @@ class AgeLimits:
 
     caches: float | None = None
     caches_captured: float | None = None
+    texts: float | None = None
     runs: float | None = None
     checkpoints: int | None = None
     checkpoints_after: float = 0.0
@@ -51,6 +63,7 @@ class AgeLimits:
         return cls(
             caches=_to_seconds(settings.retain_caches_unused_days),
             caches_captured=_to_seconds(settings.retain_caches_days),
+            texts=_to_seconds(settings.retain_texts_days),
             runs=_to_seconds(settings.retain_runs_days),
             checkpoints=settings.retain_checkpoints or None,
             student_checkpoints=settings.retain_checkpoints_of_students,

@@ -23,7 +23,7 @@ from services.terminal.console import (
 
 if TYPE_CHECKING:
     from services.settings import Settings
-    from services.store.retention.items import Item
+    from services.store.retention.items import Item, Scene
     from services.store.retention.rules import AgeLimits
 
 #: Age of leftovers that this command removes if the settings name none.
@@ -46,6 +46,10 @@ def gc(
     caches: Annotated[
         bool | None,
         typer.Option("--caches/--no-caches", help="Sealed caches that nothing has read."),
+    ] = None,
+    texts: Annotated[
+        bool | None,
+        typer.Option("--texts/--no-texts", help="Token stores that nothing has read."),
     ] = None,
     runs: Annotated[
         bool | None,
@@ -106,11 +110,11 @@ def gc(
     lists what it will remove, and asks first. With --json it removes nothing unless --yes is given.
     `kd jobs adopt` restores a record of a run without one.
     """
-    from services.store.retention.collection import find_items, look, remove_items
-    from services.store.retention.rules import FREED
+    from services.store.retention.collection import find_items, look
 
     chosen = {
         "caches": caches,
+        "texts": texts,
         "runs": runs,
         "checkpoints": checkpoints if checkpoints is not None or keep is None else True,
         "events": events,
@@ -133,17 +137,7 @@ def gc(
         gone: list[Item] = []
         if yes or (free and not as_json):
             # A job may have begun, or a student been saved, while the command asked.
-            scene = look(settings, store, limits, force)
-            shown = {(item.kind, item.path, item.name) for item in free}
-            still = [
-                item for item in find_items(scene) if (item.kind, item.path, item.name) in shown
-            ]
-
-            def note(item: Item) -> None:
-                store.count(FREED, item.bytes, kind=item.kind)
-                audit_command(settings, "retention.remove", item.name, **item.describe())
-
-            gone, needed = remove_items(still, scene, note)
+            gone, needed = _remove_shown(free, look(settings, store, limits, force))
             kept += needed
             if not as_json:
                 _print_kept(needed)
@@ -153,6 +147,21 @@ def gc(
     elif free:
         total = sum(item.bytes for item in gone)
         out.print(f"{len(gone)} of {len(free)} removed, {total} bytes")
+
+
+def _remove_shown(shown: list[Item], scene: Scene) -> tuple[list[Item], list[Item]]:
+    """Remove those ``shown`` that are still found; return what is gone, and what stays."""
+    from services.store.retention.collection import find_items, remove_items
+    from services.store.retention.rules import FREED
+
+    known = {(item.kind, item.path, item.name) for item in shown}
+    still = [item for item in find_items(scene) if (item.kind, item.path, item.name) in known]
+
+    def note(item: Item) -> None:
+        scene.store.count(FREED, item.bytes, kind=item.kind)
+        audit_command(scene.settings, "retention.remove", item.name, **item.describe())
+
+    return remove_items(still, scene, note)
 
 
 def _choose_limits(

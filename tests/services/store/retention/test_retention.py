@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from cache.disk import locked
 from cache.reading.usage import held, hold_for, locate_use, read_last_use
 from cache.store import list_caches, open_cache, open_writer, verify_cache
 from cache.testing import make_cache, make_identity
+from kd.config.data import DataConfig
 from kd.face.inputs import describe_text
 from kd.files import LOCK, write_json
+from kd.text.corpus import Corpus, open_corpus
+from kd.text.stored.shards import list_stores, locate_lock
 from services.loops.teams import TeamRules
 from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.leases import EventBatch
@@ -298,6 +302,60 @@ def test_the_events_of_an_ended_job_expire_after_the_time_of_the_setting(
     TeamRules(home.store, home.settings.model_copy(update={"retain_events_days": days})).step()
     left: Any = home.store.redis.ttl(f"kd:job:{finished(home.store)}:events")
     assert left == pytest.approx(seconds, abs=60)
+
+
+# ---------------------------------------------------------------------- token stores
+
+
+@pytest.fixture
+def text(home: Home, tokenizer: Any, tiny_text: Path) -> Callable[[], Corpus]:
+    """Opens a text from its token store."""
+    data = DataConfig(train=(str(tiny_text),), validation_fraction=0.0, sequence_length=16)
+    return lambda: open_corpus(data, tokenizer, home.settings.texts, size=2048)
+
+
+def make_store_old(home: Home) -> Path:
+    (store,) = list_stores(home.settings.texts)
+    for path in (store.folder, *store.folder.rglob("*"), locate_use(store.folder)):
+        make_old(path)
+    return store.folder
+
+
+def test_a_token_store_goes_unless_it_is_read_or_written(
+    home: Home, text: Callable[[], Corpus]
+) -> None:
+    read = text()
+    folder = make_store_old(home)
+    _, kept = home.sweep(texts=DAY)
+    assert [(item.kind, item.kept_by) for item in kept] == [
+        ("texts", f"{folder} is being read by a run.")
+    ]
+    before = read.train.select([0]).tokens
+    del read
+    with locked(locate_lock(folder)):
+        _, kept = home.sweep(texts=DAY)
+    assert [item.kept_by for item in kept] == ["a process writes it"]
+    gone, kept = home.sweep(texts=DAY)
+    assert [item.path for item in gone] == [folder] and kept == []
+    assert gone[0].bytes > 1000
+    assert list(home.settings.texts.iterdir()) == []
+    assert (text().train.select([0]).tokens == before).all(), "it is made again"
+
+
+def test_a_token_store_that_was_used_since_it_was_listed_stays(
+    home: Home, text: Callable[[], Corpus]
+) -> None:
+    text()
+    assert home.find(texts=DAY) == []
+    folder = make_store_old(home)
+    scene = look(home.settings, home.store, AgeLimits(texts=DAY))
+    items = find_items(scene)
+    text()
+    gone, kept = remove_items(items, scene, lambda item: None)
+    assert gone == [] and [item.kept_by for item in kept] == [
+        "a run has read it since it was listed"
+    ]
+    assert (folder / "manifest.json").is_file()
 
 
 # ---------------------------------------------------------------------- files and imports
