@@ -97,6 +97,19 @@ def audit_command(settings: Settings, action: str, target: str, **more: Any) -> 
         print_error(f"The audit log was not written: {error}", "")
 
 
+def write_new_file(path: Path, text: str) -> None:
+    """Write a file that must not be there yet. Raises ``PotstillError`` if it cannot be made."""
+    from cache.errors import PotstillError
+
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise PotstillError(
+            f"{path} cannot be written: {error.strerror}.", "Give the name of a new file."
+        ) from None
+
+
 def load_job_file(job_file: Path, overrides: list[str] | None) -> JobConfig:
     """Return the job in the file, with the overrides applied."""
     from kd.config.jobfile import load_config

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from services.terminal.catalogue import walk
 from services.terminal.cli import app
 
 INTRODUCTION = """\
@@ -32,22 +33,14 @@ _ENTRY = re.compile(r"(.*?)\s*(?:\[([^\[\]]*)\])?", re.DOTALL)
 
 def render_commands_page() -> str:
     """Render the page as Markdown."""
-    root = typer.main.get_command(app)
-    context = typer.Context(root, info_name=_NAME)
-    sections = ["\n".join(_describe(each)) for each in _walk(context)]
-    table = ["| command | what it does |", "|---|---|", *map(_summarize, _walk(context))]
+    contexts = [
+        typer.Context(command, info_name=f"{_NAME} {path}")
+        for path, command in walk(typer.main.get_command(app))
+        if not command.hidden
+    ]
+    sections = ["\n".join(_describe(each)) for each in contexts]
+    table = ["| command | what it does |", "|---|---|", *map(_summarize, contexts)]
     return "\n".join([INTRODUCTION, *table, "", *sections])
-
-
-def _walk(context: Any) -> Iterator[Any]:
-    """The contexts of all commands below this one, in the order of the help."""
-    for name in context.command.list_commands(context):
-        command = context.command.get_command(context, name)
-        below = type(context)(command, info_name=name, parent=context)
-        if hasattr(command, "list_commands"):
-            yield from _walk(below)
-        elif not command.hidden:
-            yield below
 
 
 def _summarize(context: Any) -> str:

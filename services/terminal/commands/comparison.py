@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from services.terminal.console import AsJson, Server, format_value, notes, print_json, print_table
+from services.terminal.console import (
+    AsJson,
+    JobName,
+    Server,
+    format_value,
+    notes,
+    print_json,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from kd.client.wire.jobs import Job
@@ -26,15 +34,13 @@ RESULTS = {
 #: Settings that name a job, and say nothing about what it does.
 NAMES = ("name", "labels")
 
-Name = Annotated[
-    str, typer.Argument(metavar="ID", help="Id of a job, the beginning of one, or `last`.")
-]
-
 app = typer.Typer()
 
 
 @app.command("diff")
-def jobs_diff(first: Name, second: Name, server: Server = None, as_json: AsJson = False) -> None:
+def jobs_diff(
+    first: JobName, second: JobName, server: Server = None, as_json: AsJson = False
+) -> None:
     """Show the settings in which two jobs differ, and their results side by side."""
     from services.terminal.client import connect, dump, find_job
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cache.errors import PotstillError
-from services.terminal.console import AsJson, out, print_json
+from services.terminal.console import AsJson, out, print_json, write_new_file
 
 Tool = Annotated[
     str, typer.Option("--from", help="Tool that the file is for: distillkit, axolotl or trl.")
@@ -36,19 +35,8 @@ def convert(
 
     found = convert_file(file, tool)
     if written is not None:
-        _write_new(written, found.render())
+        write_new_file(written, found.render())
     if as_json:
         print_json({"job": found.job, "remarks": [each._asdict() for each in found.remarks]})
     elif written is None:
         out.print(found.render(), markup=False, highlight=False, soft_wrap=True, end="")
-
-
-def _write_new(path: Path, text: str) -> None:
-    """Write a file that must not be there yet."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise PotstillError(
-            f"{path} cannot be written: {error.strerror}.", "Give a new file in --out."
-        ) from None

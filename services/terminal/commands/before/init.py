@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cache.errors import PotstillError
-from services.terminal.console import notes, out
+from services.terminal.console import notes, out, write_new_file
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 #: What a template needs, as it is asked for on a terminal.
@@ -53,14 +52,7 @@ def init(
             f"{template!r}: the templates are {', '.join(list_templates())}",
             param_hint="--template",
         )
-    text = fill_template(template, file.stem, {**given, **_ask(given)})
-    try:
-        with file.open("x", encoding="utf-8") as written:
-            written.write(text)
-    except OSError as error:
-        raise PotstillError(
-            f"{file} cannot be written: {error.strerror}.", "Give the name of a new file."
-        ) from None
+    write_new_file(file, fill_template(template, file.stem, {**given, **_ask(given)}))
     out.print(f"wrote {file}", soft_wrap=True)
     notes.print(
         f"next: kd validate {file}; kd estimate {file}; kd run {file}", soft_wrap=True, markup=False
