@@ -202,11 +202,17 @@ def list_file_sizes(folder: Path) -> dict[str, int]:
 def walk_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield each file below ``folder``, by relative POSIX name, in no order; nothing is listed.
 
-    There are none where there is no folder. Links to folders are left out.
+    There are none where there is no folder. Links to folders, and files that go meanwhile, are left
+    out.
     """
     for path, entry in _walk(str(folder), ""):
-        if not entry.is_dir():
-            yield path, entry.stat(follow_symlinks=False)
+        if entry.is_dir():
+            continue
+        try:
+            about = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        yield path, about
 
 
 def sum_file_sizes(folder: Path) -> int:

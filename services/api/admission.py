@@ -141,7 +141,8 @@ class Admission:
 
     def _find_cache_problems(self, config: JobConfig) -> list[Problem]:
         """Find that the cache that ``config`` names is not on the disk."""
-        name, caches = config.cache.fingerprint, self.service.settings.caches
+        name = config.cache.fingerprint
+        caches = self.service.settings.caches
         if name is None or not caches.is_dir() or (caches / name).is_dir():
             return []
         detail = f"there is no cache {name} on the disk."

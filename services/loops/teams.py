@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from cache.disk import sum_file_sizes
 from services.settings import DAY_SECONDS, Settings
 from services.store.callers import Quota
 from services.store.jobs.store import JobStore
 from services.store.jobs.teams import TeamBytes
 from services.store.key_file import KeyFile, KeysError
 from services.store.run_folder import JOB_ID
-from services.store.training_files import TrainingFiles, measure_folder
+from services.store.training_files import TrainingFiles
 
 #: Time between two measurements. One API of several makes each of them.
 MEASURE_SECONDS = 60
@@ -67,14 +68,15 @@ class TeamRules:
         A cache that several teams use counts for each of them. The folder of a deleted job counts
         for nobody, and neither do models and data that calls of `import kd` have saved.
         """
-        caches, held = Counter[str](), Counter[str]()
+        caches = Counter[str]()
+        held = Counter[str]()
         for team, fingerprints in self._store.list_team_caches().items():
             caches[team] = sum(map(self._measure_cache, fingerprints))
         runs = self._settings.runs
         ids = [path.name for path in runs.iterdir()] if runs.is_dir() else []
         ids = [name for name in ids if JOB_ID.fullmatch(name)]
         for job_id, team in self._store.find_teams(ids).items():
-            held[team] += measure_folder(runs / job_id)
+            held[team] += sum_file_sizes(runs / job_id)
         files = TrainingFiles(self._settings.files).measure()
         teams = caches.keys() | held.keys() | files.keys()
         return {team: TeamBytes(caches[team], held[team], files.get(team, 0)) for team in teams}
@@ -84,7 +86,7 @@ class TeamRules:
         if fingerprint in self._sealed and folder.is_dir():
             return self._sealed[fingerprint]
         sealed = (folder / MANIFEST).exists()
-        size = measure_folder(folder)
+        size = sum_file_sizes(folder)
         if sealed:
             self._sealed[fingerprint] = size
         return size

@@ -2,6 +2,7 @@
 
     caches         KD_HOME/caches/*/manifest.json
     run folders    KD_HOME/runs/*/run.json
+    token stores   KD_HOME/texts/*/inputs.json
     checkpoints    KD_HOME/runs/**/checkpoints/step-*/state.json
     job records    kd:format in the job store
     key file       KD_API_KEYS_FILE
@@ -24,6 +25,7 @@ from cache.disk import storage_errors
 from cache.errors import PotstillError
 from cache.store import read_manifest
 from kd.files import read_run_format, require_known_run
+from kd.text.stored.shards import INPUTS, list_stores, read_object, require_format
 from kd.training.saved.state_file import STATE, read_format, read_state
 from services.settings import Settings
 from services.store import key_file
@@ -157,6 +159,19 @@ def _read_cache(folder: Path) -> int:
     return int(json.loads((folder / "manifest.json").read_bytes())["version"])
 
 
+def _find_texts(data: Data) -> Iterator[Path]:
+    for store in list_stores(data.settings.texts):
+        yield store.folder
+
+
+def _read_text(folder: Path) -> int:
+    return int(read_object(folder, folder / INPUTS)["format"])
+
+
+def _require_known_text(folder: Path) -> None:
+    require_format(folder, read_object(folder, folder / INPUTS))
+
+
 def _find_runs(data: Data) -> Iterator[Path]:
     for config in sorted((data.settings.home / "runs").glob("[!.]*/config.json")):
         yield config.parent
@@ -203,6 +218,7 @@ def _find_key_file(data: Data) -> Iterator[Path]:
 #: Every format. What changes a format adds a rewriter here, or reads the earlier one as it is.
 FORMATS = (
     Format("cache", _find_caches, _read_cache, read_manifest),
+    Format("token store", _find_texts, _read_text, _require_known_text),
     Format("run folder", _find_runs, read_run_format, require_known_run),
     Format("checkpoint", _find_checkpoints, read_format, read_state),
     Format("job records", _find_store, _read_records, require_known_records),

@@ -10,7 +10,6 @@ knows of it: the folder is the record, so that a backup or a restart needs nothi
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from cache.disk import (
     publish_folder,
     remove_path,
     storage_errors,
+    sum_file_sizes,
     sync_path,
 )
 from services.store.jobs.records import make_id
@@ -144,7 +144,7 @@ class TrainingFiles:
     def measure(self) -> dict[str, int]:
         """Bytes of the files of each team."""
         folders = self._folder.iterdir() if self._folder.is_dir() else ()
-        return {folder.name: measure_folder(folder) for folder in folders if folder.is_dir()}
+        return {folder.name: sum_file_sizes(folder) for folder in folders if folder.is_dir()}
 
 
 def _sweep(team_folder: Path) -> None:
@@ -153,13 +153,3 @@ def _sweep(team_folder: Path) -> None:
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                 remove_path(path)
-
-
-def measure_folder(folder: Path) -> int:
-    """Bytes of the files in a folder; 0 if there is none. Files may come and go meanwhile."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118 -- many files
-    return total

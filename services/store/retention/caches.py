@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from cache.disk import sum_file_sizes
 from cache.errors import CacheError, StorageError
 from cache.operations import remove_cache
 from cache.reading.usage import read_last_use
 from cache.store import FINGERPRINT, MANIFEST
 from services.store.callers import LOCAL_CALLER
 from services.store.retention.items import Item, Kept, Scene, describe_age
-from services.store.training_files import measure_folder
 
 
 class Caches:
@@ -24,7 +24,7 @@ class Caches:
         for folder in sorted(root.iterdir()) if root.is_dir() else ():
             if FINGERPRINT.fullmatch(folder.name) and (item := _judge(folder, scene)) is not None:
                 holder = scene.in_use.find_holder(folder.name)
-                yield replace(item, bytes=measure_folder(folder), kept_by=holder)
+                yield replace(item, bytes=sum_file_sizes(folder), kept_by=holder)
 
     def remove(self, item: Item, scene: Scene) -> None:
         """Remove a cache that nobody captures, reads or names."""

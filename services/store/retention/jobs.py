@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from cache.disk import ASIDE_PREFIX, TEMPORARY_PREFIX, remove_path, storage_errors
+from cache.disk import ASIDE_PREFIX, TEMPORARY_PREFIX, remove_path, storage_errors, sum_file_sizes
 from services.store.retention.ended import EndedJob
 from services.store.retention.items import Item, Kept, Scene, describe_age, holding_run, set_aside
 from services.store.run_folder import is_held
-from services.store.training_files import measure_folder
 
 #: Folders of checkpoints in a run: of the student, of a baseline, of a search's trials.
 CHECKPOINTS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")
@@ -25,7 +24,7 @@ class Runs:
         for job in scene.store.list_ended():
             if scene.is_older(job.ended, scene.limits.runs):
                 folder = scene.settings.run_dir(job.id)
-                yield _make_item("runs", job, folder, measure_folder(folder), scene)
+                yield _make_item("runs", job, folder, sum_file_sizes(folder), scene)
 
     def remove(self, item: Item, scene: Scene) -> None:
         """Delete the record, which one call of the script decides, and then the folder."""
@@ -57,7 +56,7 @@ class Checkpoints:
                         kind="checkpoints",
                         name=job.id,
                         path=path,
-                        bytes=measure_folder(path),
+                        bytes=sum_file_sizes(path),
                         reason=reason,
                         age=scene.now - job.ended,
                         kept_by=scene.in_use.find_holder(job.id),

@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cache.disk import ASIDE_PREFIX, TEMPORARY_PREFIX, find_last_change, remove_path, storage_errors
+from cache.disk import (
+    ASIDE_PREFIX,
+    TEMPORARY_PREFIX,
+    find_last_change,
+    remove_path,
+    storage_errors,
+    sum_file_sizes,
+)
 from cache.operations import Garbage, find_garbage, remove_garbage
 from services.settings import Settings
 from services.store.retention.in_use import InUse
 from services.store.retention.items import Item, Kept, Scene, holding_run, set_aside
 from services.store.run_folder import JOB_ID, is_held
-from services.store.training_files import ABANDONED_SECONDS, measure_folder
+from services.store.training_files import ABANDONED_SECONDS
 
 
 class Leftovers:
@@ -87,7 +94,7 @@ def _make_item(path: Path, scene: Scene, reason: str) -> Item:
         age = scene.now - find_last_change(path)
     except FileNotFoundError:  # it is being written, or removed
         age = 0.0
-    size = measure_folder(path) if path.is_dir() else 0
+    size = sum_file_sizes(path) if path.is_dir() else 0
     return Item("leftovers", path.name, path, size, reason, age)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from cache.disk import remove_path, storage_errors
+from cache.disk import remove_path, storage_errors, sum_file_sizes
 from services.store.retention.items import Item, Kept, Scene, describe_age, set_aside
-from services.store.training_files import TrainingFiles, measure_folder
+from services.store.training_files import TrainingFiles
 
 #: The names that ``kd.face.inputs`` gives to models and data.
 _SAVED = re.compile(r"([0-9a-f]{32})(\.jsonl)?")
@@ -31,7 +31,7 @@ class Files:
                     kind="files",
                     name=file.id,
                     path=team / file.id,
-                    bytes=measure_folder(team / file.id),
+                    bytes=sum_file_sizes(team / file.id),
                     reason=f"uploaded {describe_age(age)} ago by team {team.name}",
                     age=age,
                     kept_by=scene.in_use.find_holder(file.id, ended=True),
@@ -64,7 +64,7 @@ class Imports:
             kind="imports",
             name=found[1],
             path=path,
-            bytes=measure_folder(path) if path.is_dir() else status.st_size,
+            bytes=sum_file_sizes(path) if path.is_dir() else status.st_size,
             reason=f"saved {describe_age(age)} ago",
             age=age,
             kept_by=scene.in_use.find_holder(found[1], ended=True),

@@ -17,6 +17,8 @@ from cache.testing import make_cache
 from kd.client.wire.service import WorkerState
 from kd.errors import TrainingError
 from kd.files import LOCK, MARK, write_json
+from kd.text.stored.shards import FORMAT as TEXT_FORMAT
+from kd.text.stored.shards import INPUTS
 from kd.training.saved.state_file import FORMAT, STATE, read_format, read_state
 from services.settings import Settings
 from services.store import key_file
@@ -37,8 +39,9 @@ def make_checkpoint(run: Path, number: int, step: int = 5) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A data folder with a cache, a checkpoint and a file of keys."""
+    """A data folder with a cache, a token store, a checkpoint and a file of keys."""
     make_cache(tmp_path / "caches")
+    write_json(tmp_path / "texts" / ("0" * 32) / INPUTS, {"format": TEXT_FORMAT, "inputs": {}})
     make_checkpoint(tmp_path / "runs" / "job_a", FORMAT)
     write_json(tmp_path / "runs" / "job_a" / "config.json", {})
     key_file.create_key(tmp_path / "api_keys", "alice", ["read"])
@@ -68,6 +71,7 @@ def test_everything_of_this_version_is_read_as_it_is(data: Data) -> None:
     ("name", "older", "newer"),
     [
         ("cache", 1, 99),
+        ("token store", None, 99),
         ("checkpoint", 1, 99),
         ("run folder", None, 99),
         ("job records", 1, 99),
@@ -82,6 +86,8 @@ def test_another_format_is_refused_with_both_numbers_and_the_remedy(
     for number in filter(None, (older, newer)):
         if name == "cache":
             change_manifest(home, number)
+        elif name == "token store":
+            write_json(home / "texts" / ("0" * 32) / INPUTS, {"format": number})
         elif name == "checkpoint":
             (state,) = home.glob(f"runs/*/checkpoints/*/{STATE}")
             content = verify_json(state.read_bytes(), STATE)
@@ -200,7 +206,9 @@ def test_kd_upgrade_says_that_nothing_is_to_rewrite(home: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "nothing to rewrite" in done.stdout and "no job store was found" in done.stdout
     found = json.loads(kd("upgrade", "--yes", "--json", "--home", home).stdout)
-    assert [each["state"] for each in found["found"]] == ["read"] * 3
+    assert [(each["format"], each["state"]) for each in found["found"]] == [
+        (name, "read") for name in ("cache", "token store", "run folder", "checkpoint")
+    ]
     assert (found["rewritten"], found["store"]) == ([], False)
 
 
