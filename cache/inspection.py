@@ -423,6 +423,7 @@ def _add_rest(opened: Cache, sizes: dict[str, int]) -> dict[str, int]:
         "lm_head": manifest.head.bytes,
         "token_map": manifest.token_map.bytes,
         "tail_mean": manifest.tail_mean.bytes,
+        "first_tails": manifest.first_tails.bytes,
     }
     whole = measure_cache_bytes(opened.folder, opened.manifest)
     named = dict(sorted(sizes.items(), key=lambda item: -item[1]))
