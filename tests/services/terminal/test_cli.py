@@ -565,7 +565,7 @@ def test_the_demo_goes_through_the_service_and_leaves_nothing_running(
     assert (
         len(
             re.findall(
-                r"^curves: +http://127\.0\.0\.1:\d+/#/jobs/job_\w+$", done.stderr, re.MULTILINE
+                r"^curves: +http://127\.0\.0\.1:\d+/jobs/job_\w+$", done.stderr, re.MULTILINE
             )
         )
         == 2
