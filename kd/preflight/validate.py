@@ -12,6 +12,7 @@ from cache.errors import CacheError
 from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
 from kd.errors import ModelError, Problem
+from kd.files import find_caches
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
@@ -234,14 +235,14 @@ def find_cache_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     name = config.cache.fingerprint
     if name is None or not config.needs_cache:
         return
-    folder = home / "caches" / name
-    if not (folder / "manifest.json").is_file():
-        yield describe_missing_cache(name, home)
-        return
+    folder = find_caches(home, config.cache.store) / name
     # Only now, because it imports zarr.
-    from cache.store import read_manifest
+    from cache.store import has_manifest, read_manifest
 
     try:
+        if not has_manifest(folder):
+            yield describe_missing_cache(name, home)
+            return
         codec = read_manifest(folder).identity.codec
     except CacheError as error:
         yield Problem("/cache/fingerprint", error.detail, error.remedy)

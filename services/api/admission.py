@@ -12,6 +12,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from cache.reading.usage import held
+from cache.remote.bucket import is_stored
 from kd.capture.estimate import measure_free_bytes
 from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
@@ -45,6 +46,18 @@ from services.store.tenancy import build_confinement
 RETRY_QUOTA_SECONDS = "60"
 #: The field that names a sealed cache.
 CACHE_POINTER = "/cache/fingerprint"
+
+
+def find_store_problems(config: JobConfig, settings: Settings) -> list[Problem]:
+    """Find that a job names a place for its cache that is not the operator's.
+
+    The credentials of a worker are the operator's: a job must not choose what they are used for.
+    """
+    if config.cache.store in (None, settings.store):
+        return []
+    own = settings.store or "the folder caches of KD_HOME"
+    detail = f"a job of this service keeps its cache in {own}, not in {config.cache.store}."
+    return [Problem("/cache/store", detail, "Remove cache.store, or use `kd run`.")]
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,7 @@ class Admission:
         own = [
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
+            *find_store_problems(config, settings),
             *self._find_continued_problems(config),
         ]
         try:
@@ -117,6 +131,7 @@ class Admission:
             *find_problems(config, folders),
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
+            *find_store_problems(config, settings),
             *self._find_continued_problems(config),
         ]
         if all(each.pointer != CACHE_POINTER for each in problems):
@@ -143,9 +158,10 @@ class Admission:
         """Find that the cache that ``config`` names is not on the disk."""
         name = config.cache.fingerprint
         caches = self.service.settings.caches
-        if name is None or not caches.is_dir() or (caches / name).is_dir():
+        if name is None or not caches.is_dir() or is_stored(caches / name):
             return []
-        detail = f"there is no cache {name} on the disk."
+        place = "in the bucket" if self.service.settings.in_bucket else "on the disk"
+        detail = f"there is no cache {name} {place}."
         remedy = "See `kd cache ls` or GET /caches. A job of kind precompute captures a cache."
         return [Problem(CACHE_POINTER, detail, remedy)]
 
