@@ -7,6 +7,8 @@
     │   ├── CacheMismatch         sealed for other inputs, or written by a newer version
     │   └── CacheCorrupt          bytes differ from what was sealed
     ├── StorageError              disk full, folder not writable
+    │   └── StoreError            a bucket that does not answer, or not as it must
+    │       └── StoreUnfit        a bucket that ignores conditions of writes
     └── (kd.errors)               configuration, models, data, training
 
 The base lives here because imports point one way, ``cache <- kd <- services``.
@@ -85,3 +87,22 @@ class StorageError(PotstillError):
     """The disk is full or the folder is not writable."""
 
     type = "storage_error"
+
+
+class StoreError(StorageError):
+    """A bucket cannot be used: a wrong address, no access, no answer.
+
+    ``passing``: whether the same request may well succeed a little later.
+    """
+
+    type = "store_error"
+
+    def __init__(self, detail: str, remedy: str = "", passing: bool = False) -> None:
+        super().__init__(detail, remedy)
+        self.passing = passing
+
+
+class StoreUnfit(StoreError):
+    """The server of a bucket lacks what a cache needs, such as conditional writes."""
+
+    type = "store_unfit"

@@ -278,12 +278,14 @@ def open_stored_shards(opened: Cache) -> Iterator[ArrayFolder]:
     """Open each shard as stored arrays, so that a caller decodes only what it reads."""
     for index, entry in enumerate(opened.entries):
         path = opened.folder / "seals" / f"{index:06d}.json"
+        if opened.mirror is not None:
+            opened.mirror.bring(f"shards/{path.stem}", entry.digest)
         seal = Seal.from_bytes(path.read_bytes(), str(path))
         if seal.digest != entry.digest:
             raise CacheCorrupt(
                 f"{path} is not the seal that the manifest names.", "See `kd cache verify`."
             )
-        yield ArrayFolder(opened.folder / "shards" / path.stem, seal)
+        yield ArrayFolder(opened.folder / "shards" / path.stem, seal, reads=opened.disk_reads)
 
 
 def _tally_shard(opened: Cache, index: int, shard: ArrayFolder) -> dict[str, NDArray[Any]]:

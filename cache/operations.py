@@ -38,17 +38,27 @@ from cache.manifest import (
 from cache.reading.arrays import make_chunk_memory
 from cache.reading.usage import exclude_readers, hold_for, locate_use
 from cache.records import Records, Sequences
+from cache.remote.address import is_mirror
+from cache.remote.upkeep import (
+    StoredGarbage,
+    find_stored_garbage,
+    remove_stored,
+    remove_stored_garbage,
+)
 from cache.store import (
     FINGERPRINT,
     LM_HEAD,
     MANIFEST,
     Cache,
+    list_folders,
     locate_lock,
     open_cache,
     open_writer,
     verify_cache,
 )
 
+#: The name, in the path of garbage, of what lies in a bucket.
+STORED = "bucket"
 #: The beginning of a fingerprint, or all of it.
 _BEGINNING = re.compile(r"[0-9a-f]{1,32}")
 
@@ -60,7 +70,7 @@ def find_cache(root: Path, name: str) -> Path:
 
     Raises ``CacheNotFound`` where there is none, or more than one.
     """
-    found = [folder for folder in _list_folders(root) if name and folder.name.startswith(name)]
+    found = [folder for folder in list_folders(root) if name and folder.name.startswith(name)]
     if len(found) != 1:
         names = f" ({', '.join(folder.name[:12] for folder in found[:5])})" if found else ""
         raise CacheNotFound(
@@ -72,13 +82,6 @@ def find_cache(root: Path, name: str) -> Path:
 def find_cache_or_path(root: Path, name: str) -> Path:
     """Find a cache by the beginning of its fingerprint, or take any other ``name`` as a path."""
     return find_cache(root, name) if _BEGINNING.fullmatch(name) else Path(name)
-
-
-def _list_folders(root: Path) -> list[Path]:
-    """List the folders of caches below ``root``, complete or not."""
-    return sorted(
-        path for path in root.glob("*") if FINGERPRINT.fullmatch(path.name) and path.is_dir()
-    )
 
 
 # ---------------------------------------------------------------------- merge
@@ -242,12 +245,16 @@ def read_all_draws(part: Cache, numbers: Sequence[int]) -> tuple[Sequences, Reco
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that can be removed: the folder of its cache, path, reason and bytes."""
+    """Something that can be removed: the folder of its cache, path, reason and bytes.
+
+    ``stored`` are objects of the bucket that the folder mirrors; their path is only a name.
+    """
 
     folder: Path
     path: Path
     why: str
     bytes: int
+    stored: StoredGarbage | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -273,7 +280,7 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     ]
     folders = sorted(
         {
-            *_list_folders(root),
+            *(path for path in root.glob("*") if FINGERPRINT.fullmatch(path.name)),
             *(folder for folder in half_removed if FINGERPRINT.fullmatch(folder.name)),
             *(
                 path.with_suffix("")
@@ -283,11 +290,16 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
             ),
         }
     )
-    return [
+    here = [
         garbage
         for folder in folders
         if not _is_busy(folder)
         for garbage in _list_garbage(folder, older_than)
+    ]
+    return here + [
+        Garbage(root / each.fingerprint, root / STORED / each.fingerprint, why, each.bytes, each)
+        for each in find_stored_garbage(root, older_than)
+        for why in [f"in the bucket: {each.why}"]
     ]
 
 
@@ -306,6 +318,10 @@ def remove_garbage(garbage: Iterable[Garbage], older_than: float) -> list[Garbag
     """Remove what ``find_garbage`` found, if it is still garbage; return what was removed."""
     removed = []
     for one in garbage:
+        if one.stored is not None:
+            if remove_stored_garbage(one.folder.parent, one.stored, older_than):
+                removed.append(one)
+            continue
         with suppress(CacheError), exclude_captures(one.folder), storage_errors(one.folder):
             if one.path in {still.path for still in _find_garbage_of(one.folder, older_than)}:
                 _discard(one.path)
@@ -325,10 +341,12 @@ def remove_cache(folder: Path, require_free: Callable[[], None] = lambda: None) 
     with exclude_captures(folder), storage_errors(folder):
         with exclude_readers(folder):
             require_free()
-            aside = set_aside(folder)
+            remove_stored(folder)
+            aside = set_aside(folder) if not is_mirror(folder) or folder.is_dir() else None
             remove_path(locate_use(folder))
         # A reader that waits finds no cache; it need not wait until all bytes are deleted.
-        remove_path(aside)
+        if aside is not None:
+            remove_path(aside)
         remove_path(locate_lock(folder))
 
 
@@ -389,6 +407,8 @@ def _explain_unusable(folder: Path, older_than: float) -> str | None:
         open_cache(folder)
     except CacheMismatch as error:
         return error.detail if _is_older(folder) else None
+    except CacheNotFound as error:
+        return error.detail if is_mirror(folder) else None
     except (CacheIncomplete, CacheCorrupt) as error:
         idle = time.time() - find_last_change(folder)
         return (

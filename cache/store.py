@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ from cache.records import (
     decode_tail_mean,
     encode_tail_mean,
 )
+from cache.remote.mirror import Mirror, MirrorReads, open_mirror
+from cache.remote.probe import require_fit
+from cache.remote.upkeep import list_stored
+from cache.remote.uses import held_in_bucket
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
 from cache.shards import entries as layout
 from cache.shards.entries import PieceIndex, ShardEntries, ShardEntry
@@ -122,8 +127,11 @@ def open_writer(
     with storage_errors(root):
         make_folder(root)
     folder = root / identity.fingerprint
-    with locked(locate_lock(folder), waiting):
-        yield CacheWriter(folder, identity)
+    mirror = open_mirror(folder)
+    if mirror is not None:
+        require_fit(mirror.bucket)
+    with locked(locate_lock(folder), waiting), held_in_bucket(folder):
+        yield CacheWriter(folder, identity, mirror)
 
 
 def locate_lock(folder: Path) -> Path:
@@ -134,9 +142,11 @@ def locate_lock(folder: Path) -> Path:
 class CacheWriter:
     """Writes shards, each whole or not at all. ``open_writer`` makes it and holds the lock."""
 
-    def __init__(self, folder: Path, identity: CacheIdentity) -> None:
+    def __init__(self, folder: Path, identity: CacheIdentity, mirror: Mirror | None = None) -> None:
         self.folder = folder
         self.identity = identity
+        #: What is put into a bucket; None where the folder is all there is.
+        self.mirror = mirror
         self.codec = identity.record_codec()
         #: Seconds in which the disk took what was written so far, encoding and compression apart.
         self.disk_seconds = 0.0
@@ -207,7 +217,7 @@ class CacheWriter:
 
     def _write_once(self, name: str, arrays: Arrays) -> None:
         seal = self._read_own_seal(name)
-        if seal is None or seal.find_problems(self.folder / name):
+        if seal is None or not self._is_whole(name, seal):
             self._publish(name, arrays, Seal.of_folder)
 
     def _publish(self, name: str, arrays: Arrays, make_seal: Callable[[Path], Seal]) -> Seal:
@@ -234,13 +244,19 @@ class CacheWriter:
             finally:
                 remove_path(temporary)
             write_file(_locate_seal(self.folder, name), seal.to_bytes())
+            if self.mirror is not None:
+                began = time.perf_counter()
+                seal = self.mirror.publish(name, seal)
+                self.disk_seconds += time.perf_counter() - began
         return seal
 
     def read_sealed_shape(self, name: str) -> tuple[int, ...] | None:
         """Read the shape of array ``name`` from the first sealed shard; None without one."""
         for index in range(self.identity.shard_count):
             if (seal := self._read_shard_seal(index)) is not None:
-                return ArrayFolder(self.folder / _name_shard(index), seal).shape(name)
+                reads = _open_reads(self.mirror)
+                shard = ArrayFolder(self.folder / _name_shard(index), seal, reads=reads)
+                return shard.shape(name)
         return None
 
     def finish(
@@ -264,8 +280,23 @@ class CacheWriter:
             first_tails=self._make_folder_entry(FIRST_TAILS),
         )
         with storage_errors(self.folder):
+            if self.mirror is not None:
+                manifest = self._publish_manifest(self.mirror, manifest)
             write_file(self.folder / MANIFEST, manifest.to_bytes())
         return manifest
+
+    def _publish_manifest(self, mirror: Mirror, manifest: Manifest) -> Manifest:
+        """Put the manifest last; return another writer's of the same shards if that was first."""
+        if manifest.pieces is not None:
+            mirror.publish_pieces(_list_pieces(manifest.pieces))
+
+        def accepts(found: bytes) -> bool:
+            theirs = Manifest.from_bytes(found, str(mirror))
+            return (theirs.shards, theirs.pieces) == (manifest.shards, manifest.pieces)
+
+        data = mirror.publish_manifest(manifest.to_bytes(), accepts)
+        mirror.drop(TAIL_SUMS)
+        return Manifest.from_bytes(data, str(mirror))
 
     def _write_tail_mean(self, cache_bytes: int) -> None:
         """Write and seal the mean tail, then remove the sums that it is made of.
@@ -302,13 +333,18 @@ class CacheWriter:
     def _read_tail_sums(self, name: str) -> TailSums | None:
         """Read sums of tails; None where they are missing or damaged."""
         seal = self._read_own_seal(name)
-        if seal is None or seal.find_problems(self.folder / name):
+        if seal is None or not self._is_whole(name, seal):
             return None
+        if self.mirror is not None:
+            try:
+                self.mirror.bring(name, seal.digest, whole=True)
+            except CacheCorrupt:
+                return None
         return TailSums.from_arrays(_read_arrays(self.folder / name, seal, SUM_ARRAYS))
 
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
-        return Cache(self.folder, self._make_manifest(), make_chunk_memory())
+        return Cache(self.folder, self._make_manifest(), make_chunk_memory(), self.mirror)
 
     def _make_manifest(self) -> Manifest:
         """Make the manifest of what is sealed; the entries of many shards are written as pieces.
@@ -378,7 +414,17 @@ class CacheWriter:
 
     def _is_sound(self, index: int) -> bool:
         seal = self._read_shard_seal(index)
-        return seal is not None and not seal.find_problems(self.folder / _name_shard(index))
+        return seal is not None and self._is_whole(_name_shard(index), seal)
+
+    def _is_whole(self, name: str, seal: Seal) -> bool:
+        """Whether the files of a seal are as they were sealed.
+
+        Every byte in a folder is read. Of those in a bucket the sizes are compared: they are
+        compared with their sha256 when they are read.
+        """
+        if self.mirror is not None:
+            return self.mirror.is_whole(name, seal)
+        return not seal.find_problems(self.folder / name)
 
     def _read_shard_seal(self, index: int) -> Seal | None:
         seal = self._read_own_seal(_name_shard(index))
@@ -391,6 +437,8 @@ class CacheWriter:
     def _read_own_seal(self, name: str) -> Seal | None:
         path = _locate_seal(self.folder, name)
         try:
+            if self.mirror is not None and self.mirror.get_seal(name) is None:
+                return None
             return Seal.from_bytes(path.read_bytes(), str(path))
         except (FileNotFoundError, CacheCorrupt):
             return None
@@ -421,19 +469,28 @@ class Cache:
     memory once.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, memory: ChunkMemory) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        memory: ChunkMemory,
+        mirror: Mirror | None = None,
+    ) -> None:
         self.folder = folder
+        self.mirror = mirror
         self.manifest = manifest
         #: The manifest's entries of all shards.
         self.entries = open_entries(folder, manifest)
         self.codec = manifest.identity.record_codec()
         #: What ``read`` took from the disk so far.
-        self.disk_reads = DiskReads()
+        self.disk_reads = _open_reads(mirror)
         self._memory = memory
         self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS, lambda _: 1)
         # Flags of the files whose sha256 was checked, of dropped shards too, so that few are hashed
         # twice.
         self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS, lambda _: 1)
+        # Files of a shard are fetched together where those of all shards can stay.
+        self._brings_whole = mirror is not None and mirror.room.limit >= manifest.totals.bytes
 
     def __len__(self) -> int:
         return self.identity.data.sequences
@@ -515,8 +572,10 @@ class Cache:
 
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
         with reading(self.folder):
+            if self.mirror is not None:
+                self.mirror.bring(name, entry.digest)
             seal = _read_seal(self.folder, name, entry.digest)
-            return _read_arrays(self.folder / name, seal, arrays)
+            return _read_arrays(self.folder / name, seal, arrays, self.disk_reads)
 
     def _read_stored(
         self, numbers: list[int], draws: list[int]
@@ -543,7 +602,10 @@ class Cache:
 
     def _make_shard(self, index: int) -> Shard:
         name = _name_shard(index)
-        seal = _read_seal(self.folder, name, self.entries[index].digest)
+        digest = self.entries[index].digest
+        if self.mirror is not None:
+            self.mirror.bring(name, digest, whole=self._brings_whole)
+        seal = _read_seal(self.folder, name, digest)
         sound = self._sound.get(index, bytearray, len(seal.files))
         return Shard(self.folder / name, seal, self.codec, sound, self._memory, self.disk_reads)
 
@@ -595,9 +657,12 @@ def open_cache(
             "Capture a cache for this job, or give the job the inputs of this cache.",
         )
     with reading(folder):
+        memory = shared or make_chunk_memory(memory_bytes)
+        if (mirror := open_mirror(folder)) is not None:
+            return _open_mirrored(mirror, manifest, memory)
         for problem in _check_group(folder):
             raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
-        opened = Cache(folder, manifest, shared or make_chunk_memory(memory_bytes))
+        opened = Cache(folder, manifest, memory)
         for name, digest in _list_folders(manifest):
             _read_seal(folder, name, digest).require_files(folder / name)
         if isinstance(opened.entries, EntryPieces):
@@ -609,19 +674,40 @@ def open_cache(
     return opened
 
 
+def _open_mirrored(mirror: Mirror, manifest: Manifest, memory: ChunkMemory) -> Cache:
+    """Open a cache in a bucket: the seals that the manifest names must be there."""
+    folder = mirror.folder
+    if manifest.pieces is not None:
+        mirror.fetch_pieces(_list_pieces(manifest.pieces))
+    for name, digest in _list_folders(manifest):
+        mirror.bring(name, digest)
+        _read_seal(folder, name, digest)
+    count = manifest.totals.shards
+    mirror.require_seals({_name_shard(index) for index in range(count)})
+    return Cache(folder, manifest, memory, mirror)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the cache in ``folder``; raises as ``open_cache`` does."""
+    if (mirror := open_mirror(folder)) is not None:
+        return _parse_manifest(folder, mirror.get_manifest(), str(mirror))
     if not folder.is_dir():
         raise CacheNotFound(f"No cache at {folder}.", f"Check the path. {MISSING_REMEDY}")
     try:
         with storage_errors(folder):
             data = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError as error:
+    except FileNotFoundError:
+        data = None
+    return _parse_manifest(folder, data, str(folder))
+
+
+def _parse_manifest(folder: Path, data: bytes | None, where: str) -> Manifest:
+    if data is None:
         raise CacheIncomplete(
-            f"{folder} has no {MANIFEST}: its capture has not finished.",
+            f"{where} has no {MANIFEST}: its capture has not finished.",
             "Run the job again: it continues after the sealed shards.",
-        ) from error
-    manifest = Manifest.from_bytes(data, str(folder / MANIFEST))
+        )
+    manifest = Manifest.from_bytes(data, f"{where}/{MANIFEST}")
     if FINGERPRINT.fullmatch(folder.name) and folder.name != manifest.identity.fingerprint:
         raise CacheMismatch(
             f"{folder} holds the cache {manifest.identity.fingerprint}: the folder was renamed, "
@@ -631,6 +717,35 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def has_manifest(folder: Path) -> bool:
+    """Whether the cache in ``folder`` has a manifest, so that its capture has finished."""
+    if (mirror := open_mirror(folder)) is None:
+        return (folder / MANIFEST).is_file()
+    try:
+        return mirror.get_manifest() is not None
+    except CacheNotFound:
+        return False
+
+
+def find_missing(opened: Cache, waiting: Callable[[], None] | None = None) -> list[str]:
+    """Return a line for each file that is missing, or damaged, as ``verify_cache`` does.
+
+    Of a cache in a bucket no byte is read: its files are compared with their sha256 when they are
+    read, and now their sizes alone.
+    """
+    if (mirror := opened.mirror) is None:
+        return verify_cache(opened.folder, waiting)
+    lines = []
+    for index, entry in enumerate(opened.entries):
+        if waiting is not None:
+            waiting()
+        name = _name_shard(index)
+        mirror.bring(name, entry.digest)
+        if not mirror.is_whole(name, _read_seal(opened.folder, name, entry.digest)):
+            lines.append(f"{name}: a file is missing")
+    return lines
+
+
 def replace_fidelity(folder: Path, fidelity: tuple[FidelityRow, ...]) -> Manifest:
     """Replace the fidelity rows in the manifest of a complete cache; raises as ``open_cache`` does.
 
@@ -638,12 +753,22 @@ def replace_fidelity(folder: Path, fidelity: tuple[FidelityRow, ...]) -> Manifes
     modification time of the file is kept, because it is shown as the time of the capture.
     """
     path = folder / MANIFEST
+    if (mirror := open_mirror(folder)) is not None:
+        return _replace_mirrored_fidelity(mirror, fidelity)
     with locked(locate_lock(folder)), storage_errors(folder):
         manifest = replace(read_manifest(folder), fidelity=fidelity, overruled=None)
         times = path.stat()
         write_file(path, manifest.to_bytes())
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     return manifest
+
+
+def _replace_mirrored_fidelity(mirror: Mirror, fidelity: tuple[FidelityRow, ...]) -> Manifest:
+    def change(found: bytes | None) -> bytes:
+        manifest = _parse_manifest(mirror.folder, found, str(mirror))
+        return replace(manifest, fidelity=fidelity, overruled=None).to_bytes()
+
+    return Manifest.from_bytes(mirror.change_manifest(change), str(mirror))
 
 
 def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> list[str]:
@@ -656,6 +781,8 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
         manifest = read_manifest(folder)
     except (CacheIncomplete, CacheMismatch, CacheCorrupt) as error:
         return [f"{MANIFEST}: {error.detail}"]
+    if (mirror := open_mirror(folder)) is not None:
+        return _verify_mirrored(mirror, manifest, waiting)
     with storage_errors(folder):
         lines = _check_group(folder)
         entries = open_entries(folder, manifest)
@@ -668,6 +795,28 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
         for name, digest in _list_folders(manifest):
             lines += _check_folder(folder, name, digest)
         return lines + _find_unknown_files(folder, manifest)
+
+
+def _verify_mirrored(
+    mirror: Mirror, manifest: Manifest, waiting: Callable[[], None] | None
+) -> list[str]:
+    """Read every byte in the bucket, as ``verify_cache`` does in a folder."""
+    if manifest.pieces is not None:
+        mirror.fetch_pieces(_list_pieces(manifest.pieces))
+    lines: list[str] = []
+    entries = open_entries(mirror.folder, manifest)
+    shards = ((_name_shard(index), entry.digest) for index, entry in enumerate(entries))
+    for name, digest in chain(shards, _list_folders(manifest)):
+        if waiting is not None:
+            waiting()
+        try:
+            mirror.bring(name, digest)
+            seal = _read_seal(mirror.folder, name, digest)
+        except (CacheCorrupt, CacheIncomplete) as error:
+            lines.append(error.detail)
+            continue
+        lines += [f"{name}/{line}" for line in mirror.find_problems(name, seal)]
+    return lines
 
 
 def measure_cache_bytes(folder: Path, manifest: Manifest) -> int:
@@ -708,15 +857,14 @@ class CacheSummary:
 
 def list_caches(root: Path) -> list[CacheSummary]:
     """List every cache below ``root``, newest first, and unfinished or damaged ones after them."""
-    if not root.is_dir():
-        return []
-    folders = [
-        folder
-        for folder in root.iterdir()
-        if FINGERPRINT.fullmatch(folder.name) and folder.is_dir()
-    ]
-    summaries = [summarise_cache(folder) for folder in sorted(folders)]
+    summaries = [summarise_cache(folder) for folder in list_folders(root)]
     return sorted(summaries, key=lambda summary: summary.created or "", reverse=True)
+
+
+def list_folders(root: Path) -> list[Path]:
+    """List the folders of all caches below ``root``, or in the bucket that it mirrors."""
+    here = (path for path in root.glob("*") if FINGERPRINT.fullmatch(path.name) and path.is_dir())
+    return sorted({*here, *list_stored(root)})
 
 
 def summarise_cache(folder: Path) -> CacheSummary:
@@ -725,6 +873,8 @@ def summarise_cache(folder: Path) -> CacheSummary:
         return _summarise_complete(folder, read_manifest(folder))
     except (CacheError, OSError) as error:
         problem = error.detail if isinstance(error, CacheError) else str(error)
+    if (mirror := open_mirror(folder)) is not None:
+        return CacheSummary(folder.name, str(folder), False, problem, *mirror.measure())
     sealed = sum(1 for name, _ in walk_files(folder / "seals") if _NUMBERED.fullmatch(name))
     return CacheSummary(folder.name, str(folder), False, problem, sum_file_sizes(folder), sealed)
 
@@ -732,7 +882,8 @@ def summarise_cache(folder: Path) -> CacheSummary:
 def _summarise_complete(folder: Path, manifest: Manifest) -> CacheSummary:
     size = measure_cache_bytes(folder, manifest)
     totals = manifest.totals
-    modified = (folder / MANIFEST).stat().st_mtime
+    mirror = open_mirror(folder)
+    modified = mirror.modified if mirror else (folder / MANIFEST).stat().st_mtime
     return CacheSummary(
         fingerprint=folder.name,
         path=str(folder),
@@ -759,9 +910,20 @@ def _name_tail_sums(index: int) -> str:
     return f"{TAIL_SUMS}/tails-{index:06d}"
 
 
-def _read_arrays(folder: Path, seal: Seal, arrays: tuple[str, ...]) -> Arrays:
+def _open_reads(mirror: Mirror | None) -> DiskReads:
+    return DiskReads() if mirror is None else MirrorReads(mirror)
+
+
+def _list_pieces(index: PieceIndex) -> dict[str, str]:
+    """Map the names of the pieces to their sha256."""
+    return {name_piece(number): sha256 for number, sha256 in enumerate(index.sha256)}
+
+
+def _read_arrays(
+    folder: Path, seal: Seal, arrays: tuple[str, ...], reads: DiskReads | None = None
+) -> Arrays:
     """Read arrays of a sealed folder."""
-    opened = ArrayFolder(folder, seal)
+    opened = ArrayFolder(folder, seal, reads=reads)
     return {array: opened.read_array(array) for array in arrays}
 
 

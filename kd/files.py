@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import StorageError
+from cache.remote.address import bind_caches
 from kd.errors import TrainingError
 
 #: File in a run folder that the writing process locks.
@@ -28,6 +30,25 @@ LOCK = ".lock"
 MARK = "run.json"
 #: The format that this version writes, and that of a folder without the file.
 RUN_FORMAT = 1
+
+
+#: The operator's settings of where caches lie; a worker hands them to its processes.
+STORE_VARIABLE = "KD_STORE"
+MIRROR_VARIABLE = "KD_STORE_CACHE_BYTES"
+
+
+def find_caches(home: Path, store: str | None) -> Path:
+    """Return the folder of the caches of ``store``, or the one that mirrors its bucket.
+
+    Without a store it is that of KD_STORE, else ``caches`` in ``home``. Raises ``StoreError`` for a
+    wrong address.
+    """
+    size = os.environ.get(MIRROR_VARIABLE, "")
+    return bind_caches(
+        home,
+        store or os.environ.get(STORE_VARIABLE) or None,
+        int(size) if size.isdecimal() and int(size) else None,
+    )
 
 
 @contextmanager

@@ -30,7 +30,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
-from cache.store import open_cache, verify_cache
+from cache.remote.probe import require_store
+from cache.store import has_manifest, open_cache, verify_cache
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig
@@ -43,6 +44,7 @@ from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import (
     MARK,
     RUN_FORMAT,
+    find_caches,
     read_json,
     require_known_run,
     whole_folder,
@@ -111,6 +113,8 @@ def run_stage(
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
     require_same_job(config, run_dir)
+    if config.needs_cache:
+        require_store(find_caches(home, config.cache.store), "precompute" in config.stages)
     hide_progress_bars()
     write_json(run_dir / MARK, {"format": RUN_FORMAT})
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
@@ -172,14 +176,15 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     planned = plan_capture(config, monitor, home / TEXTS)
     monitor.check("after the text was read; no shard was begun")
     require_possible_student(config, planned, monitor)
-    if not (home / "caches" / planned.identity.fingerprint / "manifest.json").is_file():
+    caches = find_caches(home, config.cache.store)
+    if not has_manifest(caches / planned.identity.fingerprint):
         require_capture_memory(planned, pick_device())
     # Before the capture, so that a listener knows the cache while it is still being written.
     monitor.emit("plan", fingerprint=planned.identity.fingerprint)
     trained = f"{len(planned.corpus.train)} sequences to train on"
     held_out = planned.describe_held_out()
     monitor.emit("stage", stage="precompute", phase=f"text: {trained}; held out: {held_out}")
-    summary = capture_cache(planned, home / "caches", monitor)
+    summary = capture_cache(planned, caches, monitor)
     write_json(run_dir / "cache.json", {**summary, "inputs": select_cache_inputs(config)})
     monitor.emit("cache", **summary)
     return {"cache": summary}
@@ -213,7 +218,7 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
     """Compare all digests of a sealed cache; ``CacheCorrupt`` names what is damaged."""
-    folder = home / "caches" / str(config.cache.fingerprint)
+    folder = find_caches(home, config.cache.store) / str(config.cache.fingerprint)
     monitor.emit("stage", stage="precompute", phase="verifying")
     # Before the check, so that a listener knows the cache even if the check fails.
     monitor.emit("plan", fingerprint=folder.name)
@@ -310,13 +315,14 @@ def open_source(
     # text again.
     known = read_json(run_dir / "cache.json")
     memory = choose_chunk_memory(config.train)
+    caches = find_caches(home, config.cache.store)
     if config.cache.fingerprint is not None:
-        store = open_cache(home / "caches" / config.cache.fingerprint, memory_bytes=memory)
+        store = open_cache(caches / config.cache.fingerprint, memory_bytes=memory)
     elif known is not None and known["inputs"] == select_cache_inputs(config):
-        store = open_cache(home / "caches" / known["fingerprint"], memory_bytes=memory)
+        store = open_cache(caches / known["fingerprint"], memory_bytes=memory)
     else:
         identity = plan_capture(config, monitor, home / TEXTS).identity
-        store = open_cache(home / "caches" / identity.fingerprint, identity, memory)
+        store = open_cache(caches / identity.fingerprint, identity, memory)
     hold_for(store, store.folder)
     warn_of_overruled(store, monitor)
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store))

@@ -10,6 +10,9 @@ from urllib.parse import quote, urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from cache.errors import StoreError
+from cache.remote.address import bind_caches, is_bucket, locate_caches
+
 #: The stages that workers run, which are also the names of the two queues.
 STAGES = ("precompute", "train")
 #: The stage that the API's reconciler drives. A search waits for its trials and needs no worker.
@@ -78,6 +81,20 @@ class Settings(BaseSettings):
             "Folder from which the relative paths of a job start. The default is the folder in "
             "which a command is typed."
         ),
+    )
+    store: str | None = Field(
+        None,
+        max_length=1024,
+        description=(
+            "Where caches lie: a folder, or a bucket: s3://bucket/prefix, gs://bucket/prefix, "
+            "az://container/prefix; its credentials come from the usual variables of the "
+            "environment. If it is not set, they lie in caches/ of KD_HOME."
+        ),
+    )
+    store_cache_bytes: int = Field(
+        50 << 30,
+        ge=1 << 20,
+        description="Bytes of a bucket's caches that this disk keeps for reading.",
     )
     redis_url: str | None = Field(
         None,
@@ -336,11 +353,31 @@ class Settings(BaseSettings):
         description="Module that runs one stage in a process of its own.",
     )
 
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, store: str | None) -> str | None:
+        try:
+            locate_caches(Path(), store or None)
+        except StoreError as error:
+            raise ValueError(str(error)) from None
+        return store or None
+
     @field_validator("device_prices")
     @classmethod
     def _check_prices(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         parse_prices(words)
         return words
+
+    @model_validator(mode="after")
+    def _keeps_buckets(self) -> Settings:
+        """Refuse rules of retention that would remove caches which other machines use."""
+        if self.in_bucket and (self.retain_caches_days or self.retain_caches_unused_days):
+            raise ValueError(
+                "KD_RETAIN_CACHES_DAYS and KD_RETAIN_CACHES_UNUSED_DAYS do not apply to a bucket: "
+                "one machine does not know what the others read. Unset them, and remove caches "
+                "with `kd cache rm`"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -381,8 +418,13 @@ class Settings(BaseSettings):
 
     @property
     def caches(self) -> Path:
-        """Folder of the caches."""
-        return self.home / "caches"
+        """Folder of the caches, or the one that mirrors the bucket of them."""
+        return bind_caches(self.home, self.store, self.store_cache_bytes)
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether caches lie in a bucket, so that this disk does not tell which there are."""
+        return self.store is not None and is_bucket(self.store)
 
     @property
     def texts(self) -> Path:

@@ -61,6 +61,8 @@ EXCEPTIONS = {
     "kd/client/sync.py": {"httpx"},
     "kd/client/asynchronous.py": {"httpx"},
     "kd/client/transport.py": {"httpx"},
+    # The objects of a bucket.
+    "cache/remote/bucket.py": {"obstore"},
     # It reads which packages an extra has.
     "services/process/extras.py": {"packaging"},
     # It uses the kernels of this package where somebody has installed it.

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cache.disk import is_file_at, try_lock, wait_for_lock
 from cache.errors import CacheError
+from cache.remote.uses import hold_in_bucket
 
 #: The name of a cache's folder. ``cache.store`` has it too, but loads zarr, which an API does not.
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
@@ -35,6 +36,7 @@ def hold_for(reader: object, folder: Path) -> None:
     """
     if (handle := _open_held(folder)) is not None:
         weakref.finalize(reader, os.close, handle)
+    hold_in_bucket(reader, folder)
 
 
 @contextmanager

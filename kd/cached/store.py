@@ -10,7 +10,9 @@ import torch
 
 from cache.errors import CacheNotFound
 from cache.reading.usage import hold_for
+from cache.remote.address import read_binding
 from cache.store import FINGERPRINT, open_cache
+from kd.files import find_caches
 from kd.loss.decoder import TargetDecoder
 from kd.text.batches import CachedRecords
 
@@ -66,8 +68,8 @@ def find_cache_folder(name: str | Path, home: str | Path | None) -> Path:
             "Give the folder of a cache, or the 32 digits of its fingerprint (kd cache ls).",
         )
     base = Path(home if home is not None else os.environ.get("KD_HOME", DEFAULT_HOME))
-    found = base.expanduser().resolve() / "caches" / str(name)
-    if not found.is_dir():
+    found = find_caches(base.expanduser().resolve(), None) / str(name)
+    if not found.is_dir() and read_binding(found.parent) is None:
         raise CacheNotFound(
             f"No cache {name} in {found.parent}.", "Set home or KD_HOME to the data folder."
         )

@@ -33,7 +33,7 @@ from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifes
 from cache.reading.usage import hold_for
 from cache.records import Records, Sequences, TailSums
 from cache.shards.runs import ShardRuns
-from cache.store import Cache, CacheWriter, locate_lock, open_cache, verify_cache
+from cache.store import Cache, CacheWriter, find_missing, locate_lock, open_cache
 from cache.store import open_writer as open_for_capture
 from kd.capture.estimate import estimate_bytes, require_space
 from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
@@ -88,7 +88,8 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
             warn_of_overruled(found, monitor)
             return summarise_cache(found, reused=True)
         adopt_known_shards(plan, root, writer, monitor)
-        require_space(folder, plan.identity, *estimate_whole(plan))
+        if writer.mirror is None:  # else shards leave this disk once the bucket has them
+            require_space(folder, plan.identity, *estimate_whole(plan))
         teacher = capture_shards(writer, plan, monitor)
         size = plan.identity.tokenizer.vocabulary_size
         writer.write_token_map(make_token_map(plan.tokenizer, size).to_arrays())
@@ -120,7 +121,7 @@ def find_sealed_cache(
     except CacheError:
         return None
     hold_for(found, folder)  # no removal begins while every byte is read
-    return None if verify_cache(folder, waiting) else found
+    return None if find_missing(found, waiting) else found
 
 
 def check_fidelity(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from cache.errors import StoreError
 from cache.profiles import PROFILES
+from cache.remote.address import StoreAddress, is_bucket
 from kd.config.section import Section
 
 #: A whole fingerprint of a cache, the name of its folder.
@@ -122,6 +124,16 @@ class CacheConfig(Section):
         ),
     )
 
+    store: str | None = Field(
+        None,
+        max_length=1024,
+        description=(
+            "Where the cache lies: a folder, or a bucket: s3://bucket/prefix, gs://bucket/prefix, "
+            "az://container/prefix. Null = KD_STORE, else the folder caches of KD_HOME. The bytes "
+            "and the fingerprint of the cache do not depend on it."
+        ),
+    )
+
     @property
     def named(self) -> dict[str, str]:
         """The caches that the section names, by field."""
@@ -150,6 +162,18 @@ class CacheConfig(Section):
     def bits(self) -> int:
         """Bits of each stored number, for profiles dense and hidden; 0 for others."""
         return DTYPE_BITS[self.profile][self.dtype] if self.profile in DTYPE_BITS else 0
+
+    @field_validator("store")
+    @classmethod
+    def _names_a_place(cls, store: str | None) -> str | None:
+        if store is not None and is_bucket(store):
+            try:
+                return str(StoreAddress.parse(store))
+            except StoreError as error:
+                raise ValueError(str(error)) from None
+        if store is not None and not store.strip():
+            raise ValueError("cache.store must name a folder or a bucket")
+        return store
 
     @model_validator(mode="after")
     def _profile_has_its_options(self) -> Self:

@@ -14,6 +14,7 @@ from kd.face.inputs import ModelSaver, describe_data, describe_text, find_home
 from kd.face.jobs import Named, make_job
 from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
 from kd.face.running import RunOptions, run_here, run_stages_here
+from kd.files import find_caches
 
 if TYPE_CHECKING:
     from kd.progress import Monitor
@@ -236,7 +237,7 @@ def run_job(
 
 def _make_cache_result(summary: Mapping[str, Any], home: Path, **parts: Any) -> CacheResult:
     keys = ("fingerprint", "bytes_per_token", "entries_per_token", "tokens", "reused")
-    folder = home / "caches" / summary["fingerprint"]
+    folder = find_caches(home, None) / summary["fingerprint"]
     return CacheResult(
         folder=folder, report=summary, **{key: summary[key] for key in keys}, **parts
     )

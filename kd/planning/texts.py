@@ -21,6 +21,7 @@ from kd.capture.estimate import (
     require_capture,
 )
 from kd.config.job import JobConfig
+from kd.files import find_caches
 from kd.memory.host import choose_chunk_memory
 from kd.models.folder import ModelFolder
 
@@ -95,7 +96,9 @@ def _find_sizes(config: JobConfig, files: TextFiles) -> tuple[CaptureSize, Codec
         require_capture(config.model_copy(update={"kind": "distill"}))
         work = files.measure(config, files.root)
         return work, make_codec_identity(config.cache).record_codec(files.find_vocabulary())
-    identity = read_manifest(files.home / "caches" / config.cache.fingerprint).identity
+    identity = read_manifest(
+        find_caches(files.home, config.cache.store) / config.cache.fingerprint
+    ).identity
     data = identity.data
     work = CaptureSize(
         train_sequences=data.train_sequences,

@@ -20,6 +20,7 @@ from cache.errors import CacheError, PotstillError
 from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
+from kd.files import find_caches
 from kd.models.folder import ModelFolder
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.preflight.validate import describe_missing_tokenizer, guard_access
@@ -113,7 +114,7 @@ def _require_same_tokenizer(own: Path, config: JobConfig, root: Path, home: Path
 
     if config.cache.fingerprint is not None:
         with suppress(CacheError):  # find_cache_problems has said what is wrong with it
-            store = open_cache(home / "caches" / config.cache.fingerprint)
+            store = open_cache(find_caches(home, config.cache.store) / config.cache.fingerprint)
             known = tokenizers.KnownTokenizer.of_cache(store)
             tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known)
         return

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, list_differences
+from cache.remote.address import is_mirror
 from kd.addresses import HUB_ID
 from kd.capture.estimate import make_codec_identity
 from kd.config.job import JobConfig
 from kd.errors import ModelError, Problem
+from kd.files import find_caches
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
@@ -237,14 +239,14 @@ def find_cache_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     name = config.cache.fingerprint
     if name is None or not config.needs_cache:
         return
-    folder = home / "caches" / name
-    if not (folder / "manifest.json").is_file():
-        yield describe_missing_cache(name, home)
-        return
+    folder = find_caches(home, config.cache.store) / name
     # Only now, because it imports zarr.
-    from cache.store import read_manifest
+    from cache.store import has_manifest, read_manifest
 
     try:
+        if not has_manifest(folder):
+            yield describe_missing_cache(name, home)
+            return
         codec = read_manifest(folder).identity.codec
     except CacheError as error:
         yield Problem("/cache/fingerprint", error.detail, error.remedy)
@@ -261,7 +263,12 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     name = config.cache.extends
     if name is None or "precompute" not in config.stages:
         return
-    folder = home / "caches" / name
+    caches = find_caches(home, config.cache.store)
+    if is_mirror(caches / name):
+        detail = "a cache in a bucket cannot extend another: its files cannot be linked."
+        yield Problem("/cache/extends", detail, "Remove it to capture all of the text.")
+        return
+    folder = caches / name
     if not (folder / "manifest.json").is_file():
         yield describe_missing_cache(name, home, "extends")
         return

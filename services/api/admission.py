@@ -13,6 +13,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from cache.reading.usage import held
+from cache.remote.bucket import is_stored
 from kd.capture.estimate import measure_free_bytes
 from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
@@ -44,6 +45,18 @@ from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.
 RETRY_QUOTA_SECONDS = "60"
+
+
+def find_store_problems(config: JobConfig, settings: Settings) -> list[Problem]:
+    """Find that a job names a place for its cache that is not the operator's.
+
+    The credentials of a worker are the operator's: a job must not choose what they are used for.
+    """
+    if config.cache.store in (None, settings.store):
+        return []
+    own = settings.store or "the folder caches of KD_HOME"
+    detail = f"a job of this service keeps its cache in {own}, not in {config.cache.store}."
+    return [Problem("/cache/store", detail, "Remove cache.store, or use `kd run`.")]
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,7 @@ class Admission:
         own = [
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
+            *find_store_problems(config, settings),
             *self._find_continued_problems(config),
         ]
         try:
@@ -116,6 +130,7 @@ class Admission:
             *find_problems(config, folders),
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
+            *find_store_problems(config, settings),
             *self._find_continued_problems(config),
         ]
         told = {each.pointer for each in problems}
@@ -143,11 +158,12 @@ class Admission:
         caches = self.service.settings.caches
         if not caches.is_dir():
             return []
+        place = "in the bucket" if self.service.settings.in_bucket else "on the disk"
         remedy = "See `kd cache ls` or GET /caches. A job of kind precompute captures a cache."
         return [
-            Problem(f"/cache/{field}", f"there is no cache {name} on the disk.", remedy)
+            Problem(f"/cache/{field}", f"there is no cache {name} {place}.", remedy)
             for field, name in config.cache.named.items()
-            if not (caches / name).is_dir()
+            if not is_stored(caches / name)
         ]
 
     def admit(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:

@@ -152,8 +152,16 @@ class LostCaches:
         self._next_look = 0.0
 
     def step(self) -> None:
-        """Check some jobs, if it is time. A host without the folder of caches checks none."""
-        if time.monotonic() < self._next_look or not self._settings.caches.is_dir():
+        """Check some jobs, if it is time.
+
+        A host without the folder of caches checks none, and neither does one whose caches lie in a
+        bucket: the worker that takes the job finds out.
+        """
+        if (
+            self._settings.in_bucket
+            or time.monotonic() < self._next_look
+            or not self._settings.caches.is_dir()
+        ):
             return
         self._next_look = time.monotonic() + LOOK_AT_DISK_SECONDS
         page = self._store.read_page(JobQuery(status="queued"), JOBS_AT_ONCE, self._cursor)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 
 from cache.disk import sum_file_sizes
+from cache.remote.address import is_mirror
 from services.settings import DAY_SECONDS, Settings
 from services.store.callers import Quota
 from services.store.jobs.store import JobStore
@@ -85,8 +87,18 @@ class TeamRules:
         folder = self._settings.caches / fingerprint
         if fingerprint in self._sealed and folder.is_dir():
             return self._sealed[fingerprint]
-        sealed = (folder / MANIFEST).exists()
-        size = sum_file_sizes(folder)
+        sealed, size = _measure(folder)
         if sealed:
             self._sealed[fingerprint] = size
         return size
+
+
+def _measure(folder: Path) -> tuple[bool, int]:
+    """Whether a cache is sealed, and its bytes."""
+    if is_mirror(folder):
+        # Only now, because it loads zarr.
+        from cache.store import summarise_cache
+
+        found = summarise_cache(folder)
+        return found.complete, found.bytes
+    return (folder / MANIFEST).exists(), sum_file_sizes(folder)

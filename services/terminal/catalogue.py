@@ -83,6 +83,7 @@ CATALOGUE = {
     "keys quota": Help(SERVICE, "kd keys quota novels --bytes 500GiB"),
     "quota": Help(SERVICE, "kd quota"),
     "audit": Help(SERVICE, "kd audit --json"),
+    "store check": Help(SERVICE, "kd store check s3://my-bucket/caches"),
     "backup": Help(SERVICE, "kd backup backups/monday"),
     "restore": Help(SERVICE, "kd restore backups/monday --check"),
     "upgrade": Help(SERVICE, "kd upgrade"),

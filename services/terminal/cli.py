@@ -32,7 +32,7 @@ from services.terminal.commands import (
     retention,
 )
 from services.terminal.commands.before import convert, estimate, init, plan, rates, validate
-from services.terminal.commands.data import backup, upgrade
+from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
@@ -96,6 +96,7 @@ app.add_typer(caches.app)
 app.add_typer(keys.app)
 app.add_typer(accounts.app)
 app.add_typer(backup.app)
+app.add_typer(buckets.app)
 app.add_typer(retention.app)
 app.add_typer(upgrade.app)
 jobs.jobs_app.add_typer(recovery.app)

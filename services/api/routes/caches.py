@@ -21,6 +21,7 @@ from fastapi import APIRouter, Depends, Response
 from fastapi import Path as InPath
 
 from cache.errors import CacheError
+from cache.remote.bucket import is_stored
 from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList, Fidelity, OverruledVerdict
 from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
@@ -52,7 +53,7 @@ def find_known_cache(
     folder = service.settings.caches / fingerprint
     own = service.store.find_caches(caller)  # None: the caller sees all caches
     visible = own is None or fingerprint in own
-    if not FINGERPRINT.fullmatch(fingerprint) or not visible or not folder.is_dir():
+    if not FINGERPRINT.fullmatch(fingerprint) or not visible or not is_stored(folder):
         raise _make_no_cache_problem(fingerprint)
     return folder
 

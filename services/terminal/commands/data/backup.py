@@ -39,6 +39,11 @@ def backup(
     with open_store(settings) as client:
         made = make_backup(folder.resolve(), settings, client, pause)
     audit_command(settings, "backup.create", str(folder.resolve()))
+    if settings.in_bucket:
+        notes.print(
+            f"The caches in {settings.store} are not copied: copy the bucket with its own tools.",
+            markup=False,
+        )
     if as_json:
         print_json({**made.to_json(), "files": len(made.files)})
     else:

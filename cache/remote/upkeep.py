@@ -1,0 +1,147 @@
+"""Caches of a bucket as a whole: which there are, what can go, and their removal."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from cache.errors import CacheCorrupt
+from cache.remote.bucket import Bucket, StoredObject, find_bucket
+from cache.remote.mirror import MANIFEST, locate_seal, name_data
+from cache.remote.probe import PROBE_FOLDER
+from cache.remote.uses import USES, ask_time, is_fresh_use, require_unused
+from cache.shard import Seal
+
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+#: The folder with the files of a seal: its name, and the digest of the seal.
+_DATA = re.compile(r"(?P<name>(shards|tail_sums)/[^/]+|[^/]+)\.(?P<digest>[0-9a-f]{32})/")
+
+
+class StoredGarbage(NamedTuple):
+    """Objects of a bucket that can be removed: their cache, names, bytes, and why."""
+
+    fingerprint: str
+    why: str
+    names: tuple[str, ...]
+    bytes: int
+
+
+def list_stored(root: Path) -> list[Path]:
+    """List the folders of the caches that are in the bucket of ``root``; none for a folder."""
+    bucket = find_bucket(root)
+    if bucket is None:
+        return []
+    # Some servers keep the name of a folder for a while after its last object is gone.
+    return [
+        root / name
+        for name in bucket.list_folders()
+        if _FINGERPRINT.fullmatch(name) and next(bucket.walk(name), None)
+    ]
+
+
+def remove_stored(folder: Path) -> None:
+    """Remove a cache from its bucket, the manifest first; raise ``CacheError`` while it is used."""
+    bucket = find_bucket(folder.parent)
+    if bucket is None:
+        return
+    require_unused(bucket, folder.name)
+    bucket.delete([f"{folder.name}/{MANIFEST}"])
+    bucket.delete(each.name for each in bucket.walk(folder.name))
+
+
+def find_stored_garbage(root: Path, older_than: float) -> list[StoredGarbage]:
+    """Find what can be removed from the bucket of ``root``; nothing of a cache that is in use.
+
+    It is caches without a manifest to which nothing was put for ``older_than`` seconds, files of
+    shards that no seal names, and what probes left, of that age. The times are the server's.
+    """
+    bucket = find_bucket(root)
+    if bucket is None:
+        return []
+    now = ask_time(bucket, PROBE_FOLDER)
+    found = []
+    for name in bucket.list_folders():
+        if _FINGERPRINT.fullmatch(name):
+            found += _find_garbage_of(bucket, name, now, older_than)
+    old = [each for each in bucket.walk(PROBE_FOLDER) if now - each.modified >= older_than]
+    return found + _make_garbage(PROBE_FOLDER, "a probe was interrupted", old)
+
+
+def remove_stored_garbage(root: Path, garbage: StoredGarbage, older_than: float) -> bool:
+    """Remove what ``find_stored_garbage`` found if it is still garbage; return whether it was."""
+    bucket = find_bucket(root)
+    if bucket is None:
+        return False
+    if garbage.fingerprint == PROBE_FOLDER:
+        bucket.delete(garbage.names)
+        return True
+    now = ask_time(bucket, PROBE_FOLDER)
+    still = {
+        name
+        for each in _find_garbage_of(bucket, garbage.fingerprint, now, older_than)
+        for name in each.names
+    }
+    if not still.issuperset(garbage.names):
+        return False
+    bucket.delete(garbage.names)
+    return True
+
+
+def _find_garbage_of(
+    bucket: Bucket, fingerprint: str, now: float, older_than: float
+) -> list[StoredGarbage]:
+    objects = list(bucket.walk(fingerprint))
+    if any(is_fresh_use(each, now) for each in objects):
+        return []
+    complete = any(each.name == f"{fingerprint}/{MANIFEST}" for each in objects)
+    newest = max((each.modified for each in objects), default=now)
+    if not complete and now - newest >= older_than:
+        days = (now - newest) / 86400
+        why = f"its capture has not finished, and nothing was put for {days:.1f} days"
+        return _make_garbage(fingerprint, why, objects)
+    unnamed = list(_find_unnamed(bucket, fingerprint, objects, now - older_than))
+    return _make_garbage(fingerprint, "files of shards that no seal names", unnamed)
+
+
+def _find_unnamed(
+    bucket: Bucket, fingerprint: str, objects: list[StoredObject], before: float
+) -> Iterator[StoredObject]:
+    """Yield objects older than ``before`` of attempts that no seal names, and of dead users."""
+    attempts: dict[tuple[str, str], list[StoredObject]] = defaultdict(list)
+    for each in objects:
+        path = each.name.removeprefix(f"{fingerprint}/")
+        if (parts := _DATA.match(path)) is not None:
+            attempts[parts["name"], parts["digest"]].append(each)
+        elif path.startswith(f"{USES}/") and each.modified <= before:
+            yield each
+    # Most shards have one attempt, that of their seal. Only the seals of the others are read.
+    count: dict[str, int] = defaultdict(int)
+    for name, _ in attempts:
+        count[name] += 1
+    sealed = {each.name.removeprefix(f"{fingerprint}/") for each in objects}
+    for (name, digest), files in attempts.items():
+        if max(each.modified for each in files) > before:
+            continue
+        seal = locate_seal(name)
+        if count[name] == 1 and seal in sealed:
+            continue
+        if seal not in sealed or not _is_named(bucket, f"{fingerprint}/{seal}", name, digest):
+            yield from files
+
+
+def _is_named(bucket: Bucket, seal: str, name: str, digest: str) -> bool:
+    try:
+        found = Seal.from_bytes(bucket.get(seal), seal)
+    except (FileNotFoundError, CacheCorrupt):
+        return False
+    return name_data(name, found.digest) == f"{name}.{digest}"
+
+
+def _make_garbage(fingerprint: str, why: str, objects: list[StoredObject]) -> list[StoredGarbage]:
+    if not objects:
+        return []
+    size = sum(each.bytes for each in objects)
+    return [StoredGarbage(fingerprint, why, tuple(each.name for each in objects), size)]

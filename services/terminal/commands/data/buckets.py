@@ -1,0 +1,48 @@
+"""``kd store``: whether a bucket can hold caches."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from services.terminal.console import AsJson, out, print_json, print_table
+from services.terminal.exit_codes import FAILED
+
+app = typer.Typer()
+store_app = typer.Typer(no_args_is_help=True, help="Buckets that hold caches.")
+app.add_typer(store_app, name="store")
+
+
+@store_app.command("check")
+def store_check(
+    url: Annotated[
+        str,
+        typer.Argument(
+            help="Bucket: s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a bucket can hold caches: each property that they need, and its rate.
+
+    Small objects are written and deleted. Credentials, region and endpoint come from the usual
+    variables of the environment. The exit code is 1 where a property is missing.
+    """
+    from cache.remote.address import StoreAddress
+    from cache.remote.bucket import Bucket
+    from cache.remote.probe import measure_rate, probe
+
+    bucket = Bucket(StoreAddress.parse(url), patient=False)
+    found = list(probe(bucket))
+    put, got = measure_rate(bucket)
+    fit = all(each.holds for each in found)
+    if as_json:
+        rows = [each._asdict() for each in found]
+        print_json({"fit": fit, "properties": rows, "put_bytes": put, "get_bytes": got})
+    else:
+        rows_shown = [[each.name, "yes" if each.holds else "NO", each.seen] for each in found]
+        print_table(["PROPERTY", "HOLDS", "SEEN"], rows_shown)
+        out.print(f"one connection puts {put / 1e6:.3g} MB/s and gets {got / 1e6:.3g} MB/s")
+        out.print("It can hold caches." if fit else "It cannot hold caches.")
+    raise typer.Exit(0 if fit else FAILED)

