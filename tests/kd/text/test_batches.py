@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from cache.testing import make_cache, make_codec, make_identity, make_records, m
 from kd.config.data import DataConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError
-from kd.text import batches
 from kd.text.batches import (
     Batch,
     CachedRecords,
@@ -126,39 +124,6 @@ def test_epochs_and_seeds_shuffle_differently():
     assert (
         np.bincount(firsts, minlength=10).min() > 15
     )  # 40 expected; 15 is four standard deviations away
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 64, 1000])
-def test_an_order_that_is_not_listed_visits_each_sequence_once(count, monkeypatch):
-    listed = list_step_indices(count, count, 3, 1)
-    monkeypatch.setattr(batches, "LISTED_SEQUENCES", 0)
-    epochs = [list_step_indices(count, count, 3, epoch) for epoch in range(3)]
-    for order in epochs:
-        assert sorted(order.tolist()) == list(range(count))
-    parts = [list_step_indices(count, 5, 3, step) for step in range(count // 5)]
-    assert np.array_equal(np.concatenate([*parts, []]), epochs[0][: count // 5 * 5])
-    if count == 1000:
-        assert len({tuple(order) for order in (listed, *epochs)}) == 4
-
-
-def test_the_order_of_a_huge_epoch_takes_no_memory_of_its_size():
-    count = batches.LISTED_SEQUENCES + 1
-    tracemalloc.start()
-    try:
-        found = [list_step_indices(count, 512, 0, step) for step in (0, 17, count // 512)]
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 2**20
-    assert all(((each >= 0) & (each < count)).all() for each in found)
-    assert len(np.unique(np.concatenate(found[:2]))) == 1024
-
-
-@pytest.mark.parametrize("order", ["length", "curriculum"])
-def test_an_order_by_content_of_too_many_sequences_is_refused(order, monkeypatch):
-    monkeypatch.setattr(batches, "LISTED_SEQUENCES", 19)
-    with pytest.raises(ConfigError, match=f"order {order} lists all sequences in memory"):
-        next(iter(read_training_batches(Numbered(20), options(4, 1, 0, order=order), range(2))))
 
 
 def test_micro_batches_of_a_step_are_the_step_cut_up():
