@@ -427,8 +427,8 @@ class Cache:
         # Flags of the files whose sha256 was checked, of dropped shards too, so that few are hashed
         # twice.
         self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS, lambda _: 1)
-        # Files of a shard are fetched together where those of all shards can stay.
-        self._brings_whole = mirror is not None and mirror.room.limit >= manifest.totals.bytes
+        #: Whether the files of all shards can stay on the disk: then those of one come together.
+        self.brings_whole = mirror is not None and mirror.room.limit >= manifest.totals.bytes
 
     def __len__(self) -> int:
         return self.identity.data.sequences
@@ -481,6 +481,16 @@ class Cache:
         stored = decode_arrays(parts, orders, self.codec)
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
+
+    def bring_ahead(self, numbers: NDArray[np.int64]) -> None:
+        """Begin to fetch the shards of the sequences ``numbers``, which are read soon.
+
+        Nothing is done where the cache lies on this disk.
+        """
+        if self.mirror is None:
+            return
+        for index in np.unique(numbers // self.identity.codec.shard_sequences).tolist():
+            self.mirror.bring_ahead(_name_shard(index), self.entries[index].digest)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Read the teacher's LM head of a hidden cache.
@@ -542,7 +552,7 @@ class Cache:
         name = _name_shard(index)
         digest = self.entries[index].digest
         if self.mirror is not None:
-            self.mirror.bring(name, digest, whole=self._brings_whole)
+            self.mirror.bring(name, digest, whole=self.brings_whole)
         seal = _read_seal(self.folder, name, digest)
         sound = self._sound.get(index, bytearray, len(seal.files))
         return Shard(self.folder / name, seal, self.codec, sound, self._memory, self.disk_reads)

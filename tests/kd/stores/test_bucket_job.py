@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.stores.server import KEYS, Server
 from cache.errors import StoreUnfit
 from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
@@ -15,7 +16,6 @@ from kd.errors import ConfigError
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
 from tests.support.buckets.proxy import Proxy
-from tests.support.buckets.server import KEYS, Server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
