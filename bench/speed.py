@@ -82,7 +82,7 @@ from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, open_writer
 from cache.testing import make_codec, make_identity
-from kd.capture.recording import LOGIT_ELEMENTS, Recorder
+from kd.capture.recording import LOGIT_ELEMENTS, Recorder, TailMeter
 from kd.capture.teacher import Teacher
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
@@ -176,6 +176,7 @@ def make_capture_task(sizes: BenchmarkSizes, folder: Path) -> Task:
         make_teacher(model, make_cache_identity(sizes, sequences, profile), sequences)
         for profile in ("threshold", "tempered")
     )
+    unmetered = replace(threshold, recorder=replace(threshold.recorder, meter=None))
 
     @torch.no_grad()
     def bare() -> None:
@@ -188,11 +189,12 @@ def make_capture_task(sizes: BenchmarkSizes, folder: Path) -> Task:
         with open_writer(
             folder, make_cache_identity(sizes, sequences, "threshold", seed=next(seeds))
         ) as writer:
-            writer.write_shard(0, sequences, read(threshold))
+            writer.write_shard(0, sequences, read(threshold), threshold.take_tail_sums())
 
     runs: dict[str, Runnable] = {
         "teacher's bare forward": bare,
         "records read": partial(read, threshold),
+        "records read, without the mean tail": partial(read, unmetered),
         "records read and sealed": seal,
         "tempered records read": partial(read, tempered),
     }
@@ -516,10 +518,16 @@ def make_frozen_llama(sizes: BenchmarkSizes, shape: tuple[int, int]) -> LlamaFor
 
 
 def make_teacher(model: LlamaForCausalLM, identity: CacheIdentity, sequences: Sequences) -> Teacher:
-    """Make ``model`` the teacher of a cache, with as many knots as the cache needs."""
+    """Make ``model`` the teacher of a cache, as a capture does.
+
+    Profile threshold adds up its tails; tempered has as many knots as the cache needs.
+    """
     head = find_lm_head(model, identity.tokenizer.vocabulary_size)
-    teacher = Teacher(model, Recorder(head, identity.record_codec()), len(identity.shard_range(0)))
-    if identity.codec.profile != "tempered":
+    profile = identity.codec.profile
+    meter = TailMeter(identity.data.train_sequences) if profile == "threshold" else None
+    recorder = Recorder(head, identity.record_codec(), meter=meter)
+    teacher = Teacher(model, recorder, len(identity.shard_range(0)))
+    if profile != "tempered":
         return teacher
     return replace(
         teacher, recorder=replace(teacher.recorder, knots=teacher.choose_knots(sequences).count)
@@ -539,7 +547,7 @@ def seal_cache(
             records = Records.concatenate(
                 records for _, records in teacher.read(part, numbers.start)
             )
-            writer.write_shard(index, part, records)
+            writer.write_shard(index, part, records, teacher.take_tail_sums())
         writer.finish(Provenance())
     return open_cache(folder / identity.fingerprint)
 

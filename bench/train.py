@@ -91,6 +91,7 @@ HARD = "cross-entropy alone"
 LIVE = "live teacher in the step"
 TEACHER = "teacher alone"
 PROFILES = ("threshold", "tempered")
+WITHOUT_CONTROL: dict[str, dict[str, Any]] = {"loss": {"tail_control": False}}
 
 
 @dataclass(frozen=True)
@@ -487,14 +488,19 @@ def render_profile(setting: Setting) -> str:
     return "\n".join(lines)
 
 
-def measure_levers(setting: Setting, machine: Machine) -> str:
-    """Compare the loop with one more lever with the plain loop."""
+def measure_levers(
+    setting: Setting, jobs: dict[str, tuple[str, JobConfig]], machine: Machine
+) -> tuple[list[TimingRow], str]:
+    """Compare the loop with one more lever with the plain loop: rows, and the parity check's cost.
+
+    ``jobs`` has the profile and the job of each lever; the first is the plain loop, named "none".
+    """
     print(f"measuring: levers, {setting.name}", file=sys.stderr, flush=True)
     walks = {
         name: start_stepped_training(
             setting, f"lever {number}", config, setting.source(profile_name)
         )
-        for number, (name, (profile_name, config)) in enumerate(make_lever_jobs(setting).items())
+        for number, (name, (profile_name, config)) in enumerate(jobs.items())
     }
     runs: dict[str, Runnable] = {
         name: partial(each.take, setting.pace.steps) for name, each in walks.items()
@@ -503,9 +509,8 @@ def measure_levers(setting: Setting, machine: Machine) -> str:
     for each in walks.values():
         each.finish()
     floor = machine.floor(setting.student_flops, setting.adam_bytes)
-    table = render_timings(make_rows(setting, timings, dict.fromkeys(timings, floor)))
-    parity = describe_parity([each.parity_seconds for each in walks.values()], timings["none"])
-    return f"{table}\n\n{parity}"
+    rows = make_rows(setting, timings, dict.fromkeys(timings, floor))
+    return rows, describe_parity([each.parity_seconds for each in walks.values()], timings["none"])
 
 
 def make_lever_jobs(setting: Setting) -> dict[str, tuple[str, JobConfig]]:
@@ -523,7 +528,7 @@ def make_lever_jobs(setting: Setting) -> dict[str, tuple[str, JobConfig]]:
         {"train": {"optim": "muon"}},
         {"train": {"gradient_checkpointing": "full"}},
         {"train": {"gradient_checkpointing": "sqrt"}},
-        {"loss": {"tail_control": False}},
+        WITHOUT_CONTROL,
         {"loss": {"z_loss": 1e-4}},
         {"loss": {"entropy_weighting": 1.0}},
     ]
@@ -535,6 +540,12 @@ def make_lever_jobs(setting: Setting) -> dict[str, tuple[str, JobConfig]]:
         for each in of_profile
     }
     return {"none": ("threshold", setting.job()), **found}
+
+
+def make_control_jobs(setting: Setting) -> dict[str, tuple[str, JobConfig]]:
+    """Make the plain job and the one without the control variate, which grows with V."""
+    without = ("threshold", setting.job("threshold", **WITHOUT_CONTROL))
+    return {"none": ("threshold", setting.job()), format_lever(WITHOUT_CONTROL): without}
 
 
 def format_lever(changes: dict[str, dict[str, Any]]) -> str:
@@ -571,12 +582,12 @@ def measure_all(scale: Scale) -> str:
         packed_rows = packed.measure_rows(packed.FULL if scale is FULL else packed.SMALL, pool)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         setting = make_example_setting(scale, Path(first))
-        found = [
-            measure_loops(each, machine)
-            for each in (setting, make_wide_setting(scale, Path(second)))
-        ]
+        wide = make_wide_setting(scale, Path(second))
+        found = [measure_loops(each, machine) for each in (setting, wide)]
         phases = render_profile(setting)
-        costs = measure_levers(setting, machine)
+        levers, parity = measure_levers(setting, make_lever_jobs(setting), machine)
+        of_wide, _ = measure_levers(wide, make_control_jobs(wide), machine)
+    costs = f"{render_timings([*levers, *of_wide])}\n\n{parity}"
     table = render_timings([row for rows, _ in found for row in rows])
     about_profile = f"The example's loop from the cache, {setting.pace.total} steps."
     sections = {

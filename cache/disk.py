@@ -32,6 +32,8 @@ _POLL_SECONDS = 0.2
 _REMOVE_SECONDS = 0.02
 _REMOVE_ATTEMPTS = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: A file cannot be linked: another disk, a file system without links, or too many of this file.
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -131,6 +133,24 @@ def publish_folder(temporary: Path, folder: Path) -> None:
         sync_path(folder.parent)
     finally:
         recover_folder(folder)
+
+
+def link_folder(source: Path, folder: Path) -> None:
+    """Make ``folder`` with the files of ``source``, which share their bytes on the disk with it.
+
+    A file is copied where the disk has no hard links, or no more of this one. No file may be
+    changed in place after that: it would change in both folders.
+    """
+    make_folder(folder)
+    for name in list_file_sizes(source):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, target)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+            shutil.copyfile(source / name, target)
 
 
 def recover_folder(folder: Path) -> None:

@@ -14,7 +14,8 @@ Manifest
 ├── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
 ├── overruled          FidelityOverride    the verdict that the job overruled; from format 4 on
 ├── tail_mean          FolderEntry         the mean tail of profile threshold; from format 5 on
-└── pieces             PieceIndex          files with the entries of many shards; from format 6 on
+├── pieces             PieceIndex          files with the entries of many shards; from format 6 on
+└── first_tails        FolderEntry         sums for a cache that extends this one; from format 7 on
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from cache.profiles import PROFILES
 from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
 FORMAT = "potstill-cache"
-#: Newest version of the folder's layout: a cache of many shards, whose entries are in pieces. A
-#: cache has the lowest version that describes it, so that a program which does not know of a part
-#: refuses the cache by name.
-FORMAT_VERSION = 6
+#: Newest version of the folder's layout: a cache with the sums of its first tails. A cache has the
+#: lowest version that describes it, so that a program which does not know of a part refuses the
+#: cache by name.
+FORMAT_VERSION = 7
+#: The version of a cache of many shards, whose entries are in pieces.
+PIECES_FORMAT_VERSION = 6
 #: The version of a cache with a mean tail, or of a teacher that was quantised or spread over
 #: devices.
 TAIL_MEAN_FORMAT_VERSION = 5
@@ -56,6 +59,8 @@ WIDE_LOGITS = 2
 _HALF_DTYPES = ("bfloat16", "float16")
 #: The fields of a teacher's identity that are left out where they are empty.
 _LEFT_OUT = ("quantization", "parallel")
+#: The folders that a manifest leaves out where the cache does not have them.
+_LEFT_OUT_FOLDERS = ("tail_mean", "first_tails")
 _REMEDY = "Delete the cache's folder and capture it again."
 #: Bits of a number that a user may choose, for the profiles that have a choice.
 _BITS = {"dense": (16, 32), "hidden": (8, 16)}
@@ -210,6 +215,15 @@ class CacheIdentity:
         """Number of shards of the complete cache; the last may be shorter."""
         return math.ceil(self.data.sequences / self.codec.shard_sequences)
 
+    @property
+    def lasting_shards(self) -> int:
+        """Number of first shards that are the same in a cache of a text that goes on.
+
+        They are whole, and of training sequences alone. The last training sequence is in none of
+        them: it may be padded, and a longer text would fill it.
+        """
+        return max(self.data.train_sequences - 1, 0) // self.codec.shard_sequences
+
     def shard_range(self, index: int) -> range:
         """Return the numbers of the sequences in shard ``index``."""
         start = index * self.codec.shard_sequences
@@ -353,6 +367,7 @@ class Manifest:
     overruled: FidelityOverride | None = None
     tail_mean: FolderEntry = FolderEntry()
     pieces: PieceIndex | None = None
+    first_tails: FolderEntry = FolderEntry()
 
     @property
     def totals(self) -> ShardTotals:
@@ -375,15 +390,18 @@ class Manifest:
         content = {**asdict(self), "identity": self.identity.to_json()}
         if self.overruled is None:
             del content["overruled"]
-        if not self.tail_mean.digest:
-            del content["tail_mean"]
+        for name in _LEFT_OUT_FOLDERS:
+            if not content[name]["digest"]:
+                del content[name]
         del content["shards" if self.pieces else "pieces"]
         version = self._choose_version()
         return sign_json({"format": FORMAT, "version": version, **content})
 
     def _choose_version(self) -> int:
-        if self.pieces is not None:
+        if self.first_tails.digest:
             return FORMAT_VERSION
+        if self.pieces is not None:
+            return PIECES_FORMAT_VERSION
         if not self.identity.teacher.plain or self.tail_mean.digest:
             return TAIL_MEAN_FORMAT_VERSION
         return PLAIN_FORMAT_VERSION if self.overruled is None else OVERRULED_FORMAT_VERSION
@@ -408,8 +426,11 @@ class Manifest:
             content["token_map"] = asdict(FolderEntry())
         if version != OVERRULED_FORMAT_VERSION:
             content.setdefault("overruled", None)
-        content.setdefault("tail_mean", asdict(FolderEntry()))
-        other = "shards" if version == FORMAT_VERSION else "pieces"
+        for name in _LEFT_OUT_FOLDERS:
+            content.setdefault(name, asdict(FolderEntry()))
+        other = "shards" if version == PIECES_FORMAT_VERSION else "pieces"
+        if version == FORMAT_VERSION:
+            other = "shards" if "pieces" in content else "pieces"
         _require(other not in content, where, f"version {version} must have no {other}")
         content[other] = [] if other == "shards" else None
         content["identity"] = _add_left_out(content.get("identity"))

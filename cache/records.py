@@ -216,6 +216,11 @@ class TailSums:
             self.square_V + other.square_V,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return self.sum_V.nbytes + self.square_V.nbytes
+
     @classmethod
     def from_arrays(cls, arrays: dict[str, NDArray[Any]]) -> TailSums:
         """Make the sums from ``SUM_ARRAYS``; the inverse of ``to_arrays``."""

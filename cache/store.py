@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from cache.disk import (
     TEMPORARY_PREFIX,
     find_leftovers,
+    link_folder,
     locked,
     make_folder,
     publish_folder,
@@ -89,8 +90,15 @@ TOKEN_ARRAYS = ("ids", "lengths", "text")
 TAIL_MEAN = "tail_mean"
 #: Name of the folder with the sums of each shard that it is made of, until the cache is sealed.
 TAIL_SUMS = "tail_sums"
+#: Name of the folder with the sums of the lasting shards, for a cache that extends this one.
+FIRST_TAILS = "first_tails"
+#: The largest part of a cache that these sums may be: 16 bytes for each token of the vocabulary.
+#: A cache for which they are too many is captured again in little time.
+FIRST_TAILS_SHARE = 0.01
 #: The metadata of the Zarr group that holds the shards.
 _GROUP_METADATA = encode_canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
+#: Name of the sums that an extending cache takes from another, among those of its own shards.
+_FIRST_SUMS = f"{TAIL_SUMS}/first"
 #: What to do about a cache that is not there.
 MISSING_REMEDY = (
     "If the job captures its own cache (kind distill or search), retry it: it captures the cache "
@@ -171,6 +179,38 @@ class CacheWriter:
             _name_shard(index), arrays, lambda folder: Seal.of(folder, sequences, records)
         ).bytes
 
+    def adopt_shard(self, source: Cache, index: int) -> None:
+        """Take shard ``index`` of ``source`` by links to its files, whose bytes stay in place.
+
+        Every byte is checked. The caller knows that this cache has the same sequences there. Raises
+        ``CacheCorrupt`` where the shard of ``source`` is damaged.
+        """
+        name = _name_shard(index)
+        digest = source.entries[index].digest
+        source.bring(name, digest)
+        seal = _read_seal(source.folder, name, digest)
+        if self._read_shard_seal(index) == seal:
+            return
+        source.bring(name, digest, whole=True)
+        for problem in seal.find_problems(source.folder / name):
+            raise CacheCorrupt(f"{source.folder / name}/{problem}.", RECAPTURE_REMEDY)
+
+        def link(folder: Path) -> Seal:
+            link_folder(source.folder / name, folder)
+            return seal
+
+        self._publish_folder(name, link)
+
+    def adopt_tail_sums(self, source: Cache) -> None:
+        """Take the sums of the tails of the lasting shards of ``source``, which has them."""
+        entry = source.manifest.first_tails
+        source.bring(FIRST_TAILS, entry.digest, whole=True)
+        seal = _read_seal(source.folder, FIRST_TAILS, entry.digest)
+        arrays = _read_arrays(source.folder / FIRST_TAILS, seal, SUM_ARRAYS)
+        with storage_errors(self.folder):
+            make_folder(self.folder / TAIL_SUMS)
+        self._publish(_FIRST_SUMS, arrays, Seal.of_folder)
+
     def write_lm_head(self, arrays: Arrays) -> None:
         """Write and seal the teacher's LM head of a hidden cache, unless it is sealed already."""
         self._write_once(LM_HEAD, arrays)
@@ -186,14 +226,22 @@ class CacheWriter:
 
     def _publish(self, name: str, arrays: Arrays, make_seal: Callable[[Path], Seal]) -> Seal:
         """Write a folder of arrays whole or not at all, then its seal."""
+
+        def fill(folder: Path) -> Seal:
+            write_arrays(folder, arrays)
+            return make_seal(folder)
+
+        return self._publish_folder(name, fill)
+
+    def _publish_folder(self, name: str, fill: Callable[[Path], Seal]) -> Seal:
+        """Make a folder whole or not at all, then its seal, which ``fill`` returns."""
         temporary = self.folder / f"{TEMPORARY_PREFIX}{name.replace('/', '-')}"
         with storage_errors(self.folder):
             try:
                 # Manifest and seal go first: after a crash, nothing vouches for the new content.
                 remove_path(self.folder / MANIFEST)
                 remove_path(_locate_seal(self.folder, name))
-                write_arrays(temporary, arrays)
-                seal = make_seal(temporary)
+                seal = fill(temporary)
                 began = time.perf_counter()
                 publish_folder(temporary, self.folder / name)
                 self.disk_seconds += time.perf_counter() - began
@@ -226,13 +274,14 @@ class CacheWriter:
         The cache gets a mean tail if every shard was written with its sums.
         """
         manifest = self._make_manifest()  # raises before anything else is written
-        self._write_tail_mean()
+        self._write_tail_mean(manifest.totals.bytes)
         manifest = replace(
             manifest,
             provenance=provenance,
             fidelity=fidelity,
             overruled=overruled,
             tail_mean=self._make_folder_entry(TAIL_MEAN),
+            first_tails=self._make_folder_entry(FIRST_TAILS),
         )
         with storage_errors(self.folder):
             if self.mirror is not None:
@@ -253,24 +302,40 @@ class CacheWriter:
         mirror.drop(TAIL_SUMS)
         return Manifest.from_bytes(data, str(mirror))
 
-    def _write_tail_mean(self) -> None:
-        """Write and seal the mean tail, then remove the sums that it is made of."""
-        sums: TailSums | None = None
-        for index in range(self.identity.shard_count):
-            part = self._read_tail_sums(index)
-            if part is None:
-                break
-            sums = part if sums is None else sums + part
-        else:
-            if sums is not None:
-                mean = sums.compute_mean(self.identity.codec.threshold)
-                self._write_once(TAIL_MEAN, encode_tail_mean(mean))
+    def _write_tail_mean(self, cache_bytes: int) -> None:
+        """Write and seal the mean tail, then remove the sums that it is made of.
+
+        The sums of the lasting shards stay, where they are a small part of ``cache_bytes``.
+        """
+        first, whole = self._add_tail_sums()
+        if whole is not None:
+            mean = whole.compute_mean(self.identity.codec.threshold)
+            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
+            if first is not None and first.nbytes <= FIRST_TAILS_SHARE * cache_bytes:
+                self._write_once(FIRST_TAILS, first.to_arrays())
         with storage_errors(self.folder):
             remove_path(self.folder / TAIL_SUMS)
 
-    def _read_tail_sums(self, index: int) -> TailSums | None:
-        """Read the sums of a shard; None where they are missing or damaged."""
-        name = _name_tail_sums(index)
+    def _add_tail_sums(self) -> tuple[TailSums | None, TailSums | None]:
+        """Add up the sums of the lasting shards and those of all; None for what is not known.
+
+        They are added in the order of the shards, so that a cache which extends another has the
+        same sums as one that was captured whole.
+        """
+        sums = self._read_tail_sums(_FIRST_SUMS)
+        begin = 0 if sums is None else sums.sequences // self.identity.codec.shard_sequences
+        lasting = self.identity.lasting_shards
+        first = None
+        for index in range(begin, self.identity.shard_count):
+            first = sums if index == lasting else first
+            part = self._read_tail_sums(_name_tail_sums(index))
+            if part is None:
+                return None, None
+            sums = part if sums is None else sums + part
+        return first, sums
+
+    def _read_tail_sums(self, name: str) -> TailSums | None:
+        """Read sums of tails; None where they are missing or damaged."""
         seal = self._read_own_seal(name)
         if seal is None or not self._is_whole(name, seal):
             return None
@@ -304,6 +369,7 @@ class CacheWriter:
             token_map=self._make_folder_entry(TOKEN_MAP),
             tail_mean=self._make_folder_entry(TAIL_MEAN),
             pieces=pieces,
+            first_tails=self._make_folder_entry(FIRST_TAILS),
         )
 
     def _collect_entries(self) -> tuple[tuple[ShardEntry, ...], PieceIndex | None]:
@@ -482,6 +548,14 @@ class Cache:
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
+    def bring(self, name: str, digest: str, whole: bool = False) -> None:
+        """Make a folder of arrays ready for reading where the cache lies in a bucket.
+
+        Its seal comes now, and its files when they are read, or now if it is to be ``whole``.
+        """
+        if self.mirror is not None:
+            self.mirror.bring(name, digest, whole)
+
     def bring_ahead(self, numbers: NDArray[np.int64]) -> None:
         """Begin to fetch the shards of the sequences ``numbers``, which are read soon.
 
@@ -520,8 +594,7 @@ class Cache:
 
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
         with reading(self.folder):
-            if self.mirror is not None:
-                self.mirror.bring(name, entry.digest)
+            self.bring(name, entry.digest)
             seal = _read_seal(self.folder, name, entry.digest)
             return _read_arrays(self.folder / name, seal, arrays, self.disk_reads)
 
@@ -551,8 +624,7 @@ class Cache:
     def _make_shard(self, index: int) -> Shard:
         name = _name_shard(index)
         digest = self.entries[index].digest
-        if self.mirror is not None:
-            self.mirror.bring(name, digest, whole=self.brings_whole)
+        self.bring(name, digest, self.brings_whole)
         seal = _read_seal(self.folder, name, digest)
         sound = self._sound.get(index, bytearray, len(seal.files))
         return Shard(self.folder / name, seal, self.codec, sound, self._memory, self.disk_reads)
@@ -770,7 +842,8 @@ def _verify_mirrored(
 def measure_cache_bytes(folder: Path, manifest: Manifest) -> int:
     """Return all bytes of a complete cache, from its manifest."""
     sealed = manifest.totals.bytes + (manifest.pieces.bytes if manifest.pieces else 0)
-    sealed += manifest.head.bytes + manifest.token_map.bytes + manifest.tail_mean.bytes
+    sealed += manifest.head.bytes + manifest.token_map.bytes
+    sealed += manifest.tail_mean.bytes + manifest.first_tails.bytes
     return sealed + len(_GROUP_METADATA) + (folder / MANIFEST).stat().st_size
 
 
@@ -886,6 +959,7 @@ def _list_folders(manifest: Manifest) -> list[tuple[str, str]]:
         LM_HEAD: manifest.head,
         TOKEN_MAP: manifest.token_map,
         TAIL_MEAN: manifest.tail_mean,
+        FIRST_TAILS: manifest.first_tails,
     }
     return [(name, entry.digest) for name, entry in folders.items() if entry.digest]
 

@@ -29,6 +29,7 @@ from kd.preflight.problems import Machine, require_no_problems
 from kd.progress import SILENT, Monitor, replace_nonfinite
 from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
+from kd.tracking.loading import reported_loading
 
 Report = dict[str, Any]
 #: A folder is a saved student if it holds one of these files: a whole model, or adapters alone.
@@ -118,10 +119,11 @@ def examine(
     tokenizer = load_tokenizer(target.model)
     size = choose_folder_vocabulary(tokenizer, target.model)
     source, config = open_text(config, tokenizer, size, home, target.run or out, monitor)
-    student = load_saved_student(target.model)
     with_start = target.run is not None and config.student is not None and config.train is not None
     context = EvaluationContext(out, tokenizer, monitor, target.run, target.model)
-    found = evaluate_in_depth(config, source, student, context, with_start)
+    with reported_loading(monitor):
+        student = load_saved_student(target.model)
+        found = evaluate_in_depth(config, source, student, context, with_start)
     teacher = (
         config.teacher.model if config.evaluation.teacher and config.teacher is not None else None
     )

@@ -80,6 +80,7 @@ from kd.progress import SILENT, Monitor
 from kd.search.trials import search_students
 from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
+from kd.tracking.loading import reported_loading
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
 from kd.training.resume.identity import require_same_job
@@ -122,7 +123,8 @@ def run_stage(
     monitor.emit("stage", stage=stage, phase="loading data")
     warn_of_kernels(pick_device(), monitor)
     run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
-    return run(config, home, run_dir, monitor)
+    with reported_loading(monitor):
+        return run(config, home, run_dir, monitor)
 
 
 def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:

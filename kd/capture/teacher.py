@@ -37,6 +37,7 @@ from cache.store import Cache, CacheWriter, find_missing, locate_lock, open_cach
 from cache.store import open_writer as open_for_capture
 from kd.capture.estimate import estimate_bytes, require_space
 from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
+from kd.capture.growth.extending import adopt_known_shards
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
@@ -69,7 +70,8 @@ FIDELITY_STOP = "in the fidelity check; every shard is sealed"
 def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, Any]:
     """Seal the cache of ``plan`` below ``root``, unless it is sealed already; returns its summary.
 
-    Sealed shards of an earlier attempt are kept. Two captures of one cache run one after the other,
+    Sealed shards of an earlier attempt are kept, and those of a cache that the job extends are
+    taken. Two captures of one cache run one after the other,
     and the second reuses the cache.
     """
     folder = root / plan.identity.fingerprint
@@ -85,6 +87,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
         if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
             warn_of_overruled(found, monitor)
             return summarise_cache(found, reused=True)
+        adopt_known_shards(plan, root, writer, monitor)
         if writer.mirror is None:  # else shards leave this disk once the bucket has them
             require_space(folder, plan.identity, *estimate_whole(plan))
         teacher = capture_shards(writer, plan, monitor)

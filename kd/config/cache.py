@@ -106,6 +106,15 @@ class CacheConfig(Section):
             "the verdict in its manifest, and every job that uses it warns."
         ),
     )
+    extends: str | None = Field(
+        None,
+        pattern=FINGERPRINT_PATTERN,
+        description=(
+            "A sealed cache of the same teacher and settings whose text is the beginning of this "
+            "job's text: its whole shards of training sequences are taken, without a copy, and "
+            "only what is new is captured."
+        ),
+    )
     fingerprint: str | None = Field(
         None,
         pattern=FINGERPRINT_PATTERN,
@@ -124,6 +133,12 @@ class CacheConfig(Section):
             "and the fingerprint of the cache do not depend on it."
         ),
     )
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The caches that the section names, by field."""
+        fields = {"fingerprint": self.fingerprint, "extends": self.extends}
+        return {field: name for field, name in fields.items() if name is not None}
 
     @property
     def sampled(self) -> bool:
@@ -189,4 +204,9 @@ class CacheConfig(Section):
             )
         if len(set(self.always_keep)) != len(self.always_keep):
             raise ValueError("cache.always_keep names a token twice")
+        if self.extends is not None and self.fingerprint is not None:
+            raise ValueError(
+                "cache.extends is for a capture, and cache.fingerprint names a cache that is "
+                "captured already"
+            )
         return self

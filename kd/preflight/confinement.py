@@ -193,15 +193,15 @@ def _check_store(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
 
 
 def _check_sealed_cache(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
-    name = config.cache.fingerprint
-    if name is not None and not limits.may_read_cache(name):
-        yield describe_missing_cache(name, limits.home)
+    for field, name in config.cache.named.items():
+        if not limits.may_read_cache(name):
+            yield describe_missing_cache(name, limits.home, field)
 
 
-def describe_missing_cache(name: str, home: Path) -> Problem:
+def describe_missing_cache(name: str, home: Path, field: str = "fingerprint") -> Problem:
     """Describe a missing cache; a cache of another owner gets the same words."""
     return Problem(
-        "/cache/fingerprint",
+        f"/cache/{field}",
         f"there is no sealed cache {name!r} below {home}.",
         "See `kd cache ls`.",
     )

@@ -106,7 +106,7 @@ class Confinement:
         """
         # Whether a folder is granted is decided now, by the process that knows the owner.
         named = [_find_own_folder(real, self.home) for real in resolve_named_paths(config, root)]
-        named.append(("caches", config.cache.fingerprint or ""))
+        named += [("caches", name) for name in config.cache.named.values()]
         return {
             "home": str(self.home),
             "roots": list(map(str, self.roots)),

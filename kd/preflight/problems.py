@@ -38,6 +38,7 @@ from kd.preflight.named_paths import find_url_problems
 from kd.preflight.validate import (
     find_cache_problems,
     find_disk_problems,
+    find_extension_problems,
     find_model_problems,
     find_text_problems,
     find_unreadable_weights,
@@ -125,6 +126,7 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
         *find_model_problems(config, folders.root),
         *find_text_problems(config, folders.root),
         *find_cache_problems(config, folders.home),
+        *find_extension_problems(config, folders.home),
         *find_disk_problems(folders.home),
     ]
     found = [*urls, *(each for each in looked_up if each.pointer not in named)]

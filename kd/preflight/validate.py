@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from cache.errors import CacheError
+from cache.manifest import CacheIdentity, list_differences
+from cache.remote.address import is_mirror
 from kd.addresses import HUB_ID
+from kd.capture.estimate import make_codec_identity
 from kd.config.job import JobConfig
 from kd.errors import ModelError, Problem
 from kd.files import find_caches
@@ -249,6 +253,50 @@ def find_cache_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
         return
     if config.train is not None:
         yield from config.loss.list_unserved(codec.profile, codec.temperatures)
+
+
+def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
+    """Find that the cache which the job extends is not in ``home``, or has other settings.
+
+    Teacher, tokenizer and text are compared when the capture begins, which reads them.
+    """
+    name = config.cache.extends
+    if name is None or "precompute" not in config.stages:
+        return
+    caches = find_caches(home, config.cache.store)
+    if is_mirror(caches / name):
+        detail = "a cache in a bucket cannot extend another: its files cannot be linked."
+        yield Problem("/cache/extends", detail, "Remove it to capture all of the text.")
+        return
+    folder = caches / name
+    if not (folder / "manifest.json").is_file():
+        yield describe_missing_cache(name, home, "extends")
+        return
+    from cache.store import read_manifest
+
+    try:
+        known = read_manifest(folder).identity
+    except CacheError as error:
+        yield Problem("/cache/extends", error.detail, error.remedy)
+        return
+    for difference in _list_setting_differences(config, known):
+        detail = f"the cache {name} has another setting: {difference}."
+        remedy = "Set it as in that cache, or remove cache.extends to capture all of the text."
+        yield Problem("/cache/extends", detail, remedy)
+
+
+def _list_setting_differences(config: JobConfig, known: CacheIdentity) -> list[str]:
+    """List the settings of a job that differ from those of a cache which it could extend.
+
+    The codec's version depends on the teacher's precision too, which only loading shows.
+    """
+    codec = replace(make_codec_identity(config.cache), version=known.codec.version)
+    data = replace(
+        known.data,
+        sequence_length=config.data.sequence_length,
+        packing=config.data.packing,
+    )
+    return list_differences(replace(known, codec=codec, data=data), known)
 
 
 # ---------------------------------------------------------------------- text

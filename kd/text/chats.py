@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: The first character of a piece of text, and the one after its last.
 Span = tuple[int, int]
+#: The ids (N,) of a chat, and which of them are targets, (N,); None = all.
+EncodedChat = tuple[np.ndarray, np.ndarray | None]
 
 #: No warning for texts that are longer than the model's context: they are cut when they are packed.
 TOKENIZER_OPTIONS = {"verbose": False}
@@ -83,20 +86,67 @@ class Chat:
         """Return the chat's first ``count`` messages."""
         return Chat(self.messages[:count], self.tools)
 
+    def count_characters(self) -> int:
+        """Return the characters of the messages that are texts."""
+        contents = (each.get("content") for each in self.messages if isinstance(each, dict))
+        return sum(len(content) for content in contents if isinstance(content, str))
+
 
 def encode_chat(
     chat: Chat, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
-) -> tuple[np.ndarray, np.ndarray | None]:
+) -> EncodedChat:
     """Return the token ids (N,) uint32 of the chat, and which are targets, (N,) bool; None = all.
 
     Raises ``DataError`` if the assistant's tokens cannot be told from the others, or there are
     none.
     """
+    text, spans = _render_for_training(chat, place, tokenizer, assistant_only)
+    if spans is None:
+        encoded = tokenizer(text, add_special_tokens=False, **TOKENIZER_OPTIONS)
+        return np.asarray(encoded["input_ids"], np.uint32), None
+    ids, trained = _tokenize(text, spans, tokenizer)
+    _require_learned(trained, place)
+    return ids, trained
+
+
+def encode_chats(
+    chats: Sequence[Chat],
+    places: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only: bool,
+) -> list[EncodedChat] | None:
+    """Return what ``encode_chat`` returns of each chat; all are tokenized at once.
+
+    It takes half of the time on one core, and the threads of the library use the others. None for a
+    tokenizer that is not of the library tokenizers. Raises what ``encode_chat`` raises.
+    """
+    library = getattr(tokenizer, "backend_tokenizer", None)
+    if library is None:
+        return None
+    rendered = [
+        _render_for_training(chat, place, tokenizer, assistant_only)
+        for chat, place in zip(chats, places, strict=True)
+    ]
+    # Others may have called the tokenizer with padding since the last batch.
+    library.no_truncation()
+    library.no_padding()
+    encode = library.encode_batch if assistant_only else library.encode_batch_fast
+    encoded = encode([text for text, _ in rendered], add_special_tokens=False)
+    found = list[EncodedChat]()
+    for each, (_, spans), place in zip(encoded, rendered, places, strict=True):
+        trained = None if spans is None else _mark(each.offsets, spans)
+        if trained is not None:
+            _require_learned(trained, place)
+        found.append((np.asarray(each.ids, np.uint32), trained))
+    return found
+
+
+def _render_for_training(
+    chat: Chat, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
+) -> tuple[str, list[Span] | None]:
+    """Render the chat; return its text and the spans that are learned, None = all of it."""
     if not assistant_only:
-        text, _ = _render(chat, tokenizer)
-        return np.asarray(
-            tokenizer(text, add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"], np.uint32
-        ), None
+        return _render(chat, tokenizer)[0], None
     if _GENERATION.search(_get_template(chat, tokenizer)):
         text, spans = _render(chat, tokenizer, marked=True)
         if chat.learned_from:
@@ -109,14 +159,17 @@ def encode_chat(
             for number, message in enumerate(chat.messages)
             if message["role"] == "assistant" and number >= chat.learned_from
         ]
-    ids, trained = _tokenize(text, spans, tokenizer)
+    return text, spans
+
+
+def _require_learned(trained: np.ndarray, place: str) -> None:
+    """Raise ``DataError`` where no token of ``trained`` (N,) is a target."""
     if not trained[1:].any():
         raise DataError(
             f"{place} has no token of the assistant to learn: it has no message of the role "
             "assistant, or only an empty one.",
             f"Remove it, or {_WHOLE_CHAT}.",
         )
-    return ids, trained
 
 
 def encode_completion(
@@ -184,14 +237,19 @@ def _tokenize(
     encoded = tokenizer(
         text, add_special_tokens=special, return_offsets_mapping=True, **TOKENIZER_OPTIONS
     )
-    begin, end = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+    return np.asarray(encoded["input_ids"], np.uint32), _mark(encoded["offset_mapping"], spans)
+
+
+def _mark(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+    """Return which tokens hold a character of ``spans``, (N,); ``offsets`` are their characters."""
+    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
     # A token that consists only of trimmed spaces has no width: it begins where the one before
     # ends.
     begin = np.where(begin < end, begin, np.concatenate([begin[:1], end[:-1]]))
     trained = np.zeros(len(begin), bool)
     for first, last in spans:
         trained |= (begin < last) & (end > first)
-    return np.asarray(encoded["input_ids"], np.uint32), trained
+    return trained
 
 
 def _find_answer(

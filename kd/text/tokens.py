@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ from cache.errors import PotstillError
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
-from kd.text.chats import Chat, encode_chat, encode_completion
+from kd.text.chats import Chat, EncodedChat, encode_chat, encode_chats, encode_completion
 from kd.text.files import TextFile
 from kd.text.packing import BLOCK_SEQUENCES, Document
 from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS, TextEncoder
@@ -44,8 +44,8 @@ def encode_documents(
     that holds an id which is not below ``size``, V.
     """
     encoder = TextEncoder(tokenizer, monitor)
-    for group in _group_short_texts(documents):
-        for found, known in zip(group, _encode_together(group, encoder), strict=True):
+    for group in _group_short_documents(documents):
+        for found, known in zip(group, _encode_together(group, encoder, config), strict=True):
             try:
                 yield from _encode_document(found, known, encoder, config, size)
             except PotstillError:
@@ -58,8 +58,8 @@ def encode_documents(
                 ) from error
 
 
-def _group_short_texts(documents: Iterable[FoundDocument]) -> Iterator[list[FoundDocument]]:
-    """Group short texts that follow each other; every other document is alone.
+def _group_short_documents(documents: Iterable[FoundDocument]) -> Iterator[list[FoundDocument]]:
+    """Group short texts, or chats, that follow each other; every other document is alone.
 
     The groups grow, so that a stream of which little is wanted is read little further.
     """
@@ -67,14 +67,15 @@ def _group_short_texts(documents: Iterable[FoundDocument]) -> Iterator[list[Foun
     characters = 0
     most = 1
     for found in documents:
-        if not _is_short_text(found):
-            if group:
-                yield group
-            yield [found]
+        length = _measure(found)
+        if group and (length is None or type(found.content) is not type(group[0].content)):
+            yield group
             group, characters = [], 0
+        if length is None:
+            yield [found]
             continue
         group.append(found)
-        characters += len(found.content)
+        characters += length
         if len(group) >= most or characters >= BATCH_CHARACTERS:
             yield group
             group, characters = [], 0
@@ -83,32 +84,40 @@ def _group_short_texts(documents: Iterable[FoundDocument]) -> Iterator[list[Foun
         yield group
 
 
-def _is_short_text(found: FoundDocument) -> bool:
+def _measure(found: FoundDocument) -> int | None:
+    """Return the characters of a short text or a chat; None of a document that is read alone."""
     content = found.content
-    return isinstance(content, str) and len(content) <= PIECE_CHARACTERS
+    if isinstance(content, Chat):
+        return content.count_characters()
+    return len(content) if isinstance(content, str) and len(content) <= PIECE_CHARACTERS else None
 
 
 def _encode_together(
-    group: list[FoundDocument], encoder: TextEncoder
-) -> list[NDArray[np.uint32]] | list[None]:
-    """Tokenize a group of short texts in the threads of the library; None for what is left."""
+    group: list[FoundDocument], encoder: TextEncoder, config: DataConfig
+) -> Sequence[NDArray[np.uint32] | EncodedChat | None]:
+    """Tokenize a group in the threads of the library; None for a document that is read alone."""
     alone = [None] * len(group)
     if len(group) == 1:
         return alone
+    contents = [found.content for found in group]
     try:
-        return encoder.encode_short([found.content for found in group]) or alone
-    except Exception:  # alone, the text that is at fault is found
+        if isinstance(contents[0], Chat):
+            places = [found.where for found in group]
+            answers_only = config.assistant_only_loss
+            return encode_chats(contents, places, encoder.tokenizer, answers_only) or alone
+        return encoder.encode_short(contents) or alone
+    except Exception:  # alone, the document that is at fault is found
         return alone
 
 
 def _encode_document(
     found: FoundDocument,
-    known: NDArray[np.uint32] | None,
+    known: NDArray[np.uint32] | EncodedChat | None,
     encoder: TextEncoder,
     config: DataConfig,
     size: int | None,
 ) -> Iterator[Document]:
-    """Make the documents of one that was found; ``known`` are its ids if it is a short text."""
+    """Make the documents of one that was found; ``known`` is what its group was tokenized to."""
     tokenizer = encoder.tokenizer
     for part in _encode_parts(found, known, encoder, config):
         if size is not None:
@@ -119,7 +128,7 @@ def _encode_document(
 
 def _encode_parts(
     found: FoundDocument,
-    known: NDArray[np.uint32] | None,
+    known: NDArray[np.uint32] | EncodedChat | None,
     encoder: TextEncoder,
     config: DataConfig,
 ) -> Iterator[Document]:
@@ -127,13 +136,16 @@ def _encode_parts(
     tokenizer = encoder.tokenizer
     answers_only = config.assistant_only_loss
     if isinstance(content, Chat):
-        yield _take_rest(*encode_chat(content, where, tokenizer, answers_only), place)
+        encoded = known if isinstance(known, tuple) else None
+        encoded = encoded or encode_chat(content, where, tokenizer, answers_only)
+        yield _take_rest(*encoded, place)
     elif isinstance(content, Completion):
         texts = (content.prompt, content.completion)
         yield _take_rest(*encode_completion(*texts, where, tokenizer, not answers_only), place)
     else:
         chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
-        batches = encoder.encode(chunks, where, place.batch) if known is None else [known]
+        ids = known if isinstance(known, np.ndarray) else None
+        batches = encoder.encode(chunks, where, place.batch) if ids is None else [ids]
         yield from _cut_into_parts(_add_end(batches, tokenizer), config, place)
 
 

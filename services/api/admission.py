@@ -5,6 +5,7 @@ The record comes before the hint to the workers, so that no worker hears of a jo
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,6 @@ from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.
 RETRY_QUOTA_SECONDS = "60"
-#: The field that names a sealed cache.
-CACHE_POINTER = "/cache/fingerprint"
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ class Admission:
             *find_webhook_problems(config.webhook, settings),
             *self._find_continued_problems(config),
         ]
-        if all(each.pointer != CACHE_POINTER for each in problems):
-            problems += self._find_cache_problems(config)
+        told = {each.pointer for each in problems}
+        problems += [each for each in self._find_cache_problems(config) if each.pointer not in told]
         if problems:
             raise ConfigError(problems)
 
@@ -142,22 +141,26 @@ class Admission:
 
     def _find_cache_problems(self, config: JobConfig) -> list[Problem]:
         """Find that the cache that ``config`` names is not on the disk."""
-        name = config.cache.fingerprint
         caches = self.service.settings.caches
-        if name is None or not caches.is_dir() or is_stored(caches / name):
+        if not caches.is_dir():
             return []
         place = "in the bucket" if self.service.settings.in_bucket else "on the disk"
-        detail = f"there is no cache {name} {place}."
         remedy = "See `kd cache ls` or GET /caches. A job of kind precompute captures a cache."
-        return [Problem(CACHE_POINTER, detail, remedy)]
+        return [
+            Problem(f"/cache/{field}", f"there is no cache {name} {place}.", remedy)
+            for field, name in config.cache.named.items()
+            if not is_stored(caches / name)
+        ]
 
     def admit(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
         """Return the job's record, and whether an earlier request with the same key created it."""
         settings = self.service.settings
         created = self.service.store.find_earlier(config, self.caller, key) if key else None
         if created is None:
-            # No rule of retention removes the cache between its check and the record of the job.
-            with held(settings.caches / (config.cache.fingerprint or "")):
+            # No rule of retention removes a cache between its check and the record of the job.
+            with ExitStack() as holding:
+                for name in config.cache.named.values():
+                    holding.enter_context(held(settings.caches / name))
                 created = self._create(config, key)
         _require_created(created, config, settings)
         if created.outcome == "team_quota":

@@ -19,6 +19,7 @@ The way of a request:
     RequestObserver     request id, log line, metrics, trace span
     HostOriginGuard     Host and Origin
     DepthLimit          nesting of the JSON body
+    ViewRouter          Accept: text/html
     EventStreamRouter   Accept: text/event-stream
     BodyLimit           size of the body
     route               API key, rate, scope
@@ -106,6 +107,7 @@ def create_app(settings: Settings) -> FastAPI:
     # The middleware that is added last runs first.
     app.add_middleware(BodyLimit, limit=BODY_BYTES, file_limit=settings.file_bytes)
     app.add_middleware(history.EventStreamRouter)
+    app.add_middleware(dashboard.ViewRouter)
     add_guards(app, settings, service.audit)
     app.add_middleware(RequestObserver, request_metrics=service.request_metrics)
     complete_openapi(app, with_keys=settings.api_keys_file is not None)

@@ -1,6 +1,8 @@
 // Requests to the API: they send and return JSON, raise problem documents as errors, and use the
 // API key of this tab.
 
+import { to } from "./paths.js";
+
 const KEY = "potstill-key";
 
 /** An error answer; `problem` is its problem document. */
@@ -23,7 +25,7 @@ export const keepKey = (key) => sessionStorage.setItem(KEY, key.trim());
 async function request(method, path, body) {
   const headers = { Accept: "application/json", ...keyHeaders() };
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  const answer = await fetch(`.${path}`, { method, headers, body, cache: "no-store" });
+  const answer = await fetch(to(path), { method, headers, body, cache: "no-store" });
   if (answer.ok) return answer;
   throw new Refused(answer.status, await answer.json().catch(() => ({})));
 }
@@ -37,7 +39,7 @@ export const post = async (path, body) => (await request("POST", path, body)).js
  * An element cannot send the API key, so with a key the file is fetched first.
  */
 export async function address(path) {
-  if (sessionStorage.getItem(KEY) === null) return `.${path}`;
+  if (sessionStorage.getItem(KEY) === null) return to(path);
   return URL.createObjectURL(await (await request("GET", path)).blob());
 }
 

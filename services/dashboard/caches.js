@@ -2,6 +2,7 @@
 
 import { get } from "./api.js";
 import { bytes, facts, fill, h, number, percent, table } from "./elements.js";
+import { to } from "./paths.js";
 
 // The server reads the disk for every request, so the pages ask less often.
 const READ_MS = 10_000;
@@ -16,7 +17,7 @@ export function cachesPage() {
   async function refresh() {
     const { data } = await get("/caches");
     const rows = data.map((cache) => [
-      h("a", { href: `#/caches/${cache.fingerprint}` },
+      h("a", { href: to(`/caches/${cache.fingerprint}`) },
         h("code", {}, cache.fingerprint.slice(0, 12))),
       cache.teacher,
       number(cache.tokens),
@@ -27,7 +28,8 @@ export function cachesPage() {
     const empty = h("p", {}, "There are no caches yet.");
     fill(list, rows.length ? table("Caches", LIST_TITLES, rows) : empty);
   }
-  return { element: h("div", {}, h("h1", {}, "Caches"), list), refresh, every: READ_MS };
+  const element = h("div", {}, h("h1", {}, "Caches"), list);
+  return { title: "Caches", element, refresh, every: READ_MS };
 }
 
 export function cachePage(_, fingerprint) {
@@ -37,7 +39,7 @@ export function cachePage(_, fingerprint) {
     fill(element, page(cache));
     return !cache.complete;
   }
-  return { element, refresh, every: READ_MS };
+  return { title: `Cache ${fingerprint.slice(0, 12)}`, element, refresh, every: READ_MS };
 }
 
 function page(cache) {

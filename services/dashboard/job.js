@@ -7,6 +7,7 @@ import {
   bar, bytes, chip, duration, facts, fill, h, heldOut, number, table, time,
 } from "./elements.js";
 import { jobTable, newest } from "./jobs.js";
+import { to } from "./paths.js";
 import { blocks, warnings } from "./report.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
@@ -37,6 +38,7 @@ export function jobPage(redraw, id) {
     parts.warning, parts.head, refused, parts.trials, charts.root, parts.report, parts.ablation,
     parts.files, events.root, log.root, parts.config);
   let version = null;
+  let title = id;
   let ended = false;
   let drawn = null; // when the ablation that is shown was written
   charts.root.hidden = true;
@@ -72,6 +74,7 @@ export function jobPage(redraw, id) {
       events.refresh(),
       log.refresh(),
     ]);
+    title = job.name;
     fill(parts.head, head(job, act));
     charts.update(series);
     fill(parts.files, files.length ? fileTable(files, save) : null);
@@ -93,6 +96,7 @@ export function jobPage(redraw, id) {
   return {
     element,
     refresh,
+    get title() { return title; },
     get every() { return ended ? ENDED_MS : undefined; },
     close: () => charts.close(),
   };
@@ -109,7 +113,7 @@ function head(job, act) {
   return [
     h("div", { class: "title" },
       h("h1", {}, job.name), chip(job.status), buttons,
-      h("a", { href: `#/new?from=${job.id}` }, "Copy into a new job")),
+      h("a", { href: to(`/new?from=${job.id}`) }, "Copy into a new job")),
     error && h("div", { class: "error", role: "alert" },
       h("p", {}, h("strong", {}, error.type), ` ${error.detail}`),
       error.remedy && h("p", {}, error.remedy),
@@ -129,7 +133,7 @@ function head(job, act) {
       ["Held-out perplexity", heldOut(metrics)],
       ["KL to the teacher", number(metrics.validation_kl)],
       ["Cache", fingerprint
-        && h("a", { href: `#/caches/${fingerprint}` }, fingerprint.slice(0, 12))],
+        && h("a", { href: to(`/caches/${fingerprint}`) }, fingerprint.slice(0, 12))],
       ["Bytes per token", number(cache?.bytes_per_token, 3)],
       ["Worker", job.worker],
       ["Attempt", job.attempt > 1 ? `${job.attempt} of ${job.max_attempts}` : null],

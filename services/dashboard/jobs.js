@@ -2,6 +2,7 @@
 
 import { get } from "./api.js";
 import { bar, chip, duration, fill, h, heldOut, number, table, time } from "./elements.js";
+import { keepInAddress, query, to } from "./paths.js";
 
 const PAGE = 20;
 const STATUSES = [
@@ -21,9 +22,14 @@ export function jobsPage(redraw) {
     redraw();
   };
   const more = h("button", { type: "button", hidden: true, onclick: showMore }, "Older jobs");
-  const status = h("select", { onchange: redraw },
+  const filter = () => {
+    keepInAddress({ status: status.value });
+    redraw();
+  };
+  const status = h("select", { onchange: filter },
     h("option", { value: "" }, "any status"),
     STATUSES.map((name) => h("option", { value: name }, name)));
+  status.value = query().get("status") ?? "";
   const element = h("div", {},
     h("div", { class: "title" },
       h("h1", {}, "Jobs"),
@@ -35,7 +41,7 @@ export function jobsPage(redraw) {
     more.hidden = cursor === null;
     fill(list, jobs.length ? jobTable("Jobs", jobs) : nothing(status.value));
   }
-  return { element, refresh };
+  return { title: "Jobs", element, refresh };
 }
 
 export const jobTable = (caption, jobs) => table(caption, TITLES, jobs.map(row));
@@ -63,7 +69,7 @@ function row(job) {
   const runs = job.status === "running";
   return [
     chip(job.status),
-    h("a", { href: `#/jobs/${job.id}` }, job.name),
+    h("a", { href: to(`/jobs/${job.id}`) }, job.name),
     job.kind,
     runs && job.phase ? `${job.stage} · ${job.phase}` : job.stage,
     bar(progress),
@@ -78,6 +84,6 @@ function row(job) {
 function nothing(status) {
   if (status) return h("p", {}, `No job is ${status}.`);
   return h("p", {},
-    "There are no jobs yet. ", h("a", { href: "#/new" }, "Create one"), ", or run ",
+    "There are no jobs yet. ", h("a", { href: to("/new") }, "Create one"), ", or run ",
     h("code", {}, "kd submit job.yaml"), ".");
 }

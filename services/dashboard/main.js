@@ -6,16 +6,18 @@ import { h } from "./elements.js";
 import { jobPage } from "./job.js";
 import { jobsPage } from "./jobs.js";
 import { newPage } from "./new.js";
+import { here, to } from "./paths.js";
 import { workersPage } from "./workers.js";
 
 const REFRESH_MS = 2000;
+// routes/dashboard.py has the same paths.
 const PAGES = [
-  [/^(?:#\/?)?$/, jobsPage],
-  [/^#\/jobs\/([\w-]+)$/, jobPage],
-  [/^#\/new(?:\?from=([\w-]+))?$/, newPage],
-  [/^#\/caches$/, cachesPage],
-  [/^#\/caches\/(\w+)$/, cachePage],
-  [/^#\/workers$/, workersPage],
+  [/^\/(?:jobs)?$/, jobsPage],
+  [/^\/jobs\/([\w-]+)$/, jobPage],
+  [/^\/new$/, newPage],
+  [/^\/caches$/, cachesPage],
+  [/^\/caches\/(\w+)$/, cachePage],
+  [/^\/workers$/, workersPage],
 ];
 const root = document.getElementById("page");
 const state = document.getElementById("state");
@@ -25,18 +27,20 @@ let page = null;
  * Show the page of the address.
  *
  * A page is made by a function of PAGES, which gets a function that redraws the page and the parts
- * of the address. It returns {element, refresh, every?, close?}: `refresh` draws the page, and
- * returns false if it will not change again; `every` is the time between two calls, in ms.
+ * of the address. It returns {title, element, refresh, every?, close?}: `refresh` draws the page,
+ * and returns false if it will not change again; `every` is the time between two calls, in ms.
  */
 function show() {
   page?.close?.();
-  const [pattern, make] = PAGES.find(([each]) => each.test(location.hash)) ?? [/$/, notFoundPage];
-  const shown = make(() => refresh(shown), ...(pattern.exec(location.hash)?.slice(1) ?? []));
+  const path = here();
+  const [pattern, make] = PAGES.find(([each]) => each.test(path)) ?? [/$/, notFoundPage];
+  const shown = make(() => refresh(shown), ...(pattern.exec(path)?.slice(1) ?? []));
   page = shown;
   root.replaceChildren(page.element);
+  document.title = `${page.title} · Potstill`;
   for (const link of document.querySelectorAll("nav a")) {
-    const here = link.hash.replace(/\/$/, "") === location.hash.replace(/\/$/, "");
-    link.ariaCurrent = here ? "page" : null;
+    const shows = link.pathname === to(path === "/" ? "/jobs" : path);
+    link.ariaCurrent = shows ? "page" : null;
   }
   refreshWhileShown(shown);
 }
@@ -62,7 +66,9 @@ async function refresh(shown) {
 async function draw(shown) {
   try {
     const goesOn = await shown.refresh();
-    if (shown === page) showState("");
+    if (shown !== page) return false;
+    document.title = `${page.title} · Potstill`;
+    showState("");
     return goesOn;
   } catch (error) {
     if (shown !== page) return false;
@@ -85,17 +91,38 @@ function showNotFound(shown, error) {
 }
 
 function notFoundPage() {
-  return { element: h("div", {}, notFound("There is no such page.")), refresh: () => false };
+  const element = h("div", {}, notFound("There is no such page."));
+  return { title: "Not found", element, refresh: () => false };
 }
 
 const notFound = (message) => [
   h("h1", {}, "Not found"),
   h("p", { class: "error" }, message),
-  h("p", {}, h("a", { href: "#/" }, "All jobs")),
+  h("p", {}, h("a", { href: to("/jobs") }, "All jobs")),
 ];
 
-addEventListener("hashchange", () => {
+addEventListener("popstate", () => {
   show();
   root.focus();
 });
+// A link to another page shows it without a request; with a modifier key the browser opens it.
+addEventListener("click", (event) => {
+  const link = event.target.closest?.("a[href]");
+  const plain = event.button === 0
+    && !(event.ctrlKey || event.metaKey || event.shiftKey || event.altKey);
+  if (!link || !plain || link.target || link.origin !== location.origin) return;
+  const path = `/${link.pathname.slice(to("").length)}`;
+  if (link.download || !PAGES.some(([each]) => each.test(path))) return;
+  event.preventDefault();
+  history.pushState(null, "", link.href);
+  show();
+  scrollTo(0, 0);
+  root.focus();
+});
+// The address changes without a new page, and with it the place where a relative link leads.
+for (const link of document.querySelectorAll("header a")) link.setAttribute("href", link.href);
+// Addresses of before: #/jobs/ID.
+if (location.hash.startsWith("#/")) {
+  history.replaceState(null, "", to(location.hash.slice(1)));
+}
 show();

@@ -2,6 +2,7 @@
 
 import { Refused, get, post } from "./api.js";
 import { bytes, duration, facts, h, number } from "./elements.js";
+import { go, query } from "./paths.js";
 
 const EXAMPLE = {
   kind: "distill",
@@ -16,7 +17,8 @@ const EXAMPLE = {
   train: { max_steps: 200, batch_size: 8, learning_rate: 0.003, warmup_steps: 20, eval_steps: 50 },
 };
 
-export function newPage(_, from) {
+export function newPage() {
+  const from = query().get("from");
   const attributes = { rows: 24, spellcheck: "false", "aria-label": "The job, as JSON" };
   const editor = h("textarea", attributes);
   const answer = h("div", { "aria-live": "polite" });
@@ -33,7 +35,7 @@ export function newPage(_, from) {
   const validate = withErrors(async (body) => planOf(await post("/jobs/validate", body)));
   const submit = withErrors(async (body) => {
     const job = await post("/jobs", body);
-    location.hash = `#/jobs/${job.id}`;
+    go(`/jobs/${job.id}`);
     return h("p", {}, "The job is created.");
   });
   const element = h("div", {},
@@ -49,7 +51,7 @@ export function newPage(_, from) {
     if (from) editor.value = JSON.stringify((await get(`/jobs/${from}`)).config, null, 2);
     return false;
   }
-  return { element, refresh };
+  return { title: "New job", element, refresh };
 }
 
 /** Return the editor's text; throws a SyntaxError if it is not JSON. */

@@ -2,6 +2,7 @@
 
 import { get } from "./api.js";
 import { bytes, duration, fill, h, table } from "./elements.js";
+import { to } from "./paths.js";
 
 const TITLES = ["Worker", "Stages", "Device", "Memory", "Job", "Last heartbeat"];
 
@@ -20,10 +21,10 @@ export function workersPage() {
     const empty = h("p", {}, "No worker has sent a heartbeat in the last 30 seconds.");
     fill(list, rows.length ? table("Workers", TITLES, rows) : empty);
   }
-  return { element: h("div", {}, h("h1", {}, "Workers"), list), refresh };
+  return { title: "Workers", element: h("div", {}, h("h1", {}, "Workers"), list), refresh };
 }
 
 function task({ job, busy, stopping }) {
-  if (job) return h("a", { href: `#/jobs/${job}` }, job);
+  if (job) return h("a", { href: to(`/jobs/${job}`) }, job);
   return busy ? "a job of another key" : stopping ? "stopping" : "idle";
 }

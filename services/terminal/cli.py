@@ -8,6 +8,8 @@ Heavy modules are imported inside the command that needs them, so that ``kd --he
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -64,6 +66,10 @@ EXIT_OF_ERROR = {
     "unsafe_bind": INVALID,
     "unreachable": UNREACHABLE,
 }
+
+LogAsJson = Annotated[
+    bool, typer.Option("--json/--no-json", help="Write the log as JSON, like KD_LOG_FORMAT=json.")
+]
 
 app = typer.Typer(
     cls=Catalogue,
@@ -131,6 +137,7 @@ def up(
         int, typer.Option(min=1, help="How many workers to run; each runs one stage at a time.")
     ] = 1,
     home: Home = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run the whole service in this terminal: job store, API and workers. Ctrl-C stops it."""
     import threading
@@ -139,10 +146,15 @@ def up(
 
     _interrupt_on_signals()
     with running(make_settings(host=host, port=port, home=home), workers, _say) as settings:
-        out.print(
-            f"Potstill is up at {settings.server}"
-            f"  (data and logs in {settings.home}; Ctrl-C stops it)"
-        )
+        if as_json:
+            # One line, because the command goes on: a program reads the line and uses the service.
+            facts = {"server": settings.server, "home": str(settings.home), "pid": os.getpid()}
+            print(json.dumps(facts), flush=True)
+        else:
+            out.print(
+                f"Potstill is up at {settings.server}"
+                f"  (data and logs in {settings.home}; Ctrl-C stops it)"
+            )
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
@@ -153,11 +165,12 @@ def up(
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    as_json: LogAsJson = False,
 ) -> None:
     """Run only the API; KD_REDIS_URL names the job store."""
     from services.api.__main__ import run_api
 
-    run_api(_require_store(make_settings(host=host, port=port)))
+    run_api(_require_store(make_settings(host=host, port=port, log_format=_choose_log(as_json))))
 
 
 @app.command()
@@ -165,6 +178,7 @@ def worker(
     queues: Annotated[
         str, typer.Option(help="Stages that the worker runs, separated by commas.")
     ] = "precompute,train",
+    as_json: LogAsJson = False,
 ) -> None:
     """Run only one worker; KD_REDIS_URL names the job store."""
     from services.settings import STAGES
@@ -175,7 +189,7 @@ def worker(
         raise typer.BadParameter(
             f"{', '.join(unknown)}: the stages are {', '.join(STAGES)}", param_hint="--queues"
         )
-    run_worker(_require_store(make_settings()), names)
+    run_worker(_require_store(make_settings(log_format=_choose_log(as_json))), names)
 
 
 @app.command()
@@ -185,12 +199,15 @@ def demo(
         typer.Option("--baseline/--no-baseline", help="Also train a student without a teacher."),
     ] = False,
     home: Home = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run the example job through the whole service on this machine, and print its report."""
-    from services.terminal.commands.demo import run_demo
+    from services.terminal.commands.demo import print_demo, run_demo, succeeded
 
     _interrupt_on_signals()
-    raise typer.Exit(run_demo(make_settings(home=home), baseline, out, notes))
+    jobs = run_demo(make_settings(home=home), baseline, notes)
+    print_json(jobs) if as_json else print_demo(jobs, out, notes)
+    raise typer.Exit(0 if succeeded(jobs) else FAILED)
 
 
 @app.command()
@@ -198,11 +215,15 @@ def example(
     folder: Annotated[
         Path, typer.Argument(help="Where to write; the default is the present folder.")
     ] = Path(),
+    as_json: AsJson = False,
 ) -> None:
     """Write the example's job, teacher and text to examples/austen, as the documents name them."""
     from services.terminal.commands.demo import copy_example
 
     written = copy_example(folder)
+    if as_json:
+        print_json({"folder": str(written), "job": str(written / "job.yaml")})
+        return
     out.print(f"wrote {written}; try: kd run {written / 'job.yaml'}", soft_wrap=True)
 
 
@@ -258,26 +279,35 @@ def explain(
     code: Annotated[
         str, typer.Argument(help="Code of an error, such as cache_corrupt. None: list all codes.")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Explain an error: usual messages, cause, remedy, and how to see it."""
     from services.terminal.explanations import find_entry, list_codes
 
     if not code:
-        for known in list_codes():
-            out.print(known, markup=False)
+        codes = list_codes()
+        print_json(codes) if as_json else out.print("\n".join(codes), markup=False)
         return
     entry = find_entry(code)
     if entry is None:
         raise typer.BadParameter(
             f"{code!r} is no code of an error; `kd explain` lists them.", param_hint="CODE"
         )
-    out.print(entry, markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print_json({"code": code.replace("-", "_"), "entry": entry})
+    else:
+        out.print(entry, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(text: str) -> None:
     """Print a line to stderr. It is lost if stderr is a file on a full disk."""
     with suppress(OSError):
         notes.print(text, markup=False)
+
+
+def _choose_log(as_json: bool) -> str | None:
+    """The format of the log that --json asks for; None leaves it to KD_LOG_FORMAT."""
+    return "json" if as_json else None
 
 
 def _require_store(settings: Settings) -> Settings:

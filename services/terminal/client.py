@@ -33,7 +33,7 @@ def _warn_of_expiry(end: str) -> None:
 
 def locate_page(server: str, job_id: str) -> str:
     """Return the address of a job's page in the dashboard."""
-    return f"{server}/#/jobs/{job_id}"
+    return f"{server}/jobs/{job_id}"
 
 
 def find_job(client: Client, name: str) -> Job:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from bench.support.paths import ROOT
-from cache.manifest import TAIL_MEAN_FORMAT_VERSION
+from cache import store as cache_store
+from cache.manifest import FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
 from cache.records import Records, Sequences, TailSums
 from cache.shard import make_shard_arrays, write_arrays
+from cache.shards import entries as shard_entries
 from cache.store import open_cache, open_writer
 from cache.testing import (
     PROVENANCE,
@@ -24,7 +26,13 @@ from cache.testing import (
     make_shard,
     make_token_map,
 )
-from tests.support.formats.page_reader import check_seal, read_array, read_manifest, read_sequence
+from tests.support.formats.page_reader import (
+    check_seal,
+    read_array,
+    read_entry,
+    read_manifest,
+    read_sequence,
+)
 
 PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
 CODECS: dict[str, dict[str, Any]] = {
@@ -167,3 +175,40 @@ def test_the_page_reads_its_own_example(tmp_path: Path) -> None:
     assert found["head_ids"] == [7, 40, 7]
     assert found["head_logprobs"] == [50, 100, 20]
     assert found["tail_ids"] == [*range(100, 120), 130, 131]
+
+
+def test_the_page_reads_entries_in_the_manifest_and_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = make_identity(train_sequences=12, validation_sequences=2)
+    listed = make_cache(tmp_path / "listed", identity)
+    monkeypatch.setattr(shard_entries, "PIECE_SHARDS", 2)
+    pieced = make_cache(tmp_path / "pieced", identity)
+    assert "pieces" in read_manifest(pieced).content
+    for number, entry in enumerate(open_cache(listed).entries):
+        ours, theirs = read_entry(listed, number), read_entry(pieced, number)
+        assert ours == theirs == entry.__dict__
+        assert check_seal(pieced, f"shards/{number:06d}", f"{number:06d}.json", theirs["digest"])
+
+
+def test_the_page_reads_the_sums_of_the_first_tails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_store, "FIRST_TAILS_SHARE", 100.0)
+    identity = make_identity(train_sequences=12, validation_sequences=2)
+    size = identity.tokenizer.vocabulary_size
+    with open_writer(tmp_path, identity) as writer:
+        for index in range(identity.shard_count):
+            sums = TailSums(3, 20, np.full(size, 0.25 + index), np.full(size, 0.5))
+            writer.write_shard(index, *make_shard(identity, index), sums)
+        writer.finish(PROVENANCE)
+    content = read_manifest(writer.folder).content
+    assert content["version"] == FORMAT_VERSION
+    first = writer.folder / "first_tails"
+    count = identity.lasting_shards
+    assert read_array(first / "counts").rows == [3 * count, 20 * count]
+    assert read_array(first / "sums").rows == [sum(0.25 + each for each in range(count))] * size
+    assert read_array(first / "squares").rows == [0.5 * count] * size
+    assert check_seal(
+        writer.folder, "first_tails", "first_tails.json", content["first_tails"]["digest"]
+    )

@@ -1,6 +1,6 @@
 """The dashboard and the page of the API, which use the same API as every other client.
 
-GET /                   the dashboard
+GET /                   the dashboard; so is every path of ``VIEWS`` for who accepts text/html
 GET /docs               the page of the API: its operations, each with a form that sends it
 GET /dashboard/{file}   its scripts and styles
 
@@ -9,14 +9,24 @@ The files hold no data of any caller, so they need no key. The requests of the p
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Response
-from fastapi.responses import FileResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+from starlette.datastructures import MutableHeaders
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+#: The paths of the dashboard's views; main.js has the same. Some are paths of the API too, which
+#: answers there with JSON to who does not ask for HTML, and below /v1 to all.
+VIEWS = re.compile(
+    r"/(?:jobs(?:/[\w-]+)?|caches(?:/\w+)?|compare|tokens|new|workers|keys|storage|status)?"
+)
+#: What stands in a page before a path from the root, which a proxy may have moved below a prefix.
+_BASE = "BASE/"
 FOLDER = Path(__file__).parents[2] / "dashboard"
 #: The file of each page.
 PAGES = {"/": "index.html", "/docs": "reference.html"}
@@ -48,6 +58,40 @@ def mount_dashboard(app: FastAPI) -> None:
         )
 
 
-async def _send_page(name: str) -> Response:
+async def _send_page(name: str, request: Request) -> Response:
     headers = {**NO_CACHE_HEADERS, "Content-Security-Policy": POLICY}
-    return FileResponse(FOLDER / name, headers=headers)
+    way = "../" * request.scope.get(_DEPTH, 0)
+    text = (FOLDER / name).read_text(encoding="utf-8").replace(_BASE, way)
+    return HTMLResponse(text, headers=headers)
+
+
+#: The key of a request's scope with the number of folders between its path and the root.
+_DEPTH = "potstill.depth"
+
+
+class ViewRouter:
+    """Sends a GET of a view's path to the dashboard if the client accepts text/html."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Change the path of such a request, and say that the answer depends on Accept."""
+        path = scope.get("path", "")
+        if (
+            scope["type"] != "http"
+            or scope["method"] not in ("GET", "HEAD")
+            or not VIEWS.fullmatch(path)
+        ):
+            await self._app(scope, receive, send)
+            return
+        accept = dict(scope["headers"]).get(b"accept", b"")
+        if b"text/html" in accept.lower():
+            scope = {**scope, "path": "/", "raw_path": b"/", _DEPTH: path.count("/") - 1}
+
+        async def send_varied(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).add_vary_header("Accept")
+            await send(message)
+
+        await self._app(scope, receive, send_varied)

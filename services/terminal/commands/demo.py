@@ -43,10 +43,10 @@ ROWS = {
 }
 
 
-def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> int:
-    """Start the service, run the example job, stop the service; return the exit code.
+def run_demo(settings: Settings, baseline: bool, err: Console) -> list[dict[str, Any]]:
+    """Start the service, run the example job, stop the service; return the records of its jobs.
 
-    With ``baseline`` the same job without a teacher runs too, and the reports are compared.
+    With ``baseline`` the same job without a teacher runs too.
     """
     require_worker_packages()
     root = _find_root(settings.root)
@@ -61,15 +61,23 @@ def run_demo(settings: Settings, baseline: bool, out: Console, err: Console) -> 
         err.print(
             f"the service is up at {running_settings.server}, with its data in {settings.home}"
         )
-        jobs = [
+        return [
             _post_and_follow(client, config, running_settings.server, err) for config in configs
         ]
+
+
+def succeeded(jobs: list[dict[str, Any]]) -> bool:
+    """Return whether all jobs succeeded."""
+    return all(job["status"] == "succeeded" for job in jobs)
+
+
+def print_demo(jobs: list[dict[str, Any]], out: Console, err: Console) -> None:
+    """Print the reports of the jobs; those of a distilled and a plain student are compared."""
     for job in jobs:
         _print_outcome(job, out)
-    if baseline and all(job["status"] == "succeeded" for job in jobs):
+    if len(jobs) > 1 and succeeded(jobs):
         _compare(jobs, out)
     err.print("`kd up` shows the jobs and their curves in the browser")
-    return 0 if all(job["status"] == "succeeded" for job in jobs) else 1
 
 
 def copy_example(target: Path) -> Path:

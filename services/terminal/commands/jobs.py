@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -93,6 +94,7 @@ def open_page(
         str | None, typer.Argument(metavar="[ID]", help="The job to show. Default: all jobs.")
     ] = None,
     server: Server = None,
+    as_json: AsJson = False,
 ) -> None:
     """Open the dashboard in the browser, and print its address."""
     import webbrowser
@@ -103,8 +105,9 @@ def open_page(
         client.version()  # a service must answer there
         address = client.server
         page = address if job is None else locate_page(address, find_job(client, job).id)
-    out.print(page, soft_wrap=True)
-    if not webbrowser.open(page):
+    opened = webbrowser.open(page)
+    print_json({"address": page, "opened": opened}) if as_json else out.print(page, soft_wrap=True)
+    if not opened:
         notes.print("No browser could be started here; open the address in one.")
 
 
@@ -215,14 +218,19 @@ def jobs_rm(
         ),
     ] = False,
     server: Server = None,
+    as_json: AsJson = False,
 ) -> None:
     """Delete jobs that have ended."""
     from services.terminal.client import connect, find_job
 
     with connect(server) as client:
-        for job_id in [find_job(client, name).id for name in names]:
+        job_ids = [find_job(client, name).id for name in names]
+        for job_id in job_ids:
             client.delete(job_id, artifacts=artifacts)
-            out.print(f"{job_id}: deleted")
+            if not as_json:
+                out.print(f"{job_id}: deleted")
+    if as_json:
+        print_json([{"id": job_id, "deleted": True} for job_id in job_ids])
 
 
 @jobs_app.command("logs")
@@ -236,6 +244,9 @@ def jobs_logs(
         typer.Option("--follow/--no-follow", "-f", help="Keep printing until the job has ended."),
     ] = False,
     server: Server = None,
+    as_json: Annotated[
+        bool, typer.Option("--json/--no-json", help='Print each line as an object {"line": ...}.')
+    ] = False,
 ) -> None:
     """Print the output of a job's processes."""
     from services.terminal.client import connect, find_job
@@ -247,7 +258,7 @@ def jobs_logs(
         else:
             pieces = _read_log(client, job_id, follow)
         written = 0
-        for piece in pieces:
+        for piece in _make_json_lines(pieces) if as_json else pieces:
             _write(piece)
             written += len(piece)
         if not written:
@@ -362,6 +373,21 @@ def _read_log(client: Client, job_id: str, follow: bool) -> Iterator[bytes]:
         yield piece
         place += len(piece)
         time.sleep(0 if ended else FOLLOW_SECONDS)
+
+
+def _make_json_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield each line of a log as a JSON object on a line; a piece may end within a line."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield b"".join(map(_make_json_line, lines))
+    if rest:
+        yield _make_json_line(rest)
+
+
+def _make_json_line(line: bytes) -> bytes:
+    text = line.decode("utf-8", "replace")
+    return json.dumps({"line": text}, ensure_ascii=False).encode() + b"\n"
 
 
 def _write(text: bytes) -> None:

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
-from services.terminal.console import Home, audit_command, make_settings, out
+from services.terminal.console import (
+    AsJson,
+    Home,
+    audit_command,
+    make_settings,
+    out,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from services.settings import Settings
@@ -33,6 +40,7 @@ def adopt(
         str, typer.Option(help="Name of the key to which the jobs will belong.")
     ] = "local",
     home: Home = None,
+    as_json: AsJson = False,
 ) -> None:
     """Restore the records of jobs from their run folders, after the job store has lost them.
 
@@ -43,15 +51,21 @@ def adopt(
 
     settings = make_settings(home=home)
     runs = [read_run(_require_own_folder(settings, folder)) for folder in folders]
+    found = []
     with connect_store(settings) as store:
         for run in runs:
-            if not store.adopt(run, owner):
-                out.print(f"{run.id}: has a record already")
-                continue
-            audit_command(settings, "job.adopt", run.id, owner=owner)
-            out.print(f"{run.id}: {'failed' if run.error else 'succeeded'}")
-            if run.error:
-                out.print(run.error["remedy"], markup=False)
+            adopted = store.adopt(run, owner)
+            if adopted:
+                audit_command(settings, "job.adopt", run.id, owner=owner)
+            status = "failed" if run.error else "succeeded"
+            # What became of a run that has a record is told by the record, not by its folder.
+            found.append({"id": run.id, "adopted": adopted, "status": status if adopted else None})
+            if not as_json:
+                out.print(f"{run.id}: {status if adopted else 'has a record already'}")
+                if adopted and run.error:
+                    out.print(run.error["remedy"], markup=False)
+    if as_json:
+        print_json(found)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from services.terminal.exit_codes import FAILED
 if TYPE_CHECKING:
     from cache.inspection import CacheStats, Comparison, Histogram
     from cache.operations import Garbage
+    from cache.store import CacheSummary
     from services.settings import Settings
 
 #: Characters of the longest bar of a histogram.
@@ -136,7 +137,9 @@ def cache_gc(
 
 
 @app.command("rm")
-def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
+def cache_rm(
+    names: Fingerprints, yes: Yes = False, home: Home = None, as_json: AsJson = False
+) -> None:
     """Remove caches that nothing captures or reads, and that no unfinished job uses."""
     from cache.operations import find_cache, remove_cache
     from cache.store import summarise_cache
@@ -146,6 +149,26 @@ def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
     for folder in folders:
         _require_unused(settings, folder.name)
     summaries = [summarise_cache(folder) for folder in folders]
+    if not as_json:
+        _print_summaries(summaries)
+    if not yes:
+        typer.confirm("Remove it?" if len(folders) == 1 else "Remove them?", abort=True, err=True)
+    for folder in folders:
+        # A job may have begun while the command asked.
+        remove_cache(folder, partial(_require_unused, settings, folder.name))
+        audit_command(settings, "cache.delete", folder.name)
+        if not as_json:
+            out.print(f"{folder.name}: removed")
+    if as_json:
+        print_json(
+            [
+                {"fingerprint": each.fingerprint, "bytes": each.bytes, "removed": True}
+                for each in summaries
+            ]
+        )
+
+
+def _print_summaries(summaries: list[CacheSummary]) -> None:
     print_table(
         ["FINGERPRINT", "COMPLETE", "TEACHER", "BYTES"],
         [
@@ -158,13 +181,6 @@ def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
             for summary in summaries
         ],
     )
-    if not yes:
-        typer.confirm("Remove it?" if len(folders) == 1 else "Remove them?", abort=True, err=True)
-    for folder in folders:
-        # A job may have begun while the command asked.
-        remove_cache(folder, partial(_require_unused, settings, folder.name))
-        audit_command(settings, "cache.delete", folder.name)
-        out.print(f"{folder.name}: removed")
 
 
 # ---------------------------------------------------------------------- who uses a cache

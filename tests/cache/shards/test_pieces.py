@@ -12,7 +12,13 @@ import pytest
 
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
 from cache.inspection import compare_caches, compute_cache_stats
-from cache.manifest import FORMAT_VERSION, PLAIN_FORMAT_VERSION, Manifest, sign_json
+from cache.manifest import (
+    FORMAT_VERSION,
+    PIECES_FORMAT_VERSION,
+    PLAIN_FORMAT_VERSION,
+    Manifest,
+    sign_json,
+)
 from cache.operations import find_garbage, merge_caches
 from cache.shards.entries import ShardEntry, ShardTotals, decode_row, encode_piece, sum_piece
 from cache.shards.pieces import EntryPieces, write_pieces
@@ -58,7 +64,7 @@ def test_only_the_manifest_of_many_shards_has_pieces(listed: Path, pieced: Path)
     }
     plain = json.loads(theirs.pop(MANIFEST))
     document = json.loads(ours.pop(MANIFEST))
-    assert (plain["version"], document["version"]) == (PLAIN_FORMAT_VERSION, FORMAT_VERSION)
+    assert (plain["version"], document["version"]) == (PLAIN_FORMAT_VERSION, PIECES_FORMAT_VERSION)
     assert "pieces" not in plain and "shards" not in document
     assert {name: ours[name] for name in theirs} == theirs, "everything else is the same"
 
@@ -215,7 +221,7 @@ def test_a_manifest_that_does_not_fit_its_pieces_is_refused(pieced: Path) -> Non
 
 
 def test_each_format_has_only_its_own_form_of_entries(pieced: Path, listed: Path) -> None:
-    for folder, version in ((pieced, PLAIN_FORMAT_VERSION), (listed, FORMAT_VERSION)):
+    for folder, version in ((pieced, PLAIN_FORMAT_VERSION), (listed, PIECES_FORMAT_VERSION)):
         document = json.loads((folder / MANIFEST).read_bytes())
         del document["digest"]
         with pytest.raises(CacheCorrupt, match=f"version {version} must have no"):

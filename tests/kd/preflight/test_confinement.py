@@ -313,7 +313,7 @@ CONFINED = {
     "student.model", "student.revision", "student.init.tokenizer",
     "data.train", "data.train.path", "data.train.revision",
     "data.validation", "data.validation.path", "data.validation.revision",
-    "cache.fingerprint", "cache.store", "evaluation.tasks", "search.space.choices",
+    "cache.fingerprint", "cache.store", "cache.extends", "evaluation.tasks", "search.space.choices",
 }  # fmt: skip
 NO_PLACE = {
     "name", "labels", "depends_on", "webhook",  # webhooks have rules of their own
@@ -482,10 +482,16 @@ def test_a_task_that_can_run_code_is_the_operator_s_to_allow(
     assert find_confinement_problems(config, root, replace(limits, remote_code=True)) == []
 
 
-def test_a_cache_of_another_is_as_one_that_is_not_there(root: Path, limits: Confinement) -> None:
+@pytest.mark.parametrize("field", ["fingerprint", "extends"])
+def test_a_cache_of_another_is_as_one_that_is_not_there(
+    field: str, root: Path, limits: Confinement
+) -> None:
+    trains = {"kind": "train", "student": {"model": "model"}, "data": {}}
+
     def answers(name: str) -> list[Problem]:
-        wanted = job(kind="train", student={"model": "model"}, data={}, cache={"fingerprint": name})
-        return find_problems(wanted, Folders(root, root / "home", limits))
+        wanted = job(cache={field: name}, **(trains if field == "fingerprint" else {}))
+        found = find_problems(wanted, Folders(root, root / "home", limits))
+        return [each for each in found if each.pointer == f"/cache/{field}"]
 
     (own,) = answers(CACHE)
     assert "damaged" in own.detail, "it is opened, and is no whole cache"
@@ -546,6 +552,7 @@ def test_the_order_grants_what_was_granted_and_is_plain_json(
         kind="train", student={"model": "model"}, data={}, cache={"fingerprint": CACHE}
     )
     assert limits.to_order(named_cache, root)["caches"] == [CACHE]
+    assert limits.to_order(job(cache={"extends": CACHE}), root)["caches"] == [CACHE]
     with_cache = Confinement.from_order(limits.to_order(named_cache, root))
     assert find_confinement_problems(named_cache, root, with_cache) == []
     with pytest.raises(ConfigError, match="no sealed cache"):

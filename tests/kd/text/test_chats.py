@@ -4,6 +4,7 @@ import datetime
 import json
 from itertools import groupby
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -11,8 +12,9 @@ from transformers.utils import chat_template_utils
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
-from kd.text.chats import Chat, encode_chat
-from kd.text.sources import read_documents
+from kd.text.chats import Chat, encode_chat, encode_chats
+from kd.text.sources import FoundDocument, read_documents
+from kd.text.tokens import encode_documents
 
 UNMARKED = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -142,3 +144,53 @@ def test_no_tools_are_none(tools):
 def test_tools_that_are_no_schemas_are_refused(tools):
     with pytest.raises(DataError, match="row 1: 'tools' must be a list of JSON schemas"):
         Chat.read_tools({"tools": tools}, "row 1")
+
+
+def make_documents(count: int) -> list[FoundDocument]:
+    """Chats and, here and there, a text."""
+    found = []
+    for number in range(count):
+        chat = talk(
+            f"Say {number} words, please.", "More. " * (number % 7 + 1), "And?", " Good! \n"
+        )
+        found.append(FoundDocument(f"row {number}", f"text {number}" if number % 9 == 8 else chat))
+    return found
+
+
+@pytest.mark.parametrize("template", [UNMARKED, MARKED, DATED], ids=["prefixes", "markers", "day"])
+@pytest.mark.parametrize("answers_only", [True, False])
+def test_chats_that_are_tokenized_together_are_those_that_are_tokenized_alone(
+    bytes_tokenizer, template, answers_only, monkeypatch
+):
+    monkeypatch.setattr(bytes_tokenizer, "chat_template", template)
+    config = DataConfig(train="x", assistant_only_loss=answers_only)
+    found = make_documents(60)
+    # Padding that another caller has left on must not reach the chats.
+    bytes_tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=3)
+    together = list(encode_documents(iter(found), bytes_tokenizer, config))
+    alone = [
+        document
+        for each in found
+        for document in encode_documents(iter([each]), bytes_tokenizer, config)
+    ]
+    assert len(together) == len(found)
+    for ours, wanted in zip(together, alone, strict=True):
+        assert np.array_equal(ours.ids, wanted.ids)
+        assert (ours.trained is None) == (wanted.trained is None)
+        assert wanted.trained is None or np.array_equal(ours.trained, wanted.trained)
+    chats = [each for each in found if isinstance(each.content, Chat)]
+    places = [each.where for each in chats]
+    batch = encode_chats([each.content for each in chats], places, bytes_tokenizer, answers_only)
+    assert batch is not None and len(batch) == len(chats)
+
+
+def test_the_chat_that_is_at_fault_is_named_and_those_before_it_come(bytes_tokenizer, monkeypatch):
+    monkeypatch.setattr(bytes_tokenizer, "chat_template", UNMARKED)
+    found = make_documents(8)
+    found[6] = FoundDocument("row 6", talk("only a question"))
+    documents = encode_documents(
+        iter(found), bytes_tokenizer, DataConfig(train="x", assistant_only_loss=True)
+    )
+    assert len([next(documents) for _ in range(6)]) == 6
+    with pytest.raises(DataError, match=r"^row 6 has no token of the assistant"):
+        next(documents)

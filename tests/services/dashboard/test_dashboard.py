@@ -82,7 +82,7 @@ def claim_job(api: Parts, name: str) -> Claim:
 
 
 def open_page(page: Page, api: Parts, path: str = "") -> None:
-    page.goto(f"{api.settings.server}/#/{path}")
+    page.goto(f"{api.settings.server}/{path}")
 
 
 # ---------------------------------------------------------------------- the files

@@ -455,6 +455,8 @@ def test_the_commands_find_the_embedded_store(
     checked = kd("restore", folder, "--check", "--home", home.parent / "nowhere")
     assert (checked.returncode, checked.stderr) == (0, "")
     assert not (home.parent / "nowhere").exists()
+    told = kd("restore", folder, "--check", "--json", "--home", home.parent / "nowhere")
+    assert json.loads(told.stdout)["restored"] is False
 
     second = home.parent / "second"
     done = kd("restore", folder, "--home", second)
@@ -463,6 +465,8 @@ def test_the_commands_find_the_embedded_store(
     refused = kd("restore", folder, "--home", second)
     assert refused.returncode == 1
     assert "--force replaces all of it" in refused.stderr
+    forced = kd("restore", folder, "--home", second, "--force", "--json")
+    assert json.loads(forced.stdout)["released"] == [], forced.stderr
     again = EmbeddedServer(second / "redis", find_binary())
     again.start()
     try:

@@ -442,15 +442,16 @@ def up(_server_binary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[
         "0",
         "--home",
         tmp_path / "home",
+        "--json",
         KD_CHILD_MODULE="bench.support.scripted_child",
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.search(r"http://\S+", line)
-    if not found:
-        process.kill()
-        pytest.fail(f"kd up said {line!r} and {process.communicate()[1]!r}")
-    yield process, found.group()
+    if not line:
+        pytest.fail(f"kd up said nothing, and {process.communicate()[1]!r}")
+    told = json.loads(line)
+    assert (told["home"], told["pid"]) == (str(tmp_path / "home"), process.pid)
+    yield process, told["server"]
     if process.poll() is None:
         process.terminate()
     process.communicate(timeout=PATIENCE_SECONDS)
@@ -564,7 +565,7 @@ def test_the_demo_goes_through_the_service_and_leaves_nothing_running(
     assert (
         len(
             re.findall(
-                r"^curves: +http://127\.0\.0\.1:\d+/#/jobs/job_\w+$", done.stderr, re.MULTILINE
+                r"^curves: +http://127\.0\.0\.1:\d+/jobs/job_\w+$", done.stderr, re.MULTILINE
             )
         )
         == 2

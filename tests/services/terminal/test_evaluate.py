@@ -74,7 +74,8 @@ def test_as_json_into_a_folder_of_ones_own(
     assert found["evaluation"]["models"]["student"]["kl"] == 0.0 and found["model"] == str(
         tiny_teacher.resolve()
     )
-    assert not (tmp_path / "home").exists()
+    # The text is kept there, tokenised; the report is not.
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["texts"]
 
 
 def test_a_wrong_job_is_refused_before_anything_is_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -104,6 +105,26 @@ def test_every_command_has_a_group_and_an_example_that_can_be_typed() -> None:
         assert words[1 : len(path.split()) + 1] == path.split()
         parse_kd(words[1:])
         assert commands[path].epilog == f"Example: {line.example}"
+
+
+def test_every_command_has_json() -> None:
+    for path, command in catalogue.walk(load_commands()):
+        assert any("--json" in option.opts for option in command.params), path
+
+
+def test_commands_that_write_a_file_tell_where_as_json(tmp_path: Path) -> None:
+    options = ["--teacher=a", "--student=b", "--train=c"]
+    made = kd("init", "job.yaml", *options, "--json", folder=tmp_path)
+    assert json.loads(made.stdout) == {"file": "job.yaml"}
+    told = json.loads(kd("example", "--json", folder=tmp_path).stdout)
+    assert (tmp_path / told["job"]).is_file()
+
+
+def test_explain_as_json() -> None:
+    codes = json.loads(kd("explain", "--json").stdout)
+    entry = json.loads(kd("explain", codes[0].replace("_", "-"), "--json").stdout)
+    assert entry["code"] == codes[0]
+    assert entry["entry"].startswith(f"### `{codes[0]}`")
 
 
 def test_quiet_drops_hints_and_keeps_results_and_errors(tmp_path: Path) -> None:

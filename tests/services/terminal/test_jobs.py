@@ -74,6 +74,9 @@ def test_a_job_is_paused_resumed_cancelled_retried_and_deleted(shell: Shell) -> 
     assert "delete, retry" in refused.stderr
     assert shell.ok("jobs", "rm", job_id, "--artifacts").strip() == f"{job_id}: deleted"
     assert "no job" in shell.kd("jobs", "show", job_id).stderr
+    other = shell.parts.jobs.create(make_config("quick"), ALICE).id
+    shell.ok("jobs", "cancel", other)
+    assert json.loads(shell.ok("jobs", "rm", other, "--json")) == [{"id": other, "deleted": True}]
 
 
 def test_two_jobs_are_compared_by_what_differs(shell: Shell) -> None:
@@ -178,6 +181,8 @@ def test_a_log_is_printed_whole_by_its_end_and_as_it_grows(shell: Shell) -> None
     assert whole.stdout == b"one\ntwo\n\xff three\n", whole.stderr
     log.write_bytes(b"one\ntwo\nthree\n")
     assert shell.ok("jobs", "logs", claim.id, "--tail", "1") == "three\n"
+    lines = shell.ok("jobs", "logs", claim.id, "--json").splitlines()
+    assert [json.loads(line)["line"] for line in lines] == ["one", "two", "three"]
 
     def go_on() -> None:
         time.sleep(2.0)

@@ -64,6 +64,12 @@ def test_an_ended_run_is_adopted_with_its_artifacts(parts: Parts) -> None:
     assert job.artifacts == {name: str(folder / name) for name in ("student", "report.json")}
     again = command(parts, "jobs", "adopt", folder)
     assert (again.returncode, again.stdout) == (0, f"{folder.name}: has a record already\n")
+    other = make_run(parts, "distill", "cache.json", "report.json")
+    told = json.loads(command(parts, "jobs", "adopt", folder, other, "--json").stdout)
+    assert told == [
+        {"id": folder.name, "adopted": False, "status": None},
+        {"id": other.name, "adopted": True, "status": "succeeded"},
+    ]
     assert parts.jobs.change("delete", folder.name).outcome == "done"
 
 

@@ -156,7 +156,10 @@ def test_rm_asks_and_removes(home: Path) -> None:
     done = kd_cache(home, "rm", ONE[:6], TWO, answer="y\n")
     assert (done.returncode, names(home)) == (0, {TOPK})
     assert f"{ONE}: removed" in done.stdout
-    assert kd_cache(home, "rm", TOPK, "--yes").returncode == 0
+    told = kd_cache(home, "rm", TOPK, "--yes", "--json")
+    (removed,) = json.loads(told.stdout)
+    assert (told.returncode, removed["fingerprint"], removed["removed"]) == (0, TOPK, True)
+    assert removed["bytes"] > 0
     unknown = kd_cache(home, "rm", TOPK, "--yes")
     assert unknown.returncode == 1
     assert "names 0 caches" in unknown.stderr

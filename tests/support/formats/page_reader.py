@@ -24,6 +24,7 @@ TYPES = {
     "uint16": "H",
     "int16": "h",
     "uint32": "I",
+    "int64": "q",
     "float16": "e",
     "float32": "f",
     "float64": "d",
@@ -105,6 +106,23 @@ def check_seal(folder: Path, name: str, seal: str, digest: str) -> bool:
         if each.is_file()
     }
     return genuine and files == found and hashlib.sha256(path.read_bytes()).hexdigest() == digest
+
+
+def read_entry(folder: Path, shard: int) -> dict[str, Any]:
+    """What the manifest says of a shard, in the manifest itself or in a piece of it."""
+    content = read_manifest(folder).content
+    if "shards" in content:
+        return dict(content["shards"][shard])
+    identity = content["identity"]
+    data, size = identity["data"], identity["codec"]["shard_sequences"]
+    piece, row = divmod(shard, content["pieces"]["piece_shards"])
+    rows = (folder / "manifest" / f"{piece:06d}.bin").read_bytes()
+    assert hashlib.sha256(rows).hexdigest() == content["pieces"]["sha256"][piece]
+    fields = ("positions", "head_entries", "tail_entries", "bytes")
+    found = dict(zip(fields, struct.unpack_from("<4Q", rows, row * 64), strict=True))
+    digest = rows[row * 64 + 32 : row * 64 + 64].hex()
+    left = data["train_sequences"] + data["validation_sequences"] - shard * size
+    return {**found, "digest": digest, "sequences": min(size, left)}
 
 
 def read_sequence(folder: Path, number: int, draw: int = 0) -> dict[str, list[Any]]:

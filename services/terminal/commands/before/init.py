@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import notes, out, write_new_file
+from services.terminal.console import AsJson, notes, out, print_json, write_new_file
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 #: What a template needs, as it is asked for on a terminal.
@@ -44,6 +44,7 @@ def init(
     ] = None,
     train: Annotated[str | None, typer.Option(help="Files, folder or glob to train on.")] = None,
     validation: Annotated[str | None, typer.Option(help="Held-out files.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a job file from a template; on a terminal, ask for what is not given."""
     given = {"teacher": teacher, "student": student, "train": train, "validation": validation}
@@ -53,7 +54,7 @@ def init(
             param_hint="--template",
         )
     write_new_file(file, fill_template(template, file.stem, {**given, **_ask(given)}))
-    out.print(f"wrote {file}", soft_wrap=True)
+    print_json({"file": str(file)}) if as_json else out.print(f"wrote {file}", soft_wrap=True)
     notes.print(
         f"next: kd validate {file}; kd estimate {file}; kd run {file}", soft_wrap=True, markup=False
     )

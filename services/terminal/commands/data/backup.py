@@ -69,6 +69,7 @@ def restore(
         ),
     ] = False,
     home: Home = None,
+    as_json: AsJson = False,
 ) -> None:
     """Restore a backup of `kd backup`, after every byte of it was checked.
 
@@ -77,8 +78,12 @@ def restore(
     from services.store.backup import open_store, restore_backup, verify_backup
 
     found = verify_backup(folder.resolve())
-    out.print(f"{folder}: {len(found.files)} files are unchanged since {found.created_at}")
+    facts = {"files": len(found.files), "created_at": found.created_at, "restored": not check}
+    if not as_json:
+        out.print(f"{folder}: {len(found.files)} files are unchanged since {found.created_at}")
     if check:
+        if as_json:
+            print_json(facts)
         return
     settings = make_settings(home=home)
     if found.home != str(settings.home):
@@ -89,6 +94,9 @@ def restore(
     with open_store(settings) as client:
         released = restore_backup(folder.resolve(), found, settings, client, force)
     audit_command(settings, "backup.restore", str(folder.resolve()))
+    if as_json:
+        print_json({**facts, "released": released})
+        return
     out.print(
         f"restored; of the running jobs, {len(released)} now wait for a worker, or are paused or"
         " cancelled if that was asked"

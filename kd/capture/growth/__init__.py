@@ -1,0 +1,1 @@
+"""A text that has grown: what is known of its beginning is taken from the cache before."""

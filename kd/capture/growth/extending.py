@@ -1,0 +1,124 @@
+"""Take shards of an earlier cache for a text that has grown: ``cache.extends``.
+
+The records of a sequence depend on the teacher, on the settings, and on the sequence and its
+number. So a shard whose sequences are the same in both texts has the same bytes in both caches, and
+the new cache gets it by hard links: its bytes stay where they are. The new cache is like one that
+was captured whole, to the bit, has the same fingerprint, and needs the earlier one no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from cache.errors import CacheError
+from cache.manifest import CacheIdentity, list_differences
+from cache.reading.usage import hold_for
+from cache.records import Sequences
+from cache.store import Cache, CacheWriter, open_cache
+from kd.capture.plan import CapturePlan
+from kd.errors import ConfigError, Problem
+from kd.progress import Monitor
+
+FIELD = "/cache/extends"
+_NO_SUMS = (
+    "it does not keep the sums of its tails, from which the mean tail of a longer text is made: it "
+    "is too small for them, or an earlier version of Potstill captured it."
+)
+_OTHER_TEXT = (
+    "its text is not the beginning of this job's text: training sequence {number:,} differs. New "
+    "text must come after the old: in files that come later in data.train, or at the end of its "
+    "last file."
+)
+#: The remedy for every cache that cannot be extended.
+_WHOLE = "Remove cache.extends to capture all of the text."
+
+
+def adopt_known_shards(
+    plan: CapturePlan, root: Path, writer: CacheWriter, monitor: Monitor
+) -> None:
+    """Take all shards that the cache ``cache.extends`` below ``root`` has in common with the plan.
+
+    Does nothing for a job that extends no cache. Raises ``ConfigError`` where the cache is not
+    there, is of another teacher or other settings, or its text is not the beginning of the plan's,
+    and ``CacheCorrupt`` where one of its shards is damaged.
+    """
+    name = plan.config.cache.extends
+    if name is None:
+        return
+    if writer.mirror is not None:
+        refuse(["it is in a bucket, where files cannot be linked."])
+    source = _open(root / name)
+    hold_for(source, root / name)
+    refuse(list_extension_problems(plan.identity, source))
+    count = source.identity.lasting_shards
+    phase = f"taking {count} of {plan.identity.shard_count} shards from cache {name[:12]}"
+    monitor.emit("stage", stage="precompute", phase=phase)
+    for index in range(count):
+        monitor.check("while shards were taken from another cache")
+        monitor.report_alive()
+        _require_same_sequences(plan, source, index)
+        writer.adopt_shard(source, index)
+    if source.manifest.first_tails.digest:
+        writer.adopt_tail_sums(source)
+
+
+def _open(folder: Path) -> Cache:
+    try:
+        return open_cache(folder)
+    except CacheError as error:
+        raise ConfigError([Problem(FIELD, error.detail, error.remedy)]) from None
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ``ConfigError`` for the field ``cache.extends`` if there is a problem."""
+    if found := [Problem(FIELD, each, _WHOLE) for each in problems]:
+        raise ConfigError(found)
+
+
+def list_extension_problems(wanted: CacheIdentity, source: Cache) -> list[str]:
+    """List why a cache of the identity ``wanted`` cannot extend ``source``; texts are not read."""
+    known = source.identity
+    # The text may be longer, and with it the number of sequences.
+    data = replace(
+        wanted.data,
+        sha256=known.data.sha256,
+        train_sequences=known.data.train_sequences,
+        validation_sequences=known.data.validation_sequences,
+    )
+    count = known.data.train_sequences
+    if differences := list_differences(replace(wanted, data=data), known):
+        return [f"it is a cache of other inputs: {'; '.join(differences)}."]
+    if not known.lasting_shards:
+        size = known.codec.shard_sequences
+        return [
+            f"it has {count:,} training sequences, and no whole shard of {size} before the end."
+        ]
+    if wanted.data.train_sequences < count:
+        fewer = wanted.data.train_sequences
+        return [f"it has {count:,} training sequences, and this job only {fewer:,}."]
+    if source.manifest.tail_mean.digest and not source.manifest.first_tails.digest:
+        return [_NO_SUMS]
+    return []
+
+
+def _require_same_sequences(plan: CapturePlan, source: Cache, index: int) -> None:
+    """Raise ``ConfigError`` where shard ``index`` has other sequences in the plan's text."""
+    numbers = np.asarray(plan.identity.shard_range(index))
+    theirs, _ = source.read(numbers)
+    differs = _compare(plan.corpus.train.select(numbers), theirs)
+    if differs.any():
+        refuse([_OTHER_TEXT.format(number=int(numbers[differs.argmax()]))])
+
+
+def _compare(ours: Sequences, theirs: Sequences) -> np.ndarray:
+    """Return which sequences differ, (S,)."""
+    pairs = (
+        (ours.tokens, theirs.tokens),
+        (ours.document_start, theirs.document_start),
+        (ours.target_mask, theirs.target_mask),
+    )
+    return np.any([(one != other).any(axis=1) for one, other in pairs], axis=0)
