@@ -433,6 +433,9 @@ def test_no_secret_is_in_the_environment_or_on_a_command_line() -> None:
     )
     named = set(re.findall(r"\w*(?:PASSWORD|SECRET|TOKEN|KEY)\w*", text))
     assert {name for name in named if not re.search(r"_FILE$|_KEYS_FILE$", name)} == {
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
         "HF_TOKEN",
         "KD_TEACHER_KEY",
         "WANDB_API_KEY",
