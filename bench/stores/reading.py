@@ -110,12 +110,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "server").mkdir()
-        print(measure(root, options.tokens, options.rounds))
+        table = measure(root, options.tokens, options.rounds)
+    print(table)
+    if options.out is not None:
+        options.out.write_text(f"{table}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ BOUNDS = [
     ("cache.draws", [0, 65, 1.5], [1, 64]),
     ("cache.k", [0, 4097], [None]),
     ("cache.fingerprint", ["abc", "G" * 32], []),
+    ("cache.extends", ["abc", "G" * 32], []),
     (
         "cache.store",
         ["", " ", "ftp://x/y", "s3://a b", "s3://me:pw@bucket", "x" * 1025],
