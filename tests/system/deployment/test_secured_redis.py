@@ -6,8 +6,11 @@ redis-server of the system.
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +101,38 @@ def test_the_user_of_the_service_may_not_do_more(store: SecuredServer) -> None:
             with pytest.raises(NoPermissionError):
                 client.execute_command(*words.split())
         assert client.set("kd:mine", "1")
+
+
+@needs_server
+def test_the_user_of_backups_may_back_up_and_restore(store: SecuredServer, tmp_path: Path) -> None:
+    parts = make_parts(tmp_path / "service", store.url, store.certificates)
+    job_id = parts.submit("quick")
+    password = tmp_path / "backup-password"
+    password.write_text(PASSWORDS["backup"])
+    variables = parts.settings.environment() | {
+        "KD_REDIS_URL": store.url.replace("potstill@", "backup@"),
+        "KD_REDIS_PASSWORD_FILE": str(password),
+    }
+    for words in (["backup", "saved"], ["restore", "saved", "--force"]):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "services.terminal.cli",
+                words[0],
+                tmp_path / words[1],
+                *words[2:],
+            ],
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    assert parts.job(job_id).status == "queued"
+    with store.connect("operator") as client:
+        assert client.acl_log() == []
+    parts.close()
 
 
 @needs_server
