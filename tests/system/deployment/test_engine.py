@@ -105,6 +105,13 @@ def test_a_container_is_healthy_unprivileged_and_cannot_write_to_its_root(
     assert tried.strip() == ""
 
 
+@pytest.mark.parametrize("name", ["api-host.yml", "worker-host.yml"])
+def test_compose_reads_the_recipes_for_several_hosts(name: str) -> None:
+    folder = ROOT / "examples" / "deploy" / "compose"
+    files = ("--env-file", str(folder / "hosts.env.example"), "-f", str(folder / name))
+    assert run_docker("compose", *files, "config", "--quiet") == ""
+
+
 def test_killed_containers_change_nothing_of_the_student(composition: Composition) -> None:
     changes = os.environ.get("KD_TEST_JOB", "").split()
     config = load_config(ROOT / "examples" / "austen" / "job.yaml", changes)
