@@ -223,7 +223,8 @@ ROOMS = (
     "kd.exchange", "kd.search", "kd.preflight", "kd.pipeline", "kd.rank", "kd.rehearsal",
     "kd.examine", "kd.experiments", "kd.forecast", "kd.planning",
     "kd.cached", "kd.face",
-    "services.settings", "services.store", "services.process", "services.worker",
+    "services.redis_url", "services.settings", "services.store", "services.process",
+    "services.worker",
     "services.loops", "services.api", "services.terminal", "services.reference",
 )  # fmt: skip
 PLACES = {room: place for place, room in enumerate(ROOMS)}

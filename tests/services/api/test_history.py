@@ -25,6 +25,7 @@ from services.api.answers.event_stream import EventHub, JobTail
 from services.api.answers.masked_log import AROUND_BYTES, MaskedLog, mask_secrets
 from services.api.answers.thinning import thin_points
 from services.process.logs import redact
+from services.store.connection import connect_events
 from tests.support.api import problem, running, serving, sse, statuses, tell
 
 ACCEPT_STREAM = {"Accept": "text/event-stream"}
@@ -220,7 +221,7 @@ def test_a_follower_gets_each_event_once_however_slowly_it_reads(
         return re.findall(r"^id: (.+)$", found.decode(), re.MULTILINE)
 
     async def scenario() -> dict[str, list[list[str]]]:
-        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+        async with connect_events(api.settings.redis_url or "") as client:
             hub = EventHub(client)
             starts = ["0", *draw.sample(history, 10), history[-1]]
             with ExitStack() as stack:
@@ -254,7 +255,7 @@ def test_a_job_that_is_retried_is_followed_anew_beside_a_follower_that_is_late(a
     api.jobs.finish(claim, "failed", {"type": "x", "detail": "x", "remedy": ""})
 
     async def scenario() -> None:
-        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+        async with connect_events(api.settings.redis_url or "") as client:
             hub = EventHub(client)
             with hub.join_tail(claim.id) as late:
                 assert len([page async for page in late.follow("0", lambda: False)]) == 1
@@ -277,7 +278,7 @@ def test_a_stream_without_events_gets_a_comment_now_and_then(
     claim = running(api)
 
     async def scenario() -> list[bytes]:
-        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+        async with connect_events(api.settings.redis_url or "") as client:
             with EventHub(client).join_tail(claim.id) as tail:
                 follower = tail.follow("0", lambda: False)
                 return [await asyncio.wait_for(anext(follower), PATIENCE_SECONDS) for _ in range(3)]
