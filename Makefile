@@ -125,6 +125,9 @@ bench-manifest: $(STAMP) ## Measure how a cache of 1e12 tokens opens, and how fa
 bench-dataloader: $(STAMP) ## Measure a DataLoader with workers over a cache, beside the reader of the training loop
 	$(BIN)/python bench/loops/dataloader.py $(BENCH_FLAGS)
 
+bench-store: $(STAMP) ## Measure how fast a student reads its cache from a bucket, beside the disk (2 minutes)
+	$(BIN)/python bench/stores/reading.py $(BENCH_FLAGS)
+
 bench-capture: $(STAMP) ## Measure how much of its work a capture hides behind a simulated device (3 minutes)
 	$(BIN)/python bench/capture.py $(BENCH_FLAGS)
 

@@ -86,9 +86,9 @@ class Settings(BaseSettings):
         None,
         max_length=1024,
         description=(
-            "Where caches lie: a folder, or a bucket: s3://bucket/prefix, gs://bucket/prefix, "
-            "az://container/prefix; its credentials come from the usual variables of the "
-            "environment. If it is not set, they lie in caches/ of KD_HOME."
+            "Where caches lie: a folder, or a bucket of S3, s3://bucket/prefix; its credentials "
+            "come from the usual variables of the environment. If it is not set, they lie in "
+            "caches/ of KD_HOME."
         ),
     )
     store_cache_bytes: int = Field(

@@ -22,10 +22,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from cache.disk import list_file_sizes, make_folder, remove_path, write_file
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheNotFound, StoreError
@@ -43,8 +43,17 @@ _SHARD_SEAL = re.compile(r"/seals/[0-9]+\.json$")
 DIGEST_DIGITS = 32
 #: Objects that one process gets or puts at the same time.
 PARALLEL = 8
+#: Seconds after which a shard is brought ahead again: it may have left the disk.
+_AGAIN_SECONDS = 60.0
 #: Times that a manifest is written anew because another writer was faster.
 _ATTEMPTS = 5
+
+
+class _Coming(NamedTuple):
+    """Files of a shard that are brought ahead, and since when."""
+
+    work: Future[None]
+    begun: float
 
 
 def open_mirror(folder: Path) -> Mirror | None:
@@ -71,7 +80,7 @@ class Mirror:
         self.seconds = 0.0
         # Seals that this process has put or seen: nobody replaces the seal of a whole shard.
         self._known: set[str] = set()
-        self._coming: set[str] = set()
+        self._coming: dict[str, _Coming] = {}
         self._lock = Lock()
 
     def __str__(self) -> str:
@@ -129,6 +138,7 @@ class Mirror:
             make_folder(folder)
         self.room.touch(folder)
         if whole:
+            self._await_coming(name)
             seal = Seal.from_bytes(known, str(path))
             here = list_file_sizes(folder)
             missing = [file for file, about in seal.files.items() if here.get(file) != about.bytes]
@@ -142,11 +152,19 @@ class Mirror:
 
     def bring_ahead(self, name: str, digest: str) -> None:
         """Begin to bring a shard whole, unless that has begun; what fails is tried when read."""
+        now = time.monotonic()
         with self._lock:
-            if name in self._coming:
+            known = self._coming.get(name)
+            if known and (not known.work.done() or now - known.begun < _AGAIN_SECONDS):
                 return
-            self._coming.add(name)
-        _open_pool(os.getpid()).submit(self._bring_quietly, name, digest)
+            work = _open_pool(os.getpid()).submit(self._bring_quietly, name, digest)
+            self._coming[name] = _Coming(work, now)
+
+    def _await_coming(self, name: str) -> None:
+        """Wait for the files of a shard that are on their way; none that waits for its turn."""
+        known = self._coming.get(name)
+        if known and not known.work.cancel():
+            known.work.result()
 
     def _bring_quietly(self, name: str, digest: str) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import { Refused, askForKey } from "./api.js";
 import { cachePage, cachesPage } from "./caches.js";
+import { comparePage } from "./compare.js";
 import { h } from "./elements.js";
 import { jobPage } from "./job.js";
 import { jobsPage } from "./jobs.js";
@@ -14,6 +15,7 @@ const REFRESH_MS = 2000;
 const PAGES = [
   [/^\/(?:jobs)?$/, jobsPage],
   [/^\/jobs\/([\w-]+)$/, jobPage],
+  [/^\/compare$/, comparePage],
   [/^\/new$/, newPage],
   [/^\/caches$/, cachesPage],
   [/^\/caches\/(\w+)$/, cachePage],

@@ -41,6 +41,8 @@ OURS = [name for name in SERVICES if name != "redis"]
 APPS = ["api", "worker", "worker-cpu"]
 WORKERS = ["worker", "worker-cpu"]
 OTHERS_VARIABLES = {
+    "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
     "HF_HOME", "HF_TOKEN", "HOME", "KD_TEACHER_KEY", "MLFLOW_TRACKING_URI",
     "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_REQUIRE_CUDA", "PATH", "PIP_DISABLE_PIP_VERSION_CHECK",
     "PIP_NO_CACHE_DIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED",
@@ -191,7 +193,7 @@ def test_everything_is_installed_from_the_pins() -> None:
 
 
 def test_the_requirements_are_what_the_dockerfile_reads() -> None:
-    assert requirements("api") == PROJECT["dependencies"] + EXTRAS["otel"]
+    assert requirements("api") == PROJECT["dependencies"] + EXTRAS["otel"] + EXTRAS["obstore"]
     assert requirements("worker") == requirements("api") + EXTRAS["worker"] + EXTRAS["gguf"]
     assert (
         requirements("worker", EXTRAS="track,eval")
@@ -431,6 +433,9 @@ def test_no_secret_is_in_the_environment_or_on_a_command_line() -> None:
     )
     named = set(re.findall(r"\w*(?:PASSWORD|SECRET|TOKEN|KEY)\w*", text))
     assert {name for name in named if not re.search(r"_FILE$|_KEYS_FILE$", name)} == {
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
         "HF_TOKEN",
         "KD_TEACHER_KEY",
         "WANDB_API_KEY",

@@ -295,6 +295,32 @@ def metrics(api: Parts, job_id: str, **query: Any) -> dict[str, dict[str, Any]]:
     return {series["name"]: series for series in answer.json()["series"]}
 
 
+def test_a_range_comes_in_full_from_the_file_of_the_run(api: Parts) -> None:
+    claim = running(api)
+    tell(api, claim, ("metrics", {"step": 5_000, "loss": 9.0}))
+    folder = api.settings.run_dir(claim.id)
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 20_001):
+        lines.append({"type": "metrics", "step": step, "loss": 1.0 / step})
+        if step % 1_000 == 0:
+            lines.append({"type": "evaluation", "step": step, "validation_kl": 0.5})
+            lines.append({"type": "check", "step": step, "ok": True})
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"type": "metr', encoding="utf-8")
+    for first, last in ((1, 40), (4_990, 5_010), (13_000, 13_007), (19_990, 20_000)):
+        query = {"after_step": first - 1, "before_step": last + 1, "max_points": 8192}
+        found = metrics(api, claim.id, **query)
+        assert found["loss"]["steps"] == list(range(first, last + 1))
+        assert found["loss"]["values"][0] == 1.0 / first
+        evaluated = [step for step in range(first, last + 1) if step % 1_000 == 0]
+        assert found.get("validation_kl", {"steps": []})["steps"] == evaluated
+    assert metrics(api, claim.id)["loss"]["steps"] == [5_000], "without an end it is the store's"
+    (folder / "metrics.jsonl").unlink()
+    assert metrics(api, claim.id, before_step=6_000)["loss"]["values"] == [9.0]
+    assert metrics(api, claim.id, before_step=5_000) == {}
+
+
 def test_metrics_are_one_series_each(api: Parts) -> None:
     claim = running(api)
     tell(
