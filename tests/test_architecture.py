@@ -55,6 +55,8 @@ EXCEPTIONS = {
     "services/api/openai/uploads.py": {"werkzeug"},
     # The report shows which build of torch is installed and which device it sees.
     "services/terminal/commands/doctor.py": {"torch"},
+    # A run's report is Markdown; its page is made from it.
+    "kd/experiments/run_page.py": {"markdown_it"},
     # This teacher is a server that answers over HTTP.
     "kd/capture/remote.py": {"httpx"},
     # Clients of the service. The requests themselves are data that knows nothing of httpx.

@@ -23,9 +23,9 @@ from kd.evaluation.measure import BASELINE, STUDENT, EvaluationContext, evaluate
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.side_by_side import find_reason_without
 from kd.files import read_json, write_json
-from kd.models.folder import ModelFolder
+from kd.models.folder import ADAPTER_FOLDER, ModelFolder
 from kd.models.loading import load_model
-from kd.models.saving import ADAPTER_FOLDER, save_student
+from kd.models.saving import save_student
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import open_source, run_stages
 from kd.progress import SILENT, Event, Monitor
