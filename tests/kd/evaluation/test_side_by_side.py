@@ -153,7 +153,7 @@ def test_facts_come_from_the_teacher_s_card_and_the_job(
     done: Any, job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kd.evaluation.model_card.ModelFolder.find",
+        "kd.models.folder.ModelFolder.find",
         lambda model, root, revision=None: ModelFolder(tmp_path),
     )
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# x\n")
