@@ -9,6 +9,7 @@ import {
 import { jobTable, newest } from "./jobs.js";
 import { to } from "./paths.js";
 import { blocks, warnings } from "./report.js";
+import { FILE as TOKENS } from "./tokens.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 // An action without a button, because it cannot be undone.
@@ -93,7 +94,7 @@ export function jobPage(redraw, id) {
       log.refresh(),
     ]);
     title = job.name;
-    fill(parts.head, head(job, act));
+    fill(parts.head, head(job, act, files.some(({ name }) => name === TOKENS)));
     fill(parts.files, files.length ? fileTable(files, save) : null);
     if (version === null) fill(parts.config, configOf(job));
     if (files.some((file) => file.name === "report.md")) {
@@ -135,7 +136,7 @@ function refine(whole, part, [first, last]) {
   };
 }
 
-function head(job, act) {
+function head(job, act, hasTokens) {
   const { progress, metrics, cache, error } = job;
   const goes = !ENDED.includes(job.status);
   const done = `${number(progress.done)} of ${number(progress.total)} ${progress.unit ?? ""}`;
@@ -146,6 +147,7 @@ function head(job, act) {
   return [
     h("div", { class: "title" },
       h("h1", {}, job.name), chip(job.status), buttons,
+      hasTokens && h("a", { href: to(`/tokens?jobs=${job.id}`) }, "Tokens"),
       h("a", { href: to(`/new?from=${job.id}`) }, "Copy into a new job")),
     error && h("div", { class: "error", role: "alert" },
       h("p", {}, h("strong", {}, error.type), ` ${error.detail}`),

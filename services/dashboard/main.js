@@ -8,6 +8,7 @@ import { jobPage } from "./job.js";
 import { jobsPage } from "./jobs.js";
 import { newPage } from "./new.js";
 import { here, to } from "./paths.js";
+import { tokensPage } from "./tokens.js";
 import { workersPage } from "./workers.js";
 
 const REFRESH_MS = 2000;
@@ -19,6 +20,7 @@ const PAGES = [
   [/^\/new$/, newPage],
   [/^\/caches$/, cachesPage],
   [/^\/caches\/(\w+)$/, cachePage],
+  [/^\/tokens$/, tokensPage],
   [/^\/workers$/, workersPage],
 ];
 const root = document.getElementById("page");
