@@ -51,7 +51,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := .ci cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens bench-manifest \
+.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens bench-in-part bench-manifest bench-ui \
         test-containers chaos test-hosts fuzz examples sbom release audit up clean
 
 help: ## List the targets
@@ -119,6 +119,12 @@ bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, besid
 
 bench-tokens: $(STAMP) ## Measure the tokenizing into a token store, beside the bare tokenizer, and its memory
 	$(BIN)/python bench/text/tokens.py $(BENCH_FLAGS)
+
+bench-in-part: $(STAMP) ## Capture a part of a large text, extend it, verify it and train on it; prints the memory of each process
+	$(BIN)/python bench/text/in_part.py $(BENCH_FLAGS)
+
+bench-ui: $(STAMP) ## Measure what a user of the dashboard waits for, in headless Chromium (2 minutes)
+	$(BIN)/python bench/interface/dashboard.py $(BENCH_FLAGS)
 
 bench-manifest: $(STAMP) ## Measure how a cache of 1e12 tokens opens, and how fast a step's sequences are found (2 minutes)
 	$(BIN)/python bench/loops/manifest.py $(BENCH_FLAGS)
