@@ -22,16 +22,40 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
 from bench.speed import read_cpu_name
 from bench.support.harness import Parts, make_config
-from services.store.jobs.leases import Claim
-from tests.support.api import serving, tell
+from services.store.jobs.leases import Claim, EventBatch
 
 NAMES = ("loss", "kd_loss", "ce_loss", "learning_rate")
+
+
+#: No limit on requests: the page must not wait for one.
+UNLIMITED: dict[str, Any] = {"rate_get": 10**6, "rate_sse": 1000}
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Parts]:
+    """Start an API with a store of its own."""
+    parts = Parts(folder, **UNLIMITED)
+    try:
+        parts.start_api()
+        yield parts
+    finally:
+        parts.close()
+
+
+def tell(api: Parts, claim: Claim, events: list[dict[str, Any]]) -> None:
+    """Deliver points of a run as its worker does."""
+    number = int(api.jobs.redis.hget(f"kd:job:{claim.id}", "batch") or 0) + 1
+    batch = EventBatch(number, tuple({"type": "metrics", "data": each} for each in events))
+    assert api.jobs.beat(claim, 6000, batch) == "go"
 
 
 def write_points(api: Parts, claim: Claim, points: int) -> None:
@@ -44,7 +68,7 @@ def write_points(api: Parts, claim: Claim, points: int) -> None:
     lines = (json.dumps({"type": "metrics", **each}) + "\n" for each in events)
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     for first in range(0, points, 1000):
-        tell(api, claim, *(("metrics", each) for each in events[first : first + 1000]))
+        tell(api, claim, events[first : first + 1000])
 
 
 def time_drawing(page: Page, address: str, points: int) -> float:
@@ -73,7 +97,7 @@ def time_zoom(page: Page) -> float:
 def time_point(page: Page, api: Parts, claim: Claim, step: int) -> float:
     """Return the seconds from the event of a point until the page shows it."""
     began = time.perf_counter()
-    tell(api, claim, ("metrics", {"step": step, "loss": 1.5}))
+    tell(api, claim, [{"step": step, "loss": 1.5}])
     page.get_by_role("img", name=f"loss 1.5 at step {step}").wait_for()
     return time.perf_counter() - began
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from cache.errors import locate_help
@@ -29,31 +29,10 @@ FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-QUIET = [
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-quic",
-]
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
-
-
-@pytest.fixture(scope="module")
-def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
-    with serving(tmp_path_factory.mktemp("api")) as parts:
-        yield parts
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        sandbox = [] if os.geteuid() else ["--no-sandbox"]
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=[*sandbox, *QUIET])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

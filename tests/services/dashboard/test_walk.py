@@ -15,17 +15,9 @@ import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, Page, expect
 
-from bench.support.harness import PATIENCE_SECONDS, Parts
+from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from cache.testing import make_cache, make_identity
-from tests.services.dashboard.test_dashboard import (
-    api,
-    browser,
-    claim_job,
-    in_browser,
-    tell,
-)
-
-__all__ = ["api", "browser"]  # fixtures
+from tests.support.api import tell
 
 #: The rules of WCAG that are of level A or AA.
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
@@ -36,7 +28,11 @@ SCHEMES = ("light", "dark")
 @pytest.fixture(scope="module")
 def views(api: Parts) -> dict[str, str]:
     """The address of each view by its name, with a job and a cache to show."""
-    claim = claim_job(api, "walked")
+    claim, other = (
+        api.jobs.claim(api.jobs.create(make_config(name)).id, "train", "test", 600)
+        for name in ("walked", "walked-again")
+    )
+    assert claim is not None and other is not None
     points = [
         ("metrics", {"step": step, "loss": 5.0 - step / 50, "perplexity": 150.0 - step,
                      "learning_rate": 1e-3, "grad_norm": 1.0 + step / 100})
@@ -46,7 +42,6 @@ def views(api: Parts) -> dict[str, str]:
                   "validation_tokens": 38_250}  # fmt: skip
     tell(api, claim, *points, ("evaluation", evaluation))
     tell(api, claim, ("warning", {"message": "The text is short."}))
-    other = claim_job(api, "walked-again")
     tell(api, other, *points[:50])
     folder = make_cache(api.settings.caches, make_identity(train_sequences=12))
     return {
@@ -90,7 +85,6 @@ def find_violations(page: Page) -> list[dict[str, Any]]:
     ]
 
 
-@in_browser
 @pytest.mark.long
 def test_every_view_is_whole_and_accessible(
     tab: tuple[Page, str], api: Parts, views: dict[str, str]
@@ -113,7 +107,6 @@ def test_every_view_is_whole_and_accessible(
     assert found == {}
 
 
-@in_browser
 @pytest.mark.long
 def test_the_walk_finds_a_fault(tab: tuple[Page, str], api: Parts) -> None:
     page, _ = tab
