@@ -25,6 +25,7 @@ from services.process.lasting_loops import keep_running
 from services.settings import Settings
 from services.store.jobs.leases import EventBatch
 from services.worker.counters import RunCounters
+from services.worker.event_size import bound_event
 
 #: Events in one batch at most.
 BATCH_EVENTS = 500
@@ -165,7 +166,7 @@ class Child:
             event = json.loads(line)
             self.silence_timer.note(event)
             self.counters.note(event)
-            self._take(event)
+            self._take(bound_event(event, len(line)))
 
     def _take(self, event: dict[str, Any]) -> None:
         match event["type"]:
