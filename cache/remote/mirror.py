@@ -27,12 +27,12 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from cache.disk import list_file_sizes, make_folder, remove_path, write_file
+from cache.disk import list_file_sizes, make_folder, remove_path
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheNotFound, StoreError
 from cache.reading.disk import DiskReads, FileDigest
 from cache.remote.address import Binding, read_binding
 from cache.remote.bucket import open_bucket
-from cache.remote.room import MirrorRoom
+from cache.remote.room import MirrorRoom, write_copy
 from cache.shard import RECAPTURE_REMEDY, Seal
 
 Found = TypeVar("Found")
@@ -216,7 +216,7 @@ class Mirror:
                 return
             data = self.bucket.get(self._name(_name_piece(name, pieces[name])))
             make_folder(path.parent)
-            write_file(path, data)
+            write_copy(path, data)
 
         try:
             self._each(get, pieces)
@@ -365,14 +365,13 @@ class Mirror:
     def _keep_seal(self, name: str, data: bytes) -> None:
         """Keep a seal in the folder; files of another seal go."""
         path = self.folder / locate_seal(name)
-        if not path.is_file() or path.read_bytes() != data:
-            folder = self.folder / name
-            mine = folder.is_dir() and path.is_file()
-            if mine or (folder.is_dir() and not _fits(folder, data)):
-                remove_path(folder)
-            make_folder(path.parent)
-            write_file(path, data)
-        self._known.add(name)
+        with self._lock:  # a thread that brings the shard ahead keeps its seal too
+            if not path.is_file() or path.read_bytes() != data:
+                folder = self.folder / name
+                if folder.is_dir() and (path.is_file() or not _fits(folder, data)):
+                    remove_path(folder)
+                write_copy(path, data)
+            self._known.add(name)
 
     def _each(self, work: Callable[[str], Found], names: Iterable[str]) -> list[Found]:
         """Do ``work`` for each name, some at a time; raises the first error."""
@@ -448,4 +447,4 @@ def _fits(folder: Path, seal: bytes) -> bool:
 
 def _write_if_other(path: Path, data: bytes) -> None:
     if not path.is_file() or path.read_bytes() != data:
-        write_file(path, data)
+        write_copy(path, data)

@@ -273,6 +273,16 @@ def build_child_environment() -> dict[str, str]:
     return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
 
 
+def build_store_environment(settings: Settings) -> dict[str, str]:
+    """Where caches lie, and the credentials of a bucket, which no job can use for another place."""
+    if settings.store is None:
+        return {}
+    place = {"KD_STORE": settings.store, "KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
+    if not settings.in_bucket:
+        return place
+    return place | {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
 def find_teacher_key(config: JobConfig) -> dict[str, str]:
     """The API key of the remote teacher that the job names. No other key leaves the worker."""
     name = None if config.teacher is None else config.teacher.api_key_env
