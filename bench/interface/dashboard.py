@@ -9,8 +9,6 @@ A real API and a real store run on this machine, and Chromium shows the page of 
     zoomed   from the end of a drag over a tenth of the steps until its points have come: all of
              them, without thinning
     a point  from the event of a new point in the store until the page shows it
-
-The page asks every two seconds, so a point takes half of that in the mean.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ def time_zoom(page: Page) -> float:
 def time_point(page: Page, api: Parts, claim: Claim, step: int) -> float:
     """Return the seconds from the event of a point until the page shows it."""
     began = time.perf_counter()
-    tell(api, claim, [{"step": step, "loss": 1.5}])
+    tell(api, claim, [{"step": step, **dict.fromkeys(NAMES, 1.5)}])
     page.get_by_role("img", name=f"loss 1.5 at step {step}").wait_for()
     return time.perf_counter() - began
 

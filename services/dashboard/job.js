@@ -9,6 +9,7 @@ import {
 import { jobTable, newest } from "./jobs.js";
 import { to } from "./paths.js";
 import { blocks, warnings } from "./report.js";
+import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
@@ -19,6 +20,8 @@ const LISTED_EVENTS = "status,warning,check";
 // An ended job is read less often, but still: a retry starts it again.
 const ENDED_MS = 5000;
 const LOG_LINES = 200;
+// Events that come together are drawn together.
+const EVENTS_MS = 50;
 const SEARCHED_LINES = 10_000;
 // Points of each curve: more than the pixels of a chart show would be wasted.
 const POINTS = 400;
@@ -35,6 +38,9 @@ export function jobPage(redraw, id) {
   const names = ["head", "warning", "trials", "files", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
   let range = null; // of steps that the charts show, while it is not all of them
+  let curves = null; // all of them, thinned
+  let attempts = null;
+  let hasTokens = false;
   const charts = new Charts(async (wanted) => {
     range = wanted;
     await drawCurves().catch(() => {}); // the next refresh says what is wrong
@@ -71,15 +77,41 @@ export function jobPage(redraw, id) {
     fill(parts.trials, shown);
   }
 
-  /** Read the curves: of the steps that are shown, in full as far as the service has them. */
+  // Each event shows at once; without a stream the page still asks now and then.
+  let due = null;
+  const leave = follow(id, () => {
+    due ??= setTimeout(() => {
+      due = null;
+      redraw();
+    }, EVENTS_MS);
+  });
+
+  /** Read the whole curves, thinned; of known ones only the points after the last step. */
+  async function readCurves() {
+    const crowded = curves?.some(({ steps }) => steps.length > 2 * POINTS);
+    const ask = (more) => get(`/jobs/${id}/metrics?names=${NAMES}&${more}`);
+    if (curves === null || crowded) {
+      curves = (await ask(`max_points=${POINTS}`)).series;
+      return;
+    }
+    const last = Math.max(0, ...curves.map(({ steps }) => steps.at(-1)));
+    // The last step once more: its evaluation may have come since.
+    const { series } = await ask(`max_points=${MOST_POINTS}&after_step=${last - 1}`);
+    const fresh = new Map(series.map((each) => [each.name, each]));
+    const known = curves.map((each) => refine(each, fresh.get(each.name), [last, Infinity]));
+    const names = new Set(curves.map(({ name }) => name));
+    curves = [...known, ...series.filter(({ name }) => !names.has(name))];
+  }
+
+  /** Draw the curves: of the steps that are shown, in full as far as the service has them. */
   async function drawCurves() {
-    const all = get(`/jobs/${id}/metrics?max_points=${POINTS}&names=${NAMES}`);
-    if (range === null) return charts.update((await all).series);
+    await readCurves();
+    if (range === null) return charts.update(curves);
     const [first, last] = [Math.max(Math.floor(range[0]), 0), Math.ceil(range[1])];
     const asked = `after_step=${first - 1}&before_step=${last + 1}&max_points=${MOST_POINTS}`;
     const part = get(`/jobs/${id}/metrics?${asked}&names=${NAMES}`);
     const within = new Map((await part).series.map((each) => [each.name, each]));
-    charts.update((await all).series.map((each) => refine(each, within.get(each.name), [first, last])));
+    charts.update(curves.map((each) => refine(each, within.get(each.name), [first, last])));
   }
 
   async function refresh() {
@@ -87,14 +119,19 @@ export function jobPage(redraw, id) {
     if (job.kind === "search") await showTrials();
     if (job.version === version) return;
     ended = ENDED.includes(job.status);
+    title = job.name;
+    // Before the curves, so that nothing moves once they are there.
+    fill(parts.head, head(job, act, hasTokens));
+    if (job.attempt !== attempts) curves = null; // another attempt may begin at an earlier step
+    attempts = job.attempt;
     const [, { data: files }] = await Promise.all([
       drawCurves(),
       ended ? get(`/jobs/${id}/artifacts`) : { data: [] },
       events.refresh(),
       log.refresh(),
     ]);
-    title = job.name;
-    fill(parts.head, head(job, act, files.some(({ name }) => name === TOKENS)));
+    hasTokens = files.some(({ name }) => name === TOKENS);
+    fill(parts.head, head(job, act, hasTokens));
     fill(parts.files, files.length ? fileTable(files, save) : null);
     if (version === null) fill(parts.config, configOf(job));
     if (files.some((file) => file.name === "report.md")) {
@@ -116,7 +153,10 @@ export function jobPage(redraw, id) {
     refresh,
     get title() { return title; },
     get every() { return ended ? ENDED_MS : undefined; },
-    close: () => charts.close(),
+    close: () => {
+      leave();
+      charts.close();
+    },
   };
 }
 
