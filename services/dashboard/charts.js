@@ -75,6 +75,7 @@ export class Charts {
   constructor(zoomed = () => {}) {
     this.zoomed = zoomed;
     this.range = null; // of steps, while it is not all of them
+    this.levels = new Map(); // lines of {label, value} across a chart, by its title
     this.drawn = new Map();
     this.series = new Map();
     this.box = h("div", { class: "charts" });
@@ -122,7 +123,7 @@ export class Charts {
     const known = this.drawn.get(chart);
     known?.plot.destroy();
     const figure = known?.figure ?? h("figure", {}, h("figcaption", {}, chart.title));
-    const options = this.options(names, chart.log || this.log.checked);
+    const options = this.options(chart, names);
     const plot = this.quietly(() => {
       const made = new uPlot(options, this.data(chart, names), figure);
       this.keepRange(made);
@@ -133,6 +134,32 @@ export class Charts {
     if (!known) this.box.append(...CHARTS.flatMap((each) => this.drawn.get(each)?.figure ?? []));
     this.describe(chart, names);
     this.fit();
+  }
+
+  /** Draw lines across the chart with this title: values to compare its curves with. */
+  setLevels(title, levels) {
+    if (JSON.stringify(levels) === JSON.stringify(this.levels.get(title) ?? [])) return;
+    this.levels.set(title, levels);
+    this.redraw();
+  }
+
+  drawLevels(plot, title) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.setLineDash([6, 4]);
+    ctx.textAlign = "right";
+    ctx.strokeStyle = ctx.fillStyle = colour("--quiet");
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    for (const { label, value } of this.levels.get(title) ?? []) {
+      const y = plot.valToPos(value, "y", true);
+      if (!(y >= bbox.top && y <= bbox.top + bbox.height)) continue;
+      ctx.beginPath();
+      ctx.moveTo(bbox.left, y);
+      ctx.lineTo(bbox.left + bbox.width, y);
+      ctx.stroke();
+      ctx.fillText(`${label} ${number(value, 3)}`, bbox.left + bbox.width - 4, y - 4);
+    }
+    ctx.restore();
   }
 
   /** Change a chart without a call of `zoomed`. */
@@ -164,16 +191,27 @@ export class Charts {
     for (const [chart, { names }] of this.drawn) this.draw(chart, names);
   }
 
-  options(names, logarithmic) {
+  options(chart, names) {
+    const logarithmic = chart.log || this.log.checked;
+    const values = (this.levels.get(chart.title) ?? []).map(({ value }) => value);
+    const around = (_, low, high) => (logarithmic
+      ? uPlot.rangeLog(Math.min(low, ...values), Math.max(high, ...values), 10, false)
+      : uPlot.rangeNum(Math.min(low, ...values), Math.max(high, ...values), 0.1, true));
     // Without a cursor the legend shows the newest value.
     const newest = (plot, series) => plot.data[series].findLast((each) => each != null);
     return {
       width: columnWidth(this.box), height: HEIGHT,
       legend: { show: names.length <= LEGEND },
       cursor: { sync: { key: "step" } },
-      scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
+      scales: {
+        x: { time: false },
+        y: { ...(logarithmic && { distr: 3 }), ...(values.length && { range: around }) },
+      },
       axes: axes(),
-      hooks: { setScale: [(plot, key) => key === "x" && this.ranged(plot)] },
+      hooks: {
+        setScale: [(plot, key) => key === "x" && this.ranged(plot)],
+        draw: [(plot) => this.drawLevels(plot, chart.title)],
+      },
       series: [
         { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },
         ...names.map((name, at) => ({
@@ -210,6 +248,8 @@ export class Charts {
       const last = values.at(-1) / (chart.unit ?? 1);
       return `${name.replaceAll("_", " ")} ${number(last)} at step ${steps.at(-1)}`;
     });
+    last.push(...(this.levels.get(chart.title) ?? []).map(({ label, value }) =>
+      `${label} ${number(value)}`));
     const canvas = this.drawn.get(chart).figure.querySelector("canvas");
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${chart.title}: ${last.join(", ")}.`);

@@ -29,6 +29,11 @@ const POINTS = 400;
 const MOST_POINTS = 8192;
 // A search lists only its newest trials.
 const MOST_TRIALS = 100;
+// Values of the report that the curves of perplexity are compared with.
+const LEVELS = [
+  ["teacher", (report) => report.teacher_perplexity],
+  ["without a teacher", (report) => report.evaluation?.models?.["cross-entropy only"]?.perplexity],
+];
 // The report's picture of the curves is left out, because the charts show the same.
 const DRAWN_ABOVE = "curves.png";
 // What `kd ablate --out RUN/ablation` adds to a run folder.
@@ -139,6 +144,12 @@ export function jobPage(redraw, id) {
       const text = await getText(`/jobs/${id}/artifacts/report.md`);
       fill(parts.warning, warnings(text));
       fill(parts.report, h("section", attributes, await report(id, files, text)));
+    }
+    if (files.some((file) => file.name === "report.json")) {
+      const found = JSON.parse(await getText(`/jobs/${id}/artifacts/report.json`));
+      charts.setLevels("Perplexity", LEVELS
+        .map(([label, find]) => ({ label, value: find(found) }))
+        .filter(({ value }) => Number.isFinite(value)));
     }
     const compared = files.find((file) => file.name === ABLATION);
     if (compared && compared.modified_at !== drawn) {

@@ -308,6 +308,30 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
 
 
 @in_browser
+def test_the_curves_of_perplexity_are_compared_with_the_teacher_and_a_plain_student(
+    page: Page, api: Parts
+) -> None:
+    claim = claim_job(api, "levels")
+    points = [("metrics", {"step": step, "perplexity": 200.0 - step}) for step in range(1, 101)]
+    tell(api, claim, *points)
+    folder = api.settings.run_dir(claim.id)
+    folder.mkdir(parents=True)
+    plain = {"cross-entropy only": {"perplexity": 94.1}}
+    report = {"teacher_perplexity": 35.9, "evaluation": {"models": plain}}
+    (folder / "report.json").write_text(json.dumps(report))
+    tell(api, claim, ("artifact", {"name": "report.json", "path": str(folder / "report.json")}))
+    api.jobs.finish(claim, "succeeded")
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_role("img", name="Perplexity")).to_have_attribute(
+        "aria-label",
+        "Perplexity: perplexity 100 at step 100, teacher 35.9, without a teacher 94.1.",
+    )
+    assert count_painted_pixels(page) > 100
+    if folder_of_shots := os.environ.get("KD_SCREENSHOTS"):
+        page.screenshot(path=Path(folder_of_shots) / "levels.png", full_page=True)
+
+
+@in_browser
 def test_a_job_shows_its_speed_its_memory_and_its_layers(page: Page, api: Parts) -> None:
     claim = claim_job(api, "layers")
     names = ["embeddings", *(f"layer {number}" for number in range(12)), "head"]

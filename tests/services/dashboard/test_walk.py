@@ -51,6 +51,7 @@ def views(api: Parts) -> dict[str, str]:
         "new": "new",
         "caches": "caches",
         "cache": f"caches/{folder.name}",
+        "tokens": "tokens",
         "workers": "workers",
         "missing": "jobs/job_00000000000000000000000000",
     }
