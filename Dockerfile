@@ -21,8 +21,19 @@ RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb
 extras = project["optional-dependencies"]; \
 print(*project["dependencies"], *extras["otel"], *extras["obstore"], sep="\n")' > /tmp/requirements.txt \
     && pip install -c constraints.txt -r /tmp/requirements.txt
-# Installs only the command `kd` and the metadata; the code is imported from /app (PYTHONPATH), where `base` puts it.
-RUN pip install --no-deps --editable .
+# Installs only the command `kd` and the metadata; the code is imported from /app (PYTHONPATH), where `base` puts it. The
+# build wants the other files that belong to a wheel, and copies them; the image has them in /app already.
+COPY docs/troubleshooting.md docs/
+COPY examples/austen examples/austen
+RUN pip install --no-deps --editable . && rm -r /opt/venv/lib/python3*/site-packages/services
+# The image is a third smaller without what no process of it uses: debug symbols of compiled modules, the packages' own
+# tests, and the installer. Modules with a `.libs` folder beside them are left alone: strip would break their alignment.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends binutils \
+    && find /opt/venv -path '*/numcodecs/*.so' -exec strip --strip-debug {} + \
+    && find /opt/venv -path '*/sqlalchemy/*.so' -exec strip --strip-debug {} + \
+    && find /opt/venv -type d -name tests -path '*/site-packages/*' -prune -exec rm -r {} + \
+    && pip uninstall --yes setuptools pip
 
 
 FROM python AS worker-packages
@@ -44,11 +55,14 @@ extras = project["optional-dependencies"]; \
 names = ["otel", "obstore", "worker", "gguf", *os.environ.get("EXTRAS", "").replace(",", " ").split()]; \
 print(*project["dependencies"], *(each for name in names for each in extras[name]), sep="\n")' > /tmp/requirements.txt \
     && pip install -c constraints.txt -r /tmp/requirements.txt
-RUN pip install --no-deps --editable .
+COPY docs/troubleshooting.md docs/
+COPY examples/austen examples/austen
+RUN pip install --no-deps --editable . && rm -r /opt/venv/lib/python3*/site-packages/services
 
 
 FROM scratch AS code
 COPY LICENSE README.md pyproject.toml /app/
+COPY docs/troubleshooting.md /app/docs/
 COPY examples /app/examples
 COPY cache /app/cache
 COPY kd /app/kd
@@ -63,7 +77,7 @@ LABEL org.opencontainers.image.title="potstill" \
 # that is mounted at one of them.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && useradd --uid 10001 --user-group --no-create-home --home-dir /tmp potstill \
     && install --directory --owner=10001 --group=10001 /data /models /secrets /keys \
     && install --directory /app/files
@@ -87,7 +101,7 @@ FROM base AS api
 COPY --from=api-packages /opt/venv /opt/venv
 COPY --from=code /app /app
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["python", "-m", "services.process.health", "api"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=30s --retries=3 CMD ["python", "-m", "services.process.health", "api"]
 CMD ["kd", "serve", "--host", "0.0.0.0", "--port", "8000"]
 
 
@@ -96,7 +110,7 @@ FROM base AS worker
 USER root
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 USER 10001:10001
 COPY --from=worker-packages /opt/venv /opt/venv
 COPY --from=code /app /app
@@ -105,5 +119,5 @@ COPY --from=code /app /app
 ARG CUDA=13
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     NVIDIA_REQUIRE_CUDA="cuda>=${CUDA}.0"
-HEALTHCHECK --interval=15s --timeout=5s --start-period=60s --retries=4 CMD ["python", "-m", "services.process.health", "worker"]
+HEALTHCHECK --interval=30s --timeout=15s --start-period=60s --retries=4 CMD ["python", "-m", "services.process.health", "worker"]
 CMD ["kd", "worker", "--queues", "precompute,train"]

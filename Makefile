@@ -12,6 +12,7 @@
 # READER_FLAGS  passed to bench/reader.py, for example READER_FLAGS="--quick"
 # ROOFLINE_FLAGS  passed to bench/roofline.py, for example ROOFLINE_FLAGS="--measure"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
+# KD_DOCKER_BUILD_FLAGS  flags of `docker build` in `make test-containers`, for example "--network host"
 # IMAGES       what `make release` does about the images: auto builds them where a Docker engine answers, yes fails
 #              without one, no leaves them out
 # EXAMPLE_SECONDS  how long `make examples` begins new runs
@@ -50,8 +51,8 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := .ci cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens bench-manifest \
-        chaos fuzz examples sbom release audit up clean
+.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens bench-in-part bench-manifest bench-ui \
+        test-containers chaos test-hosts fuzz examples sbom release audit up clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -119,11 +120,20 @@ bench-reader: $(STAMP) ## Measure how fast a cache is read, cold and warm, besid
 bench-tokens: $(STAMP) ## Measure the tokenizing into a token store, beside the bare tokenizer, and its memory
 	$(BIN)/python bench/text/tokens.py $(BENCH_FLAGS)
 
+bench-in-part: $(STAMP) ## Capture a part of a large text, extend it, verify it and train on it; prints the memory of each process
+	$(BIN)/python bench/text/in_part.py $(BENCH_FLAGS)
+
+bench-ui: $(STAMP) ## Measure what a user of the dashboard waits for, in headless Chromium (2 minutes)
+	$(BIN)/python bench/interface/dashboard.py $(BENCH_FLAGS)
+
 bench-manifest: $(STAMP) ## Measure how a cache of 1e12 tokens opens, and how fast a step's sequences are found (2 minutes)
 	$(BIN)/python bench/loops/manifest.py $(BENCH_FLAGS)
 
 bench-dataloader: $(STAMP) ## Measure a DataLoader with workers over a cache, beside the reader of the training loop
 	$(BIN)/python bench/loops/dataloader.py $(BENCH_FLAGS)
+
+bench-store: $(STAMP) ## Measure how fast a student reads its cache from a bucket, beside the disk (2 minutes)
+	$(BIN)/python bench/stores/reading.py $(BENCH_FLAGS)
 
 bench-capture: $(STAMP) ## Measure how much of its work a capture hides behind a simulated device (3 minutes)
 	$(BIN)/python bench/capture.py $(BENCH_FLAGS)
@@ -169,8 +179,14 @@ bench-kernels: $(STAMP) ## Print launches and waits of the hot path, and the ker
 bench-scale: $(STAMP) ## Measure what two and four ranks gain on this machine, and what their exchange costs
 	$(BIN)/python bench/devices/scale.py $(BENCH_FLAGS)
 
+test-containers: $(STAMP) ## Build the images and run the example through Compose, with kills (a Docker engine; half an hour)
+	KD_TEST_CONTAINERS=1 $(BIN)/pytest -n 0 -s tests/system/deployment/test_engine.py
+
 chaos: $(STAMP) ## Kill, stop and starve every part of the service while jobs run; print what broke (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python bench/chaos.py $(CHAOS_FLAGS)
+
+test-hosts: $(STAMP) ## Run the service in network namespaces and cut, slow, freeze, kill and skew its hosts (root; 10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/devices/hosts.py $(CHAOS_FLAGS)
 
 fuzz: $(STAMP) ## Send the API valid and invalid requests made from its OpenAPI document (schemathesis)
 	KD_FUZZ_EXAMPLES=200 $(BIN)/pytest -n 0 tests/services/api/test_schemathesis.py

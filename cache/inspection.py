@@ -278,8 +278,7 @@ def open_stored_shards(opened: Cache) -> Iterator[ArrayFolder]:
     """Open each shard as stored arrays, so that a caller decodes only what it reads."""
     for index, entry in enumerate(opened.entries):
         path = opened.folder / "seals" / f"{index:06d}.json"
-        if opened.mirror is not None:
-            opened.mirror.bring(f"shards/{path.stem}", entry.digest)
+        opened.bring(f"shards/{path.stem}", entry.digest)
         seal = Seal.from_bytes(path.read_bytes(), str(path))
         if seal.digest != entry.digest:
             raise CacheCorrupt(

@@ -186,9 +186,12 @@ class CacheWriter:
         ``CacheCorrupt`` where the shard of ``source`` is damaged.
         """
         name = _name_shard(index)
-        seal = _read_seal(source.folder, name, source.entries[index].digest)
+        digest = source.entries[index].digest
+        source.bring(name, digest)
+        seal = _read_seal(source.folder, name, digest)
         if self._read_shard_seal(index) == seal:
             return
+        source.bring(name, digest, whole=True)
         for problem in seal.find_problems(source.folder / name):
             raise CacheCorrupt(f"{source.folder / name}/{problem}.", RECAPTURE_REMEDY)
 
@@ -201,6 +204,7 @@ class CacheWriter:
     def adopt_tail_sums(self, source: Cache) -> None:
         """Take the sums of the tails of the lasting shards of ``source``, which has them."""
         entry = source.manifest.first_tails
+        source.bring(FIRST_TAILS, entry.digest, whole=True)
         seal = _read_seal(source.folder, FIRST_TAILS, entry.digest)
         arrays = _read_arrays(source.folder / FIRST_TAILS, seal, SUM_ARRAYS)
         with storage_errors(self.folder):
@@ -489,8 +493,8 @@ class Cache:
         # Flags of the files whose sha256 was checked, of dropped shards too, so that few are hashed
         # twice.
         self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS, lambda _: 1)
-        # Files of a shard are fetched together where those of all shards can stay.
-        self._brings_whole = mirror is not None and mirror.room.limit >= manifest.totals.bytes
+        #: Whether the files of all shards can stay on the disk: then those of one come together.
+        self.brings_whole = mirror is not None and mirror.room.limit >= manifest.totals.bytes
 
     def __len__(self) -> int:
         return self.identity.data.sequences
@@ -544,6 +548,24 @@ class Cache:
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
+    def bring(self, name: str, digest: str, whole: bool = False) -> None:
+        """Make a folder of arrays ready for reading where the cache lies in a bucket.
+
+        Its seal comes now, and its files when they are read, or now if it is to be ``whole``.
+        """
+        if self.mirror is not None:
+            self.mirror.bring(name, digest, whole)
+
+    def bring_ahead(self, numbers: NDArray[np.int64]) -> None:
+        """Begin to fetch the shards of the sequences ``numbers``, which are read soon.
+
+        Nothing is done where the cache lies on this disk.
+        """
+        if self.mirror is None:
+            return
+        for index in np.unique(numbers // self.identity.codec.shard_sequences).tolist():
+            self.mirror.bring_ahead(_name_shard(index), self.entries[index].digest)
+
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Read the teacher's LM head of a hidden cache.
 
@@ -572,8 +594,7 @@ class Cache:
 
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
         with reading(self.folder):
-            if self.mirror is not None:
-                self.mirror.bring(name, entry.digest)
+            self.bring(name, entry.digest)
             seal = _read_seal(self.folder, name, entry.digest)
             return _read_arrays(self.folder / name, seal, arrays, self.disk_reads)
 
@@ -603,8 +624,7 @@ class Cache:
     def _make_shard(self, index: int) -> Shard:
         name = _name_shard(index)
         digest = self.entries[index].digest
-        if self.mirror is not None:
-            self.mirror.bring(name, digest, whole=self._brings_whole)
+        self.bring(name, digest, self.brings_whole)
         seal = _read_seal(self.folder, name, digest)
         sound = self._sound.get(index, bytearray, len(seal.files))
         return Shard(self.folder / name, seal, self.codec, sound, self._memory, self.disk_reads)

@@ -6,6 +6,7 @@ PotstillError (cache.errors)
 ├── DataError             missing, empty, too short, or not in the declared format
 ├── TokenizerMismatch     student and cache do not share a tokenizer
 ├── FidelityError         a cache's records differ from the running teacher
+├── HubError              a hub refused, is out of reach, or holds something else
 ├── DeviceUnusable        the promised GPU is not there for torch, or not known to its build
 ├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
 │   ├── NotFinite         the loss became NaN
@@ -71,6 +72,12 @@ class FidelityError(PotstillError):
     """The records of a cache differ from the running teacher by more than their profile allows."""
 
     type = "fidelity_error"
+
+
+class HubError(PotstillError):
+    """A Hugging Face hub refused a request, cannot be reached, or holds something else."""
+
+    type = "hub_error"
 
 
 class DeviceUnusable(PotstillError):

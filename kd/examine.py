@@ -18,8 +18,8 @@ from kd.evaluation.measure import EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.evaluation.report import judge_report
 from kd.evaluation.teacher_effect import warn_of_verdict
-from kd.files import read_json, write_json, write_text
-from kd.models.folder import resolve_model
+from kd.files import find_run, read_json, write_json, write_text
+from kd.models.folder import STUDENT_FILES, resolve_model
 from kd.models.loading import hide_progress_bars
 from kd.models.saving import load_saved_student
 from kd.models.tokenizers import KnownTokenizer, load_tokenizer, require_same_tokenizer
@@ -32,8 +32,6 @@ from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 
 Report = dict[str, Any]
-#: A folder is a saved student if it holds one of these files: a whole model, or adapters alone.
-_STUDENT = ("config.json", "adapter/adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -68,39 +66,8 @@ class ExaminedModel:
         return self.run / "evaluation" if self.run is not None else home / "evaluations" / job
 
 
-def find_run(name: str, runs: Path) -> Path | None:
-    """Find the run below ``runs`` with that name, or the only one whose name begins with it.
-
-    ``last`` means the run that began last. The job_ of a job's id may be left out. None where no
-    run has that name; raises ``ModelError`` where several have it.
-    """
-    folders = sorted(folder for folder in runs.glob("[!.]*") if folder.is_dir())
-    if name == "last":
-        if not folders:
-            raise ModelError(f"there is no run under {runs}.", "Run a job first, or name a model.")
-        return max(folders, key=_get_start_time)
-    exact = [folder for folder in folders if folder.name == name]
-    found = exact or [
-        folder for folder in folders if name and folder.name.startswith((name, f"job_{name}"))
-    ]
-    if len(found) > 1:
-        names = ", ".join(folder.name for folder in found[:5])
-        remedy = "Give more of the name, or the owner/name of a model of the hub."
-        raise ModelError(f"{name!r} names {len(found)} runs under {runs}: {names}.", remedy)
-    return found[0] if found else None
-
-
-def _get_start_time(run: Path) -> float:
-    """The time at which a run began, which is when its config.json was written.
-
-    The folder's own time is later, for example after an evaluation.
-    """
-    job = run / "config.json"
-    return (job if job.is_file() else run).stat().st_mtime
-
-
 def _has_student(run: Path) -> bool:
-    return any((run / "student" / name).is_file() for name in _STUDENT)
+    return any((run / "student" / name).is_file() for name in STUDENT_FILES)
 
 
 def examine(

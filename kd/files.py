@@ -22,7 +22,7 @@ from cache.disk import (
 )
 from cache.errors import StorageError
 from cache.remote.address import bind_caches
-from kd.errors import TrainingError
+from kd.errors import ModelError, TrainingError
 
 #: File in a run folder that the writing process locks.
 LOCK = ".lock"
@@ -98,6 +98,37 @@ def read_run_format(run_dir: Path) -> int:
     """The format of a run folder."""
     mark = read_json(run_dir / MARK)
     return RUN_FORMAT if mark is None else int(mark["format"])
+
+
+def find_run(name: str, runs: Path) -> Path | None:
+    """Find the run below ``runs`` with that name, or the only one whose name begins with it.
+
+    ``last`` means the run that began last. The job_ of a job's id may be left out. None where no
+    run has that name; raises ``ModelError`` where several have it.
+    """
+    folders = sorted(folder for folder in runs.glob("[!.]*") if folder.is_dir())
+    if name == "last":
+        if not folders:
+            raise ModelError(f"there is no run under {runs}.", "Run a job first, or name a model.")
+        return max(folders, key=_get_start_time)
+    exact = [folder for folder in folders if folder.name == name]
+    found = exact or [
+        folder for folder in folders if name and folder.name.startswith((name, f"job_{name}"))
+    ]
+    if len(found) > 1:
+        names = ", ".join(folder.name for folder in found[:5])
+        remedy = "Give more of the name, or the owner/name of a model of the hub."
+        raise ModelError(f"{name!r} names {len(found)} runs under {runs}: {names}.", remedy)
+    return found[0] if found else None
+
+
+def _get_start_time(run: Path) -> float:
+    """The time at which a run began, which is when its config.json was written.
+
+    The folder's own time is later, for example after an evaluation.
+    """
+    job = run / "config.json"
+    return (job if job.is_file() else run).stat().st_mtime
 
 
 def require_known_run(run_dir: Path) -> None:

@@ -41,6 +41,7 @@ from kd.evaluation.measure import EvaluationContext
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.report import make_report, write_report
 from kd.evaluation.teacher_effect import warn_of_verdict
+from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
 from kd.files import (
     MARK,
     RUN_FORMAT,
@@ -293,7 +294,9 @@ def run_training(
         write_provenance(folder, config, report)
     write_report(run_dir, report)
     warn_of_verdict(report, monitor)
-    artifacts = {name: str(run_dir / name) for name in (*ARTIFACTS, *report["plots"])}
+    names = [*ARTIFACTS, *report["plots"]]
+    names += [TOKENS_FILE] if (run_dir / TOKENS_FILE).is_file() else []
+    artifacts = {name: str(run_dir / name) for name in names}
     for name, path in artifacts.items():
         monitor.emit("artifact", name=name, path=path)
     return {"artifacts": artifacts, "report": report}

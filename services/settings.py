@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cache.errors import StoreError
 from cache.remote.address import bind_caches, is_bucket, locate_caches
+from services.redis_url import parse_sentinels, uses_tls
 
 #: The stages that workers run, which are also the names of the two queues.
 STAGES = ("precompute", "train")
@@ -86,9 +87,9 @@ class Settings(BaseSettings):
         None,
         max_length=1024,
         description=(
-            "Where caches lie: a folder, or a bucket: s3://bucket/prefix, gs://bucket/prefix, "
-            "az://container/prefix; its credentials come from the usual variables of the "
-            "environment. If it is not set, they lie in caches/ of KD_HOME."
+            "Where caches lie: a folder, or a bucket of S3, s3://bucket/prefix; its credentials "
+            "come from the usual variables of the environment. If it is not set, they lie in "
+            "caches/ of KD_HOME."
         ),
     )
     store_cache_bytes: int = Field(
@@ -99,10 +100,21 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(
         None,
         repr=False,
-        description="Redis or Valkey to use. If it is not set, the bundled Valkey is started.",
+        description=(
+            "Redis or Valkey to use: redis://, rediss:// (TLS), or "
+            "sentinel://HOST:26379,HOST:26379/0?master=NAME (sentinels:// with TLS). If it is not "
+            "set, the bundled Valkey is started."
+        ),
     )
     redis_password_file: Path | None = Field(
         None, description="File with the password of KD_REDIS_URL, if the URL contains none."
+    )
+    redis_ca_file: Path | None = Field(
+        None,
+        description=(
+            "Certificates (PEM) that sign those of KD_REDIS_URL. The default is those that the "
+            "system trusts."
+        ),
     )
     host: str = Field("127.0.0.1", description="Address on which the API listens.")
     port: int = Field(
@@ -392,11 +404,35 @@ class Settings(BaseSettings):
         except OSError as error:
             raise ValueError(f"KD_REDIS_PASSWORD_FILE: {file}: {error.strerror}") from None
         parts = urlsplit(url)
-        place = parts.netloc.rpartition("@")[2]
-        return {
-            **values,
-            "redis_url": parts._replace(netloc=f":{quote(password, safe='')}@{place}").geturl(),
-        }
+        name, place = quote(parts.username or ""), parts.netloc.rpartition("@")[2]
+        login = f"{name}:{quote(password, safe='')}@{place}"
+        return {**values, "redis_url": parts._replace(netloc=login).geturl()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _insert_certificates(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Put the file of certificates into the URL, as the password."""
+        url = values.get("redis_url")
+        file = values.get("redis_ca_file")
+        if not url or not file:
+            return values
+        if not uses_tls(url):
+            raise ValueError("KD_REDIS_CA_FILE needs a KD_REDIS_URL of rediss:// or sentinels://")
+        if not Path(file).is_file():
+            raise ValueError(f"KD_REDIS_CA_FILE: {file} is not a file")
+        parts = urlsplit(url)
+        query = {**dict(parse_qsl(parts.query)), "ssl_ca_certs": str(file)}
+        return {**values, "redis_url": parts._replace(query=urlencode(query)).geturl()}
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: str | None) -> str | None:
+        try:
+            if url is not None:
+                parse_sentinels(url)
+        except ValueError as error:
+            raise ValueError(f"KD_REDIS_URL: {error}") from None
+        return url
 
     @model_validator(mode="before")
     @classmethod

@@ -118,20 +118,11 @@ class Cluster:
 
     def find_job(self, pid: int) -> str | None:
         """Find the job whose log a process writes to; None for any other process."""
-        try:
-            log = Path(f"/proc/{pid}/fd/2").readlink()
-        except OSError:
-            return None
-        return (
-            log.relative_to(self.home / "runs").parts[0]
-            if log.is_relative_to(self.home / "runs")
-            else None
-        )
+        return find_job_of(self.home, pid)
 
     def find_live_runs(self) -> dict[int, str]:
         """Find every process that works on a job of this service, also one without its worker."""
-        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        return {pid: job for pid in pids if (job := self.find_job(pid)) and _is_running(pid)}
+        return find_live_runs(self.home)
 
     def close(self) -> None:
         """End every process."""
@@ -141,6 +132,21 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
         self.parts.close()
+
+
+def find_job_of(home: Path, pid: int) -> str | None:
+    """Find the job in ``home`` whose log a process writes to; None for any other process."""
+    try:
+        log = Path(f"/proc/{pid}/fd/2").readlink()
+    except OSError:
+        return None
+    return log.relative_to(home / "runs").parts[0] if log.is_relative_to(home / "runs") else None
+
+
+def find_live_runs(home: Path) -> dict[int, str]:
+    """Find every process that works on a job in ``home``, also one without its worker."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {pid: job for pid in pids if (job := find_job_of(home, pid)) and _is_running(pid)}
 
 
 def make_inputs(folder: Path) -> Path:

@@ -74,7 +74,8 @@ class Parts:
     """A server in ``folder``/redis, and the processes started beside it.
 
     The processes are forks of one that has the libraries, which saves seconds of each start.
-    Without ``forked`` each is a new Python.
+    Without ``forked`` each is a new Python. With ``redis_url`` among the settings the caller starts
+    and stops the server.
     """
 
     def __init__(
@@ -86,15 +87,16 @@ class Parts:
         **settings: Any,
     ) -> None:
         self.server = EmbeddedServer(folder / "redis", find_binary())
-        self.server.start()
+        if "redis_url" not in settings:
+            self.server.start()
         port = find_free_port()
         self.settings = Settings(
             home=folder,
-            redis_url=self.server.url,
             port=port,
             server=f"http://127.0.0.1:{port}",
             child_module=child_module,
             **{
+                "redis_url": self.server.url,
                 "root": ROOT,
                 "lease_seconds": 2.0,
                 "stop_grace_seconds": 5.0,
@@ -102,8 +104,9 @@ class Parts:
                 **settings,
             },
         )
-        self.jobs = JobStore(connect_redis(self.server.url), self.settings.max_attempts)
-        self.queue = make_celery_app(self.server.url, socket_timeout=2.0)
+        assert self.settings.redis_url is not None
+        self.jobs = JobStore(connect_redis(self.settings.redis_url), self.settings.max_attempts)
+        self.queue = make_celery_app(self.settings.redis_url, socket_timeout=2.0)
         self.http = httpx.Client(base_url=self.settings.server, timeout=10)
         self.forked = forked
         self._processes: list[Started] = []

@@ -183,6 +183,13 @@ def reports(run_dir: Path, monitor: Monitor) -> None:
         monitor.emit("artifact", name=name, path=str(run_dir / name))
 
 
+def talks(run_dir: Path, monitor: Monitor) -> None:
+    """Send events that are too long for the job store, and an error that is."""
+    monitor.emit("warning", message="w" * (1 << 20))
+    monitor.emit("metrics", step=1, loss=1.0, values=list(range(1 << 16)))
+    raise DataError("d" * (1 << 20), "Shorten it.")
+
+
 def environment(run_dir: Path, monitor: Monitor) -> None:
     (run_dir / "environment").write_text(
         "\n".join(f"{name}={value}" for name, value in os.environ.items())
@@ -212,6 +219,7 @@ SCRIPTS = {
         dies_once,
         environment,
         reports,
+        talks,
     )
 } | {"austen-baseline": reports}
 

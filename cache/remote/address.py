@@ -23,8 +23,9 @@ from cache.errors import StoreError
 STORE_FILE = "store.json"
 #: Bytes of shards that a mirror keeps unless the operator sets another number.
 MIRROR_BYTES = 50 << 30
-#: The schemes of buckets.
-SCHEMES = ("s3", "gs", "az")
+#: The scheme of a bucket, and those of services that nothing here was tested with.
+SCHEME = "s3"
+UNTESTED = {"gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 _PREFIX = re.compile(r"[A-Za-z0-9._=+-]+(/[A-Za-z0-9._=+-]+)*")
 
@@ -53,13 +54,18 @@ class StoreAddress:
                 "with no user, password, query or fragment.",
                 "Give credentials in the environment: see docs/how-to/object-storage.md.",
             )
+        if (service := UNTESTED.get(parts.scheme)) is not None:
+            raise StoreError(
+                f"{text!r} names {service}, with which caches were not tested.",
+                "Name a bucket of S3, s3://bucket/prefix, or a folder.",
+            )
         prefix = parts.path.strip("/")
-        whole = parts.scheme in SCHEMES and _BUCKET.fullmatch(parts.netloc)
+        whole = parts.scheme == SCHEME and _BUCKET.fullmatch(parts.netloc)
         if not whole or (prefix and not _PREFIX.fullmatch(prefix)) or ".." in prefix.split("/"):
             raise StoreError(
                 f"{text!r} is not the address of a bucket.",
-                "Write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, with "
-                "letters, digits and . _ = + - in the prefix; or name a folder.",
+                "Write s3://bucket/prefix, with letters, digits and . _ = + - in the prefix; or "
+                "name a folder.",
             )
         return cls(parts.scheme, parts.netloc, prefix)
 

@@ -23,9 +23,7 @@ from cache.remote.address import StoreAddress, read_binding
 Found = TypeVar("Found")
 
 #: Names of the environment variables whose values never appear in a message.
-_SECRET = re.compile(
-    r"(?i)^(aws_|google_|gcs_|azure_).*(key|secret|token|password|credential|account|sas)"
-)
+_SECRET = re.compile(r"(?i)^aws_.*(key|secret|token|password|credential)")
 #: Attempts and seconds of one request. A time-out of the whole is longer than a short outage.
 _RETRIES = 8
 _RETRY_SECONDS = 120
@@ -43,7 +41,6 @@ _STATUS = re.compile(r"status code: (\d{3})")
 #: What to do about an error, by the server's code or by words of the message.
 _REMEDIES = {
     "NoSuchBucket": "Create the bucket, or correct its name.",
-    "ContainerNotFound": "Create the container, or correct its name.",
     "AuthorizationHeaderMalformed": "Set AWS_REGION to the region of the bucket.",
     "PermanentRedirect": "Set AWS_REGION to the region of the bucket.",
     "IllegalLocationConstraintException": "Set AWS_REGION to the region of the bucket.",
@@ -182,7 +179,7 @@ class Bucket:
         try:
             return work()
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+            if "NoSuchBucket" in str(error):
                 _refuse(self.address, error)
             raise FileNotFoundError(_describe(error)) from None
         except StoreError:
@@ -239,10 +236,6 @@ def _open_store(address: StoreAddress, patient: bool) -> Any:
         },
         "prefix": address.prefix or None,
     }
-    if address.scheme == "gs":
-        return store.GCSStore(address.bucket, **options)
-    if address.scheme == "az":
-        return store.AzureStore(address.bucket, **options)
     if endpoint:
         options |= {"endpoint": endpoint}
         # The operator has named a server without TLS.

@@ -22,17 +22,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from cache.disk import list_file_sizes, make_folder, remove_path, write_file
+from cache.disk import list_file_sizes, make_folder, remove_path
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheNotFound, StoreError
 from cache.reading.disk import DiskReads, FileDigest
 from cache.remote.address import Binding, read_binding
 from cache.remote.bucket import open_bucket
-from cache.remote.room import MirrorRoom
+from cache.remote.room import MirrorRoom, write_copy
 from cache.shard import RECAPTURE_REMEDY, Seal
 
 Found = TypeVar("Found")
@@ -43,8 +43,17 @@ _SHARD_SEAL = re.compile(r"/seals/[0-9]+\.json$")
 DIGEST_DIGITS = 32
 #: Objects that one process gets or puts at the same time.
 PARALLEL = 8
+#: Seconds after which a shard is brought ahead again: it may have left the disk.
+_AGAIN_SECONDS = 60.0
 #: Times that a manifest is written anew because another writer was faster.
 _ATTEMPTS = 5
+
+
+class _Coming(NamedTuple):
+    """Files of a shard that are brought ahead, and since when."""
+
+    work: Future[None]
+    begun: float
 
 
 def open_mirror(folder: Path) -> Mirror | None:
@@ -71,7 +80,7 @@ class Mirror:
         self.seconds = 0.0
         # Seals that this process has put or seen: nobody replaces the seal of a whole shard.
         self._known: set[str] = set()
-        self._coming: set[str] = set()
+        self._coming: dict[str, _Coming] = {}
         self._lock = Lock()
 
     def __str__(self) -> str:
@@ -129,6 +138,7 @@ class Mirror:
             make_folder(folder)
         self.room.touch(folder)
         if whole:
+            self._await_coming(name)
             seal = Seal.from_bytes(known, str(path))
             here = list_file_sizes(folder)
             missing = [file for file, about in seal.files.items() if here.get(file) != about.bytes]
@@ -142,11 +152,19 @@ class Mirror:
 
     def bring_ahead(self, name: str, digest: str) -> None:
         """Begin to bring a shard whole, unless that has begun; what fails is tried when read."""
+        now = time.monotonic()
         with self._lock:
-            if name in self._coming:
+            known = self._coming.get(name)
+            if known and (not known.work.done() or now - known.begun < _AGAIN_SECONDS):
                 return
-            self._coming.add(name)
-        _open_pool(os.getpid()).submit(self._bring_quietly, name, digest)
+            work = _open_pool(os.getpid()).submit(self._bring_quietly, name, digest)
+            self._coming[name] = _Coming(work, now)
+
+    def _await_coming(self, name: str) -> None:
+        """Wait for the files of a shard that are on their way; none that waits for its turn."""
+        known = self._coming.get(name)
+        if known and not known.work.cancel():
+            known.work.result()
 
     def _bring_quietly(self, name: str, digest: str) -> None:
         try:
@@ -198,7 +216,7 @@ class Mirror:
                 return
             data = self.bucket.get(self._name(_name_piece(name, pieces[name])))
             make_folder(path.parent)
-            write_file(path, data)
+            write_copy(path, data)
 
         try:
             self._each(get, pieces)
@@ -347,14 +365,13 @@ class Mirror:
     def _keep_seal(self, name: str, data: bytes) -> None:
         """Keep a seal in the folder; files of another seal go."""
         path = self.folder / locate_seal(name)
-        if not path.is_file() or path.read_bytes() != data:
-            folder = self.folder / name
-            mine = folder.is_dir() and path.is_file()
-            if mine or (folder.is_dir() and not _fits(folder, data)):
-                remove_path(folder)
-            make_folder(path.parent)
-            write_file(path, data)
-        self._known.add(name)
+        with self._lock:  # a thread that brings the shard ahead keeps its seal too
+            if not path.is_file() or path.read_bytes() != data:
+                folder = self.folder / name
+                if folder.is_dir() and (path.is_file() or not _fits(folder, data)):
+                    remove_path(folder)
+                write_copy(path, data)
+            self._known.add(name)
 
     def _each(self, work: Callable[[str], Found], names: Iterable[str]) -> list[Found]:
         """Do ``work`` for each name, some at a time; raises the first error."""
@@ -430,4 +447,4 @@ def _fits(folder: Path, seal: bytes) -> bool:
 
 def _write_if_other(path: Path, data: bytes) -> None:
     if not path.is_file() or path.read_bytes() != data:
-        write_file(path, data)
+        write_copy(path, data)

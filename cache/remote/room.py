@@ -9,13 +9,25 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import NamedTuple
 
 from cache.disk import TEMPORARY_PREFIX, remove_path, sum_file_sizes
 
 #: The part of the bound that is left after files have gone.
 _LEFT = 0.9
+
+
+def write_copy(path: Path, data: bytes) -> None:
+    """Write what can be fetched again, whole or not at all; others may write the same now."""
+    name = f"{TEMPORARY_PREFIX}{os.getpid()}-{get_ident()}-{path.name}"
+    temporary = path.with_name(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _Kept(NamedTuple):
@@ -40,14 +52,9 @@ class MirrorRoom:
 
     def keep(self, path: Path, data: bytes) -> None:
         """Write a fetched file. Where the disk does not take it, it is fetched again later."""
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
-            temporary.replace(path)
+            write_copy(path, data)
         except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             return
         self.grow(len(data))
 

@@ -128,9 +128,9 @@ class CacheConfig(Section):
         None,
         max_length=1024,
         description=(
-            "Where the cache lies: a folder, or a bucket: s3://bucket/prefix, gs://bucket/prefix, "
-            "az://container/prefix. Null = KD_STORE, else the folder caches of KD_HOME. The bytes "
-            "and the fingerprint of the cache do not depend on it."
+            "Where the cache lies: a folder, or a bucket of S3, s3://bucket/prefix. Null = "
+            "KD_STORE, else the folder caches of KD_HOME. The bytes and the fingerprint of the "
+            "cache do not depend on it."
         ),
     )
 

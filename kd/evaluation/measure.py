@@ -32,6 +32,7 @@ from kd.evaluation.side_by_side import (
     take_stored_precision,
 )
 from kd.evaluation.tasks import run_tasks
+from kd.evaluation.tokens.scoring import FILE, write_tokens
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
@@ -183,7 +184,23 @@ def _compare_side_by_side(
     }
     writer = SampleWriter(prompts, run.tokenizer, options.max_new_tokens)
     found = compare_on_device(models, known, read_sample(source, pick_device()), writer)
+    _try_write_tokens(models, source, run, reason)
     return {**found, "without_teacher": reason}
+
+
+def _try_write_tokens(
+    models: Mapping[str, EvaluatedModel],
+    source: Source,
+    run: EvaluationContext,
+    without_teacher: str | None,
+) -> None:
+    """Write the file of single tokens, or a warning: a finished student is not given up for it."""
+    run.monitor.emit("stage", stage="train", phase="scoring single tokens")
+    try:
+        write_tokens(run.folder / FILE, models, source, run.tokenizer, without_teacher)
+    except (PotstillError, RuntimeError) as error:  # RuntimeError: also a lack of memory
+        message = f"{FILE} was not written: {type(error).__name__}: {error}"
+        run.monitor.emit("warning", message=message)
 
 
 def _load_teacher_if_possible(

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from kd.config.job import JobConfig
 from kd.evaluation.measure import STUDENT
 from kd.evaluation.report import Report, render_report
 from kd.files import read_json, write_json
-from kd.models.folder import ModelFolder
-from kd.models.saving import ADAPTER_FOLDER, BASE_FOLDER
+from kd.models.folder import ADAPTER_FOLDER, BASE_FOLDER, UNKNOWN_LICENCE, read_card
 
-#: The facts between the first two lines of dashes of a card.
-_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)
-#: The licence of a model whose card is not here or names none, as the hub writes it.
-UNKNOWN_LICENCE = "unknown"
 #: The longest prompt of the example.
 _PROMPT_CHARACTERS = 60
 
@@ -86,20 +79,6 @@ def _read_own_card(config: JobConfig) -> dict[str, Any]:
     if student is not None and student.model is not None:
         return read_card(student.model, student.revision)
     return {}
-
-
-def read_card(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Read the facts of a model's card on this machine; none where it cannot be read."""
-    folder = ModelFolder.find(model, Path(), revision)
-    path = None if folder is None else folder.path / "README.md"
-    if path is None or not path.is_file():
-        return {}
-    found = _FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
-    try:
-        facts = yaml.safe_load(found[1]) if found else None
-    except yaml.YAMLError:
-        return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def _list_datasets(config: JobConfig) -> list[str]:

@@ -36,8 +36,8 @@ def draw_plots(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lin
             any("loss" in line for line in lines),
             lambda figure: draw_curves(figure.subplots(), lines),
         ),
-        RELIABILITY: (bool(reliability), lambda figure: _draw_reliability(figure, reliability)),
-        CONTEXT: (bool(context), lambda figure: _draw_context(figure, context)),
+        RELIABILITY: (bool(reliability), lambda figure: draw_reliability(figure, reliability)),
+        CONTEXT: (bool(context), lambda figure: draw_context(figure, context)),
     }
     wanted = {name: draw for name, (has_data, draw) in drawings.items() if has_data}
     for name, draw in wanted.items():
@@ -90,7 +90,8 @@ def draw_curves(axes: Any, lines: Lines) -> None:
         axes.legend()
 
 
-def _draw_reliability(figure: Any, curves: Mapping[str, Lines]) -> None:
+def draw_reliability(figure: Any, curves: Mapping[str, Lines]) -> None:
+    """Draw how often each model is right, by how sure it is."""
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], "--", color="grey", linewidth=1, label="as sure as right")
     for name, points in curves.items():
@@ -110,7 +111,8 @@ def _draw_reliability(figure: Any, curves: Mapping[str, Lines]) -> None:
     axes.legend()
 
 
-def _draw_context(figure: Any, spans: Mapping[str, Lines]) -> None:
+def draw_context(figure: Any, spans: Mapping[str, Lines]) -> None:
+    """Draw the KL of each model from the teacher, by the tokens of context."""
     axes = figure.subplots()
     for name, points in spans.items():
         axes.plot(

@@ -40,6 +40,7 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": LINE,
     "xtick.labelcolor": QUIET,
     "ytick.labelcolor": QUIET,
+    "axes.prop_cycle": f"cycler('color', {list(SERIES)})",
     "lines.linewidth": 1.4,
     "legend.facecolor": PAPER,
     "legend.edgecolor": PAPER,

@@ -45,6 +45,14 @@ tr.best td { font-weight: 600; }
        margin-right: .5rem; vertical-align: -.08rem; }
 pre { font: 13px/1.5 ui-monospace, monospace; background: var(--shade); padding: .8rem;
       overflow-x: auto; }
+blockquote { margin: .8rem 0; padding: .1rem 1rem; border-left: .25rem solid var(--bad); }
+@media print {
+  body { max-width: none; padding: 0; font-size: 11px; }
+  h2 { margin-top: 1.2rem; padding-top: .6rem; }
+  figure, tr, pre { break-inside: avoid; }
+  pre { white-space: pre-wrap; }
+  details:not([open]) { display: none; }
+}
 """.strip()
 
 

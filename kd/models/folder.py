@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +17,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kd.addresses import HUB_ID
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
 
+#: The folder of the adapters, below a saved student's.
+ADAPTER_FOLDER = "adapter"
+#: The folder of the model that unmerged adapters belong to, below a saved student's.
+BASE_FOLDER = "base"
+#: A folder is a saved student if it holds one of these files: a whole model, or adapters alone.
+STUDENT_FILES = ("config.json", f"{ADAPTER_FOLDER}/adapter_config.json")
+#: The facts between the first two lines of dashes of a model card.
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)
+#: The licence of a model whose card is not here or names none, as the hub writes it.
+UNKNOWN_LICENCE = "unknown"
 #: Files that ``resolve_model`` downloads besides the weights: configuration, tokenizer, chat
 #: template, code, and the card with the licence.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
@@ -395,3 +408,17 @@ def require_allowed_remote_code(config: TeacherConfig) -> bool:
             "Start with KD_TRUST_REMOTE_CODE=1.",
         )
     return config.trust_remote_code
+
+
+def read_card(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Read the facts of a model's card on this machine; none where it cannot be read."""
+    folder = ModelFolder.find(model, Path(), revision)
+    path = None if folder is None else folder.path / "README.md"
+    if path is None or not path.is_file():
+        return {}
+    found = _FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        facts = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        return {}
+    return facts if isinstance(facts, dict) else {}

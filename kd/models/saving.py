@@ -18,14 +18,9 @@ from kd.models.adapters import (
     remove_adapters,
     save_adapters,
 )
-from kd.models.folder import resolve_model
+from kd.models.folder import ADAPTER_FOLDER, BASE_FOLDER, resolve_model
 from kd.models.loading import ReadingPlan, load_model, read_model
 from kd.models.precision import Precision, pick_device, round_parameters
-
-#: The folder of the adapters, below the student's.
-ADAPTER_FOLDER = "adapter"
-#: The folder of the model that unmerged adapters belong to, below the student's.
-BASE_FOLDER = "base"
 
 
 def choose_save_dtype(options: TrainConfig, precision: Precision) -> torch.dtype:

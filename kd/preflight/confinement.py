@@ -61,7 +61,12 @@ def find_confinement_problems(config: JobConfig, root: Path, limits: Confinement
         for each in list_named_resources(config)
         for problem in _find_refusals(each, root, limits)
     ]
-    return [*found, *_check_sealed_cache(config, limits), *_check_teacher_url(config, limits)]
+    return [
+        *found,
+        *_check_store(config, limits),
+        *_check_sealed_cache(config, limits),
+        *_check_teacher_url(config, limits),
+    ]
 
 
 # ---------------------------------------------------------------------- names of files and models
@@ -177,6 +182,14 @@ def _check_links(name: str, files: Iterable[Path], limits: Confinement) -> Reaso
         if (file.is_symlink() and not limits.permits(file)) or file in service:
             return f"{name!r} includes {file.name!r}, which jobs may not read.", _OUTSIDE
     return None
+
+
+def _check_store(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
+    """Find that a job of a service would keep its cache in another place than the operator's."""
+    if config.cache.store not in (None, limits.store):
+        own = limits.store or "the folder caches of KD_HOME"
+        detail = f"a job of this service keeps its cache in {own}, not in {config.cache.store}."
+        yield Problem("/cache/store", detail, "Remove cache.store, or use `kd run`.")
 
 
 def _check_sealed_cache(config: JobConfig, limits: Confinement) -> Iterator[Problem]:

@@ -34,7 +34,8 @@ class Confinement:
     ``models``: None = any. ``remote_code``: whether jobs may run code that comes with a model or a
     task. ``free_datasets``: whether a dataset may include files from anywhere. ``may_read_run`` and
     ``may_read_cache``: whether the job's owner may read the run folder of a job's id, or the cache
-    of a fingerprint, in ``home``.
+    of a fingerprint, in ``home``. ``store``: the operator's place of caches, the only one that a
+    job may name, because the credentials of a worker are the operator's.
     """
 
     home: Path
@@ -46,6 +47,7 @@ class Confinement:
     free_datasets: bool = False
     may_read_run: Callable[[str], bool] = grant_nothing
     may_read_cache: Callable[[str], bool] = grant_nothing
+    store: str | None = None
 
     def permits(self, path: Path) -> bool:
         """Whether ``path``, with its links followed, may be read. A root itself may be hidden."""
@@ -115,6 +117,7 @@ class Confinement:
             "hosts": list(self.hosts),
             "remote_code": self.remote_code,
             "free_datasets": self.free_datasets,
+            "store": self.store,
             "runs": sorted(
                 {name for kind, name in named if kind == "runs" and self.may_read_run(name)}
             ),
@@ -136,6 +139,7 @@ class Confinement:
             hosts=tuple(order["hosts"]),
             remote_code=order["remote_code"],
             free_datasets=order["free_datasets"],
+            store=order["store"],
             may_read_run=frozenset(order["runs"]).__contains__,
             may_read_cache=frozenset(order["caches"]).__contains__,
         )

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, list_differences
-from cache.remote.address import is_mirror
 from kd.addresses import HUB_ID
 from kd.capture.estimate import make_codec_identity
 from kd.config.job import JobConfig
@@ -263,18 +262,13 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     name = config.cache.extends
     if name is None or "precompute" not in config.stages:
         return
-    caches = find_caches(home, config.cache.store)
-    if is_mirror(caches / name):
-        detail = "a cache in a bucket cannot extend another: its files cannot be linked."
-        yield Problem("/cache/extends", detail, "Remove it to capture all of the text.")
-        return
-    folder = caches / name
-    if not (folder / "manifest.json").is_file():
-        yield describe_missing_cache(name, home, "extends")
-        return
-    from cache.store import read_manifest
+    folder = find_caches(home, config.cache.store) / name
+    from cache.store import has_manifest, read_manifest
 
     try:
+        if not has_manifest(folder):
+            yield describe_missing_cache(name, home, "extends")
+            return
         known = read_manifest(folder).identity
     except CacheError as error:
         yield Problem("/cache/extends", error.detail, error.remedy)

@@ -46,6 +46,8 @@ WINDOW_TOKENS = 1 << 22
 WINDOW_BYTES = MEMORY_BYTES // 2
 #: Pieces of a window where not even two shards fit into it.
 WINDOW_PIECES = 8
+#: Steps whose shards are fetched from a bucket before they are read.
+FAR_STEPS = 16
 #: The order of an epoch is a list of at most so many sequences: 128 MiB.
 LISTED_SEQUENCES = 1 << 24
 
@@ -445,6 +447,8 @@ def read_training_batches(
     """
     arrange = choose_epoch_order(source, options, steps)
     load = partial(_load_step, source, options, arrange, group)
+    if isinstance(source, CachedRecords) and source.is_far(options):
+        load = partial(_load_far_step, source, options, arrange, load)
     if workers := count_loader_threads(options):
         return _read_ahead(load, steps, workers, options.dataloader_prefetch_factor)
     return (load(step) for step in steps)
@@ -468,6 +472,19 @@ def _load_step(
         _load_micro_batch(source, options, indices[at : at + size], epochs[at : at + size])
         for at in range(0, len(indices), size)
     ]
+
+
+def _load_far_step(
+    source: CachedRecords,
+    options: TrainConfig,
+    arrange: EpochOrder,
+    load: Callable[[int], list[Batch]],
+    step: int,
+) -> list[Batch]:
+    """Load a step from a bucket, and begin to fetch what the steps after it need."""
+    for later in range(step, step + FAR_STEPS):
+        source.store.bring_ahead(_list_step_slots(source, options, arrange, later)[0])
+    return load(step)
 
 
 def _list_step_slots(
@@ -614,6 +631,15 @@ class CachedRecords:
     def disk_reads(self) -> DiskReads:
         """Bytes and seconds of reading from the disk so far."""
         return self.store.disk_reads
+
+    def is_far(self, options: TrainConfig) -> bool:
+        """Whether whole shards are to be fetched from a bucket before they are read.
+
+        In random order a shard that cannot stay on the disk would be fetched for one sequence.
+        """
+        return self.store.mirror is not None and (
+            self.store.brings_whole or options.order == "windows"
+        )
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Return the teacher's LM head, which a cache of profile hidden holds."""

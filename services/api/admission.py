@@ -47,18 +47,6 @@ from services.store.tenancy import build_confinement
 RETRY_QUOTA_SECONDS = "60"
 
 
-def find_store_problems(config: JobConfig, settings: Settings) -> list[Problem]:
-    """Find that a job names a place for its cache that is not the operator's.
-
-    The credentials of a worker are the operator's: a job must not choose what they are used for.
-    """
-    if config.cache.store in (None, settings.store):
-        return []
-    own = settings.store or "the folder caches of KD_HOME"
-    detail = f"a job of this service keeps its cache in {own}, not in {config.cache.store}."
-    return [Problem("/cache/store", detail, "Remove cache.store, or use `kd run`.")]
-
-
 @dataclass(frozen=True)
 class Admission:
     """Accepts the jobs of one caller."""
@@ -109,7 +97,6 @@ class Admission:
         own = [
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
-            *find_store_problems(config, settings),
             *self._find_continued_problems(config),
         ]
         try:
@@ -130,7 +117,6 @@ class Admission:
             *find_problems(config, folders),
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
-            *find_store_problems(config, settings),
             *self._find_continued_problems(config),
         ]
         told = {each.pointer for each in problems}

@@ -40,7 +40,7 @@ from fastapi.routing import APIRoute
 
 from kd.face.version import read_version
 from services.api.answers import problems
-from services.api.answers.event_stream import EventHub, connect_events
+from services.api.answers.event_stream import EventHub
 from services.api.auditing import Audit
 from services.api.guards.authentication import require_safe_bind
 from services.api.guards.body_limits import BODY_BYTES, BodyLimit
@@ -63,7 +63,7 @@ from services.api.service import Service
 from services.loops.reconciler import Reconciler
 from services.process.logs import find_secrets
 from services.settings import Settings
-from services.store.connection import connect_redis
+from services.store.connection import connect_events, connect_redis
 from services.store.jobs.store import JobStore
 from services.store.queue import make_celery_app
 from services.store.training_files import TrainingFiles

@@ -25,12 +25,57 @@ const CHARTS = [
 export const NAMES = CHARTS.flatMap((chart) => chart.names);
 const HEIGHT = 220; // pixels
 const SMOOTHING = 0.9; // the weight of the earlier points
-const COLOURS = 3; // of the style sheet; more lines get hues at equal distances
+// Only these are smoothed: a learning rate has no noise, and evaluations are few and exact.
+const SMOOTHED = ["loss", "kd_loss", "ce_loss", "perplexity"];
+/** Colours of the style sheet; more lines get hues at equal distances. */
+export const COLOURS = 3;
 const LEGEND = 8; // the most lines that a legend lists
 
-/** The charts of a page. `update` takes the API's series; a chart appears with its first point. */
+const colour = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const strokeOf = (at, count) => (count <= COLOURS
+  ? colour(`--series-${at + 1}`) : `hsl(${(360 * at) / count} 65% 50%)`);
+
+/** The width of a column of a box of charts. */
+export const columnWidth = (box) =>
+  parseFloat(getComputedStyle(box).gridTemplateColumns) || box.clientWidth || 320;
+
+function axes() {
+  const axis = {
+    stroke: colour("--quiet"),
+    grid: { stroke: colour("--line"), width: 1 },
+    ticks: { show: false },
+  };
+  const label = (value) => (value == null ? "" : number(value, 3));
+  return [axis, { ...axis, size: 64, values: (_, values) => values.map(label) }];
+}
+
+/** Draw lines of {label, steps, values} into a figure; returns the chart, which must be destroyed. */
+export function lineChart(figure, lines, { log = false, width }) {
+  return new uPlot({
+    width, height: HEIGHT,
+    cursor: { sync: { key: "step" } },
+    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    axes: axes(),
+    series: [{ label: "step" }, ...lines.map(({ label, at }) => ({
+      label, stroke: strokeOf(at, lines.length), width: 2, spanGaps: true,
+      value: (_, value) => number(value) ?? "",
+    }))],
+  }, uPlot.join(lines.map(({ steps, values }) => [steps, values])), figure);
+}
+
+/**
+ * The charts of a page. `update` takes the API's series; a chart appears with its first point.
+ *
+ * A range of steps that is dragged open stays open while points come, in all charts; `zoomed` is
+ * called with its first and last step, so that more points of it can be read. A double click ends
+ * it, and then `zoomed` is called with null.
+ */
 export class Charts {
-  constructor() {
+  constructor(zoomed = () => {}) {
+    this.zoomed = zoomed;
+    this.range = null; // of steps, while it is not all of them
+    this.levels = new Map(); // lines of {label, value} across a chart, by its title
     this.drawn = new Map();
     this.series = new Map();
     this.box = h("div", { class: "charts" });
@@ -39,7 +84,7 @@ export class Charts {
     this.root = h("section", { "aria-label": "Metrics" },
       h("p", { class: "options" },
         h("label", {}, this.log, " logarithmic"),
-        h("label", {}, this.smooth, " smooth")),
+        h("label", {}, this.smooth, " smooth losses")),
       this.box);
     this.resized = new ResizeObserver(() => this.fit());
     this.resized.observe(this.box);
@@ -55,7 +100,10 @@ export class Charts {
       if (!names.length) continue;
       const drawn = this.drawn.get(chart);
       if (drawn?.names.join() === names.join()) {
-        drawn.plot.setData(this.data(chart, names));
+        this.quietly(() => {
+          drawn.plot.setData(this.data(chart, names), this.range === null);
+          this.keepRange(drawn.plot);
+        });
         this.describe(chart, names);
       } else this.draw(chart, names);
     }
@@ -75,8 +123,12 @@ export class Charts {
     const known = this.drawn.get(chart);
     known?.plot.destroy();
     const figure = known?.figure ?? h("figure", {}, h("figcaption", {}, chart.title));
-    const options = this.options(names, chart.log || this.log.checked);
-    const plot = new uPlot(options, this.data(chart, names), figure);
+    const options = this.options(chart, names);
+    const plot = this.quietly(() => {
+      const made = new uPlot(options, this.data(chart, names), figure);
+      this.keepRange(made);
+      return made;
+    });
     this.drawn.set(chart, { figure, names, plot });
     // A new chart may belong between older ones, so all figures are put in order again.
     if (!known) this.box.append(...CHARTS.flatMap((each) => this.drawn.get(each)?.figure ?? []));
@@ -84,34 +136,87 @@ export class Charts {
     this.fit();
   }
 
+  /** Draw lines across the chart with this title: values to compare its curves with. */
+  setLevels(title, levels) {
+    if (JSON.stringify(levels) === JSON.stringify(this.levels.get(title) ?? [])) return;
+    this.levels.set(title, levels);
+    this.redraw();
+  }
+
+  drawLevels(plot, title) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.setLineDash([6, 4]);
+    ctx.textAlign = "right";
+    ctx.strokeStyle = ctx.fillStyle = colour("--quiet");
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    for (const { label, value } of this.levels.get(title) ?? []) {
+      const y = plot.valToPos(value, "y", true);
+      if (!(y >= bbox.top && y <= bbox.top + bbox.height)) continue;
+      ctx.beginPath();
+      ctx.moveTo(bbox.left, y);
+      ctx.lineTo(bbox.left + bbox.width, y);
+      ctx.stroke();
+      ctx.fillText(`${label} ${number(value, 3)}`, bbox.left + bbox.width - 4, y - 4);
+    }
+    ctx.restore();
+  }
+
+  /** Change a chart without a call of `zoomed`. */
+  quietly(change) {
+    this.quiet = true;
+    const found = change();
+    this.quiet = false;
+    return found;
+  }
+
+  keepRange(plot) {
+    if (this.range) plot.setScale("x", { min: this.range[0], max: this.range[1] });
+  }
+
+  /** A chart has another range of steps; the others follow by their common cursor. */
+  ranged(plot) {
+    if (this.quiet || !plot.data?.[0].length) return;
+    const { min, max } = plot.scales.x;
+    const steps = plot.data[0];
+    const whole = min <= steps[0] && max >= steps.at(-1);
+    const range = whole ? null : [min, max];
+    if (String(range) === String(this.range)) return;
+    this.range = range;
+    clearTimeout(this.asking);
+    this.asking = setTimeout(() => this.zoomed(range), 200);
+  }
+
   redraw() {
     for (const [chart, { names }] of this.drawn) this.draw(chart, names);
   }
 
-  options(names, logarithmic) {
-    const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(name).trim();
-    const axis = {
-      stroke: colour("--quiet"),
-      grid: { stroke: colour("--line"), width: 1 },
-      ticks: { show: false },
-    };
-    const label = (value) => (value == null ? "" : number(value, 3));
+  options(chart, names) {
+    const logarithmic = chart.log || this.log.checked;
+    const values = (this.levels.get(chart.title) ?? []).map(({ value }) => value);
+    const around = (_, low, high) => (logarithmic
+      ? uPlot.rangeLog(Math.min(low, ...values), Math.max(high, ...values), 10, false)
+      : uPlot.rangeNum(Math.min(low, ...values), Math.max(high, ...values), 0.1, true));
     // Without a cursor the legend shows the newest value.
-    const stroke = (at) => (names.length <= COLOURS
-      ? colour(`--series-${at + 1}`) : `hsl(${(360 * at) / names.length} 65% 50%)`);
     const newest = (plot, series) => plot.data[series].findLast((each) => each != null);
     return {
-      width: this.width(), height: HEIGHT,
+      width: columnWidth(this.box), height: HEIGHT,
       legend: { show: names.length <= LEGEND },
       cursor: { sync: { key: "step" } },
-      scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
-      axes: [axis, { ...axis, size: 64, values: (_, values) => values.map(label) }],
+      scales: {
+        x: { time: false },
+        y: { ...(logarithmic && { distr: 3 }), ...(values.length && { range: around }) },
+      },
+      axes: axes(),
+      hooks: {
+        setScale: [(plot, key) => key === "x" && this.ranged(plot)],
+        draw: [(plot) => this.drawLevels(plot, chart.title)],
+      },
       series: [
         { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },
         ...names.map((name, at) => ({
           label: name.split("/").at(-1).replace(/_bytes$/, "").replaceAll("_", " "),
-          stroke: stroke(at),
+          stroke: strokeOf(at, names.length),
           width: 2,
           spanGaps: true,
           // Dots help to see few points, and hide the line of many.
@@ -123,8 +228,7 @@ export class Charts {
   }
 
   data(chart, names) {
-    // Evaluations are few and exact, so only training metrics are smoothed.
-    const smoothed = (name) => this.smooth.checked && !name.startsWith("validation_");
+    const smoothed = (name) => this.smooth.checked && SMOOTHED.includes(name);
     return uPlot.join(names.map((name) => {
       const { steps, values } = this.series.get(name);
       const shown = chart.unit ? values.map((value) => value / chart.unit) : values;
@@ -144,23 +248,21 @@ export class Charts {
       const last = values.at(-1) / (chart.unit ?? 1);
       return `${name.replaceAll("_", " ")} ${number(last)} at step ${steps.at(-1)}`;
     });
+    last.push(...(this.levels.get(chart.title) ?? []).map(({ label, value }) =>
+      `${label} ${number(value)}`));
     const canvas = this.drawn.get(chart).figure.querySelector("canvas");
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${chart.title}: ${last.join(", ")}.`);
   }
 
-  width() {
-    const style = getComputedStyle(this.box);
-    return parseFloat(style.gridTemplateColumns) || this.box.clientWidth || 320;
-  }
-
   fit() {
     for (const { plot } of this.drawn.values()) {
-      plot.setSize({ width: this.width(), height: HEIGHT });
+      plot.setSize({ width: columnWidth(this.box), height: HEIGHT });
     }
   }
 
   close() {
+    clearTimeout(this.asking);
     this.resized.disconnect();
     this.scheme.removeEventListener("change", this.recoloured);
     for (const { plot } of this.drawn.values()) plot.destroy();

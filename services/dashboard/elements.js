@@ -96,6 +96,15 @@ export function duration(seconds) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
+const AGES = [["year", 31536000], ["month", 2592000], ["day", 86400], ["hour", 3600], ["minute", 60]];
+const AGO = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
+
+/** A time as people say it, such as "2 hours ago"; the title has the time itself. */
 export function time(text) {
-  return text ? h("time", { datetime: text }, new Date(text).toLocaleString()) : null;
+  if (!text) return null;
+  const seconds = (Date.parse(text) - Date.now()) / 1000;
+  const [unit, size] = AGES.find(([, each]) => Math.abs(seconds) >= each) ?? ["minute", 60];
+  const count = Math.round(seconds / size);
+  const said = unit === "minute" && count === 0 ? "just now" : AGO.format(count, unit);
+  return h("time", { datetime: text, title: new Date(text).toLocaleString() }, said);
 }

@@ -9,6 +9,8 @@ import {
 import { jobTable, newest } from "./jobs.js";
 import { to } from "./paths.js";
 import { blocks, warnings } from "./report.js";
+import { follow } from "./stream.js";
+import { FILE as TOKENS } from "./tokens.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 // An action without a button, because it cannot be undone.
@@ -18,10 +20,20 @@ const LISTED_EVENTS = "status,warning,check";
 // An ended job is read less often, but still: a retry starts it again.
 const ENDED_MS = 5000;
 const LOG_LINES = 200;
+// Events that come together are drawn together.
+const EVENTS_MS = 50;
+const SEARCHED_LINES = 10_000;
 // Points of each curve: more than the pixels of a chart show would be wasted.
 const POINTS = 400;
+// Points of each curve of a range that was opened, the most that the API sends.
+const MOST_POINTS = 8192;
 // A search lists only its newest trials.
 const MOST_TRIALS = 100;
+// Values of the report that the curves of perplexity are compared with.
+const LEVELS = [
+  ["teacher", (report) => report.teacher_perplexity],
+  ["without a teacher", (report) => report.evaluation?.models?.["cross-entropy only"]?.perplexity],
+];
 // The report's picture of the curves is left out, because the charts show the same.
 const DRAWN_ABOVE = "curves.png";
 // What `kd ablate --out RUN/ablation` adds to a run folder.
@@ -30,7 +42,14 @@ const ABLATION = "ablation/report.json";
 export function jobPage(redraw, id) {
   const names = ["head", "warning", "trials", "files", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
-  const charts = new Charts();
+  let range = null; // of steps that the charts show, while it is not all of them
+  let curves = null; // all of them, thinned
+  let attempts = null;
+  let hasTokens = false;
+  const charts = new Charts(async (wanted) => {
+    range = wanted;
+    await drawCurves().catch(() => {}); // the next refresh says what is wrong
+  });
   const events = new Events(id);
   const log = new Log(id);
   const refused = h("p", { class: "error", role: "alert", hidden: true });
@@ -63,20 +82,61 @@ export function jobPage(redraw, id) {
     fill(parts.trials, shown);
   }
 
+  // Each event shows at once; without a stream the page still asks now and then.
+  let due = null;
+  const leave = follow(id, () => {
+    due ??= setTimeout(() => {
+      due = null;
+      redraw();
+    }, EVENTS_MS);
+  });
+
+  /** Read the whole curves, thinned; of known ones only the points after the last step. */
+  async function readCurves() {
+    const crowded = curves?.some(({ steps }) => steps.length > 2 * POINTS);
+    const ask = (more) => get(`/jobs/${id}/metrics?names=${NAMES}&${more}`);
+    if (curves === null || crowded) {
+      curves = (await ask(`max_points=${POINTS}`)).series;
+      return;
+    }
+    const last = Math.max(0, ...curves.map(({ steps }) => steps.at(-1)));
+    // The last step once more: its evaluation may have come since.
+    const { series } = await ask(`max_points=${MOST_POINTS}&after_step=${last - 1}`);
+    const fresh = new Map(series.map((each) => [each.name, each]));
+    const known = curves.map((each) => refine(each, fresh.get(each.name), [last, Infinity]));
+    const names = new Set(curves.map(({ name }) => name));
+    curves = [...known, ...series.filter(({ name }) => !names.has(name))];
+  }
+
+  /** Draw the curves: of the steps that are shown, in full as far as the service has them. */
+  async function drawCurves() {
+    await readCurves();
+    if (range === null) return charts.update(curves);
+    const [first, last] = [Math.max(Math.floor(range[0]), 0), Math.ceil(range[1])];
+    const asked = `after_step=${first - 1}&before_step=${last + 1}&max_points=${MOST_POINTS}`;
+    const part = get(`/jobs/${id}/metrics?${asked}&names=${NAMES}`);
+    const within = new Map((await part).series.map((each) => [each.name, each]));
+    charts.update(curves.map((each) => refine(each, within.get(each.name), [first, last])));
+  }
+
   async function refresh() {
     const job = await get(`/jobs/${id}`);
     if (job.kind === "search") await showTrials();
     if (job.version === version) return;
     ended = ENDED.includes(job.status);
-    const [{ series }, { data: files }] = await Promise.all([
-      get(`/jobs/${id}/metrics?max_points=${POINTS}&names=${NAMES}`),
+    title = job.name;
+    // Before the curves, so that nothing moves once they are there.
+    fill(parts.head, head(job, act, hasTokens));
+    if (job.attempt !== attempts) curves = null; // another attempt may begin at an earlier step
+    attempts = job.attempt;
+    const [, { data: files }] = await Promise.all([
+      drawCurves(),
       ended ? get(`/jobs/${id}/artifacts`) : { data: [] },
       events.refresh(),
       log.refresh(),
     ]);
-    title = job.name;
-    fill(parts.head, head(job, act));
-    charts.update(series);
+    hasTokens = files.some(({ name }) => name === TOKENS);
+    fill(parts.head, head(job, act, hasTokens));
     fill(parts.files, files.length ? fileTable(files, save) : null);
     if (version === null) fill(parts.config, configOf(job));
     if (files.some((file) => file.name === "report.md")) {
@@ -84,6 +144,12 @@ export function jobPage(redraw, id) {
       const text = await getText(`/jobs/${id}/artifacts/report.md`);
       fill(parts.warning, warnings(text));
       fill(parts.report, h("section", attributes, await report(id, files, text)));
+    }
+    if (files.some((file) => file.name === "report.json")) {
+      const found = JSON.parse(await getText(`/jobs/${id}/artifacts/report.json`));
+      charts.setLevels("Perplexity", LEVELS
+        .map(([label, find]) => ({ label, value: find(found) }))
+        .filter(({ value }) => Number.isFinite(value)));
     }
     const compared = files.find((file) => file.name === ABLATION);
     if (compared && compared.modified_at !== drawn) {
@@ -98,11 +164,30 @@ export function jobPage(redraw, id) {
     refresh,
     get title() { return title; },
     get every() { return ended ? ENDED_MS : undefined; },
-    close: () => charts.close(),
+    close: () => {
+      leave();
+      charts.close();
+    },
   };
 }
 
-function head(job, act) {
+/** Put the points of a part of a curve in place of those that the whole curve has there. */
+function refine(whole, part, [first, last]) {
+  if (!part) return whole;
+  const outside = (from, until) => whole.steps
+    .map((step, at) => [step, whole.values[at]])
+    .filter(([step]) => step >= from && step <= until);
+  const pairs = [
+    ...outside(-Infinity, first - 1),
+    ...part.steps.map((step, at) => [step, part.values[at]]),
+    ...outside(last + 1, Infinity),
+  ];
+  return {
+    ...whole, steps: pairs.map(([step]) => step), values: pairs.map(([, value]) => value),
+  };
+}
+
+function head(job, act, hasTokens) {
   const { progress, metrics, cache, error } = job;
   const goes = !ENDED.includes(job.status);
   const done = `${number(progress.done)} of ${number(progress.total)} ${progress.unit ?? ""}`;
@@ -113,6 +198,7 @@ function head(job, act) {
   return [
     h("div", { class: "title" },
       h("h1", {}, job.name), chip(job.status), buttons,
+      hasTokens && h("a", { href: to(`/tokens?jobs=${job.id}`) }, "Tokens"),
       h("a", { href: to(`/new?from=${job.id}`) }, "Copy into a new job")),
     error && h("div", { class: "error", role: "alert" },
       h("p", {}, h("strong", {}, error.type), ` ${error.detail}`),
@@ -207,19 +293,27 @@ function sentence(type, data) {
   return [`${data.check}:`, data.message, remedy].filter(Boolean).join(" ");
 }
 
-/** The end of the log; it is read only while the section is open. */
+/** The end of the log; it is read only while the section is open. With a search, its lines. */
 class Log {
   constructor(id) {
     Object.assign(this, { id, text: h("pre", { tabindex: 0 }) });
     const read = () =>
       this.refresh().catch((error) => { this.text.textContent = error.message; });
-    this.root = h("details", { ontoggle: read }, h("summary", {}, "Log"), this.text);
+    this.search = h("input", { type: "search", size: 24, oninput: read });
+    this.root = h("details", { ontoggle: read },
+      h("summary", {}, "Log"),
+      h("p", { class: "options" }, h("label", {}, "Search ", this.search)),
+      this.text);
   }
 
   async refresh() {
     if (!this.root.open) return;
-    const text = await getText(`/jobs/${this.id}/logs?tail=${LOG_LINES}`);
-    this.text.textContent = text || "The log is empty.";
+    const wanted = this.search.value.trim().toLowerCase();
+    const lines = wanted ? SEARCHED_LINES : LOG_LINES;
+    const text = await getText(`/jobs/${this.id}/logs?tail=${lines}`);
+    const found = text.split("\n").filter((each) => each.toLowerCase().includes(wanted));
+    const none = wanted ? `No line of the last ${lines} has this.` : "The log is empty.";
+    this.text.textContent = found.join("\n").trim() ? found.join("\n") : none;
   }
 }
 

@@ -1,6 +1,6 @@
 // The page of all jobs, newest first, and the table of jobs.
 
-import { get } from "./api.js";
+import { Refused, get, post } from "./api.js";
 import { bar, chip, duration, fill, h, heldOut, number, table, time } from "./elements.js";
 import { keepInAddress, query, to } from "./paths.js";
 
@@ -13,38 +13,102 @@ const TITLES = [
   "Status", "Name", "Kind", "Stage", "Progress", "ETA", "Loss", "Held-out perplexity", "Tokens/s",
   "Created",
 ];
+// What can be done with several jobs at once; each job says which of these it takes.
+const ACTIONS = ["cancel", "retry"];
+const TYPING_MS = 300;
 
 export function jobsPage(redraw) {
+  const asked = query();
   let wanted = PAGE;
+  let typing = null;
+  let shown = [];
+  const chosen = new Set();
   const list = h("div");
+  const bulk = h("p", { class: "options", "aria-live": "polite" });
+  const refused = h("p", { class: "error", role: "alert", hidden: true });
   const showMore = () => {
     wanted += PAGE;
     redraw();
   };
   const more = h("button", { type: "button", hidden: true, onclick: showMore }, "Older jobs");
   const filter = () => {
-    keepInAddress({ status: status.value });
+    keepInAddress({ status: status.value, q: text.value.trim(), trials: trials.checked ? "1" : "" });
     redraw();
   };
   const status = h("select", { onchange: filter },
     h("option", { value: "" }, "any status"),
     STATUSES.map((name) => h("option", { value: name }, name)));
-  status.value = query().get("status") ?? "";
+  status.value = asked.get("status") ?? "";
+  const typed = () => {
+    clearTimeout(typing);
+    typing = setTimeout(filter, TYPING_MS);
+  };
+  const text = h("input", {
+    type: "search", oninput: typed, placeholder: "name, label, model or id", size: 24,
+    value: asked.get("q"),
+  });
+  const trials = h("input", { type: "checkbox", onchange: filter, checked: asked.has("trials") });
   const element = h("div", {},
     h("div", { class: "title" },
       h("h1", {}, "Jobs"),
+      h("label", {}, h("span", { class: "hidden" }, "Search "), text),
+      h("label", {}, trials, " trials"),
       h("label", {}, h("span", { class: "hidden" }, "Status "), status)),
-    list, more);
+    bulk, refused, list, more);
+
+  function choose(id, wants) {
+    if (wants) chosen.add(id);
+    else chosen.delete(id);
+    showBulk();
+  }
+
+  function showBulk() {
+    const jobs = shown.filter((job) => chosen.has(job.id));
+    const able = (action) => jobs.filter((job) => job.actions.includes(action));
+    const buttons = ACTIONS.filter((action) => able(action).length).map((action) =>
+      h("button", { type: "button", onclick: () => actOn(able(action), action) },
+        `${action} ${able(action).length}`));
+    fill(bulk, jobs.length ? [
+      h("span", {}, `${jobs.length} selected`),
+      h("a", { href: to(`/compare?jobs=${jobs.map((job) => job.id).join(",")}`) }, "Compare"),
+      ...buttons,
+    ] : null);
+  }
+
+  async function actOn(jobs, action) {
+    const failed = [];
+    for (const job of jobs) {
+      await post(`/jobs/${job.id}/${action}`).catch((error) => failed.push([job, error]));
+    }
+    refused.hidden = !failed.length;
+    const why = (error) => (error instanceof Refused ? error.message : "The server does not answer.");
+    refused.textContent = failed.map(([job, error]) => `${job.name}: ${why(error)}`).join(" ");
+    redraw();
+  }
 
   async function refresh() {
-    const [jobs, cursor] = await newest(wanted, { status: status.value });
+    const filters = {
+      status: status.value, q: text.value.trim(), trials: trials.checked ? "" : "false",
+    };
+    const [jobs, cursor] = await newest(wanted, filters);
+    shown = jobs;
     more.hidden = cursor === null;
-    fill(list, jobs.length ? jobTable("Jobs", jobs) : nothing(status.value));
+    const filtered = status.value || filters.q;
+    fill(list, jobs.length ? jobTable("Jobs", jobs, { chosen, choose }) : nothing(filtered));
+    showBulk();
   }
   return { title: "Jobs", element, refresh };
 }
 
-export const jobTable = (caption, jobs) => table(caption, TITLES, jobs.map(row));
+/** Make a table of jobs; `selection` has the ids that are chosen, and what to call for a change. */
+export function jobTable(caption, jobs, selection = null) {
+  if (!selection) return table(caption, TITLES, jobs.map(row));
+  const box = (job) => h("input", {
+    type: "checkbox", "aria-label": `Select ${job.name}`, checked: selection.chosen.has(job.id),
+    onchange: (event) => selection.choose(job.id, event.target.checked),
+  });
+  return table(caption, ["", ...TITLES], jobs.map((job) => [box(job), ...row(job)]));
+}
 
 /**
  * Read up to `count` jobs, newest first; return them and the cursor of the next ones.
@@ -56,8 +120,8 @@ export async function newest(count, filters) {
   while (jobs.length < count && cursor !== null) {
     const known = Object.entries({ ...filters, cursor }).filter(([, value]) => value);
     const limit = Math.min(count - jobs.length, 100);
-    const query = new URLSearchParams([["limit", limit], ...known]);
-    const page = await get(`/jobs?${query}`);
+    const asked = new URLSearchParams([["limit", limit], ...known]);
+    const page = await get(`/jobs?${asked}`);
     jobs = jobs.concat(page.data);
     cursor = page.next_cursor;
   }
@@ -67,9 +131,11 @@ export async function newest(count, filters) {
 function row(job) {
   const { progress, metrics } = job;
   const runs = job.status === "running";
+  const labels = Object.entries(job.labels ?? {}).map(([name, value]) =>
+    h("span", { class: "label" }, value ? `${name}: ${value}` : name));
   return [
     chip(job.status),
-    h("a", { href: to(`/jobs/${job.id}`) }, job.name),
+    h("span", {}, h("a", { href: to(`/jobs/${job.id}`) }, job.name), ...labels),
     job.kind,
     runs && job.phase ? `${job.stage} · ${job.phase}` : job.stage,
     bar(progress),
@@ -81,8 +147,8 @@ function row(job) {
   ];
 }
 
-function nothing(status) {
-  if (status) return h("p", {}, `No job is ${status}.`);
+function nothing(filtered) {
+  if (filtered) return h("p", {}, "No job is like that.");
   return h("p", {},
     "There are no jobs yet. ", h("a", { href: to("/new") }, "Create one"), ", or run ",
     h("code", {}, "kd submit job.yaml"), ".");

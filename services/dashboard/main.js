@@ -2,11 +2,13 @@
 
 import { Refused, askForKey } from "./api.js";
 import { cachePage, cachesPage } from "./caches.js";
+import { comparePage } from "./compare.js";
 import { h } from "./elements.js";
 import { jobPage } from "./job.js";
 import { jobsPage } from "./jobs.js";
 import { newPage } from "./new.js";
 import { here, to } from "./paths.js";
+import { tokensPage } from "./tokens.js";
 import { workersPage } from "./workers.js";
 
 const REFRESH_MS = 2000;
@@ -14,9 +16,11 @@ const REFRESH_MS = 2000;
 const PAGES = [
   [/^\/(?:jobs)?$/, jobsPage],
   [/^\/jobs\/([\w-]+)$/, jobPage],
+  [/^\/compare$/, comparePage],
   [/^\/new$/, newPage],
   [/^\/caches$/, cachesPage],
   [/^\/caches\/(\w+)$/, cachePage],
+  [/^\/tokens$/, tokensPage],
   [/^\/workers$/, workersPage],
 ];
 const root = document.getElementById("page");

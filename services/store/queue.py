@@ -16,6 +16,8 @@ from kombu.connection import Connection
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from services.store.connection import make_broker
+
 TASK_NAME = "kd.run_stage"
 #: Prefix of Celery's keys. ``jobs.lua`` contains it too.
 QUEUE_PREFIX = "kd:celery:"
@@ -57,8 +59,10 @@ class PromptConnection(Connection):
 
 def make_celery_app(redis_url: str, socket_timeout: float = 10.0) -> Celery:
     """Make the Celery application of an API or a worker. ``socket_timeout`` is in seconds."""
-    app = Celery("potstill", broker=redis_url, set_as_current=False)
+    broker = make_broker(redis_url, socket_timeout)
+    app = Celery("potstill", broker=broker.url, set_as_current=False)
     app.conf.update(CONFIGURATION)
+    app.conf.broker_use_ssl = broker.use_ssl
     app.amqp.Connection = PromptConnection
     app.conf.broker_transport_options = {
         "ack_emulation": False,
@@ -68,6 +72,7 @@ def make_celery_app(redis_url: str, socket_timeout: float = 10.0) -> Celery:
         "health_check_interval": 10,
         "visibility_timeout": 30 * 86400,
         "global_keyprefix": QUEUE_PREFIX,
+        **broker.transport_options,
     }
     return app
 

@@ -20,7 +20,10 @@ JOB_ID = re.compile(JOB_ID_PATTERN)
 #: The file that a stage writes last, by kind of job, and the artifacts beside it.
 LAST_FILES = {"precompute": "cache.json", "verify": "verify.json"}
 LAST_FILE = "report.json"
-ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json", "verify.json")
+ARTIFACTS = (
+    "student", "report.md", "report.json", "metrics.jsonl", "profile.json", "tokens.json",
+    "verify.json",
+)  # fmt: skip
 
 
 class RunFolderError(PotstillError):

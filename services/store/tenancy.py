@@ -49,6 +49,7 @@ def build_confinement(
         free_datasets=_is_unlimited(settings),
         may_read_run=may_read_run,
         may_read_cache=may_read_cache,
+        store=settings.store,
     )
 
 

@@ -19,6 +19,7 @@ BEFORE = "Before a run"
 RUN = "Run a job here"
 JOBS = "Jobs of a service"
 CACHES = "Caches"
+SHARE = "Share results"
 STUDY = "Learn about settings"
 SERVICE = "Run a service"
 
@@ -71,6 +72,10 @@ CATALOGUE = {
     "cache rm": Help(CACHES, "kd cache rm 89b9"),
     "cache import": Help(CACHES, "kd cache import distillkit records --tokenizer teacher-folder"),
     "cache export": Help(CACHES, "kd cache export 89b9 --format distillkit --out records --lossy"),
+    "report": Help(SHARE, "kd report last --html"),
+    "push": Help(SHARE, "kd push last ann/small-austen --private"),
+    "pull": Help(SHARE, "kd pull ann/small-austen"),
+    "export": Help(SHARE, "kd export last --to merged"),
     "ablate": Help(STUDY, "kd ablate job.yaml --axis alpha --axis schedules"),
     "landscape": Help(STUDY, "kd landscape my-run"),
     "noise": Help(STUDY, "kd noise last"),

@@ -34,6 +34,8 @@ from services.terminal.commands import (
 from services.terminal.commands.before import convert, estimate, init, plan, rates, validate
 from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
+from services.terminal.commands.hub import exchange as hub_exchange
+from services.terminal.commands.hub import export, report
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
     AsJson,
@@ -93,6 +95,9 @@ app.add_typer(ablate.app)
 app.add_typer(landscape.app)
 caches.cache_app.add_typer(exchange.app)
 app.add_typer(caches.app)
+app.add_typer(hub_exchange.app)
+app.add_typer(export.app)
+app.add_typer(report.app)
 app.add_typer(keys.app)
 app.add_typer(accounts.app)
 app.add_typer(backup.app)

@@ -25,6 +25,7 @@ from services.process.lasting_loops import keep_running
 from services.settings import Settings
 from services.store.jobs.leases import EventBatch
 from services.worker.counters import RunCounters
+from services.worker.event_size import bound_event
 
 #: Events in one batch at most.
 BATCH_EVENTS = 500
@@ -165,7 +166,7 @@ class Child:
             event = json.loads(line)
             self.silence_timer.note(event)
             self.counters.note(event)
-            self._take(event)
+            self._take(bound_event(event, len(line)))
 
     def _take(self, event: dict[str, Any]) -> None:
         match event["type"]:
@@ -270,6 +271,16 @@ def build_child_environment() -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if KEPT_VARIABLES.fullmatch(name)}
     return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
+
+
+def build_store_environment(settings: Settings) -> dict[str, str]:
+    """Where caches lie, and the credentials of a bucket, which no job can use for another place."""
+    if settings.store is None:
+        return {}
+    place = {"KD_STORE": settings.store, "KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
+    if not settings.in_bucket:
+        return place
+    return place | {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
 def find_teacher_key(config: JobConfig) -> dict[str, str]:

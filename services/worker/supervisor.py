@@ -30,7 +30,14 @@ from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 from services.worker.child import EXIT_ELSEWHERE, EXIT_STOPPED
-from services.worker.child_process import Child, Order, find_teacher_key, make_order, start_child
+from services.worker.child_process import (
+    Child,
+    Order,
+    build_store_environment,
+    find_teacher_key,
+    make_order,
+    start_child,
+)
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
     describe_crash,
@@ -120,6 +127,7 @@ class Attempt:
         environment = (
             self._device.build_environment(config.resources.gpus)
             | build_trace_environment(settings.otlp_endpoint)
+            | build_store_environment(settings)
             | find_teacher_key(config)
         )
         with storage_errors(self._run_dir):

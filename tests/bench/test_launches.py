@@ -35,9 +35,9 @@ CAPTURE = {
 TRAINING = {
     "loss: a chunk with records": (92, 0),
     "training: a layer of the student": (99, 0),
-    "training: a micro-batch, without its layers": (239, 1),
+    "training: a micro-batch, without its layers": (260, 1),
     "training: a micro-batch of packed rows, waits alone": (0, 2),
-    "training: a step, without its micro-batches": (17, 2),
+    "training: a step, without its micro-batches": (21, 2),
 }
 
 

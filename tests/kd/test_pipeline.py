@@ -149,7 +149,8 @@ def test_a_run_leaves_a_sealed_cache_and_everything_it_names(done):
     (folder,) = [path for path in (done.home / "caches").iterdir() if path.is_dir()]
     assert folder.name == done.result["cache"]["fingerprint"] and verify_cache(folder) == []
     written = {"student", "report.md", "report.json", "metrics.jsonl", "profile.json"}
-    assert set(done.result["artifacts"]) == written | {"curves.png", "reliability.png"}
+    plots = {"curves.png", "reliability.png"}
+    assert set(done.result["artifacts"]) == written | plots | {"tokens.json"}
     assert all(Path(path).exists() for path in done.result["artifacts"].values())
     assert not list(done.home.rglob(".tmp-*"))
     assert [path.name for path in sorted((done.run_dir / "checkpoints").iterdir())] == [

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,12 @@ ONCE = ["setup", "tools"]
 OURS = [name for name in SERVICES if name != "redis"]
 APPS = ["api", "worker", "worker-cpu"]
 WORKERS = ["worker", "worker-cpu"]
-OTHERS_VARIABLES = {
+#: Credentials of buckets, which their library reads from variables alone.
+OF_BUCKETS = {
+    "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+}  # fmt: skip
+OTHERS_VARIABLES = OF_BUCKETS | {
     "HF_HOME", "HF_TOKEN", "HOME", "KD_TEACHER_KEY", "MLFLOW_TRACKING_URI",
     "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_REQUIRE_CUDA", "PATH", "PIP_DISABLE_PIP_VERSION_CHECK",
     "PIP_NO_CACHE_DIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED",
@@ -86,8 +92,9 @@ def test_copied_files_exist_and_are_sent_to_the_builder(source: str) -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
     rules = [line.strip("/") for line in lines if line and not line.startswith("#")]
     kept = True
-    for rule in rules:  # the last rule that matches decides
-        if fnmatch.fnmatch(source.strip("./"), rule.strip("!/")):
+    path = Path(source.strip("./"))
+    for rule in rules:  # the last rule that matches decides; that of a folder holds for its files
+        if any(fnmatch.fnmatch(str(part), rule.strip("!/")) for part in (path, *path.parents[:-1])):
             kept = rule.startswith("!")
     assert kept
 
@@ -109,6 +116,22 @@ def test_an_image_holds_all_packages_and_copies_from_stages_that_exist(target: s
         ["--from=code", "/app", "/app"],
     ]
     assert f"{target}-packages" in STAGES_OF_IMAGE
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_build_of_the_metadata_finds_every_file_that_belongs_to_a_wheel(target: str) -> None:
+    """An editable install reads them too, and fails without them."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    wanted = tools["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    copied = [
+        source
+        for rest in rests("COPY", whole(f"{target}-packages"))
+        for source in rest.split()[:-1]
+    ]
+    missing = [
+        file for file in wanted if not any(Path(file).is_relative_to(path) for path in copied)
+    ]
+    assert missing == []
 
 
 def test_torch_comes_first_and_the_code_last() -> None:
@@ -191,7 +214,7 @@ def test_everything_is_installed_from_the_pins() -> None:
 
 
 def test_the_requirements_are_what_the_dockerfile_reads() -> None:
-    assert requirements("api") == PROJECT["dependencies"] + EXTRAS["otel"]
+    assert requirements("api") == PROJECT["dependencies"] + EXTRAS["otel"] + EXTRAS["obstore"]
     assert requirements("worker") == requirements("api") + EXTRAS["worker"] + EXTRAS["gguf"]
     assert (
         requirements("worker", EXTRAS="track,eval")
@@ -431,6 +454,9 @@ def test_no_secret_is_in_the_environment_or_on_a_command_line() -> None:
     )
     named = set(re.findall(r"\w*(?:PASSWORD|SECRET|TOKEN|KEY)\w*", text))
     assert {name for name in named if not re.search(r"_FILE$|_KEYS_FILE$", name)} == {
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
         "HF_TOKEN",
         "KD_TEACHER_KEY",
         "WANDB_API_KEY",

@@ -49,8 +49,6 @@ def adopt_known_shards(
     name = plan.config.cache.extends
     if name is None:
         return
-    if writer.mirror is not None:
-        refuse(["it is in a bucket, where files cannot be linked."])
     source = _open(root / name)
     hold_for(source, root / name)
     refuse(list_extension_problems(plan.identity, source))

@@ -24,12 +24,9 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from kd.client.wire.jobs import TERMINAL_STATUSES
-from services.store.connection import MOST_CONNECTIONS
 
 #: How long one read waits for new events: after each wait every stream checks whether it must end.
 POLL_MS = 1000
@@ -43,20 +40,6 @@ PING_SECONDS = 15.0
 
 #: The id of an event as Redis compares it: milliseconds and a number.
 Place = tuple[int, int]
-
-
-def connect_events(url: str) -> Redis:
-    """Return a client for streams, with time-outs that are longer than the polls."""
-    return Redis.from_url(
-        url,
-        protocol=2,
-        decode_responses=True,
-        socket_timeout=5,
-        socket_connect_timeout=2,
-        max_connections=MOST_CONNECTIONS,
-        # No retries here: a tail and its clients wait and read again by themselves.
-        retry=Retry(NoBackoff(), 0),
-    )
 
 
 class EventStreamResponse(StreamingResponse):

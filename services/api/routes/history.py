@@ -17,16 +17,18 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.client.wire.history import JobEvent, JobEvents, MetricSeries, MetricsHistory
+from kd.client.wire.jobs import Job
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog
+from services.api.answers.metrics_file import read_metrics_file
 from services.api.answers.problems import Answers, describe_problems
 from services.api.answers.thinning import Point, thin_points
 from services.api.guards.authentication import hold_stream
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.rate_limits import StreamLease
 from services.api.routes.access import READ, STREAM
-from services.api.service import KnownJob, TheService
+from services.api.service import KnownJob, Service, TheService
 
 #: The id of an event: milliseconds, and optionally a number.
 STREAM_ID = r"^\d{1,18}(-\d{1,18})?$"
@@ -153,15 +155,19 @@ def job_metrics(
     after_step: Annotated[
         int, Query(ge=-1, le=1 << 53, description="Only points after this step.")
     ] = -1,
+    before_step: Annotated[
+        int | None, Query(ge=0, le=1 << 53, description="Only points before this step.")
+    ] = None,
     max_points: Annotated[
         int, Query(ge=4, le=8192, description="The most points of each metric.")
     ] = 1000,
 ) -> MetricsHistory:
     """Show a job's metrics over its steps, one series for each metric.
 
-    A long series is thinned: equal spans of steps each keep their lowest and highest point.
+    A long series is thinned: equal spans of steps each keep their lowest and highest point. With
+    before_step the points come from the run's file, which has every step, if this server sees it.
     """
-    points = service.store.read_metrics(job.id, after_step)
+    points = _read_points(service, job, after_step, before_step)
     wanted = [name for name in (names or "").split(",") if name]
     found = {
         name: series
@@ -172,6 +178,19 @@ def job_metrics(
         series=[_thin_series(name, series, max_points) for name, series in sorted(found.items())],
         last_step=points[-1]["step"] if points else None,
     )
+
+
+def _read_points(
+    service: Service, job: Job, after: int, before: int | None
+) -> list[dict[str, Any]]:
+    """Read the points of a range from the run's file, else from the store, which thins them."""
+    settings = service.settings
+    if before is not None:
+        found = read_metrics_file(settings.runs, settings.run_dir(job.id), after, before)
+        if found is not None:
+            return found
+    points = service.store.read_metrics(job.id, after)
+    return points if before is None else [each for each in points if each["step"] < before]
 
 
 def _group_series(points: list[dict[str, Any]]) -> dict[str, list[Point]]:

@@ -246,9 +246,21 @@ async def _build_query(
     created_after: Annotated[
         Moment | None, Query(description="Only jobs created after this time.")
     ] = None,
+    q: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=200,
+            description="Only jobs with this text in their id, name, labels or models.",
+        ),
+    ] = None,
+    trials: Annotated[
+        bool, Query(description="false = without the trials of searches; parent lists them.")
+    ] = True,
 ) -> JobQuery:
     name, _, value = (label or "").partition(":")
-    return JobQuery(caller, status, kind, (name, value) if label else None, parent, created_after)
+    known = (name, value) if label else None
+    return JobQuery(caller, status, kind, known, parent, created_after, q, trials)
 
 
 @router.get("/jobs", dependencies=READ, responses=describe_problems(422, 503))

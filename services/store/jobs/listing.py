@@ -31,19 +31,36 @@ class JobQuery:
     label: tuple[str, str] | None = None
     parent: str | None = None
     created_after: datetime | None = None
+    text: str | None = None
+    trials: bool = True
 
     @property
     def needs_records(self) -> bool:
         """Whether an index cannot answer the query, so that records must be read and left out."""
-        return (self.kind, self.label, self.parent) != (None, None, None)
+        named = (self.kind, self.label, self.parent, self.text)
+        return named != (None, None, None, None) or not self.trials
 
     def wants(self, job: JobRecord) -> bool:
-        """Whether kind, label and parent match. The index decides owner, status and time."""
+        """Whether all but owner, status and time match, which the index decides.
+
+        ``text`` is looked for in the id, the name, the labels and the models of a job, whatever its
+        case. Without ``trials`` a job that belongs to a search is left out.
+        """
         return (
             self.kind in (None, job.kind)
             and self.parent in (None, job.parent)
+            and (self.trials or job.parent is None)
             and (self.label is None or job.labels.get(self.label[0]) == self.label[1])
+            and (self.text is None or self.text.casefold() in _gather_words(job))
         )
+
+
+def _gather_words(job: JobRecord) -> str:
+    """Return all that a search by text looks at, one item a line."""
+    labels = (f"{name}:{value}" for name, value in job.labels.items())
+    sections = (job.config.get(name) or {} for name in ("teacher", "student"))
+    models = (str(each.get("model") or "") for each in sections)
+    return "\n".join([job.id, job.name, *labels, *models]).casefold()
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def cache_import(
         tolerance=mass_tolerance,
         ahead=ahead,
     )
-    with _showing_events() as monitor:
+    with showing_events() as monitor:
         summary = import_records(request, make_settings(home=home).caches, monitor)
     _print(summary, as_json)
 
@@ -138,7 +138,7 @@ def cache_export(
 
     store = open_cache(find_cache_folder(fingerprint, home))
     hold_for(store, store.folder)
-    with _showing_events() as monitor:
+    with showing_events() as monitor:
         summary = export_records(store, format, out, k, monitor, lossy)
     settings = make_settings(home=home)
     audit_command(settings, "cache.export", store.folder.name, format=format, to=str(out))
@@ -148,7 +148,7 @@ def cache_export(
 
 
 @contextmanager
-def _showing_events() -> Iterator[Monitor]:
+def showing_events() -> Iterator[Monitor]:
     """Yield a monitor that shows its events on the terminal."""
     from kd.progress import Event, Monitor
     from services.terminal.display import Display

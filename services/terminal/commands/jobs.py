@@ -118,6 +118,13 @@ def jobs_ls(
     label: Annotated[
         str | None, typer.Option(help="List only jobs with this label, as name:value.")
     ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(help="List only jobs with this text in their id, name, labels or models."),
+    ] = None,
+    trials: Annotated[
+        bool, typer.Option("--trials/--no-trials", help="List the trials of searches, too.")
+    ] = True,
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many jobs to list at most.")] = 20,
     server: Server = None,
     as_json: AsJson = False,
@@ -126,7 +133,8 @@ def jobs_ls(
     from services.terminal.client import connect
 
     # As they are typed: the server knows which there are, and says so.
-    query = {"status": status, "kind": kind, "label": label, "limit": limit}
+    query = {"status": status, "kind": kind, "label": label, "q": search, "limit": limit}
+    query |= {} if trials else {"trials": "false"}
     with connect(server) as client:
         jobs = list(islice(_list_jobs(client, query), limit))
     if as_json:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.stores.server import KEYS
 from cache.errors import PotstillError, StoreError, StoreUnfit
 from cache.remote import bucket as bucket_module
 from cache.remote.address import StoreAddress, bind_caches
@@ -14,7 +15,6 @@ from cache.remote.probe import probe
 from cache.store import open_cache, open_writer, verify_cache
 from cache.testing import fill_cache, make_cache, make_identity
 from tests.support.buckets.proxy import ANSWERS, LASTING, PASSING, Proxy
-from tests.support.buckets.server import KEYS
 from tests.support.caches import equal
 
 #: Attempts of a job that faults may end.

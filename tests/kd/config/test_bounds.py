@@ -65,6 +65,12 @@ BOUNDS = [
     ("cache.draws", [0, 65, 1.5], [1, 64]),
     ("cache.k", [0, 4097], [None]),
     ("cache.fingerprint", ["abc", "G" * 32], []),
+    ("cache.extends", ["abc", "G" * 32], []),
+    (
+        "cache.store",
+        ["", " ", "ftp://x/y", "gs://bucket/a", "s3://a b", "s3://me:pw@bucket", "x" * 1025],
+        ["s3://bucket/a", "/data/caches", "s3://bucket"],
+    ),
     ("cache.threshold", [0.0009, 0.51, float("inf")], [0.001, 0.5]),
     ("cache.seed", [-1, 2**32], [0, 2**32 - 1]),
     ("cache.shard_sequences", [0, 65537], [1, 65536]),

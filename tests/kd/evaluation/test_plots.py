@@ -85,7 +85,7 @@ def test_curves_show_steps_and_evaluations() -> None:
 
 def test_reliability_shows_confidence_and_accuracy_of_every_model() -> None:
     found = read_plot(
-        plots._draw_reliability, {name: each["reliability"] for name, each in MODELS.items()}
+        plots.draw_reliability, {name: each["reliability"] for name, each in MODELS.items()}
     )
     assert found == {
         "as sure as right": [(0, 0), (1, 1)],
@@ -95,4 +95,4 @@ def test_reliability_shows_confidence_and_accuracy_of_every_model() -> None:
 
 
 def test_context_shows_kl() -> None:
-    assert read_plot(plots._draw_context, {"student": SPANS}) == {"student": [(1, 2.0), (2, 1.0)]}
+    assert read_plot(plots.draw_context, {"student": SPANS}) == {"student": [(1, 2.0), (2, 1.0)]}

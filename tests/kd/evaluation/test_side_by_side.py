@@ -23,9 +23,9 @@ from kd.evaluation.measure import BASELINE, STUDENT, EvaluationContext, evaluate
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.side_by_side import find_reason_without
 from kd.files import read_json, write_json
-from kd.models.folder import ModelFolder
+from kd.models.folder import ADAPTER_FOLDER, ModelFolder
 from kd.models.loading import load_model
-from kd.models.saving import ADAPTER_FOLDER, save_student
+from kd.models.saving import save_student
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import open_source, run_stages
 from kd.progress import SILENT, Event, Monitor
@@ -153,7 +153,7 @@ def test_facts_come_from_the_teacher_s_card_and_the_job(
     done: Any, job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kd.evaluation.model_card.ModelFolder.find",
+        "kd.models.folder.ModelFolder.find",
         lambda model, root, revision=None: ModelFolder(tmp_path),
     )
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# x\n")

@@ -266,6 +266,25 @@ def test_every_field_that_takes_a_path_is_confined(
     assert found in find_problems(config, Folders(root, root / "home", limits))
 
 
+def test_a_job_keeps_its_cache_where_the_operator_says(root: Path, limits: Confinement) -> None:
+    """The credentials of a bucket are the operator's."""
+    named = replace(limits, store="s3://ours/caches")
+    for place in ("s3://theirs/caches", "/tmp/caches", "../caches"):
+        config = job(cache={"store": place})
+        assert pointers(config, root, limits) == ["/cache/store"]
+        assert pointers(config, root, named) == ["/cache/store"]
+        assert pointers(config, root, rebuilt(named, config, root)) == ["/cache/store"]
+    config = job(cache={"store": "s3://ours/caches"})
+    assert pointers(config, root, limits) == ["/cache/store"]
+    assert pointers(config, root, named) == []
+    assert pointers(config, root, rebuilt(named, config, root)) == []
+
+
+def rebuilt(limits: Confinement, config: JobConfig, root: Path) -> Confinement:
+    """The limits as the process that runs the job has them."""
+    return Confinement.from_order(json.loads(json.dumps(limits.to_order(config, root))))
+
+
 def test_a_tokenizer_of_a_remote_teacher_is_confined(root: Path, limits: Confinement) -> None:
     http = {
         "backend": "http",
@@ -294,7 +313,7 @@ CONFINED = {
     "student.model", "student.revision", "student.init.tokenizer",
     "data.train", "data.train.path", "data.train.revision",
     "data.validation", "data.validation.path", "data.validation.revision",
-    "cache.fingerprint", "cache.extends", "evaluation.tasks", "search.space.choices",
+    "cache.fingerprint", "cache.store", "cache.extends", "evaluation.tasks", "search.space.choices",
 }  # fmt: skip
 NO_PLACE = {
     "name", "labels", "depends_on", "webhook",  # webhooks have rules of their own

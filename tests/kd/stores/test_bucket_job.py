@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
+from bench.stores.server import KEYS, Server
 from cache.errors import StoreUnfit
 from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
+from cache.store import verify_cache
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
+from kd.files import find_caches
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
 from tests.support.buckets.proxy import Proxy
-from tests.support.buckets.server import KEYS, Server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,6 +71,35 @@ def test_machines_that_share_a_bucket_alone_make_the_student_of_a_folder(
     assert stored
     for secret in KEYS.values():
         assert not any(secret.encode() in data for data in [told, *written, *stored])
+
+
+def test_a_cache_in_a_bucket_extends_another_with_the_bytes_of_a_folder(
+    job: Job, address: str, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache.store.FIRST_TAILS_SHARE", 100.0)
+    text = tiny_text.read_text(encoding="utf-8")
+    grown = tmp_path / "grown.txt"
+    found = {}
+    for place in ("plain", address):
+        grown.write_text(text[:8_000], encoding="utf-8")
+        data = {"train": str(grown), "validation": str(tiny_text), "sequence_length": 32}
+        wanted: Job = {
+            "kind": "precompute",
+            "teacher": job["teacher"],
+            "data": {**data, "max_eval_samples": 4},
+            "cache": {"shard_sequences": 8, **({"store": place} if "://" in place else {})},
+        }
+        first, second = (tmp_path / f"{len(found)}-{each}" for each in "ab")
+        # In a bucket another machine extends what the first one captured.
+        other = second if "://" in place else first
+        known = run_stage("precompute", parse_config(wanted), first, first / "runs" / "x")
+        grown.write_text(text[:12_000], encoding="utf-8")
+        wanted["cache"]["extends"] = known["cache"]["fingerprint"]
+        made = run_stage("precompute", parse_config(wanted), other, other / "runs" / "y")
+        folder = find_caches(other, wanted["cache"].get("store")) / made["cache"]["fingerprint"]
+        assert verify_cache(folder) == []
+        found[place] = (folder / "manifest.json").read_bytes()
+    assert found["plain"] == found[address]
 
 
 def test_the_operators_store_is_used_where_the_job_names_none(

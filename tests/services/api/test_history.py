@@ -25,6 +25,7 @@ from services.api.answers.event_stream import EventHub, JobTail
 from services.api.answers.masked_log import AROUND_BYTES, MaskedLog, mask_secrets
 from services.api.answers.thinning import thin_points
 from services.process.logs import redact
+from services.store.connection import connect_events
 from tests.support.api import problem, running, serving, sse, statuses, tell
 
 ACCEPT_STREAM = {"Accept": "text/event-stream"}
@@ -220,7 +221,7 @@ def test_a_follower_gets_each_event_once_however_slowly_it_reads(
         return re.findall(r"^id: (.+)$", found.decode(), re.MULTILINE)
 
     async def scenario() -> dict[str, list[list[str]]]:
-        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+        async with connect_events(api.settings.redis_url or "") as client:
             hub = EventHub(client)
             starts = ["0", *draw.sample(history, 10), history[-1]]
             with ExitStack() as stack:
@@ -254,7 +255,7 @@ def test_a_job_that_is_retried_is_followed_anew_beside_a_follower_that_is_late(a
     api.jobs.finish(claim, "failed", {"type": "x", "detail": "x", "remedy": ""})
 
     async def scenario() -> None:
-        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+        async with connect_events(api.settings.redis_url or "") as client:
             hub = EventHub(client)
             with hub.join_tail(claim.id) as late:
                 assert len([page async for page in late.follow("0", lambda: False)]) == 1
@@ -277,7 +278,7 @@ def test_a_stream_without_events_gets_a_comment_now_and_then(
     claim = running(api)
 
     async def scenario() -> list[bytes]:
-        async with event_stream.connect_events(api.settings.redis_url or "") as client:
+        async with connect_events(api.settings.redis_url or "") as client:
             with EventHub(client).join_tail(claim.id) as tail:
                 follower = tail.follow("0", lambda: False)
                 return [await asyncio.wait_for(anext(follower), PATIENCE_SECONDS) for _ in range(3)]
@@ -293,6 +294,32 @@ def metrics(api: Parts, job_id: str, **query: Any) -> dict[str, dict[str, Any]]:
     answer = api.http.get(f"/jobs/{job_id}/metrics", params=query)
     assert answer.status_code == 200, answer.text
     return {series["name"]: series for series in answer.json()["series"]}
+
+
+def test_a_range_comes_in_full_from_the_file_of_the_run(api: Parts) -> None:
+    claim = running(api)
+    tell(api, claim, ("metrics", {"step": 5_000, "loss": 9.0}))
+    folder = api.settings.run_dir(claim.id)
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 20_001):
+        lines.append({"type": "metrics", "step": step, "loss": 1.0 / step})
+        if step % 1_000 == 0:
+            lines.append({"type": "evaluation", "step": step, "validation_kl": 0.5})
+            lines.append({"type": "check", "step": step, "ok": True})
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"type": "metr', encoding="utf-8")
+    for first, last in ((1, 40), (4_990, 5_010), (13_000, 13_007), (19_990, 20_000)):
+        query = {"after_step": first - 1, "before_step": last + 1, "max_points": 8192}
+        found = metrics(api, claim.id, **query)
+        assert found["loss"]["steps"] == list(range(first, last + 1))
+        assert found["loss"]["values"][0] == 1.0 / first
+        evaluated = [step for step in range(first, last + 1) if step % 1_000 == 0]
+        assert found.get("validation_kl", {"steps": []})["steps"] == evaluated
+    assert metrics(api, claim.id)["loss"]["steps"] == [5_000], "without an end it is the store's"
+    (folder / "metrics.jsonl").unlink()
+    assert metrics(api, claim.id, before_step=6_000)["loss"]["values"] == [9.0]
+    assert metrics(api, claim.id, before_step=5_000) == {}
 
 
 def test_metrics_are_one_series_each(api: Parts) -> None:

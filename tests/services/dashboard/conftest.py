@@ -1,13 +1,45 @@
-"""How long tests wait for what a page shows: the library's five seconds judge the machine."""
+"""A real API, a browser, and how long tests wait for what a page shows."""
 
 from __future__ import annotations
 
-import pytest
-from playwright.sync_api import expect
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
-from bench.support.harness import PATIENCE_SECONDS
+import pytest
+from playwright.sync_api import Browser, expect, sync_playwright
+
+from bench.support.harness import PATIENCE_SECONDS, Parts
+from tests.support.api import serving
+
+QUIET = [
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _patience() -> None:
     expect.set_options(timeout=PATIENCE_SECONDS * 1000)
+
+
+@pytest.fixture(scope="module")
+def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    with serving(tmp_path_factory.mktemp("api")) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
+    if chromium is None:
+        pytest.skip("no Chromium on PATH")
+    with sync_playwright() as driver:
+        sandbox = [] if os.geteuid() else ["--no-sandbox"]
+        started = driver.chromium.launch(executable_path=chromium, args=[*sandbox, *QUIET])
+        yield started
+        started.close()

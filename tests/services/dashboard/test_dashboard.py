@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from cache.errors import locate_help
@@ -29,31 +29,10 @@ FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-QUIET = [
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-quic",
-]
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
-
-
-@pytest.fixture(scope="module")
-def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
-    with serving(tmp_path_factory.mktemp("api")) as parts:
-        yield parts
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        sandbox = [] if os.geteuid() else ["--no-sandbox"]
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=[*sandbox, *QUIET])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -174,6 +153,125 @@ def test_a_job_appears_and_changes_without_a_reload(page: Page, api: Parts) -> N
     expect(page.get_by_role("heading", level=1)).to_have_text("appears")
 
 
+@pytest.mark.parametrize(
+    ("path", "accept", "html"),
+    [
+        ("/jobs", "text/html,application/xhtml+xml,*/*;q=0.8", True),
+        ("/jobs", "application/json", False),
+        ("/jobs", "*/*", False),
+        ("/v1/jobs", "text/html", False),
+        ("/caches", "text/html", True),
+        ("/workers", "text/html", True),
+        ("/compare", "text/html", True),
+        ("/jobs/x/events", "text/html", False),
+    ],
+)
+def test_a_path_is_a_page_for_who_accepts_html(
+    api: Parts, path: str, accept: str, html: bool
+) -> None:
+    answer = api.http.get(path, headers={"Accept": accept})
+    assert answer.headers["content-type"].startswith("text/html") == html
+    if html:
+        assert answer.headers["content-security-policy"] == POLICY
+    if path in ("/jobs", "/caches", "/workers"):
+        assert "accept" in answer.headers["vary"].lower()
+
+
+@in_browser
+def test_each_view_has_an_address_and_a_title_and_old_addresses_lead_there(
+    page: Page, api: Parts
+) -> None:
+    claim = claim_job(api, "addressed")
+    open_page(page, api, f"#/jobs/{claim.id}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("addressed")
+    expect(page).to_have_title("addressed · Potstill")
+    assert page.url.endswith(f"/jobs/{claim.id}") and "#" not in page.url
+    page.get_by_role("navigation").get_by_role("link", name="Caches").click()
+    expect(page).to_have_title("Caches · Potstill")
+    expect(page.get_by_role("link", name="Caches")).to_have_attribute("aria-current", "page")
+    page.go_back()
+    expect(page).to_have_title("addressed · Potstill")
+    page.reload()
+    expect(page.get_by_role("heading", level=1)).to_have_text("addressed")
+    open_page(page, api, "jobs?status=failed")
+    expect(page.get_by_label("Status")).to_have_value("failed")
+    page.get_by_label("Status").select_option("")
+    page.get_by_label("Search").fill("addressed")
+    expect(page.get_by_role("row").filter(has_text="addressed")).to_have_count(1)
+    expect(page).to_have_url(re.compile(r"/jobs\?q=addressed$"))
+    page.get_by_label("Search").fill("no such job")
+    expect(page.get_by_text("No job is like that.")).to_be_visible()
+
+
+@in_browser
+def test_jobs_are_selected_and_compared(page: Page, api: Parts) -> None:
+    claims = [claim_job(api, name) for name in ("left", "right")]
+    for at, claim in enumerate(claims):
+        points = [
+            ("metrics", {"step": step, "loss": 5.0 - step / 10 + at}) for step in range(1, 20)
+        ]
+        tell(api, claim, *points, ("evaluation", {"step": 19, "validation_perplexity": 40.0 + at}))
+        tell(api, claim, ("cache", {"fingerprint": FINGERPRINT, "bytes_per_token": 20.0 + at}))
+    open_page(page, api, "jobs")
+    for name in ("left", "right"):
+        page.get_by_label(f"Select {name}").check()
+    expect(page.get_by_text("2 selected")).to_be_visible()
+    page.get_by_role("link", name="Compare").click()
+    expect(page).to_have_title("Comparison · Potstill")
+    results = page.get_by_role("table", name="Results")
+    expect(results.get_by_role("row").filter(has_text="Held-out perplexity")).to_contain_text("41")
+    expect(page.get_by_role("row").filter(has_text="name")).to_contain_text('"left"')
+    expect(page.get_by_role("figure").first).to_contain_text("Loss")
+    expect(page.get_by_role("img", name="against bytes per token")).to_be_visible()
+    if folder := os.environ.get("KD_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / "compare.png", full_page=True)
+    open_page(page, api, "jobs")
+    for name in ("left", "right"):
+        page.get_by_label(f"Select {name}").check()
+    page.get_by_role("button", name="cancel 2").click()
+    for name in ("left", "right"):
+        expect(page.get_by_role("row").filter(has_text=name)).to_contain_text("cancelling")
+
+
+@in_browser
+def test_a_zoom_stays_while_points_come_and_only_losses_are_smoothed(
+    page: Page, api: Parts
+) -> None:
+    claim = claim_job(api, "zoomed")
+    rates = [1e-3 if step % 2 else 2e-3 for step in range(1, 101)]
+    tell(
+        api,
+        claim,
+        *(
+            ("metrics", {"step": step, "loss": 3.0 + rate, "learning_rate": rate})
+            for step, rate in enumerate(rates, 1)
+        ),
+    )
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_role("img", name="Learning rate")).to_be_visible()
+    over = page.get_by_role("figure").filter(has_text="Loss").locator(".u-over").bounding_box()
+    assert over is not None
+    page.mouse.move(over["x"] + 0.4 * over["width"], over["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(over["x"] + 0.6 * over["width"], over["y"] + 60, steps=4)
+    with page.expect_response(lambda answer: "before_step=" in answer.url):
+        page.mouse.up()
+    before = page.screenshot(clip=over)  # type: ignore[arg-type]
+    tell(api, claim, ("metrics", {"step": 300, "loss": 3.0, "learning_rate": 1e-3}))
+    label = "Loss, nats per token: loss 3 at step 300."
+    expect(page.get_by_role("img", name="Loss, nats")).to_have_attribute("aria-label", label)
+    page.mouse.move(0, 0)
+    if folder := os.environ.get("KD_SCREENSHOTS"):
+        (Path(folder) / "zoom before.png").write_bytes(before)
+        page.screenshot(path=Path(folder) / "zoom.png", full_page=True)
+    page.get_by_label("smooth losses").check()
+    ticks = page.evaluate(
+        "() => performance.getEntriesByType('resource')"
+        ".filter(({name}) => name.includes('before_step')).length"
+    )
+    assert ticks >= 2, "the range that is open is read again when points come"
+
+
 @in_browser
 def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     claim = claim_job(api, "curves")
@@ -207,6 +305,30 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     tell(api, claim, ("metrics", {"step": 4, "loss": 0.5}))
     expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 0.5 at step 4.")
     assert page.get_by_role("img").count() == 3
+
+
+@in_browser
+def test_the_curves_of_perplexity_are_compared_with_the_teacher_and_a_plain_student(
+    page: Page, api: Parts
+) -> None:
+    claim = claim_job(api, "levels")
+    points = [("metrics", {"step": step, "perplexity": 200.0 - step}) for step in range(1, 101)]
+    tell(api, claim, *points)
+    folder = api.settings.run_dir(claim.id)
+    folder.mkdir(parents=True)
+    plain = {"cross-entropy only": {"perplexity": 94.1}}
+    report = {"teacher_perplexity": 35.9, "evaluation": {"models": plain}}
+    (folder / "report.json").write_text(json.dumps(report))
+    tell(api, claim, ("artifact", {"name": "report.json", "path": str(folder / "report.json")}))
+    api.jobs.finish(claim, "succeeded")
+    open_page(page, api, f"jobs/{claim.id}")
+    expect(page.get_by_role("img", name="Perplexity")).to_have_attribute(
+        "aria-label",
+        "Perplexity: perplexity 100 at step 100, teacher 35.9, without a teacher 94.1.",
+    )
+    assert count_painted_pixels(page) > 100
+    if folder_of_shots := os.environ.get("KD_SCREENSHOTS"):
+        page.screenshot(path=Path(folder_of_shots) / "levels.png", full_page=True)
 
 
 @in_browser

@@ -46,6 +46,12 @@ def test_listing_is_newest_first_and_filters(jobs: JobStore) -> None:
     assert found(kind="distill") == ids[1::2][::-1]
     assert found(label=("n", "9")) == found(label=("m", "0")) == found(kind="search") == []
     assert found(parent="job_x") == []
+    assert found(text=ids[7].upper()) == [ids[7]]
+    assert found(text="N:2") == found(label=("n", "2"))
+    assert found(text=job_of(jobs, ids[0]).name[1:]) == ids[::-1]
+    assert found(text="no such text") == []
+    teacher = job_of(jobs, ids[1]).config["teacher"]["model"]
+    assert found(text=teacher, kind="distill") == ids[1::2][::-1]
     moment = job_of(jobs, ids[100]).created_at
     assert all(job_of(jobs, job_id).created_at > moment for job_id in found(created_after=moment))
     assert len(found(created_after=moment)) == sum(

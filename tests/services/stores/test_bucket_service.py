@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from bench.stores.server import KEYS, Server
 from bench.support.harness import Parts
 from cache.remote.address import bind_caches
 from cache.testing import make_cache
@@ -15,7 +16,6 @@ from services.settings import Settings
 from services.terminal.exit_codes import FAILED
 from tests.support.api import problem, serving, valid
 from tests.support.buckets.proxy import Proxy
-from tests.support.buckets.server import KEYS, Server
 from tests.support.commands import kd
 
 
@@ -50,6 +50,52 @@ def test_a_job_of_a_service_cannot_choose_where_credentials_are_used(api: Parts)
     assert not any(secret in answer.text for secret in KEYS.values())
     log = "".join(path.read_text() for path in (api.settings.home / "logs").iterdir())
     assert not any(secret in log for secret in KEYS.values())
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_server_binary")
+def test_workers_that_share_no_disk_make_the_student_of_one_machine(
+    address: str, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """API, capture and training have a data folder each, and share Redis and the bucket."""
+    job = {
+        "name": "tiny",
+        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
+        "student": {"init": {"layers": 1, "hidden_size": 16}},
+        "data": {
+            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
+            "max_train_samples": 20, "max_eval_samples": 4,
+        },
+        "cache": {"shard_sequences": 8},
+        "train": {"max_steps": 4, "batch_size": 4},
+        "evaluation": {"max_new_tokens": 4},
+    }  # fmt: skip
+    students = []
+    for name, store in (("plain", None), ("far", address)):
+        root = tmp_path / name
+        parts = Parts(
+            root / "api", "services.worker.child", store=store, lease_seconds=30.0,
+            silence_seconds=600.0,
+        )  # fmt: skip
+        try:
+            parts.start_api()
+            for queue in ("precompute", "train"):
+                home = root / ("api" if store is None else queue)
+                home.mkdir(exist_ok=True)
+                parts.start("services.worker", queue, KD_HOME=str(home))
+            job_id = parts.http.post("/jobs", json=job).json()["id"]
+            ended = parts.wait_for(job_id, "succeeded", "failed", seconds=300)
+            assert ended.status == "succeeded", ended.error
+            assert not any(secret in ended.model_dump_json() for secret in KEYS.values())
+            [student] = root.glob(f"*/runs/{job_id}/student/model.safetensors")
+            students.append(student.read_bytes())
+            logs = [path.read_text(errors="replace") for path in root.rglob("log*/*.log")]
+            logs += [path.read_text(errors="replace") for path in root.rglob("log.txt")]
+            assert not any(secret in text for text in logs for secret in KEYS.values())
+        finally:
+            parts.close()
+    assert students[0] == students[1]
+    assert not list((tmp_path / "far").glob("*/caches"))
 
 
 def command(*words: object, home: Path, store: str) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker.child_process import Outbox, build_child_environment
+from services.worker.event_size import LONGEST_EVENT, LONGEST_TEXT
 from services.worker.failures import describe_crash, describe_error
 from tests.support.runs import MakeParts, attempted, started, steps_done
 
@@ -44,6 +45,17 @@ def test_a_distillation_runs_both_stages(service: Parts) -> None:
     assert job.cache is not None
     assert (job.cache.fingerprint, job.cache.bytes_per_token) == ("f" * 32, 12.5)
     assert service.statuses(job.id) == ["queued", "running", "queued", "running", "succeeded"]
+
+
+def test_what_a_worker_sends_of_an_event_is_bounded(service: Parts) -> None:
+    job = service.wait_for(service.submit("talks"), "failed")
+    assert job.error is not None
+    assert job.error.detail.startswith("d" * LONGEST_TEXT + "...")
+    events = service.events(job.id)
+    assert max(len(json.dumps(data)) for _, data in events) <= LONGEST_EVENT
+    long, left_out = [data["message"] for kind, data in events if kind == "warning"]
+    assert long == "w" * LONGEST_TEXT + f"... ({(1 << 20) - LONGEST_TEXT:,} characters cut)"
+    assert re.fullmatch(r"An event 'metrics' of [\d,]+ bytes was left out; .*", left_out)
 
 
 def test_an_error_of_the_run_arrives_whole(service: Parts) -> None:

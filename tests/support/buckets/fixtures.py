@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from bench.stores.server import BUCKET, Server, find_weed, make_environment, run_server
 from cache.remote import bucket, probe
 from cache.remote.address import StoreAddress
-from tests.support.buckets.server import BUCKET, Server, find_weed, make_environment, run_server
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,7 @@ app.add_typer(store_app, name="store")
 def store_check(
     url: Annotated[
         str,
-        typer.Argument(
-            help="Bucket: s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
-        ),
+        typer.Argument(help="Bucket: s3://bucket/prefix."),
     ],
     as_json: AsJson = False,
 ) -> None:

@@ -153,7 +153,7 @@ def _find_run(name: str, settings: Settings) -> Path:
     os.environ.update(settings.environment())
     os.environ.setdefault("TQDM_DISABLE", "1")
     from kd.errors import ModelError
-    from kd.examine import find_run
+    from kd.files import find_run
 
     if Path(name).is_dir():
         return Path(name)

@@ -1,0 +1,291 @@
+"""A service on several hosts, each a network namespace of this machine, and faults between them.
+
+    store --+
+    api   --+-- a bridge in a namespace of its own
+    one   --+
+    two   --+   three workers, each with a clock of its own
+    three --+
+
+All hosts see one file system, as they would with NFS. Needs root on Linux, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+
+from bench.support.faults import CLONE_NEWNET, find_live_runs, make_inputs, run_command
+from bench.support.harness import Parts, Started, wait_until
+from bench.support.judge import find_job_violations
+from kd.client.wire.jobs import TERMINAL_STATUSES
+
+WORKERS = ("one", "two", "three")
+HOSTS = ("store", "api", *WORKERS)
+#: Seconds that all jobs may take after the last fault.
+PATIENCE_SECONDS = 900.0
+
+
+class Net:
+    """Namespaces that are joined by a bridge. Their names hold this process's id."""
+
+    def __init__(self) -> None:
+        self.hub = f"kd-hub-{os.getpid()}"
+        self.names = {host: f"kd-{host}-{os.getpid()}" for host in HOSTS}
+        self.address = {host: f"10.78.0.{number}" for number, host in enumerate(HOSTS, 1)}
+        for name in (self.hub, *self.names.values()):
+            run_command("ip", "netns", "add", name)
+        self._hub("link", "add", "bridge0", "type", "bridge")
+        self._hub("link", "set", "bridge0", "up")
+        for host, name in self.names.items():
+            cable = ("link", "add", f"to-{host}", "type", "veth", "peer", "name", "net0")
+            run_command("ip", "-n", self.hub, *cable, "netns", name)
+            self._hub("link", "set", f"to-{host}", "master", "bridge0")
+            self._hub("link", "set", f"to-{host}", "up")
+            place = ("addr", "add", f"{self.address[host]}/24", "dev", "net0")
+            for words in (place, ("link", "set", "lo", "up"), ("link", "set", "net0", "up")):
+                run_command("ip", "-n", name, *words)
+
+    def _hub(self, *words: str) -> None:
+        run_command("ip", "-n", self.hub, *words)
+
+    @contextlib.contextmanager
+    def inside(self, host: str) -> Iterator[None]:
+        """Move this thread, its new processes and its connections to the namespace of a host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (
+            Path("/proc/thread-self/ns/net").open() as home,
+            Path("/run/netns", self.names[host]).open() as there,
+        ):
+            if libc.setns(there.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+            try:
+                yield
+            finally:
+                libc.setns(home.fileno(), CLONE_NEWNET)
+
+    def cut(self, host: str) -> None:
+        """Cut the cable of a host."""
+        self._hub("link", "set", f"to-{host}", "down")
+
+    def mend(self, host: str) -> None:
+        """Mend the cable of a host."""
+        self._hub("link", "set", f"to-{host}", "up")
+
+    def slow(self, host: str) -> None:
+        """Let 32 kbit/s through to a host, and drop what waits longer than 0.4 s."""
+        limits = ("rate", "32kbit", "burst", "4kb", "latency", "400ms")
+        device = ("dev", f"to-{host}", "root")
+        run_command("ip", "netns", "exec", self.hub, "tc", "qdisc", "add", *device, "tbf", *limits)
+
+    def unslow(self, host: str) -> None:
+        """Undo ``slow``."""
+        device = ("dev", f"to-{host}", "root")
+        run_command("ip", "netns", "exec", self.hub, "tc", "qdisc", "del", *device)
+
+    def list_pids(self, host: str) -> list[int]:
+        """The processes of a host."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True
+        )
+        return [int(pid) for pid in listed.stdout.split() if int(pid) != os.getpid()]
+
+    def close(self) -> None:
+        """End the processes of all hosts and remove the namespaces."""
+        for host in HOSTS:
+            _send(self.list_pids(host), signal.SIGKILL)
+        for name in (self.hub, *self.names.values()):
+            run_command("ip", "netns", "del", name)
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class HostedService:
+    """Job store, API and three workers, each on its host. Runs inside the host of the store."""
+
+    def __init__(self, net: Net, folder: Path, seed: int) -> None:
+        self.net = net
+        self.dice = random.Random(seed)
+        self.clocks = {host: folder / f"clock-{host}" for host in WORKERS}
+        folder.mkdir(parents=True, exist_ok=True)
+        # A fork would be in the network of the process that it comes from.
+        self.parts = Parts(
+            folder / "home",
+            "bench.support.light_child",
+            forked=False,
+            max_attempts=1000,
+            data_roots=(make_inputs(folder / "inputs"),),
+        )
+        self.open_store()
+        self.processes: dict[str, Started] = {}
+        self.start("api")
+        for host in WORKERS:
+            self.set_clock(host)
+            self.start(host)
+        wait_until(self.api_answers)
+        wait_until(lambda: len(self.parts.jobs.list_workers()) == len(WORKERS))
+
+    def open_store(self) -> None:
+        """Let the store be reached from the other hosts."""
+        self.parts.jobs.redis.config_set("bind", f"127.0.0.1 {self.net.address['store']}")
+
+    def start(self, host: str) -> None:
+        """Start the process of a host."""
+        address = self.net.address["store"]
+        assert self.parts.settings.redis_url is not None
+        url = self.parts.settings.redis_url.replace("127.0.0.1", address)
+        module = "services.api" if host == "api" else "services.worker"
+        clock = {} if host == "api" else make_clock_variables(self.clocks[host])
+        with self.net.inside(host):
+            self.processes[host] = self.parts.start(module, KD_REDIS_URL=url, **clock)
+
+    def set_clock(self, host: str) -> int:
+        """Set a worker's clock wrong by up to a quarter of an hour; returns the seconds."""
+        seconds = self.dice.randint(-900, 900)
+        self.clocks[host].write_text(f"{seconds:+d}")
+        return seconds
+
+    def api_answers(self) -> bool:
+        """Whether the API says on its own host that it is ready."""
+        with self.net.inside("api"), contextlib.suppress(httpx.TransportError):
+            port = self.parts.settings.port
+            answer = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5, trust_env=False)
+            return answer.is_success
+        return False
+
+    # -- faults: each ends healed
+
+    def cut(self, host: str) -> None:
+        """Cut the host off for a while."""
+        self.net.cut(host)
+        time.sleep(self.dice.uniform(0.5, 6))
+        self.net.mend(host)
+
+    def slow(self, host: str) -> None:
+        """Let little through to the host for a while."""
+        self.net.slow(host)
+        time.sleep(self.dice.uniform(2, 8))
+        self.net.unslow(host)
+
+    def freeze(self, host: str) -> None:
+        """Stop every process of the host, and let them go on."""
+        pids = self.net.list_pids(host)
+        _send(pids, signal.SIGSTOP)
+        time.sleep(self.dice.uniform(0.5, 6))
+        _send(pids, signal.SIGCONT)
+
+    def kill(self, host: str) -> None:
+        """Kill every process of the host, and start it again a while later, with another clock."""
+        _send(self.net.list_pids(host), signal.SIGKILL)
+        self.processes[host].wait()
+        time.sleep(self.dice.uniform(0, 3))
+        if host in self.clocks:
+            self.set_clock(host)
+        self.start(host)
+
+    def kill_store(self, _: str) -> None:
+        """Kill the job store, and start it again with its data."""
+        _send([self.parts.server.pid], signal.SIGKILL)
+        time.sleep(self.dice.uniform(0.2, 2))
+        self.parts.server.ensure()
+        self.open_store()
+
+    def skew(self, host: str) -> None:
+        """Move the clock of a worker while it works."""
+        self.set_clock(host)
+
+    def strike(self) -> str:
+        """Inject one fault; returns its name and host once it is healed."""
+        kinds: list[tuple[Callable[[str], None], tuple[str, ...]]] = [
+            (self.cut, HOSTS),
+            (self.slow, HOSTS),
+            (self.freeze, ("api", *WORKERS)),
+            (self.kill, ("api", *WORKERS)),
+            (self.kill_store, ("store",)),
+            (self.skew, WORKERS),
+        ]
+        fault, hosts = self.dice.choice(kinds)
+        host = self.dice.choice(hosts)
+        fault(host)
+        return f"{fault.__name__} {host}"
+
+
+def make_clock_variables(clock: Path) -> dict[str, str]:
+    """Variables with which libfaketime moves a process's clock by what a file says.
+
+    The child of a worker keeps the machine's clock, because these variables are not handed on.
+    """
+    found = importlib.util.find_spec("libfaketime")
+    if found is None or found.origin is None:
+        return {}
+    library = Path(found.origin).parent / "vendor" / "libfaketime" / "src" / "libfaketime.so.1"
+    return {
+        "LD_PRELOAD": str(library),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "DONT_FAKE_MONOTONIC": "1",
+    }
+
+
+def run_faults(
+    folder: Path, faults: int, seed: int, say: Callable[[str], None]
+) -> tuple[Counter[str], list[str]]:
+    """Run light jobs on the hosts under faults; returns the faults, counted, and the violations."""
+    net = Net()
+    try:
+        with net.inside("store"):
+            return _run_inside(net, folder, faults, seed, say)
+    finally:
+        net.close()
+
+
+def _run_inside(
+    net: Net, folder: Path, faults: int, seed: int, say: Callable[[str], None]
+) -> tuple[Counter[str], list[str]]:
+    service = HostedService(net, folder, seed)
+    parts = service.parts
+    jobs: dict[str, str] = {}
+    struck: Counter[str] = Counter()
+    try:
+        for number in range(faults):
+            open_jobs = [job for job in jobs if parts.job(job).status not in TERMINAL_STATUSES]
+            for _ in range(len(WORKERS) + 1 - len(open_jobs)):
+                name = f"light-{900 + len(jobs)}-4-150"
+                jobs[parts.submit(name, "distill")] = name
+            time.sleep(service.dice.uniform(0.2, 2))
+            fault = service.strike()
+            struck[fault.split()[0]] += 1
+            say(f"{number + 1}/{faults} {fault}, {len(jobs)} jobs")
+        say("waiting for the jobs")
+        for job in jobs:
+            parts.wait_for(job, *TERMINAL_STATUSES, seconds=PATIENCE_SECONDS)
+        found = [
+            line
+            for job, name in jobs.items()
+            for line in find_job_violations(parts, job, name, folder / "spare")
+        ]
+        if not service.api_answers():
+            found.append("the API does not answer after the faults")
+        found += [
+            f"orphan: process {pid} of {job}"
+            for pid, job in find_live_runs(parts.settings.home).items()
+        ]
+        struck["jobs"] = len(jobs)
+        return struck, found
+    finally:
+        parts.close()

@@ -1,0 +1,1 @@
+"""Students and caches to a Hugging Face hub, and from it."""

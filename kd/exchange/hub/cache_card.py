@@ -1,0 +1,140 @@
+"""The card of a cache on a hub: what it holds, what it was made from, and how to use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import DatasetCardData
+
+from cache.manifest import Manifest
+from cache.store import measure_cache_bytes
+from kd.files import format_bytes
+from kd.models.folder import UNKNOWN_LICENCE, read_card
+
+#: The name of a card. It is on the hub only: a cache's folder holds its own files and no other.
+CARD = "README.md"
+_INTRODUCTION = (
+    "The next-token probabilities of a teacher on a text, as Potstill stores them: students are "
+    "trained from them without the teacher.\n"
+)
+_FIDELITY_COLUMNS = (
+    "| temperature | positions | KL, nats | kept mass | same best token | entropy error, nats |"
+)
+_FINDS = (
+    "A job with the same teacher, text and settings finds the cache by its fingerprint. A job "
+    "without a teacher sets `cache.fingerprint`."
+)
+
+
+def render_cache_card(folder: Path, manifest: Manifest) -> str:
+    """Return the card of the cache in ``folder``."""
+    teacher = manifest.provenance.teacher_name
+    known = bool(teacher) and not Path(teacher).exists()
+    facts = read_card(teacher, manifest.provenance.teacher_revision or None) if teacher else {}
+    licence = facts.get("license") if isinstance(facts.get("license"), str) else UNKNOWN_LICENCE
+    languages = facts.get("language")
+    data = DatasetCardData(
+        license=licence,
+        language=languages if isinstance(languages, str | list) else None,
+        tags=["distillation", "knowledge-distillation", "potstill", "teacher-records"],
+        # The shards are arrays, which the hub's viewer of tables cannot show.
+        viewer=False,
+        # A path on one machine means nothing to a reader of the card.
+        distillation_teacher=teacher if known else None,
+        fingerprint=manifest.identity.fingerprint,
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n",
+        "# Records of a teacher\n",
+        _INTRODUCTION,
+        _render_table(_list_facts(folder, manifest)),
+        *_describe_fidelity(manifest),
+        _describe_use(manifest),
+        _describe_licences(teacher if known else "", str(licence)),
+    ]
+    return "\n".join(parts)
+
+
+def _list_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
+    identity = manifest.identity
+    size = measure_cache_bytes(folder, manifest)
+    data = identity.data
+    revision = manifest.provenance.teacher_revision
+    return {
+        "Teacher": manifest.provenance.teacher_name or "unknown",
+        **({"Revision of the teacher": revision} if revision else {}),
+        "Precision of the teacher": identity.teacher.describe_precision(),
+        "sha256 of its weights": f"`{identity.teacher.model_sha256}`",
+        "Tokenizer": f"{identity.tokenizer.vocabulary_size:,} tokens",
+        "Profile": identity.codec.profile,
+        "Sequences": f"{data.sequences:,} of {data.sequence_length:,} tokens, "
+        f"{data.validation_sequences:,} of them held out",
+        "Positions with a record": f"{manifest.positions:,}",
+        "Entries per position": f"{manifest.entries / max(manifest.positions, 1):.1f}",
+        "Size": format_bytes(size),
+        "Bytes a token": f"{size / max(manifest.positions, 1):.2f}",
+        "Fingerprint": f"`{identity.fingerprint}`",
+    }
+
+
+def _render_table(facts: dict[str, str]) -> str:
+    rows = [f"| {name} | {value} |" for name, value in facts.items()]
+    return "\n".join(["| | |", "|---|---|", *rows, ""])
+
+
+def _describe_fidelity(manifest: Manifest) -> list[str]:
+    """How close the records are to the teacher, where that was measured."""
+    if not manifest.fidelity:
+        return []
+    rows = [
+        f"| {row.temperature:g} | {row.positions:,} | {_format(row.kl)} | {row.kept_mass:.4f} "
+        f"| {_format(row.top1_agreement)} | {row.entropy_error:+.4f} |"
+        for row in manifest.fidelity
+    ]
+    head = [
+        "## Fidelity",
+        "",
+        "Records beside the live teacher, on sampled positions.",
+        "",
+        _FIDELITY_COLUMNS,
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
+    note = [] if manifest.overruled is None else [manifest.overruled.describe(), ""]
+    return ["\n".join([*head, *rows, "", *note])]
+
+
+def _format(value: Any) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _describe_use(manifest: Manifest) -> str:
+    short = manifest.identity.fingerprint[:12]
+    return "\n".join(
+        [
+            "## Use",
+            "",
+            "```bash",
+            "kd pull owner/name --type dataset   # verifies every byte",
+            f"kd cache info {short}",
+            "```",
+            "",
+            _FINDS,
+            "",
+        ]
+    )
+
+
+def _describe_licences(teacher: str, licence: str) -> str:
+    owner = f"`{teacher}`" if teacher else "the teacher"
+    said = (
+        f"- Licence: unknown. Check that of {owner} before you share or use these records."
+        if licence == UNKNOWN_LICENCE
+        else f"- Licence: {licence}, that of {owner}."
+    )
+    lines = [
+        said,
+        "- Some licences forbid or condition training on a model's outputs.",
+        "- The cache holds the tokens of its text: check the licence of the text, too.",
+    ]
+    return "\n".join(["## Licences", "", *lines, ""])

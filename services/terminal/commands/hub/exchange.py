@@ -1,0 +1,129 @@
+"""``kd push`` and ``kd pull``: students and caches to a Hugging Face hub, and from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.terminal.commands.exchange import showing_events
+from services.terminal.console import (
+    AsJson,
+    Home,
+    audit_command,
+    make_settings,
+    print_facts,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from services.settings import Settings
+
+app = typer.Typer()
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A run (folder, beginning of its name, or `last`), the folder of a student or of a "
+        "cache, or the beginning of a cache's fingerprint.",
+    ),
+]
+RepositoryName = Annotated[
+    str, typer.Argument(metavar="REPOSITORY", help="Name of the repository: owner/name.")
+]
+
+
+@app.command()
+def push(
+    source: Source,
+    repository: RepositoryName,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to push to; made if it is not there. Default: main.")
+    ] = None,
+    private: Annotated[
+        bool,
+        typer.Option("--private/--no-private", help="Make the repository private if it is new."),
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Push a student or a cache to the Hugging Face hub, with its card.
+
+    The same command goes on where a push was cut. HF_ENDPOINT is the address of another hub;
+    HF_TOKEN, or what `hf auth login` stored, is the token.
+    """
+    from kd.exchange.hub.pushing import push as push_folder
+
+    settings = make_settings(home=home)
+    folder = find_source(source, settings)
+    with showing_events() as monitor:
+        summary = push_folder(folder, repository, revision, private, monitor)
+    action = "cache.push" if summary["type"] == "dataset" else "student.push"
+    audit_command(settings, action, folder.name, to=summary["url"])
+    _print(summary, as_json)
+
+
+@app.command()
+def pull(
+    repository: RepositoryName,
+    type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="model|dataset",
+            help="Students are models, caches are datasets. Default: what the hub has.",
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit. Default: main.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="New folder for a student, or the folder of caches. Default: a folder of the "
+            "repository's name here, and the caches of KD_HOME."
+        ),
+    ] = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pull a student or a cache from the Hugging Face hub, and compare every byte.
+
+    The same command goes on where a pull was cut. A cache can be trained from at once.
+    """
+    from kd.exchange.hub.pulling import pull as pull_repository
+
+    if type not in (None, "model", "dataset"):
+        raise typer.BadParameter(f"{type!r} is not model or dataset", param_hint="--type")
+    settings = make_settings(home=home)
+    with showing_events() as monitor:
+        summary = pull_repository(repository, type, revision, out, settings.caches, monitor)  # type: ignore[arg-type]
+    _print(summary, as_json)
+
+
+def find_source(name: str, settings: Settings) -> Path:
+    """Find the folder of the student or cache that ``name`` means.
+
+    A path takes precedence, then a run, then a cache. Raises ``HubError`` where there is none.
+    """
+    from cache.errors import CacheNotFound
+    from cache.operations import find_cache
+    from kd.errors import HubError
+    from kd.files import find_run
+
+    path = Path(name)
+    run = path if path.is_dir() else find_run(name, settings.runs)
+    if run is not None:
+        return (run / "student" if (run / "student").is_dir() else run).absolute()
+    try:
+        return find_cache(settings.caches, name).absolute()
+    except CacheNotFound as error:
+        raise HubError(
+            f"{name!r} is no folder, no run and no single cache in {settings.home}.",
+            "`kd cache ls` lists caches; the runs are the folders in runs of KD_HOME.",
+        ) from error
+
+
+def _print(summary: dict[str, Any], as_json: bool) -> None:
+    print_json(summary) if as_json else print_facts(summary)

@@ -1,0 +1,68 @@
+"""``kd export``: a finished student as a merged model, an adapter, or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.terminal.commands.exchange import showing_events
+from services.terminal.commands.hub.exchange import Source, find_source
+from services.terminal.console import AsJson, Home, make_settings, print_facts, print_json
+
+app = typer.Typer()
+
+#: The forms, which ``kd.exchange.students`` has too; that module loads torch.
+FORMS = ("merged", "adapter", "gguf")
+PRECISIONS = ("auto", "f32", "f16", "bf16", "q8_0")
+
+
+@app.command()
+def export(
+    student: Source,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="merged|adapter|gguf",
+            help="merged: one whole model; adapter: LoRA adapters in the form of peft; gguf: one "
+            "file for llama.cpp.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="New folder or file. Default: beside the student, named after the form."),
+    ] = None,
+    converter: Annotated[
+        str | None,
+        typer.Option(
+            help="llama.cpp's folder, or its convert_hf_to_gguf.py. Default: the one on PATH.",
+        ),
+    ] = None,
+    outtype: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(PRECISIONS),
+            help="Precision of a GGUF file. auto: that of the student.",
+        ),
+    ] = "auto",
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a finished student in another form."""
+    if to not in FORMS:
+        raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMS)}", param_hint="--to")
+    if outtype not in PRECISIONS:
+        raise typer.BadParameter(
+            f"{outtype!r} is none of {', '.join(PRECISIONS)}", param_hint="--outtype"
+        )
+    from kd.exchange.students import StudentExport
+    from kd.models.loading import hide_progress_bars
+
+    hide_progress_bars()
+    folder = find_source(student, make_settings(home=home))
+    name = f"{folder.name}.gguf" if to == "gguf" else f"{folder.name}-{to}"
+    target = (out or folder.with_name(name)).absolute()
+    with showing_events() as monitor:
+        summary = StudentExport(folder, to, target, converter, outtype).run(monitor)  # type: ignore[arg-type]
+    print_json(summary) if as_json else print_facts(summary)

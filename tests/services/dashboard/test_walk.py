@@ -1,0 +1,117 @@
+"""Every view of the dashboard at two widths and in two schemes: axe finds nothing, nothing is cut.
+
+``KD_SCREENSHOTS`` names a folder for the pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.base import AXE_SCRIPT
+from playwright.sync_api import Browser, Page, expect
+
+from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from cache.testing import make_cache, make_identity
+from tests.support.api import tell
+
+#: The rules of WCAG that are of level A or AA.
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+WIDTHS = (360, 1440)
+SCHEMES = ("light", "dark")
+
+
+@pytest.fixture(scope="module")
+def views(api: Parts) -> dict[str, str]:
+    """The address of each view by its name, with a job and a cache to show."""
+    claim, other = (
+        api.jobs.claim(api.jobs.create(make_config(name)).id, "train", "test", 600)
+        for name in ("walked", "walked-again")
+    )
+    assert claim is not None and other is not None
+    points = [
+        ("metrics", {"step": step, "loss": 5.0 - step / 50, "perplexity": 150.0 - step,
+                     "learning_rate": 1e-3, "grad_norm": 1.0 + step / 100})
+        for step in range(1, 101)
+    ]  # fmt: skip
+    evaluation = {"step": 100, "validation_perplexity": 70.8, "validation_kl": 0.3,
+                  "validation_tokens": 38_250}  # fmt: skip
+    tell(api, claim, *points, ("evaluation", evaluation))
+    tell(api, claim, ("warning", {"message": "The text is short."}))
+    tell(api, other, *points[:50])
+    folder = make_cache(api.settings.caches, make_identity(train_sequences=12))
+    return {
+        "jobs": "jobs",
+        "job": f"jobs/{claim.id}",
+        "compare": f"compare?jobs={claim.id},{other.id}",
+        "new": "new",
+        "caches": "caches",
+        "cache": f"caches/{folder.name}",
+        "tokens": "tokens",
+        "workers": "workers",
+        "missing": "jobs/job_00000000000000000000000000",
+    }
+
+
+@pytest.fixture(params=[(width, scheme) for width in WIDTHS for scheme in SCHEMES], ids=str)
+def tab(browser: Browser, request: pytest.FixtureRequest) -> Iterator[tuple[Page, str]]:
+    """A tab of one width and scheme; it fails where the page logs an error."""
+    width, scheme = request.param
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE_SECONDS * 1000)
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "console",
+        lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None,
+    )
+    yield page, f"{width} {scheme}"
+    context.close()
+    assert [line for line in wrong if "Failed to load resource" not in line] == []
+
+
+def find_violations(page: Page) -> list[dict[str, Any]]:
+    """Run axe on the page; return what it finds, and where."""
+    page.evaluate(AXE_SCRIPT)
+    options = json.dumps({"runOnly": {"type": "tag", "values": RULES}})
+    found = page.evaluate(f"axe.run(document, {options})")
+    return [
+        {"rule": each["id"], "where": [node["target"] for node in each["nodes"]]}
+        for each in found["violations"]
+    ]
+
+
+@pytest.mark.long
+def test_every_view_is_whole_and_accessible(
+    tab: tuple[Page, str], api: Parts, views: dict[str, str]
+) -> None:
+    page, about = tab
+    found = {}
+    for name, path in views.items():
+        page.goto(f"{api.settings.server}/{path}")
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        page.wait_for_load_state("networkidle") if name in ("new",) else page.wait_for_timeout(700)
+        if violations := find_violations(page):
+            found[name] = violations
+        too_wide = page.evaluate(
+            "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        if too_wide > 0:
+            found[f"{name}, width"] = too_wide
+        if folder := os.environ.get("KD_SCREENSHOTS"):
+            page.screenshot(path=Path(folder) / f"{name} {about}.png", full_page=True)
+    assert found == {}
+
+
+@pytest.mark.long
+def test_the_walk_finds_a_fault(tab: tuple[Page, str], api: Parts) -> None:
+    page, _ = tab
+    page.goto(f"{api.settings.server}/workers")
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    page.evaluate("document.querySelector('main').append(document.createElement('input'))")
+    assert [each["rule"] for each in find_violations(page)] == ["label"]
