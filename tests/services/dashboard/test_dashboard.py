@@ -426,7 +426,7 @@ def test_names_and_messages_are_text(page: Page, api: Parts) -> None:
     page.get_by_text("Log", exact=True).click()
     expect(page.locator("details pre").first).to_contain_text(attack)
     assert page.locator("main img, main b").count() == 0
-    assert page.title() == "Potstill"
+    assert page.title() == "text · Potstill"
 
 
 @in_browser
@@ -640,7 +640,7 @@ def check_download(page: Page, name: str, content: str) -> None:
 @in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
-    "path", ["", "new", "caches", "workers", "nowhere", "jobs/job_0", "caches/0"]
+    "path", ["", "new", "caches", "workers", "#/nowhere", "jobs/job_0", "caches/0"]
 )
 def test_every_page_fits_the_screen_of_a_phone(
     browser: Browser, api: Parts, path: str, scheme: Any
