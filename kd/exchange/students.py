@@ -139,12 +139,12 @@ def _find_base_dtype(student: Path) -> torch.dtype:
     """The precision in which the base of the student's adapters is stored."""
     settings = read_json(student / ADAPTER_FOLDER / _ADAPTER_CONFIG)
     own = student / BASE_FOLDER
-    base = (
+    base_folder = (
         own
         if own.is_dir()
         else resolve_model(settings["base_model_name_or_path"], settings["revision"])
     )
-    found = AutoConfig.from_pretrained(base).dtype
+    found = AutoConfig.from_pretrained(base_folder).dtype
     return found if isinstance(found, torch.dtype) else torch.float32
 
 

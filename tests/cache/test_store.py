@@ -15,7 +15,7 @@ import zarrs  # noqa: F401  # registers its codec pipeline
 
 from cache.disk import list_file_sizes
 from cache.errors import CacheIncomplete, CacheMismatch, CacheNotFound
-from cache.manifest import CacheIdentity, sign_json
+from cache.manifest import FORMAT_VERSION, CacheIdentity, sign_json
 from cache.profiles import PROFILES
 from cache.reading.arrays import ArrayFolder
 from cache.records import Records, Sequences, compute_offsets
@@ -367,7 +367,9 @@ def test_a_mismatch_names_every_differing_field(plain):
 def test_a_newer_version_is_refused(plain_copy):
     document = json.loads((plain_copy / "manifest.json").read_bytes())
     del document["digest"]
-    (plain_copy / "manifest.json").write_bytes(sign_json({**document, "version": 7}))
+    (plain_copy / "manifest.json").write_bytes(
+        sign_json({**document, "version": FORMAT_VERSION + 1})
+    )
     with pytest.raises(CacheMismatch, match="newer"):
         open_cache(plain_copy)
 

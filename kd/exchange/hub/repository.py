@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -26,6 +25,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from cache.disk import hash_file
@@ -34,7 +34,6 @@ from kd.errors import HubError
 RepositoryType = Literal["model", "dataset"]
 #: Files that a hub adds itself.
 OWN_FILES = (".gitattributes",)
-_READ = 1 << 20
 #: The base of all errors of a connection in the HTTP library of the installed huggingface_hub.
 _CONNECTION_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 _AGAIN = "Run the same command again: what has arrived is not sent again."
@@ -82,7 +81,7 @@ class RemoteFile:
         if (content.stat().st_size if isinstance(content, Path) else len(content)) != self.size:
             return False
         if self.sha256 is None:
-            return _hash_blob(content, self.size) == self.blob
+            return _hash_blob(content) == self.blob
         if isinstance(content, Path):
             return hash_file(content) == self.sha256
         return hashlib.sha256(content).hexdigest() == self.sha256
@@ -137,13 +136,9 @@ def list_remote_files(api: HfApi, repository: Repository, commit: str) -> dict[s
     return files
 
 
-def _hash_blob(content: Path | bytes, size: int) -> str:
-    """Return git's hash of a file."""
-    digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    with content.open("rb") if isinstance(content, Path) else BytesIO(content) as file:
-        while part := file.read(_READ):
-            digest.update(part)
-    return digest.hexdigest()
+def _hash_blob(content: Path | bytes) -> str:
+    """Return git's hash of a file; those that the hub keeps in git are small."""
+    return git_hash(content.read_bytes() if isinstance(content, Path) else content)
 
 
 # ---------------------------------------------------------------------- errors
