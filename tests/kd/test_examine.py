@@ -136,6 +136,7 @@ def test_a_run_is_measured_against_teacher_and_start(
     )
     assert sorted(path.name for path in out.iterdir()) == [
         "curves.png", "kl_by_context.png", "reliability.png", "report.json", "report.md",
+        "tokens.json",
     ]  # fmt: skip
     assert read_json(out / "report.json") == report
     assert (out / "report.md").read_text(encoding="utf-8") == render_examination(report)

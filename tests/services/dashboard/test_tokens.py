@@ -128,7 +128,7 @@ def test_a_token_opens_what_the_models_expected(
 ) -> None:
     job_id = finish_job(api, "scored", files["random"])
     page.goto(f"{api.settings.server}/jobs/{job_id}")
-    page.get_by_role("link", name="Tokens").click()
+    page.get_by_role("main").get_by_role("link", name="Tokens").click()
     expect(page).to_have_title("Tokens · Potstill")
     found = read_json(files["random"])
     tokens = page.locator('.text [role="button"]')
