@@ -94,7 +94,7 @@ TAIL_SUMS = "tail_sums"
 FIRST_TAILS = "first_tails"
 #: The largest part of a cache that these sums may be: 16 bytes for each token of the vocabulary.
 #: A cache for which they are too many is captured again in little time.
-FIRST_TAILS_SHARE = 0.01
+FIRST_TAILS_SHARE = 0.0025
 #: The metadata of the Zarr group that holds the shards.
 _GROUP_METADATA = encode_canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
 #: Name of the sums that an extending cache takes from another, among those of its own shards.

@@ -1,6 +1,6 @@
 """Capture a part of a large text, extend it, verify it and train on it, and measure the memory.
 
-    python bench/text/in_part.py [--tokens 2e6] [--sequences 1024] [--out FILE]
+    python bench/text/in_part.py [--tokens 2e6] [--sequences 1536] [--out FILE]
 
 The text is that of ``bench/text/tokens.py``: files with about ``--tokens`` tokens. The teacher is a
 random Llama of one layer with the example's tokenizer. Each row is a process of its own, started as
@@ -146,7 +146,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=float, default=2e6)
-    parser.add_argument("--sequences", type=int, default=1024)
+    parser.add_argument("--sequences", type=int, default=1536)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-in-part-") as name:

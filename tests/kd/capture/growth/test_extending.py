@@ -116,7 +116,7 @@ def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = capture(make_job(tiny_teacher, texts), tmp_path / "kept")
-    monkeypatch.setattr(store, "FIRST_TAILS_SHARE", 0.01)
+    monkeypatch.setattr(store, "FIRST_TAILS_SHARE", 0.0025)
     small = capture(make_job(tiny_teacher, texts), tmp_path / "small")
     versions = [
         json.loads((each / "manifest.json").read_bytes())["version"] for each in (kept, small)
