@@ -29,7 +29,7 @@ def bound_event(event: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def _cut_texts(value: Any) -> Any:
-    """The same value with every text cut to ``LONGEST_TEXT`` characters."""
+    """Return ``value`` with each of its texts cut to ``LONGEST_TEXT`` characters."""
     match value:
         case str() if len(value) > LONGEST_TEXT:
             return f"{value[:LONGEST_TEXT]}... ({len(value) - LONGEST_TEXT:,} characters cut)"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from bench.support.harness import PATIENCE_SECONDS, Parts
 from tests.support.api import serving
@@ -43,3 +45,26 @@ def browser() -> Iterator[Browser]:
         started = driver.chromium.launch(executable_path=chromium, args=[*sandbox, *QUIET])
         yield started
         started.close()
+
+
+@pytest.fixture
+def new_tab(browser: Browser) -> Callable[..., AbstractContextManager[Page]]:
+    """Open a tab in a context with these options; it fails where the page logged an error."""
+
+    @contextmanager
+    def open_tab(**options: Any) -> Iterator[Page]:
+        context = browser.new_context(**options)
+        context.set_default_timeout(PATIENCE_SECONDS * 1000)
+        tab = context.new_page()
+        wrong: list[str] = []
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on(
+            "console",
+            lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None,
+        )
+        yield tab
+        context.close()
+        # The browser logs a 404 as "Failed to load resource"; some tests provoke one.
+        assert [line for line in wrong if "Failed to load resource" not in line] == []
+
+    return open_tab

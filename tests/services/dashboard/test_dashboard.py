@@ -8,7 +8,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from bench.support.harness import Parts, make_config
 from cache.errors import locate_help
 from services.api.routes.dashboard import FOLDER, PAGES, POLICY
 from services.store.callers import Caller
@@ -36,21 +37,9 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A new tab; the test fails if the tab logged an error or a warning."""
-    context = browser.new_context()
-    context.set_default_timeout(PATIENCE_SECONDS * 1000)
-    tab = context.new_page()
-    wrong: list[str] = []
-    tab.on("pageerror", lambda error: wrong.append(str(error)))
-    tab.on(
-        "console",
-        lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None,
-    )
-    yield tab
-    context.close()
-    # The browser logs a 404 as "Failed to load resource"; some tests provoke one.
-    assert [line for line in wrong if "Failed to load resource" not in line] == []
+def page(new_tab: Callable[..., AbstractContextManager[Page]]) -> Iterator[Page]:
+    with new_tab() as tab:
+        yield tab
 
 
 def claim_job(api: Parts, name: str) -> Claim:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from services.store.callers import Caller
@@ -28,15 +27,6 @@ def guarded(
     file, keys = with_keys(tmp_path_factory.mktemp("keys"), alice="write")
     with serving(tmp_path_factory.mktemp("api"), api_keys_file=file) as parts:
         yield parts, keys["alice"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        sandbox = [] if os.geteuid() else ["--no-sandbox"]
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        yield chromium
-        chromium.close()
 
 
 @contextmanager

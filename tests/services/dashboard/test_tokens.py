@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from bench.support.harness import Parts, make_config
 from bench.support.paths import AUSTEN
 from kd.config.jobfile import parse_config
 from kd.evaluation.baseline import build_starting_student
@@ -24,13 +25,9 @@ from kd.models.loading import load_model
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import open_source
 from kd.progress import SILENT
-from tests.support.api import serving, tell
+from tests.support.api import tell
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 JOB = {
     "kind": "train",
     "name": "scored",
@@ -70,33 +67,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.json" for name in (*made, "alone")}
 
 
-@pytest.fixture(scope="module")
-def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
-    with serving(tmp_path_factory.mktemp("api")) as parts:
-        yield parts
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        sandbox = [] if os.geteuid() else ["--no-sandbox"]
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A new tab; the test fails if the tab logged an error."""
-    tab = browser.new_context(viewport={"width": 1440, "height": 900}).new_page()
-    tab.set_default_timeout(PATIENCE_SECONDS * 1000)
-    wrong: list[str] = []
-    tab.on("pageerror", lambda error: wrong.append(str(error)))
-    tab.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
-    yield tab
-    tab.context.close()
-    # A job without the file is answered with 404.
-    assert [line for line in wrong if "Failed to load resource" not in line] == []
+def page(new_tab: Callable[..., AbstractContextManager[Page]]) -> Iterator[Page]:
+    with new_tab(viewport={"width": 1440, "height": 900}) as tab:
+        yield tab
 
 
 def finish_job(api: Parts, name: str, tokens: Path | None) -> str:

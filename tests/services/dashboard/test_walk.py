@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.base import AXE_SCRIPT
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from bench.support.harness import Parts, make_config
 from cache.testing import make_cache, make_identity
 from tests.support.api import tell
 
@@ -58,21 +59,14 @@ def views(api: Parts) -> dict[str, str]:
 
 
 @pytest.fixture(params=[(width, scheme) for width in WIDTHS for scheme in SCHEMES], ids=str)
-def tab(browser: Browser, request: pytest.FixtureRequest) -> Iterator[tuple[Page, str]]:
-    """A tab of one width and scheme; it fails where the page logs an error."""
+def tab(
+    new_tab: Callable[..., AbstractContextManager[Page]], request: pytest.FixtureRequest
+) -> Iterator[tuple[Page, str]]:
+    """A tab of one width and scheme."""
     width, scheme = request.param
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    context.set_default_timeout(PATIENCE_SECONDS * 1000)
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on(
-        "console",
-        lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None,
-    )
-    yield page, f"{width} {scheme}"
-    context.close()
-    assert [line for line in wrong if "Failed to load resource" not in line] == []
+    size = {"width": width, "height": 900}
+    with new_tab(viewport=size, color_scheme=scheme) as page:
+        yield page, f"{width} {scheme}"
 
 
 def find_violations(page: Page) -> list[dict[str, Any]]:
