@@ -57,8 +57,8 @@ from cache.manifest import CacheIdentity
 from cache.random import apply_philox
 from cache.records import Records, Sequences, compute_offsets
 from cache.shard import Seal, make_shard_arrays, write_arrays
-from cache.store import CacheWriter, open_writer
 from cache.testing import make_codec, make_identity
+from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.recording import TeacherReading
 from kd.capture.sampling import Randomness, Sampler
 from kd.capture.shards import ShardPipeline

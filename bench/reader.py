@@ -56,8 +56,9 @@ from cache.codec import Codec, RecordPositions
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
-from cache.store import Cache, open_cache, open_writer
+from cache.store import Cache, open_cache
 from cache.testing import make_codec, make_identity, make_lm_head, make_records
+from cache.writing.writer import open_writer
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.models.loading import hide_progress_bars

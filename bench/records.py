@@ -55,7 +55,8 @@ from cache.manifest import (
     TokenizerIdentity,
 )
 from cache.records import Records, Sequences
-from cache.store import Cache, open_cache, open_writer
+from cache.store import Cache, open_cache
+from cache.writing.writer import open_writer
 from kd.capture.knots import choose_knots
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder
 from kd.config.data import DataConfig

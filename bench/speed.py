@@ -80,8 +80,9 @@ from bench.timing import (
 )
 from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
-from cache.store import Cache, open_cache, open_writer
+from cache.store import Cache, open_cache
 from cache.testing import make_codec, make_identity
+from cache.writing.writer import open_writer
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder, TailMeter
 from kd.capture.teacher import Teacher
 from kd.config.cache import CacheConfig

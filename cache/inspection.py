@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
-from cache.errors import CacheCorrupt
 from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles import PROFILES
 from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
-from cache.shard import Seal
+from cache.shards.names import name_shard
 from cache.shards.runs import ShardRuns
 from cache.store import Cache, measure_cache_bytes
 
@@ -277,14 +276,9 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
 def open_stored_shards(opened: Cache) -> Iterator[ArrayFolder]:
     """Open each shard as stored arrays, so that a caller decodes only what it reads."""
     for index, entry in enumerate(opened.entries):
-        path = opened.folder / "seals" / f"{index:06d}.json"
-        opened.bring(f"shards/{path.stem}", entry.digest)
-        seal = Seal.from_bytes(path.read_bytes(), str(path))
-        if seal.digest != entry.digest:
-            raise CacheCorrupt(
-                f"{path} is not the seal that the manifest names.", "See `kd cache verify`."
-            )
-        yield ArrayFolder(opened.folder / "shards" / path.stem, seal, reads=opened.disk_reads)
+        name = name_shard(index)
+        seal = opened.open_seal(name, entry.digest)
+        yield ArrayFolder(opened.folder / name, seal, reads=opened.disk_reads)
 
 
 def _tally_shard(opened: Cache, index: int, shard: ArrayFolder) -> dict[str, NDArray[Any]]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cache.checking.listing import list_folders
+from cache.checking.verify import verify_cache
 from cache.disk import (
     TEMPORARY_PREFIX,
     find_last_change,
@@ -45,17 +47,9 @@ from cache.remote.upkeep import (
     remove_stored,
     remove_stored_garbage,
 )
-from cache.store import (
-    FINGERPRINT,
-    LM_HEAD,
-    MANIFEST,
-    Cache,
-    list_folders,
-    locate_lock,
-    open_cache,
-    open_writer,
-    verify_cache,
-)
+from cache.shards.names import FINGERPRINT, LM_HEAD, MANIFEST
+from cache.store import Cache, locate_lock, open_cache
+from cache.writing.writer import open_writer
 
 #: The name, in the path of garbage, of what lies in a bucket.
 STORED = "bucket"

@@ -23,7 +23,7 @@ from cache.manifest import (
     TokenizerProbe,
 )
 from cache.records import Records, Sequences
-from cache.store import CacheWriter, open_writer
+from cache.writing.writer import CacheWriter, open_writer
 
 #: Width of the hidden states of a hidden cache.
 HIDDEN_WIDTH = 6

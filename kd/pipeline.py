@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
-from cache.store import has_manifest, open_cache, verify_cache
+from cache.store import has_manifest, open_cache
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig

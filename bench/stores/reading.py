@@ -37,7 +37,8 @@ from bench.stores.server import BUCKET, run_server
 from cache.remote.address import bind_caches
 from cache.remote.mirror import open_mirror
 from cache.shard import Seal
-from cache.store import MANIFEST, open_cache
+from cache.shards.names import MANIFEST
+from cache.store import open_cache
 from kd.models.loading import hide_progress_bars
 from kd.text.batches import CachedRecords, TimedIterator, read_training_batches
 

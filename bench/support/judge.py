@@ -25,8 +25,10 @@ from typing import Any
 from bench.support.faults import Answer, Fault, FaultInjector, RequestedJob, Soak
 from bench.support.harness import Parts
 from bench.support.light_child import POISON, LightWork, compute_digests
+from cache.checking.verify import verify_cache
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
-from cache.store import MANIFEST, open_cache, verify_cache
+from cache.shards.names import MANIFEST
+from cache.store import open_cache
 from cache.testing import make_cache
 from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 

@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cache.checking.verify import verify_cache
 from cache.disk import make_folder, write_file
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity
-from cache.store import Cache, CacheWriter, open_cache, open_writer, verify_cache
+from cache.store import Cache, open_cache
 from cache.testing import PROVENANCE, make_codec, make_identity, make_shard, make_token_map
+from cache.writing.writer import CacheWriter, open_writer
 from kd.config.job import JobConfig
 from kd.progress import Monitor, ProgressMeter
 from services.worker.child import main

@@ -10,7 +10,6 @@ be removed either. A folder of another name has no such file.
 from __future__ import annotations
 
 import os
-import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,9 +18,7 @@ from pathlib import Path
 from cache.disk import is_file_at, try_lock, wait_for_lock
 from cache.errors import CacheError
 from cache.remote.uses import hold_in_bucket
-
-#: The name of a cache's folder. ``cache.store`` has it too, but loads zarr, which an API does not.
-_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+from cache.shards.names import FINGERPRINT
 
 
 def locate_use(folder: Path) -> Path:
@@ -92,7 +89,7 @@ def _open_for_removal(path: Path) -> tuple[int, bool]:
 
 def _open_held(folder: Path) -> int | None:
     path = locate_use(folder)
-    while _FINGERPRINT.fullmatch(folder.name) and folder.is_dir():
+    while FINGERPRINT.fullmatch(folder.name) and folder.is_dir():
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError:

@@ -34,10 +34,10 @@ from cache.remote.address import Binding, read_binding
 from cache.remote.bucket import open_bucket
 from cache.remote.room import MirrorRoom, write_copy
 from cache.shard import RECAPTURE_REMEDY, Seal
+from cache.shards.names import MANIFEST, TAIL_SUMS, locate_seal
 
 Found = TypeVar("Found")
 
-MANIFEST = "manifest.json"
 _SHARD_SEAL = re.compile(r"/seals/[0-9]+\.json$")
 #: Digits of a seal's digest in the names of its files.
 DIGEST_DIGITS = 32
@@ -409,12 +409,6 @@ class MirrorReads(DiskReads):
         return data
 
 
-def locate_seal(name: str) -> str:
-    """Return the place of the seal of a folder of arrays, as in a folder."""
-    room, _, last = name.rpartition("/")
-    return f"{room if room == 'tail_sums' else 'seals'}/{last}.json"
-
-
 def name_data(name: str, digest: str) -> str:
     """Return the folder of the bucket with the files of a seal that has ``digest``."""
     return f"{name}.{digest[:DIGEST_DIGITS]}"
@@ -423,7 +417,7 @@ def name_data(name: str, digest: str) -> str:
 def split_path(path: str) -> tuple[str, str]:
     """Split the path of a file into its sealed folder and its name in that."""
     parts = Path(path).parts
-    count = 2 if parts[0] in ("shards", "tail_sums") else 1
+    count = 2 if parts[0] in ("shards", TAIL_SUMS) else 1
     return "/".join(parts[:count]), "/".join(parts[count:])
 
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from cache.errors import CacheCorrupt
 from cache.remote.bucket import Bucket, StoredObject, find_bucket
-from cache.remote.mirror import MANIFEST, locate_seal, name_data
+from cache.remote.mirror import name_data
 from cache.remote.probe import PROBE_FOLDER
 from cache.remote.uses import USES, ask_time, is_fresh_use, require_unused
 from cache.shard import Seal
+from cache.shards.names import FINGERPRINT, MANIFEST, locate_seal
 
-_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 #: The folder with the files of a seal: its name, and the digest of the seal.
 _DATA = re.compile(r"(?P<name>(shards|tail_sums)/[^/]+|[^/]+)\.(?P<digest>[0-9a-f]{32})/")
 
@@ -38,7 +38,7 @@ def list_stored(root: Path) -> list[Path]:
     return [
         root / name
         for name in bucket.list_folders()
-        if _FINGERPRINT.fullmatch(name) and next(bucket.walk(name), None)
+        if FINGERPRINT.fullmatch(name) and next(bucket.walk(name), None)
     ]
 
 
@@ -64,7 +64,7 @@ def find_stored_garbage(root: Path, older_than: float) -> list[StoredGarbage]:
     now = ask_time(bucket, PROBE_FOLDER)
     found = []
     for name in bucket.list_folders():
-        if _FINGERPRINT.fullmatch(name):
+        if FINGERPRINT.fullmatch(name):
             found += _find_garbage_of(bucket, name, now, older_than)
     old = [each for each in bucket.walk(PROBE_FOLDER) if now - each.modified >= older_than]
     return found + _make_garbage(PROBE_FOLDER, "a probe was interrupted", old)

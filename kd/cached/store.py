@@ -11,7 +11,8 @@ import torch
 from cache.errors import CacheNotFound
 from cache.reading.usage import hold_for
 from cache.remote.address import read_binding
-from cache.store import FINGERPRINT, open_cache
+from cache.shards.names import FINGERPRINT
+from cache.store import open_cache
 from kd.files import find_caches
 from kd.loss.decoder import TargetDecoder
 from kd.text.batches import CachedRecords

@@ -18,8 +18,9 @@ from cache.disk import list_file_sizes, make_folder, storage_errors
 from cache.profiles import PROFILES
 from cache.records import Records, Sequences
 from cache.shard import Seal, make_shard_arrays, write_arrays
-from cache.store import LM_HEAD, Cache, open_cache
-from cache.store import open_writer as open_for_capture
+from cache.shards.names import LM_HEAD
+from cache.store import Cache, open_cache
+from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate import (
     CacheSize,
     CaptureSize,

@@ -26,7 +26,7 @@ from cache.disk import measure_disk
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
 from cache.shards.runs import ShardRuns
-from cache.store import CacheWriter
+from cache.writing.writer import CacheWriter
 from kd.capture.recording import TeacherReading
 from kd.capture.usefulness import HeldOutWatch
 from kd.progress import Monitor, ProgressMeter

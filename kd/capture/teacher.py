@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cache.checking.verify import find_missing
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
 from cache.reading.usage import hold_for
 from cache.records import Records, Sequences, TailSums
 from cache.shards.runs import ShardRuns
-from cache.store import Cache, CacheWriter, find_missing, locate_lock, open_cache
-from cache.store import open_writer as open_for_capture
+from cache.store import Cache, locate_lock, open_cache
+from cache.writing.writer import CacheWriter
+from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate import estimate_bytes, require_space
 from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
 from kd.capture.growth.extending import adopt_known_shards

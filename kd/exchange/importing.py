@@ -31,7 +31,8 @@ from cache.manifest import (
     TokenizerIdentity,
 )
 from cache.records import Records, Sequences
-from cache.store import CacheWriter, open_cache, open_writer
+from cache.store import open_cache
+from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.teacher import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange import axolotl, distillkit, parquet, prompt_logprobs

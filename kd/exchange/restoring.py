@@ -35,7 +35,8 @@ from cache.errors import CacheError
 from cache.layout import Arrays
 from cache.manifest import Manifest
 from cache.records import AXES, Records, Sequences, compute_offsets
-from cache.store import Cache, open_cache, open_writer
+from cache.store import Cache, open_cache
+from cache.writing.writer import open_writer
 from kd.capture.teacher import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_parquet_batches, read_parquet_metadata

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cache.shards.names import FINGERPRINT
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.face.inputs import ModelSaver, describe_data, describe_text, find_home
@@ -18,8 +18,6 @@ from kd.files import find_caches
 
 if TYPE_CHECKING:
     from kd.progress import Monitor
-
-_FINGERPRINT = re.compile("[0-9a-f]{32}")
 
 
 def distill(
@@ -260,10 +258,10 @@ def _find_folder(out: Named | None, default: Path) -> Path:
 def _find_cache(sealed: CacheResult | Named, home: Named | None) -> tuple[Path, str]:
     """Return the data folder and the fingerprint of a sealed cache; a folder names both."""
     name = os.fspath(sealed)
-    if _FINGERPRINT.fullmatch(name):
+    if FINGERPRINT.fullmatch(name):
         return find_home(home), name
     folder = Path(name).expanduser().resolve()
-    if folder.parent.name == "caches" and _FINGERPRINT.fullmatch(folder.name):
+    if folder.parent.name == "caches" and FINGERPRINT.fullmatch(folder.name):
         return find_home(home if home is not None else folder.parent.parent), folder.name
     raise ConfigError(
         [

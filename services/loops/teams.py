@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cache.disk import sum_file_sizes
 from cache.remote.address import is_mirror
+from cache.shards.names import MANIFEST
 from services.settings import DAY_SECONDS, Settings
 from services.store.callers import Quota
 from services.store.jobs.store import JobStore
@@ -24,8 +25,6 @@ from services.store.training_files import TrainingFiles
 MEASURE_SECONDS = 60
 #: The key whose end is the time of the next measurement.
 NEXT = "kd:measured"
-#: The file that a capture writes last. ``cache.store`` has the name too, but loads zarr.
-MANIFEST = "manifest.json"
 #: The team that stands for every team without quotas of its own.
 EVERY_TEAM = ""
 
@@ -97,7 +96,7 @@ def _measure(folder: Path) -> tuple[bool, int]:
     """Whether a cache is sealed, and its bytes."""
     if is_mirror(folder):
         # Only now, because it loads zarr.
-        from cache.store import summarise_cache
+        from cache.checking.listing import summarise_cache
 
         found = summarise_cache(folder)
         return found.complete, found.bytes

@@ -24,7 +24,8 @@ from bench.support.quality.study import SHARD_SEQUENCES, Study
 from bench.support.warm import MODELS, get_warm_python
 from cache.codec import TOP_STEP, UNKNOWN
 from cache.records import Records, Sequences
-from cache.store import TAIL_SUMS, open_cache
+from cache.shards.names import TAIL_SUMS
+from cache.store import open_cache
 from kd.capture.teacher import capture_cache
 from kd.config.jobfile import load_config
 from kd.errors import DataError

@@ -16,7 +16,7 @@ import zarrs  # noqa: F401  # registers its codec pipeline
 from bench.support.harness import PATIENCE_SECONDS
 from cache.disk import list_file_sizes, storage_errors
 from cache.errors import CacheIncomplete, StorageError
-from cache.store import open_writer, read_manifest
+from cache.store import read_manifest
 from cache.testing import (
     PROVENANCE,
     fill_cache,
@@ -26,13 +26,14 @@ from cache.testing import (
     make_lm_head,
     make_shard,
 )
+from cache.writing.writer import open_writer
 from tests.support.caches import IDENTITIES, IDENTITY, V, child, content, flip, tiny
 
 #: Captures in a process of its own; prints what it found missing, and when it held the lock.
 CHILD = """
 import json, sys, time
 from pathlib import Path
-from cache.store import open_writer
+from cache.writing.writer import open_writer
 from cache.testing import PROVENANCE, make_identity, make_shard, make_token_map
 
 waits = []
@@ -58,7 +59,9 @@ from pathlib import Path
 import zarr
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity
-from cache.store import open_cache, open_writer, verify_cache
+from cache.checking.verify import verify_cache
+from cache.store import open_cache
+from cache.writing.writer import open_writer
 from cache.testing import fill_cache
 
 root = Path(sys.argv[1])

@@ -7,10 +7,11 @@ import shutil
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
+from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
 from cache.profiles import PROFILES
-from cache.store import open_cache, verify_cache
+from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity
 from tests.support.caches import captured, content, equal, flip, identity_of, tiny
 from tests.support.manifests import edits

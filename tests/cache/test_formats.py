@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from bench.support.paths import ROOT
-from cache import store as cache_store
 from cache.manifest import FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
 from cache.records import Records, Sequences, TailSums
 from cache.shard import make_shard_arrays, write_arrays
 from cache.shards import entries as shard_entries
-from cache.store import open_cache, open_writer
+from cache.store import open_cache
 from cache.testing import (
     PROVENANCE,
     make_cache,
@@ -26,6 +25,7 @@ from cache.testing import (
     make_shard,
     make_token_map,
 )
+from cache.writing.writer import open_writer
 from tests.support.formats.page_reader import (
     check_seal,
     read_array,
@@ -194,7 +194,7 @@ def test_the_page_reads_entries_in_the_manifest_and_in_pieces(
 def test_the_page_reads_the_sums_of_the_first_tails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_store, "FIRST_TAILS_SHARE", 100.0)
+    monkeypatch.setattr("cache.writing.writer.FIRST_TAILS_SHARE", 100.0)
     identity = make_identity(train_sequences=12, validation_sequences=2)
     size = identity.tokenizer.vocabulary_size
     with open_writer(tmp_path, identity) as writer:

@@ -24,7 +24,7 @@ from cache.inspection import compare_caches, compute_cache_stats, find_same_reco
 from cache.manifest import CacheIdentity
 from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
-from cache.store import Cache, open_cache, open_writer
+from cache.store import Cache, open_cache
 from cache.testing import (
     PROVENANCE,
     fill_cache,
@@ -35,6 +35,7 @@ from cache.testing import (
     make_records,
     make_shard,
 )
+from cache.writing.writer import open_writer
 
 KEEP = (0, 5, 7)
 SAMPLED = {"draws": 2, "always_keep": KEEP}

@@ -17,6 +17,8 @@ import pytest
 from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 from cache import operations
+from cache.checking.listing import list_caches
+from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes, locked
 from cache.errors import CacheCorrupt, CacheError, CacheMismatch, CacheNotFound
 from cache.inspection import find_same_records
@@ -32,14 +34,7 @@ from cache.operations import (
 )
 from cache.reading.arrays import ArrayFolder, make_chunk_memory
 from cache.records import Records
-from cache.store import (
-    Cache,
-    list_caches,
-    locate_lock,
-    open_cache,
-    open_writer,
-    verify_cache,
-)
+from cache.store import Cache, locate_lock, open_cache
 from cache.testing import (
     PROVENANCE,
     fill_cache,
@@ -49,6 +44,7 @@ from cache.testing import (
     make_lm_head,
     make_shard,
 )
+from cache.writing.writer import open_writer
 
 DRAWS = {"draws": 3, "always_keep": (0, 5)}
 PROFILES = {"threshold": DRAWS, "tempered": DRAWS, "topk": {}, "dense": {}, "hidden": {}}

@@ -13,6 +13,8 @@ import tensorstore
 import zarr
 import zarrs  # noqa: F401  # registers its codec pipeline
 
+from cache.checking.listing import list_caches
+from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.manifest import FORMAT_VERSION, CacheIdentity, sign_json
@@ -20,7 +22,7 @@ from cache.profiles import PROFILES
 from cache.reading.arrays import ArrayFolder
 from cache.records import Records, Sequences, compute_offsets
 from cache.shard import CHUNK_BYTES, Seal
-from cache.store import list_caches, measure_cache_bytes, open_cache, open_writer, verify_cache
+from cache.store import measure_cache_bytes, open_cache
 from cache.testing import (
     PROVENANCE,
     make_cache,
@@ -30,6 +32,7 @@ from cache.testing import (
     make_records,
     make_shard,
 )
+from cache.writing.writer import open_writer
 from tests.support.caches import (
     IDENTITIES,
     IDENTITY,

@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from cache.checking.verify import verify_cache
 from cache.manifest import Manifest, sign_json, verify_json
 from cache.operations import merge_caches
-from cache.store import open_cache, verify_cache
+from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity, make_token_map
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheNotFound, StorageError
 from cache.records import Sequences
-from cache.store import verify_cache
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
 from kd.files import write_json

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoTokenizer, PreTrainedModel
 
-from cache.store import open_cache, verify_cache
+from cache.checking.verify import verify_cache
+from cache.store import open_cache
 from kd.config.data import DataConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted

@@ -21,10 +21,12 @@ from bench.support.harness import PATIENCE_SECONDS, Parts, wait_until
 from bench.support.judge import find_job_violations, hash_files, list_written, make_reference
 from bench.support.light_child import LightWork
 from bench.support.paths import ROOT
+from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheError
-from cache.store import open_cache, open_writer, verify_cache
+from cache.store import open_cache
 from cache.testing import fill_cache, make_cache
+from cache.writing.writer import open_writer
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.embedded import find_free_port
 from services.store.queue import publish_hint

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from bench.support.paths import AUSTEN, DATA
+from cache.checking.verify import verify_cache
 from cache.codec import Codec, RecordPositions, Sample, make_cosine_basis
 from cache.records import Records
-from cache.store import verify_cache
 from cache.testing import make_codec, make_identity, make_records, make_sequences
 from kd.capture.recording import Recorder
 from kd.capture.sampling import Randomness, Sampler

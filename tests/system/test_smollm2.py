@@ -37,8 +37,9 @@ from bench.support.paths import DATA
 from cache.codec import PARTITION_STEP, Codec, RecordPositions, Sample
 from cache.manifest import CodecIdentity, Provenance
 from cache.records import Records, Sequences
-from cache.store import open_cache, open_writer
+from cache.store import open_cache
 from cache.testing import make_identity
+from cache.writing.writer import open_writer
 from kd.capture.knots import choose_knots
 from kd.capture.recording import Recorder
 from kd.capture.sampling import Randomness, Sampler

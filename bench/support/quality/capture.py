@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cache.manifest import CacheIdentity
 from cache.records import Records
-from cache.store import CacheWriter
-from cache.store import open_writer as open_for_capture
+from cache.writing.writer import CacheWriter
+from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate import require_space
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.teacher import (

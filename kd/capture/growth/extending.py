@@ -18,7 +18,8 @@ from cache.errors import CacheError
 from cache.manifest import CacheIdentity, list_differences
 from cache.reading.usage import hold_for
 from cache.records import Sequences
-from cache.store import Cache, CacheWriter, open_cache
+from cache.store import Cache, open_cache
+from cache.writing.writer import CacheWriter
 from kd.capture.plan import CapturePlan
 from kd.errors import ConfigError, Problem
 from kd.progress import Monitor

@@ -15,6 +15,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants
 
+from cache.checking.verify import verify_cache
 from cache.disk import (
     TEMPORARY_PREFIX,
     list_file_sizes,
@@ -26,7 +27,8 @@ from cache.disk import (
 )
 from cache.errors import StorageError
 from cache.remote.address import read_binding
-from cache.store import MANIFEST, locate_lock, read_manifest, verify_cache
+from cache.shards.names import MANIFEST
+from cache.store import locate_lock, read_manifest
 from kd.errors import HubError
 from kd.exchange.hub.cache_card import CARD
 from kd.exchange.hub.repository import (

@@ -18,7 +18,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 
 from cache.manifest import Manifest
 from cache.reading.usage import held
-from cache.store import MANIFEST
+from cache.shards.names import MANIFEST
 from kd.errors import HubError
 from kd.exchange.hub.repository import (
     RemoteFile,

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from cache.checking.verify import verify_cache
 from cache.disk import TEMPORARY_PREFIX, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.remote.address import is_mirror
-from cache.store import MANIFEST, read_manifest, verify_cache
+from cache.shards.names import MANIFEST
+from cache.store import read_manifest
 from kd.errors import HubError, ModelError
 from kd.exchange.hub.cache_card import CARD, render_cache_card
 from kd.exchange.hub.repository import RepositoryType

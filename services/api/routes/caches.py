@@ -12,7 +12,6 @@ all.
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from fastapi import Path as InPath
 
 from cache.errors import CacheError
 from cache.remote.bucket import is_stored
+from cache.shards.names import FINGERPRINT
 from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList, Fidelity, OverruledVerdict
 from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
@@ -31,8 +31,6 @@ from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, WRITE
 from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
 from services.api.service import Service, TheCaller, TheService
-
-FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 router = APIRouter(tags=["caches"], route_class=StrictRoute)
 
@@ -68,7 +66,7 @@ KnownCache = Annotated[Path, Depends(find_known_cache)]
 @router.get("/caches", dependencies=READ, responses=describe_problems(503))
 def list_caches(service: TheService, caller: TheCaller) -> CacheList:
     """List the caches, newest first."""
-    from cache.store import list_caches as find_caches
+    from cache.checking.listing import list_caches as find_caches
 
     own = service.store.find_caches(caller)
     found = [
@@ -82,7 +80,8 @@ def list_caches(service: TheService, caller: TheCaller) -> CacheList:
 @router.get("/caches/{fingerprint}", dependencies=READ, responses=describe_problems(404, 422, 503))
 def get_cache(folder: KnownCache) -> CacheDetail:
     """Show what one cache holds, what it was made from, and how close it is to its teacher."""
-    from cache.store import read_manifest, summarise_cache
+    from cache.checking.listing import summarise_cache
+    from cache.store import read_manifest
 
     summary = summarise_cache(folder)
     if not summary.complete:

@@ -10,7 +10,7 @@ from cache.disk import sum_file_sizes
 from cache.errors import CacheError, StorageError
 from cache.operations import remove_cache
 from cache.reading.usage import read_last_use
-from cache.store import FINGERPRINT, MANIFEST
+from cache.shards.names import FINGERPRINT, MANIFEST
 from services.store.callers import LOCAL_CALLER
 from services.store.retention.items import Item, Kept, Scene, describe_age
 

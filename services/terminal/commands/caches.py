@@ -37,7 +37,7 @@ cache_app.add_typer(upkeep.app)
 @cache_app.command("ls")
 def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
     """List caches."""
-    from cache.store import list_caches
+    from cache.checking.listing import list_caches
 
     found = [summary.to_json() for summary in list_caches(make_settings(home=home).caches)]
     if as_json:
@@ -56,7 +56,8 @@ def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
 @cache_app.command("info")
 def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = False) -> None:
     """Show what a cache holds and what it was made from."""
-    from cache.store import read_manifest, summarise_cache
+    from cache.checking.listing import summarise_cache
+    from cache.store import read_manifest
 
     folder = find_cache_folder(fingerprint, home)
     summary = summarise_cache(folder).to_json()
@@ -88,7 +89,7 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
 @cache_app.command("verify")
 def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = False) -> None:
     """Read every byte of a cache and compare it with its digests."""
-    from cache.store import verify_cache
+    from cache.checking.verify import verify_cache
 
     folder = find_cache_folder(fingerprint, home)
     problems = verify_cache(folder)

@@ -24,9 +24,9 @@ from services.terminal.console import (
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
+    from cache.checking.listing import CacheSummary
     from cache.inspection import CacheStats, Comparison, Histogram
     from cache.operations import Garbage
-    from cache.store import CacheSummary
     from services.settings import Settings
 
 #: Characters of the longest bar of a histogram.
@@ -56,8 +56,8 @@ def cache_merge(names: CacheNames, home: Home = None, as_json: AsJson = False) -
 
     The caches must share teacher, tokenizer and codec.
     """
+    from cache.checking.listing import summarise_cache
     from cache.operations import find_cache_or_path, merge_caches
-    from cache.store import summarise_cache
 
     root = make_settings(home=home).caches
     folders = [find_cache_or_path(root, name) for name in names]
@@ -141,8 +141,8 @@ def cache_rm(
     names: Fingerprints, yes: Yes = False, home: Home = None, as_json: AsJson = False
 ) -> None:
     """Remove caches that nothing captures or reads, and that no unfinished job uses."""
+    from cache.checking.listing import summarise_cache
     from cache.operations import find_cache, remove_cache
-    from cache.store import summarise_cache
 
     settings = make_settings(home=home)
     folders = list(dict.fromkeys(find_cache(settings.caches, name) for name in names))

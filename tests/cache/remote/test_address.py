@@ -2,6 +2,7 @@
 
 import pytest
 
+from cache.checking.listing import list_caches
 from cache.errors import StoreError
 from cache.remote.address import (
     MIRROR_BYTES,
@@ -13,7 +14,6 @@ from cache.remote.address import (
     read_binding,
 )
 from cache.remote.bucket import hide_secrets
-from cache.store import list_caches
 from cache.testing import make_cache
 
 

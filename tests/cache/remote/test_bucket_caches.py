@@ -11,6 +11,8 @@ import zarr
 from obstore.store import S3Store
 from zarr.storage import ObjectStore
 
+from cache.checking.listing import list_caches, summarise_cache
+from cache.checking.verify import find_missing, verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.inspection import compare_caches, compute_cache_stats
@@ -18,17 +20,7 @@ from cache.operations import find_cache, merge_caches
 from cache.remote.address import StoreAddress, bind_caches
 from cache.remote.bucket import Bucket
 from cache.remote.mirror import name_data
-from cache.store import (
-    Cache,
-    find_missing,
-    has_manifest,
-    list_caches,
-    open_cache,
-    open_writer,
-    replace_fidelity,
-    summarise_cache,
-    verify_cache,
-)
+from cache.store import Cache, has_manifest, open_cache, replace_fidelity
 from cache.testing import (
     PROVENANCE,
     fill_cache,
@@ -37,13 +29,14 @@ from cache.testing import (
     make_shard,
     make_token_map,
 )
+from cache.writing.writer import open_writer
 from tests.support.caches import IDENTITIES, IDENTITY, child, content, equal
 
 #: A writer in a process of its own, which says when it begins a shard.
 WRITER = """
 import sys
 from pathlib import Path
-from cache.store import open_writer
+from cache.writing.writer import open_writer
 from cache.testing import PROVENANCE, make_identity, make_shard, make_token_map
 identity = make_identity(train_sequences=int(sys.argv[2]))
 with open_writer(Path(sys.argv[1]), identity) as writer:

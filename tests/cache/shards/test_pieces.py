@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cache.checking.listing import list_caches
+from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
 from cache.inspection import compare_caches, compute_cache_stats
 from cache.manifest import (
@@ -21,19 +23,12 @@ from cache.manifest import (
 )
 from cache.operations import find_garbage, merge_caches
 from cache.shards.entries import ShardEntry, ShardTotals, decode_row, encode_piece, sum_piece
+from cache.shards.names import MANIFEST
 from cache.shards.pieces import EntryPieces, write_pieces
 from cache.shards.runs import ShardRuns
-from cache.store import (
-    MANIFEST,
-    list_caches,
-    measure_cache_bytes,
-    open_cache,
-    open_writer,
-    read_manifest,
-    replace_fidelity,
-    verify_cache,
-)
+from cache.store import measure_cache_bytes, open_cache, read_manifest, replace_fidelity
 from cache.testing import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
+from cache.writing.writer import open_writer
 from tests.support.caches import captured, child, content, equal, flip
 
 #: Six shards of four sequences, the last one short, in pieces of two.
@@ -249,7 +244,7 @@ import json, os, signal, sys
 from pathlib import Path
 from cache.manifest import CacheIdentity
 from cache.shards import entries
-from cache.store import open_writer
+from cache.writing.writer import open_writer
 from cache.testing import fill_cache
 
 entries.PIECE_SHARDS = 2

@@ -16,17 +16,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cache.checking.listing import summarise_cache
+from cache.checking.verify import verify_cache
 from cache.manifest import FidelityRow
 from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
-from cache.store import (
-    Cache,
-    open_cache,
-    read_manifest,
-    replace_fidelity,
-    summarise_cache,
-    verify_cache,
-)
+from cache.store import Cache, open_cache, read_manifest, replace_fidelity
 from cache.testing import make_cache
 from kd.capture.fidelity import (
     LARGEST_Z,

@@ -19,11 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache.checking.verify import verify_cache
 from cache.manifest import FidelityOverride, Manifest
 from cache.operations import merge_caches
 from cache.reading.arrays import make_chunk_memory
 from cache.records import Sequences
-from cache.store import Cache, open_cache, read_manifest, replace_fidelity, verify_cache
+from cache.store import Cache, open_cache, read_manifest, replace_fidelity
 from cache.testing import make_cache, make_identity
 from kd.capture.fidelity import (
     FidelityMeasurement,

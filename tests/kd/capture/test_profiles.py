@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cache.store import open_cache, verify_cache
+from cache.checking.verify import verify_cache
+from cache.store import open_cache
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.exchange.exporting import export_records

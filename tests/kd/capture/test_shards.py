@@ -19,10 +19,11 @@ import torch
 
 from bench.support.harness import PATIENCE_SECONDS
 from cache import disk
+from cache.checking.verify import verify_cache
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.profiles import PROFILES
 from cache.records import Records, Sequences, TailSums
-from cache.store import CacheWriter, open_writer, verify_cache
+from cache.writing.writer import CacheWriter, open_writer
 from kd.capture import shards
 from kd.capture import teacher as reading
 from kd.capture.plan import CapturePlan, plan_capture

@@ -13,8 +13,9 @@ import pytest
 
 from bench.support.harness import PATIENCE_SECONDS, Parts
 from bench.support.warm import MODELS, get_warm_python
+from cache.checking.verify import verify_cache
 from cache.errors import CacheError
-from cache.store import open_cache, verify_cache
+from cache.store import open_cache
 from kd.capture.plan import plan_capture
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config

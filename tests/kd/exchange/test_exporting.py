@@ -16,7 +16,7 @@ import torch
 from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
-from cache.store import Cache, open_cache, open_writer
+from cache.store import Cache, open_cache
 from cache.testing import (
     PROVENANCE,
     make_cache,
@@ -25,6 +25,7 @@ from cache.testing import (
     make_lm_head,
     make_shard,
 )
+from cache.writing.writer import open_writer
 from kd.errors import DataError
 from kd.exchange import distillkit, exporting
 from kd.exchange.distillkit import Compression, decode_entries

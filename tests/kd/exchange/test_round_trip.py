@@ -16,8 +16,9 @@ from cache.codec import TOP_STEP
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
 from cache.profiles import PROFILES
 from cache.records import Records, Sequences
-from cache.store import Cache, open_cache, open_writer
+from cache.store import Cache, open_cache
 from cache.testing import make_codec, make_identity, make_lm_head, make_shard
+from cache.writing.writer import open_writer
 from kd.errors import DataError, TokenizerMismatch
 from kd.exchange import exporting
 from kd.exchange.entries import read_entries

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from bench.stores.server import KEYS, Server
+from cache.checking.verify import verify_cache
 from cache.errors import StoreUnfit
 from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
-from cache.store import verify_cache
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.files import find_caches
@@ -76,7 +76,7 @@ def test_machines_that_share_a_bucket_alone_make_the_student_of_a_folder(
 def test_a_cache_in_a_bucket_extends_another_with_the_bytes_of_a_folder(
     job: Job, address: str, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache.store.FIRST_TAILS_SHARE", 100.0)
+    monkeypatch.setattr("cache.writing.writer.FIRST_TAILS_SHARE", 100.0)
     text = tiny_text.read_text(encoding="utf-8")
     grown = tmp_path / "grown.txt"
     found = {}

@@ -15,8 +15,9 @@ import pytest
 from bench.support.harness import Parts, make_config, wait_until
 from cache.manifest import FidelityRow
 from cache.reading.usage import exclude_readers, held, locate_use
-from cache.store import open_writer, replace_fidelity
+from cache.store import replace_fidelity
 from cache.testing import make_cache
+from cache.writing.writer import open_writer
 from kd.client.wire.service import Device, WorkerState
 from tests.support.api import UNLIMITED, problem, running, serving, tell
 

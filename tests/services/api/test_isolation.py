@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from bench.support.harness import Parts, make_config
-from cache.store import open_writer, read_manifest
+from cache.store import read_manifest
 from cache.testing import make_cache
+from cache.writing.writer import open_writer
 from kd.client.wire.service import WorkerState
 from services.store.callers import Caller
 from tests.support.api import client, problem, running, serving, tell, valid, with_keys

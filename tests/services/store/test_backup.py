@@ -17,9 +17,9 @@ import pytest
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
 from bench.support.paths import ROOT
+from cache.checking.verify import verify_cache
 from cache.disk import hash_file, publish_folder
 from cache.errors import StorageError
-from cache.store import verify_cache
 from cache.testing import make_cache
 from services.settings import Settings
 from services.store.backup import (

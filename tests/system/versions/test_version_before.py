@@ -23,8 +23,9 @@ import pytest
 
 from bench.support.harness import PATIENCE_SECONDS, wait_until
 from bench.support.paths import ROOT
+from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
-from cache.store import open_cache, verify_cache
+from cache.store import open_cache
 from tests.support.checkout import Checkout, make_checkout
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("_server_binary")]

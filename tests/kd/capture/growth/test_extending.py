@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cache import store
+from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import FORMAT_VERSION
-from cache.store import open_cache, verify_cache
+from cache.store import measure_cache_bytes, open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted
@@ -29,7 +29,7 @@ BEFORE = 8_000
 
 @pytest.fixture(autouse=True)
 def small_caches_keep_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "FIRST_TAILS_SHARE", 100.0)
+    monkeypatch.setattr("cache.writing.writer.FIRST_TAILS_SHARE", 100.0)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = capture(make_job(tiny_teacher, texts), tmp_path / "kept")
-    monkeypatch.setattr(store, "FIRST_TAILS_SHARE", 0.0025)
+    monkeypatch.setattr("cache.writing.writer.FIRST_TAILS_SHARE", 0.0025)
     small = capture(make_job(tiny_teacher, texts), tmp_path / "small")
     versions = [
         json.loads((each / "manifest.json").read_bytes())["version"] for each in (kept, small)
@@ -126,7 +126,7 @@ def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
     sizes = [sum(list_file_sizes(each).values()) for each in (kept, small)]
     for folder, size in zip((kept, small), sizes, strict=True):
         opened = open_cache(folder)
-        assert store.measure_cache_bytes(folder, opened.manifest) == size
+        assert measure_cache_bytes(folder, opened.manifest) == size
     (name,) = [each for each in list_file_sizes(kept) if each.startswith("first_tails/sums/c")]
     (kept / name).write_bytes((kept / name).read_bytes()[:-1])
     assert any("first_tails/sums" in line for line in verify_cache(kept))
@@ -205,7 +205,7 @@ def test_other_settings_and_missing_or_damaged_caches_are_refused_by_name(
         capture(make_job(tiny_teacher, texts, extends=before.name), home)
     shutil.rmtree(home / "caches")
 
-    monkeypatch.setattr(store, "FIRST_TAILS_SHARE", 0.0)
+    monkeypatch.setattr("cache.writing.writer.FIRST_TAILS_SHARE", 0.0)
     small = capture(make_job(tiny_teacher, texts), home)
     (texts[0] / "c.txt").write_text("More.", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"does not keep the sums of its tails"):

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.checking.verify import verify_cache
 from cache.records import Records
-from cache.store import Cache, open_cache, verify_cache
+from cache.store import Cache, open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, RankLost

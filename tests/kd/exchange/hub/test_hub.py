@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from bench.support.paths import ROOT
-from cache.store import verify_cache
+from cache.checking.verify import verify_cache
 from cache.testing import make_cache, make_identity
 from tests.support.caches import content
 from tests.support.commands import KD, kd

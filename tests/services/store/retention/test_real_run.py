@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench.support.harness import Parts
+from cache.checking.verify import verify_cache
 from cache.reading.usage import read_last_use
-from cache.store import verify_cache
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
 from kd.pipeline import run_stages

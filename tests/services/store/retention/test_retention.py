@@ -16,10 +16,13 @@ import pytest
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from bench.support.paths import ROOT
+from cache.checking.listing import list_caches
+from cache.checking.verify import verify_cache
 from cache.disk import locked
 from cache.reading.usage import held, hold_for, locate_use, read_last_use
-from cache.store import list_caches, open_cache, open_writer, verify_cache
+from cache.store import open_cache
 from cache.testing import make_cache, make_identity
+from cache.writing.writer import open_writer
 from kd.config.data import DataConfig
 from kd.face.inputs import describe_text
 from kd.files import LOCK, write_json

@@ -1,0 +1,410 @@
+"""Capture a cache: one writer at a time, shard by shard, and the manifest last.
+
+with open_writer(root, identity) as writer:         one writer at a time; others wait
+    for index in writer.find_missing_shards():      sealed shards are checked, then skipped
+        writer.write_shard(index, sequences, records)
+    manifest = writer.finish(provenance)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from cache.disk import (
+    TEMPORARY_PREFIX,
+    find_leftovers,
+    link_folder,
+    locked,
+    make_folder,
+    publish_folder,
+    remove_path,
+    storage_errors,
+    write_file,
+)
+from cache.errors import CacheCorrupt, CacheIncomplete
+from cache.layout import Arrays
+from cache.manifest import (
+    CacheIdentity,
+    FidelityOverride,
+    FidelityRow,
+    FolderEntry,
+    Manifest,
+    Provenance,
+)
+from cache.reading.arrays import ArrayFolder, make_chunk_memory
+from cache.reading.sealed import GROUP_METADATA, list_pieces, open_reads, read_arrays
+from cache.records import SUM_ARRAYS, Records, Sequences, TailSums, encode_tail_mean
+from cache.remote.mirror import Mirror, open_mirror
+from cache.remote.probe import require_fit
+from cache.remote.uses import held_in_bucket
+from cache.shard import RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
+from cache.shards import entries as layout
+from cache.shards.entries import PieceIndex, ShardEntry
+from cache.shards.names import (
+    FIRST_TAILS,
+    GROUP_FILE,
+    LM_HEAD,
+    MANIFEST,
+    TAIL_MEAN,
+    TAIL_SUMS,
+    TOKEN_MAP,
+    locate_seal,
+    name_shard,
+    name_tail_sums,
+)
+from cache.shards.pieces import write_pieces
+from cache.shards.runs import ShardRuns
+from cache.store import Cache, locate_lock
+
+#: The largest part of a cache that the sums of its first tails may be: 16 bytes for each token of
+#: the vocabulary. A cache for which they are too many is captured again in little time.
+FIRST_TAILS_SHARE = 0.0025
+#: Name of the sums that an extending cache takes from another, among those of its own shards.
+_FIRST_SUMS = f"{TAIL_SUMS}/first"
+
+
+@contextmanager
+def open_writer(
+    root: Path, identity: CacheIdentity, waiting: Callable[[], None] | None = None
+) -> Iterator[CacheWriter]:
+    """Begin or resume the cache of ``identity`` below ``root``, as its only writer.
+
+    While another process captures the same cache, ``waiting`` is called five times a second; it may
+    raise to give up. Raises ``StorageError`` where the disk is full or the folder is not writable.
+    """
+    with storage_errors(root):
+        make_folder(root)
+    folder = root / identity.fingerprint
+    mirror = open_mirror(folder)
+    if mirror is not None:
+        require_fit(mirror.bucket)
+    with locked(locate_lock(folder), waiting), held_in_bucket(folder):
+        yield CacheWriter(folder, identity, mirror)
+
+
+class CacheWriter:
+    """Writes shards, each whole or not at all. ``open_writer`` makes it and holds the lock."""
+
+    def __init__(self, folder: Path, identity: CacheIdentity, mirror: Mirror | None = None) -> None:
+        self.folder = folder
+        self.identity = identity
+        #: What is put into a bucket; None where the folder is all there is.
+        self.mirror = mirror
+        self.codec = identity.record_codec()
+        #: Seconds in which the disk took what was written so far, encoding and compression apart.
+        self.disk_seconds = 0.0
+        with storage_errors(folder):
+            self._prepare()
+
+    def find_missing_shards(self) -> ShardRuns:
+        """Find the shards still to be written; read every byte of sealed ones to check them."""
+        shards = range(self.identity.shard_count)
+        return ShardRuns.of(index for index in shards if not self._is_sound(index))
+
+    def write_shard(
+        self, index: int, sequences: Sequences, records: Records, tails: TailSums | None = None
+    ) -> int:
+        """Write and seal shard ``index``; return its bytes on disk.
+
+        It holds the sequences ``identity.shard_range(index)``; ``tails`` are the sums of its
+        training sequences, from which ``finish`` makes the mean tail of the cache. Raises
+        ``ValueError`` where the data does not fit the identity, ``StorageError`` where the disk is
+        full or not writable.
+        """
+        self._require_fit(index, sequences, records)
+        if tails is not None:
+            # Before the shard: a sealed shard is not read again.
+            with storage_errors(self.folder):
+                make_folder(self.folder / TAIL_SUMS)
+            self._publish(name_tail_sums(index), tails.to_arrays(), Seal.of_folder)
+        arrays = make_shard_arrays(sequences, records, self.codec)
+        return self._publish(
+            name_shard(index), arrays, lambda folder: Seal.of(folder, sequences, records)
+        ).bytes
+
+    def adopt_shard(self, source: Cache, index: int) -> None:
+        """Take shard ``index`` of ``source`` by links to its files, whose bytes stay in place.
+
+        Every byte is checked. The caller knows that this cache has the same sequences there. Raises
+        ``CacheCorrupt`` where the shard of ``source`` is damaged.
+        """
+        name = name_shard(index)
+        digest = source.entries[index].digest
+        seal = source.open_seal(name, digest)
+        if self._read_shard_seal(index) == seal:
+            return
+        source.open_seal(name, digest, whole=True)
+        for problem in seal.find_problems(source.folder / name):
+            raise CacheCorrupt(f"{source.folder / name}/{problem}.", RECAPTURE_REMEDY)
+
+        def link(folder: Path) -> Seal:
+            link_folder(source.folder / name, folder)
+            return seal
+
+        self._publish_folder(name, link)
+
+    def adopt_tail_sums(self, source: Cache) -> None:
+        """Take the sums of the tails of the lasting shards of ``source``, which has them."""
+        entry = source.manifest.first_tails
+        seal = source.open_seal(FIRST_TAILS, entry.digest, whole=True)
+        arrays = read_arrays(source.folder / FIRST_TAILS, seal, SUM_ARRAYS)
+        with storage_errors(self.folder):
+            make_folder(self.folder / TAIL_SUMS)
+        self._publish(_FIRST_SUMS, arrays, Seal.of_folder)
+
+    def write_lm_head(self, arrays: Arrays) -> None:
+        """Write and seal the teacher's LM head of a hidden cache, unless it is sealed already."""
+        self._write_once(LM_HEAD, arrays)
+
+    def write_token_map(self, arrays: Arrays) -> None:
+        """Write and seal the tokens of all ids, unless they are sealed already."""
+        self._write_once(TOKEN_MAP, arrays)
+
+    def _write_once(self, name: str, arrays: Arrays) -> None:
+        seal = self._read_own_seal(name)
+        if seal is None or not self._is_whole(name, seal):
+            self._publish(name, arrays, Seal.of_folder)
+
+    def _publish(self, name: str, arrays: Arrays, make_seal: Callable[[Path], Seal]) -> Seal:
+        """Write a folder of arrays whole or not at all, then its seal."""
+
+        def fill(folder: Path) -> Seal:
+            write_arrays(folder, arrays)
+            return make_seal(folder)
+
+        return self._publish_folder(name, fill)
+
+    def _publish_folder(self, name: str, fill: Callable[[Path], Seal]) -> Seal:
+        """Make a folder whole or not at all, then its seal, which ``fill`` returns."""
+        temporary = self.folder / f"{TEMPORARY_PREFIX}{name.replace('/', '-')}"
+        with storage_errors(self.folder):
+            try:
+                # Manifest and seal go first: after a crash, nothing vouches for the new content.
+                remove_path(self.folder / MANIFEST)
+                remove_path(self.folder / locate_seal(name))
+                seal = fill(temporary)
+                began = time.perf_counter()
+                publish_folder(temporary, self.folder / name)
+                self.disk_seconds += time.perf_counter() - began
+            finally:
+                remove_path(temporary)
+            write_file(self.folder / locate_seal(name), seal.to_bytes())
+            if self.mirror is not None:
+                began = time.perf_counter()
+                seal = self.mirror.publish(name, seal)
+                self.disk_seconds += time.perf_counter() - began
+        return seal
+
+    def read_sealed_shape(self, name: str) -> tuple[int, ...] | None:
+        """Read the shape of array ``name`` from the first sealed shard; None without one."""
+        for index in range(self.identity.shard_count):
+            if (seal := self._read_shard_seal(index)) is not None:
+                reads = open_reads(self.mirror)
+                shard = ArrayFolder(self.folder / name_shard(index), seal, reads=reads)
+                return shard.shape(name)
+        return None
+
+    def finish(
+        self,
+        provenance: Provenance,
+        fidelity: tuple[FidelityRow, ...] = (),
+        overruled: FidelityOverride | None = None,
+    ) -> Manifest:
+        """Write the manifest; raise ``CacheIncomplete`` if a shard or the LM head is not sealed.
+
+        The cache gets a mean tail if every shard was written with its sums.
+        """
+        manifest = self._make_manifest()  # raises before anything else is written
+        self._write_tail_mean(manifest.totals.bytes)
+        manifest = replace(
+            manifest,
+            provenance=provenance,
+            fidelity=fidelity,
+            overruled=overruled,
+            tail_mean=self._make_folder_entry(TAIL_MEAN),
+            first_tails=self._make_folder_entry(FIRST_TAILS),
+        )
+        with storage_errors(self.folder):
+            if self.mirror is not None:
+                manifest = self._publish_manifest(self.mirror, manifest)
+            write_file(self.folder / MANIFEST, manifest.to_bytes())
+        return manifest
+
+    def _publish_manifest(self, mirror: Mirror, manifest: Manifest) -> Manifest:
+        """Put the manifest last; return another writer's of the same shards if that was first."""
+        if manifest.pieces is not None:
+            mirror.publish_pieces(list_pieces(manifest.pieces))
+
+        def accepts(found: bytes) -> bool:
+            theirs = Manifest.from_bytes(found, str(mirror))
+            return (theirs.shards, theirs.pieces) == (manifest.shards, manifest.pieces)
+
+        data = mirror.publish_manifest(manifest.to_bytes(), accepts)
+        mirror.drop(TAIL_SUMS)
+        return Manifest.from_bytes(data, str(mirror))
+
+    def _write_tail_mean(self, cache_bytes: int) -> None:
+        """Write and seal the mean tail, then remove the sums that it is made of.
+
+        The sums of the lasting shards stay, where they are a small part of ``cache_bytes``.
+        """
+        first, whole = self._add_tail_sums()
+        if whole is not None:
+            mean = whole.compute_mean(self.identity.codec.threshold)
+            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
+            if first is not None and first.nbytes <= FIRST_TAILS_SHARE * cache_bytes:
+                self._write_once(FIRST_TAILS, first.to_arrays())
+        with storage_errors(self.folder):
+            remove_path(self.folder / TAIL_SUMS)
+
+    def _add_tail_sums(self) -> tuple[TailSums | None, TailSums | None]:
+        """Add up the sums of the lasting shards and those of all; None for what is not known.
+
+        They are added in the order of the shards, so that a cache which extends another has the
+        same sums as one that was captured whole.
+        """
+        sums = self._read_tail_sums(_FIRST_SUMS)
+        begin = 0 if sums is None else sums.sequences // self.identity.codec.shard_sequences
+        lasting = self.identity.lasting_shards
+        first = None
+        for index in range(begin, self.identity.shard_count):
+            first = sums if index == lasting else first
+            part = self._read_tail_sums(name_tail_sums(index))
+            if part is None:
+                return None, None
+            sums = part if sums is None else sums + part
+        return first, sums
+
+    def _read_tail_sums(self, name: str) -> TailSums | None:
+        """Read sums of tails; None where they are missing or damaged."""
+        seal = self._read_own_seal(name)
+        if seal is None or not self._is_whole(name, seal):
+            return None
+        if self.mirror is not None:
+            try:
+                self.mirror.bring(name, seal.digest, whole=True)
+            except CacheCorrupt:
+                return None
+        return TailSums.from_arrays(read_arrays(self.folder / name, seal, SUM_ARRAYS))
+
+    def open_sealed(self) -> Cache:
+        """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
+        return Cache(self.folder, self._make_manifest(), make_chunk_memory(), self.mirror)
+
+    def _make_manifest(self) -> Manifest:
+        """Make the manifest of what is sealed; the entries of many shards are written as pieces.
+
+        Raises ``CacheIncomplete`` before it writes if a shard or the LM head is not sealed.
+        """
+        head = self._make_folder_entry(LM_HEAD)
+        shards, pieces = self._collect_entries()
+        if not head.digest and self.identity.codec.profile == "hidden":
+            raise CacheIncomplete(
+                f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again."
+            )
+        return Manifest(
+            identity=self.identity,
+            provenance=Provenance(),
+            shards=shards,
+            head=head,
+            token_map=self._make_folder_entry(TOKEN_MAP),
+            tail_mean=self._make_folder_entry(TAIL_MEAN),
+            pieces=pieces,
+            first_tails=self._make_folder_entry(FIRST_TAILS),
+        )
+
+    def _collect_entries(self) -> tuple[tuple[ShardEntry, ...], PieceIndex | None]:
+        if self.identity.shard_count <= layout.PIECE_SHARDS:
+            return tuple(self._read_entries()), None
+        with storage_errors(self.folder):
+            # The pieces of an earlier manifest are replaced, so it must not vouch for them.
+            remove_path(self.folder / MANIFEST)
+            return (), write_pieces(self.folder, self._read_entries())
+
+    def _read_entries(self) -> Iterator[ShardEntry]:
+        """Yield the entry of each shard, from its seal; raise ``CacheIncomplete`` at the end."""
+        count = self.identity.shard_count
+        missing = 0
+        first = 0
+        for index in range(count):
+            if (seal := self._read_shard_seal(index)) is not None:
+                yield seal.to_entry()
+                continue
+            first = first if missing else index
+            missing += 1
+        if missing:
+            raise CacheIncomplete(
+                f"{self.folder}: {missing} of {count} shards are not sealed, the first is {first}.",
+                "Run the job again: it continues after the sealed shards.",
+            )
+
+    def _make_folder_entry(self, name: str) -> FolderEntry:
+        seal = self._read_own_seal(name)
+        return FolderEntry() if seal is None else FolderEntry(seal.bytes, seal.digest)
+
+    def _prepare(self) -> None:
+        for name in ("shards", "seals"):
+            make_folder(self.folder / name)
+        self._remove_leftovers()
+        # A crash may have left half of it, in a cache of this or of an earlier process.
+        group = self.folder / GROUP_FILE
+        if not group.exists() or group.read_bytes() != GROUP_METADATA:
+            write_file(group, GROUP_METADATA)
+
+    def _remove_leftovers(self) -> None:
+        """Delete what an interrupted writer left behind."""
+        for folder in (self.folder, self.folder / "shards", self.folder / "seals"):
+            for leftover in list(find_leftovers(folder)):
+                remove_path(leftover)
+
+    def _is_sound(self, index: int) -> bool:
+        seal = self._read_shard_seal(index)
+        return seal is not None and self._is_whole(name_shard(index), seal)
+
+    def _is_whole(self, name: str, seal: Seal) -> bool:
+        """Whether the files of a seal are as they were sealed.
+
+        Every byte in a folder is read. Of those in a bucket the sizes are compared: they are
+        compared with their sha256 when they are read.
+        """
+        if self.mirror is not None:
+            return self.mirror.is_whole(name, seal)
+        return not seal.find_problems(self.folder / name)
+
+    def _read_shard_seal(self, index: int) -> Seal | None:
+        seal = self._read_own_seal(name_shard(index))
+        return (
+            seal
+            if seal is not None and seal.sequences == len(self.identity.shard_range(index))
+            else None
+        )
+
+    def _read_own_seal(self, name: str) -> Seal | None:
+        path = self.folder / locate_seal(name)
+        try:
+            if self.mirror is not None and self.mirror.get_seal(name) is None:
+                return None
+            return Seal.from_bytes(path.read_bytes(), str(path))
+        except (FileNotFoundError, CacheCorrupt):
+            return None
+
+    def _require_fit(self, index: int, sequences: Sequences, records: Records) -> None:
+        if not 0 <= index < self.identity.shard_count:
+            raise ValueError(
+                f"A shard must lie in [0, {self.identity.shard_count}), but got {index}."
+            )
+        expected = (len(self.identity.shard_range(index)), self.identity.data.sequence_length)
+        if sequences.tokens.shape != expected:
+            raise ValueError(
+                f"Shard {index} must hold tokens of shape {expected}, "
+                f"but got {sequences.tokens.shape}."
+            )
+        if len(records) != sequences.positions:
+            got = f"{len(records)} records for {sequences.positions} positions of target_mask"
+            raise ValueError(f"Shard {index} must hold one record for each target, but got {got}.")
+        self.codec.require_ids("tokens", sequences.tokens)
+        self.codec.require(records)
