@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { COLOURS, columnWidth, lineChart } from "./charts.js";
-import { bytes, chip, duration, fill, h, number, table } from "./elements.js";
+import { bytes, chip, duration, fill, h, number, secondsOf, table } from "./elements.js";
 import { query, to } from "./paths.js";
 
 const POINTS = 400;
@@ -110,11 +110,6 @@ function flatten(value, name = "") {
   }
   const below = (key) => (name ? `${name}.${key}` : key);
   return Object.entries(value).flatMap(([key, each]) => flatten(each, below(key)));
-}
-
-function secondsOf({ started_at, finished_at }) {
-  if (!started_at || !finished_at) return null;
-  return (Date.parse(finished_at) - Date.parse(started_at)) / 1000;
 }
 
 function pointsOf(jobs, cost) {

@@ -108,3 +108,9 @@ export function time(text) {
   const said = unit === "minute" && count === 0 ? "just now" : AGO.format(count, unit);
   return h("time", { datetime: text, title: new Date(text).toLocaleString() }, said);
 }
+
+/** The seconds from a job's first start to its end; null until it has ended. */
+export function secondsOf({ started_at, finished_at }) {
+  if (!started_at || !finished_at) return null;
+  return (Date.parse(finished_at) - Date.parse(started_at)) / 1000;
+}

@@ -4,7 +4,7 @@ import { ablation } from "./ablation.js";
 import { Refused, address, download, get, getText, post } from "./api.js";
 import { Charts, NAMES } from "./charts.js";
 import {
-  bar, bytes, chip, duration, facts, fill, h, heldOut, number, table, time,
+  bar, bytes, chip, duration, facts, fill, h, heldOut, number, secondsOf, table, time,
 } from "./elements.js";
 import { jobTable, newest } from "./jobs.js";
 import { to } from "./paths.js";
@@ -234,12 +234,6 @@ function head(job, act, hasTokens) {
 /** A cost: final, or so far and of what is expected. */
 function costOf({ amount, estimated }) {
   return estimated == null ? number(amount) : `${number(amount)} of about ${number(estimated)}`;
-}
-
-/** The seconds from a job's first start to its end; null until it has ended. */
-function secondsOf({ started_at, finished_at }) {
-  if (!started_at || !finished_at) return null;
-  return (Date.parse(finished_at) - Date.parse(started_at)) / 1000;
 }
 
 /** Make the report's elements, without its title, which the page has, and missing pictures. */

@@ -6,8 +6,9 @@ import { to } from "./paths.js";
 const AGAIN_MS = 1000;
 
 /**
- * Call `seen` with the type of each event of a job from now on, until the returned function is
- * called or the job has ended. A broken stream is opened again after the last event that came.
+ * Call `seen` for each event of a job from now on, until the returned function is called or the
+ * job has ended. A broken stream is opened again after the last event that came; `seen` is called
+ * for each opening too, because what came before it may not be known.
  */
 export function follow(id, seen) {
   const stopping = new AbortController();
@@ -16,15 +17,18 @@ export function follow(id, seen) {
 }
 
 async function read(id, seen, signal) {
-  let last = `${Date.now()}`; // an event's id begins with its time in milliseconds
+  let last = null;
   while (!signal.aborted) {
     try {
-      const headers = { Accept: "text/event-stream", "Last-Event-ID": last, ...keyHeaders() };
-      const answer = await fetch(to(`/jobs/${id}/events/stream`), { headers, signal });
+      const headers = { Accept: "text/event-stream", ...keyHeaders() };
+      if (last !== null) headers["Last-Event-ID"] = last;
+      const path = `/jobs/${id}/events/stream?new_only=true`;
+      const answer = await fetch(to(path), { headers, signal });
       if (!answer.ok) return; // the page's own requests say why
+      seen();
       for await (const event of parse(answer.body)) {
         last = event.id ?? last;
-        seen(event.type);
+        seen();
       }
       return; // the job has ended
     } catch {
@@ -34,7 +38,7 @@ async function read(id, seen, signal) {
   }
 }
 
-/** Yield {id, type} of each event of a stream. */
+/** Yield {id} of each event of a stream. */
 async function* parse(body) {
   let text = "";
   for await (const part of body.pipeThrough(new TextDecoderStream())) {
@@ -42,7 +46,7 @@ async function* parse(body) {
     text = events.pop();
     for (const event of events) {
       const fields = new Map(event.split("\n").map((line) => line.split(/: ?(.*)/s, 2)));
-      if (fields.has("data")) yield { id: fields.get("id"), type: fields.get("event") };
+      if (fields.has("data")) yield { id: fields.get("id") };
     }
   }
 }

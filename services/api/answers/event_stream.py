@@ -128,6 +128,13 @@ class JobTail:
                     yield KEEPALIVE_COMMENT
                 await changed.wait()
 
+    async def find_newest(self) -> str:
+        """Return the id of the newest event, as soon as Redis has answered."""
+        while self._start is None and not self.ended:
+            await self._changed.wait()
+        place = self._places[-1] if self._places else self._start or (0, 0)
+        return f"{place[0]}-{place[1]}"
+
     async def _read_page(self, place: Place) -> Page | None:
         """Return the next events after ``place``; None if there are none yet."""
         if self._start is None:

@@ -106,9 +106,14 @@ async def job_stream(
         str | None,
         Header(alias="Last-Event-ID", pattern=STREAM_ID, description="Only events after this one."),
     ] = None,
+    new_only: Annotated[
+        bool, Query(description="Without Last-Event-ID: only events that are still to come.")
+    ] = False,
 ) -> EventStreamResponse:
     """Stream a job's events, from its start or from after Last-Event-ID, until the job ends."""
-    events = tail.follow(last_event_id or "0", lambda: service.stopping or lease.lost)
+    # Found before the answer begins, so that no event after that is missed.
+    after = last_event_id or (await tail.find_newest() if new_only else "0")
+    events = tail.follow(after, lambda: service.stopping or lease.lost)
     return EventStreamResponse(events, headers=_STREAM_HEADERS)
 
 

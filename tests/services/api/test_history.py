@@ -121,6 +121,23 @@ def test_events_stream_to_the_end_and_resume_anywhere(api: Parts) -> None:
     problem(api.http.get(url, headers={"Last-Event-ID": "yesterday"}), 422)
 
 
+def test_a_stream_of_new_events_begins_with_the_first_that_comes(api: Parts) -> None:
+    claim = running(api)
+    tell(api, claim, ("metrics", {"step": 1, "loss": 2.0}))
+    url = f"/jobs/{claim.id}/events/stream?new_only=true"
+    with api.http.stream("GET", url) as response:
+        tell(api, claim, ("metrics", {"step": 2, "loss": 1.0}))
+        api.jobs.finish(claim, "succeeded")
+        seen = list(sse(response))
+    assert [event["event"] for event in seen] == ["metrics", "status"]
+    assert json.loads(seen[0]["data"])["step"] == 2
+    place = api.http.get(f"/jobs/{claim.id}/events").json()["data"][0]["id"]
+    with api.http.stream("GET", url, headers={"Last-Event-ID": place}) as response:
+        assert len(list(sse(response))) == len(api.events(claim.id)) - 1
+    with api.http.stream("GET", url) as response:
+        assert list(sse(response)) == []
+
+
 def test_hundreds_of_streams_are_open_at_a_time(api: Parts) -> None:
     """Each holds a connection to the store; the library's default pool would refuse the 101st."""
     claim = running(api)

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from bench.support.harness import Parts, make_config
 from cache.errors import locate_help
-from services.api.routes.dashboard import FOLDER, PAGES, POLICY
+from services.api.routes.dashboard import FOLDER, PAGES, POLICY, VIEWS
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim
 from tests.support.api import problem, serving, tell, valid, with_keys
@@ -164,6 +164,20 @@ def test_a_path_is_a_page_for_who_accepts_html(
         assert answer.headers["content-security-policy"] == POLICY
     if path in ("/jobs", "/caches", "/workers"):
         assert "accept" in answer.headers["vary"].lower()
+
+
+def test_the_server_and_the_page_know_the_same_views() -> None:
+    script = (FOLDER / "main.js").read_text(encoding="utf-8")
+    pages = [each.replace("\\/", "/") for each in re.findall(r"^  \[/\^(.*)\$/, ", script, re.M)]
+    assert len(pages) >= 8
+    addresses = [
+        "/", "/jobs", "/jobs/job_1", "/compare", "/new", "/caches", "/caches/89b9", "/tokens",
+        "/workers", "/nowhere", "/jobs/a/events", "/keys", "/metrics", "/workers/a",
+    ]  # fmt: skip
+    for address in addresses:
+        known = any(re.fullmatch(page, address) for page in pages)
+        assert known == (VIEWS.fullmatch(address) is not None), address
+    assert sum(VIEWS.fullmatch(each) is not None for each in addresses) == 9
 
 
 @in_browser
