@@ -22,6 +22,7 @@ runs twice finishes once.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
 from cache.store import has_manifest, open_cache
+from kd.buckets.inputs import begin_downloads
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig
@@ -112,6 +114,7 @@ def run_stage(
     not know, and ``TrainingError`` where ``run_dir`` is another job's.
     """
     require_known_architecture(ask_torch())
+    begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
     require_same_job(config, run_dir)
@@ -127,6 +130,12 @@ def run_stage(
     run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
     with reported_loading(monitor):
         return run(config, home, run_dir, monitor)
+
+
+def report_download(stage: str, monitor: Monitor, line: str) -> None:
+    """Report that text or a model comes from a bucket; raise ``Interrupted`` to stop."""
+    monitor.emit("stage", stage=stage, phase=line)
+    monitor.check("while it downloaded; what has come stays")
 
 
 def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:

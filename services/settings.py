@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cache.errors import StoreError
-from cache.remote.address import bind_caches, is_bucket, locate_caches
+from cache.remote.address import StoreAddress, bind_caches, is_bucket, locate_caches
+from kd.buckets.inputs import DOWNLOAD_BYTES
 from services.redis_url import parse_sentinels, uses_tls
 
 #: The stages that workers run, which are also the names of the two queues.
@@ -96,6 +97,18 @@ class Settings(BaseSettings):
         50 << 30,
         ge=1 << 20,
         description="Bytes of a bucket's caches that this disk keeps for reading.",
+    )
+    data_stores: Words = Field(
+        (),
+        description=(
+            "Buckets, s3://bucket/prefix, below which jobs may name text and models, besides "
+            "KD_STORE. They are read with the credentials of the worker."
+        ),
+    )
+    download_bytes: int = Field(
+        DOWNLOAD_BYTES,
+        ge=1 << 20,
+        description="Bytes of text and models from buckets that this disk keeps.",
     )
     redis_url: str | None = Field(
         None,
@@ -373,6 +386,14 @@ class Settings(BaseSettings):
         except StoreError as error:
             raise ValueError(str(error)) from None
         return store or None
+
+    @field_validator("data_stores")
+    @classmethod
+    def _check_data_stores(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(str(StoreAddress.parse(each)) for each in words)
+        except StoreError as error:
+            raise ValueError(str(error)) from None
 
     @field_validator("device_prices")
     @classmethod

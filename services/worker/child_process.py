@@ -275,10 +275,11 @@ def build_child_environment() -> dict[str, str]:
 
 def build_store_environment(settings: Settings) -> dict[str, str]:
     """Where caches lie, and the credentials of a bucket, which no job can use for another place."""
-    if settings.store is None:
-        return {}
-    place = {"KD_STORE": settings.store, "KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
-    if not settings.in_bucket:
+    place = {"KD_DOWNLOAD_BYTES": str(settings.download_bytes)}
+    if settings.store is not None:
+        place |= {"KD_STORE": settings.store}
+        place |= {"KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
+    if not settings.in_bucket and not settings.data_stores:
         return place
     return place | {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
