@@ -30,11 +30,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.checking.verify import verify_cache
+from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
 from cache.store import has_manifest, open_cache
 from kd.buckets.inputs import begin_downloads
+from kd.buckets.runs import find_own_run
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, warn_of_overruled
 from kd.config.job import JobConfig
@@ -87,8 +89,12 @@ from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
+from kd.training.resume.elsewhere import bring_run
 from kd.training.resume.identity import require_same_job
 
+#: What a run folder holds besides the results of the run.
+CHECKPOINTS = "checkpoints"
+LOG = "log.txt"
 #: The files of a training in its run folder, beside the plots of its report.
 ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
 
@@ -117,6 +123,7 @@ def run_stage(
     begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
+    bring_run(config, run_dir, stage, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:
         require_store(find_caches(home, config.cache.store), "precompute" in config.stages)
@@ -124,12 +131,31 @@ def run_stage(
     write_json(run_dir / MARK, {"format": RUN_FORMAT})
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     if config.kind == "verify":
-        return run_verify(config, home, run_dir, monitor)
-    monitor.emit("stage", stage=stage, phase="loading data")
-    warn_of_kernels(pick_device(), monitor)
-    run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
-    with reported_loading(monitor):
-        return run(config, home, run_dir, monitor)
+        result = run_verify(config, home, run_dir, monitor)
+    else:
+        monitor.emit("stage", stage=stage, phase="loading data")
+        warn_of_kernels(pick_device(), monitor)
+        run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
+        with reported_loading(monitor):
+            result = run(config, home, run_dir, monitor)
+    publish_results(run_dir, stage, monitor)
+    return result
+
+
+def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
+    """Put the results of the run into its bucket too, if it has one: all but its checkpoints."""
+    run = find_own_run(run_dir)
+    if run is None:
+        return
+    names = [name for name in list_file_sizes(run_dir) if is_result(name)]
+    report = partial(monitor.emit, "stage", stage=stage)
+    run.publish_files(run_dir, names, lambda line: report(phase=line))
+
+
+def is_result(name: str) -> bool:
+    """Whether a file of a run folder is one of its results."""
+    first = name.partition("/")[0]
+    return not first.startswith(".") and first not in (CHECKPOINTS, LOG)
 
 
 def report_download(stage: str, monitor: Monitor, line: str) -> None:

@@ -217,14 +217,14 @@ class Bucket:
             _refuse(self.address, error)
 
 
-def open_bucket(address: StoreAddress) -> Bucket:
+def open_bucket(address: StoreAddress, patient: bool = True) -> Bucket:
     """Open a bucket once in a process: its connections are kept. A fork opens its own."""
-    return _open_bucket(address, os.getpid())
+    return _open_bucket(address, patient, os.getpid())
 
 
 @lru_cache(maxsize=16)
-def _open_bucket(address: StoreAddress, _process: int) -> Bucket:
-    return Bucket(address)
+def _open_bucket(address: StoreAddress, patient: bool, _process: int) -> Bucket:
+    return Bucket(address, patient)
 
 
 def find_bucket(root: Path) -> Bucket | None:

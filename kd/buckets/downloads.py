@@ -103,7 +103,7 @@ class Downloads:
             make_folder(folder)
             missing = [name for name in names if not _is_here(folder / name, listing, name)]
             if missing:
-                _download(listing, folder, missing, report)
+                download(listing, folder, missing, report)
         self.shrink(keep=listing.name)
         return folder
 
@@ -145,7 +145,7 @@ def _is_here(path: Path, listing: Listing, name: str) -> bool:
     return False
 
 
-def _download(listing: Listing, folder: Path, names: list[str], report: Report) -> None:
+def download(listing: Listing, folder: Path, names: list[str], report: Report) -> None:
     """Download files, some at a time; the first error ends all."""
     total = sum(listing.objects[name].bytes for name in names)
     got = _Count()

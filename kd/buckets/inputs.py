@@ -17,8 +17,9 @@ from pathlib import Path
 
 from cache.errors import PotstillError
 from cache.remote.address import SCHEME, StoreAddress
-from cache.remote.bucket import Bucket, open_bucket
+from cache.remote.bucket import StoredObject, open_bucket
 from kd.buckets.downloads import Downloads, Listing, Report
+from kd.buckets.runs import RUNS, StoredRun
 from kd.errors import DataError
 
 #: The folder of the copies, in the data folder, and the variable that tells it to processes which
@@ -102,7 +103,7 @@ def list_stored(url: str) -> Listing:
 def _list(url: str) -> Listing:
     address = StoreAddress.parse(url)
     whole = replace(address, prefix="")
-    bucket = Bucket(whole, patient=False)
+    bucket = open_bucket(whole, patient=False)
     key = address.prefix
     # A listing first: where it is refused the server says why, and a question for one object has
     # an answer without a body.
@@ -114,6 +115,8 @@ def _list(url: str) -> Listing:
     if not objects and key:
         with suppress(FileNotFoundError):
             objects = {key.rpartition("/")[2]: bucket.find(key)}
+    if not objects:
+        objects = _list_results(whole, key)
     for name in objects:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             raise DataError(
@@ -121,6 +124,22 @@ def _list(url: str) -> Listing:
                 "Rename it, or name the files one by one.",
             )
     return Listing(url, open_bucket(whole), objects)
+
+
+def _list_results(whole: StoreAddress, key: str) -> dict[str, StoredObject]:
+    """List what lies at ``.../runs/{id}/...`` by the names that the results of a run have."""
+    above, mark, rest = f"/{key}".rpartition(f"/{RUNS}/")
+    run, _, inner = rest.partition("/")
+    if not mark or not inner:
+        return {}
+    prefix = f"{above}/{RUNS}".lstrip("/")
+    files = StoredRun(open_bucket(replace(whole, prefix=prefix)), run).read_files()
+    bucket = open_bucket(whole)
+    return {
+        name.removeprefix(f"{inner}/"): bucket.find(f"{prefix}/{file.object}")
+        for name, file in files.items()
+        if name.startswith(f"{inner}/")
+    }
 
 
 def select_files(listing: Listing, patterns: Sequence[str]) -> list[str]:

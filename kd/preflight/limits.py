@@ -12,11 +12,9 @@ from typing import Any
 from cache.errors import StorageError
 from cache.shards.names import FINGERPRINT
 from kd.buckets.inputs import is_stored_name
+from kd.buckets.runs import RUNS
 from kd.config.job import JobConfig
 from kd.preflight.named_paths import list_named_resources, resolve_links, resolve_named_paths
-
-#: The folder of the runs in a data folder, and in the bucket of a service.
-RUNS = "runs"
 
 
 def grant_nothing(_: str) -> bool:

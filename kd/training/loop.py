@@ -55,6 +55,7 @@ from kd.training.steps import (
     shrink_micro_batch,
     take_step,
 )
+from kd.training.uploads import CheckpointUploads
 
 
 def train(
@@ -84,6 +85,7 @@ def train(
         monitor = add_trackers(monitor, trackers)
 
         run = prepare(config, source, student, vocabulary, run_dir, monitor, trace, group)
+        run.uploads = closing.enter_context(CheckpointUploads(run_dir, monitor, group.leads))
         check_start(run)
         finish_evaluation(run)
         run_loop(run)

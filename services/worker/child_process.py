@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kd.buckets.runs import RUN_STORE_VARIABLE
 from kd.config.job import JobConfig
 from services.process.lasting_loops import keep_running
 from services.settings import Settings
@@ -273,12 +274,17 @@ def build_child_environment() -> dict[str, str]:
     return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
 
 
-def build_store_environment(settings: Settings) -> dict[str, str]:
-    """Where caches lie, and the credentials of a bucket, which no job can use for another place."""
+def build_store_environment(settings: Settings, job_id: str) -> dict[str, str]:
+    """Where caches and the files of a job lie, and the credentials of a bucket.
+
+    No job can use them for another place.
+    """
     place = {"KD_DOWNLOAD_BYTES": str(settings.download_bytes)}
     if settings.store is not None:
         place |= {"KD_STORE": settings.store}
         place |= {"KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
+    if (run := settings.locate_stored_run(job_id)) is not None:
+        place |= {RUN_STORE_VARIABLE: run}
     if not settings.in_bucket and not settings.data_stores:
         return place
     return place | {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

@@ -127,7 +127,7 @@ class Attempt:
         environment = (
             self._device.build_environment(config.resources.gpus)
             | build_trace_environment(settings.otlp_endpoint)
-            | build_store_environment(settings)
+            | build_store_environment(settings, self._claim.id)
             | find_teacher_key(config)
         )
         with storage_errors(self._run_dir):
