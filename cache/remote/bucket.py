@@ -44,6 +44,8 @@ _REMEDIES = {
     "AuthorizationHeaderMalformed": "Set AWS_REGION to the region of the bucket.",
     "PermanentRedirect": "Set AWS_REGION to the region of the bucket.",
     "IllegalLocationConstraintException": "Set AWS_REGION to the region of the bucket.",
+    # Of an answer that names no code: the server is that of another region.
+    "incorrectly configured region": "Set AWS_REGION to the region of the bucket.",
     "ExpiredToken": "The credentials have expired: renew them, then run again.",
     "InvalidAccessKeyId": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to a valid key.",
     "SignatureDoesNotMatch": "Set AWS_SECRET_ACCESS_KEY to the secret of AWS_ACCESS_KEY_ID.",

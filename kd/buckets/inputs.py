@@ -15,9 +15,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cache.errors import PotstillError
+from cache.errors import PotstillError, StoreError
 from cache.remote.address import SCHEME, StoreAddress
-from cache.remote.bucket import StoredObject, open_bucket
+from cache.remote.bucket import Bucket, StoredObject, open_bucket
 from kd.buckets.downloads import Downloads, Listing, Report
 from kd.buckets.runs import RUNS, StoredRun
 from kd.errors import DataError
@@ -105,6 +105,21 @@ def _list(url: str) -> Listing:
     whole = replace(address, prefix="")
     bucket = open_bucket(whole, patient=False)
     key = address.prefix
+    try:
+        objects = _list_objects(bucket, key) or _list_results(whole, key)
+    except StoreError as error:
+        detail = error.detail.replace(f"{whole}:", f"{url}:", 1)
+        raise StoreError(detail, error.remedy, error.passing) from None
+    for name in objects:
+        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+            raise DataError(
+                f"{url} holds an object whose name no file can have: {name!r}.",
+                "Rename it, or name the files one by one.",
+            )
+    return Listing(url, open_bucket(whole), objects)
+
+
+def _list_objects(bucket: Bucket, key: str) -> dict[str, StoredObject]:
     # A listing first: where it is refused the server says why, and a question for one object has
     # an answer without a body.
     objects = {
@@ -115,15 +130,7 @@ def _list(url: str) -> Listing:
     if not objects and key:
         with suppress(FileNotFoundError):
             objects = {key.rpartition("/")[2]: bucket.find(key)}
-    if not objects:
-        objects = _list_results(whole, key)
-    for name in objects:
-        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-            raise DataError(
-                f"{url} holds an object whose name no file can have: {name!r}.",
-                "Rename it, or name the files one by one.",
-            )
-    return Listing(url, open_bucket(whole), objects)
+    return objects
 
 
 def _list_results(whole: StoreAddress, key: str) -> dict[str, StoredObject]:
