@@ -79,7 +79,7 @@ class StoredRun:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def put_checkpoint(self, folder: Path, history: Path) -> None:
+    def put_checkpoint(self, folder: Path, history: bytes = b"") -> None:
         """Put the checkpoint in ``folder``, and the history up to it; its state.json comes last."""
         state = (folder / STATE).read_bytes()
         name = f"{folder.name}.{hashlib.sha256(state).hexdigest()[:_DIGITS]}"
@@ -87,8 +87,8 @@ class StoredRun:
         for path in sorted(folder.iterdir()):
             if path.name != STATE:
                 self.bucket.put_file(f"{place}/{path.name}", path)
-        if history.exists():
-            self.bucket.put_file(f"{place}/{HISTORY}", history)
+        if history:
+            self.bucket.put(f"{place}/{HISTORY}", history)
         self.bucket.put(f"{place}/{STATE}", state)
 
     def list_checkpoints(self) -> list[StoredCheckpoint]:

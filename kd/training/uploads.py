@@ -7,6 +7,8 @@ most two are kept besides. What a machine that is lost takes with it is what had
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +26,13 @@ _SIGN_SECONDS = 1.0
 
 
 class _Upload(NamedTuple):
-    """A checkpoint that waits, and which ones the bucket keeps when it has come."""
+    """A checkpoint that waits, and which ones the bucket keeps when it has come.
+
+    ``history_bytes`` is the beginning of metrics.jsonl that counts: more was appended meanwhile.
+    """
 
     folder: Path
-    history: Path
+    history_bytes: int
     limit: int
     keep_step: int | None
 
@@ -89,16 +94,24 @@ class CheckpointUploads:
             self._count += 1
             place = self._folder / str(self._count)
             link_folder(path, place / path.name)
-            history = place / HISTORY
-            if self._history.exists():
-                history.write_bytes(self._history.read_bytes())
-            self._waiting = _Upload(place / path.name, history, limit, keep_step)
+            size = self._link_history(place / HISTORY)
+            self._waiting = _Upload(place / path.name, size, limit, keep_step)
             self._changed.notify()
+
+    def _link_history(self, link: Path) -> int:
+        """Link the history, which is only appended to or replaced; return its size now."""
+        if not self._history.exists():
+            return 0
+        try:
+            os.link(self._history, link)
+        except OSError:  # a disk without links
+            shutil.copyfile(self._history, link)
+        return link.stat().st_size
 
     def _work(self, run: StoredRun) -> None:
         while (upload := self._take()) is not None:
             try:
-                run.put_checkpoint(upload.folder, upload.history)
+                run.put_checkpoint(upload.folder, _read_history(upload))
                 run.prune_checkpoints(upload.limit, upload.keep_step)
                 self._problem = ""
             except (StorageError, OSError) as error:
@@ -119,3 +132,10 @@ class CheckpointUploads:
         if self._problem:
             self._monitor.emit("warning", message=self._problem)
             self._problem = ""
+
+
+def _read_history(upload: _Upload) -> bytes:
+    if not upload.history_bytes:
+        return b""
+    with (upload.folder.parent / HISTORY).open("rb") as file:
+        return file.read(upload.history_bytes)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from kd.errors import Interrupted
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
 from kd.training.uploads import CheckpointUploads
-from tests.support.buckets.proxy import Proxy
+from tests.support.buckets.proxy import PASSING, Proxy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,7 +151,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
 
 def test_half_a_checkpoint_counts_for_nothing(run: StoredRun, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 2)
-    run.put_checkpoint(folder, tmp_path / "none")
+    run.put_checkpoint(folder)
     run.bucket.put(f"{run.folder}/checkpoints/step-00000004.{'0' * 32}/model.safetensors", b"x")
     assert [each.step for each in run.list_checkpoints()] == [2]
     run.prune_checkpoints(1, None)  # another process may be putting it
@@ -167,9 +168,9 @@ def make_checkpoint(folder: Path, step: int, salt: str = "") -> Path:
 
 def test_the_bucket_keeps_the_newest_and_the_best(run: StoredRun, tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
-        run.put_checkpoint(make_checkpoint(tmp_path, step), tmp_path / "none")
+        run.put_checkpoint(make_checkpoint(tmp_path, step))
     # A process on another machine went on from step 4, and saved 6 once more.
-    run.put_checkpoint(make_checkpoint(tmp_path, 6, "again"), tmp_path / "none")
+    run.put_checkpoint(make_checkpoint(tmp_path, 6, "again"))
     newest = run.list_checkpoints()[-2]
     run.prune_checkpoints(2, 2)
     assert [each.step for each in run.list_checkpoints()] == [2, 8]
@@ -325,3 +326,56 @@ def test_the_address_of_a_run_names_its_folder(address: str) -> None:
     assert run.folder == RUN
     assert str(run) == f"{address}/runs/{RUN}"
     assert isinstance(Bucket(StoreAddress.parse(address)), Bucket)
+
+
+def test_another_job_goes_on_with_a_run_of_another_disk(
+    job: Job, run: StoredRun, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``resume.run`` names a job whose disk is lost: its checkpoint comes from the bucket."""
+    del job["train"]["early_stopping_patience"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_stages(parse_config(job), one, locate_run(one))
+    (tmp_path / "one").rename(tmp_path / "lost")
+    longer = RUN.replace("1", "2")
+    monkeypatch.setenv("KD_RUN_STORE", f"{address}/runs/{longer}")
+    job["train"] |= {"max_steps": 12}
+    job["resume"] = {"run": RUN, "schedule": "extend"}
+    events: list[Event] = []
+    monitor = Monitor(events.append)
+    run_stages(parse_config(job), two, two / "runs" / longer, monitor)
+    steps = [each.data["step"] for each in events if each.type == "checkpoint"]
+    assert (min(steps), max(steps)) == (10, 12)
+    stored = open_stored_run(f"{address}/runs/{longer}")
+    assert [each.step for each in stored.list_checkpoints()] == [10, 12]
+    assert [each.step for each in run.list_checkpoints()] == [6, 8]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_faults_of_the_bucket_change_nothing(
+    job: Job,
+    run: StoredRun,
+    s3_server: Server,
+    reach: Callable[[int], None],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """Each stage has another disk, and every fifth request has a fault."""
+    job["train"] |= {"save_steps": 1}
+    config = parse_config(job)
+    homes = [tmp_path / name for name in ("plain", "one", "two", "three")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("KD_RUN_STORE")
+        run_stages(config, homes[0], locate_run(homes[0]))
+    chance = random.Random(seed)
+    proxy = Proxy(
+        s3_server.port, lambda *_: chance.choice(PASSING) if chance.random() < 0.2 else ""
+    )
+    with proxy.running():
+        reach(proxy.port)
+        run_stage("precompute", config, homes[1], locate_run(homes[1]))
+        train_until(config, homes[2], 4)
+        run_stage("train", config, homes[3], locate_run(homes[3]))
+        stored = run.read_files()
+        student = run.bucket.get(stored["student/model.safetensors"].object)
+    assert proxy.faults.total() >= 10
+    assert student == read_student(homes[3]) == read_student(homes[0])

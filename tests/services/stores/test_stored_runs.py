@@ -98,7 +98,7 @@ def test_the_api_shows_the_checkpoints_of_disk_and_bucket(api: Parts, tmp_path: 
     run = find_run(api, claim.id)
     for step in (2, 4, 6):
         path = make_checkpoint(tmp_path / "worker", step, 10 - step)
-        run.put_checkpoint(path, tmp_path / "none")
+        run.put_checkpoint(path)
     own = make_checkpoint(api.settings.run_dir(claim.id) / "checkpoints", 4, 7)
     listed = api.http.get(f"/jobs/{claim.id}/checkpoints").json()["data"]
     assert [each["step"] for each in listed] == [2, 4, 6]
