@@ -89,8 +89,9 @@ from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
-from kd.training.resume.elsewhere import bring_run
+from kd.training.resume.elsewhere import bring_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
+from kd.training.uploads import CheckpointUploads
 
 #: What a run folder holds besides the results of the run.
 CHECKPOINTS = "checkpoints"
@@ -136,7 +137,7 @@ def run_stage(
         monitor.emit("stage", stage=stage, phase="loading data")
         warn_of_kernels(pick_device(), monitor)
         run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
-        with reported_loading(monitor):
+        with reported_loading(monitor), keeping_checkpoint(config, run_dir, stage, monitor):
             result = run(config, home, run_dir, monitor)
     publish_results(run_dir, stage, monitor)
     return result
@@ -302,9 +303,11 @@ def run_training(
     student = build_first_student(config, tokenizer, group)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
-    progress = train(config, source, student, vocabulary, run_dir, monitor, group)
-    weights = collect_weights(student, group) if not group.alone else {}
-    leave_group(group)
+    with CheckpointUploads(run_dir, monitor, group.leads) as uploads:
+        progress = train(config, source, student, vocabulary, run_dir, monitor, group, uploads)
+        weights = collect_weights(student, group) if not group.alone else {}
+        # Before the block waits for the last upload: other ranks would wait for this one.
+        leave_group(group)
     if not group.leads:
         return {}
     if weights:

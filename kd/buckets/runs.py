@@ -82,14 +82,21 @@ class StoredRun:
     def put_checkpoint(self, folder: Path, history: bytes = b"") -> None:
         """Put the checkpoint in ``folder``, and the history up to it; its state.json comes last."""
         state = (folder / STATE).read_bytes()
-        name = f"{folder.name}.{hashlib.sha256(state).hexdigest()[:_DIGITS]}"
-        place = f"{self.folder}/checkpoints/{name}"
+        place = self._locate_checkpoint(folder.name, state)
         for path in sorted(folder.iterdir()):
             if path.name != STATE:
                 self.bucket.put_file(f"{place}/{path.name}", path)
         if history:
             self.bucket.put(f"{place}/{HISTORY}", history)
         self.bucket.put(f"{place}/{STATE}", state)
+
+    def has_checkpoint(self, folder: Path) -> bool:
+        """Whether the bucket has the checkpoint in ``folder``, whole."""
+        place = self._locate_checkpoint(folder.name, (folder / STATE).read_bytes())
+        return any(each.name == f"{place}/{STATE}" for each in self.bucket.walk(place))
+
+    def _locate_checkpoint(self, name: str, state: bytes) -> str:
+        return f"{self.folder}/checkpoints/{name}.{hashlib.sha256(state).hexdigest()[:_DIGITS]}"
 
     def list_checkpoints(self) -> list[StoredCheckpoint]:
         """List the checkpoints by step; of a step that was put twice the newest comes last."""

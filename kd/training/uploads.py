@@ -115,9 +115,7 @@ class CheckpointUploads:
                 run.prune_checkpoints(upload.limit, upload.keep_step)
                 self._problem = ""
             except (StorageError, OSError) as error:
-                self._problem = (
-                    f"The checkpoint {upload.folder.name} did not get into the bucket: {error}"
-                )
+                self._problem = describe_failed_upload(upload.folder, error)
             remove_path(upload.folder.parent)
 
     def _take(self) -> _Upload | None:
@@ -132,6 +130,11 @@ class CheckpointUploads:
         if self._problem:
             self._monitor.emit("warning", message=self._problem)
             self._problem = ""
+
+
+def describe_failed_upload(folder: Path, error: Exception) -> str:
+    """Say that the checkpoint in ``folder`` is on this disk alone."""
+    return f"The checkpoint {folder.name} did not get into the bucket: {error}"
 
 
 def _read_history(upload: _Upload) -> bytes:

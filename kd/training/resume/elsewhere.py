@@ -6,15 +6,19 @@ the summary of its cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from cache.errors import CacheCorrupt
+from cache.errors import CacheCorrupt, StorageError
 from kd.buckets.downloads import Report
 from kd.buckets.runs import HISTORY, StoredCheckpoint, StoredRun, find_other_run, find_own_run
 from kd.config.job import JobConfig
+from kd.errors import Interrupted
 from kd.files import whole_folder, write_text
 from kd.progress import Monitor
 from kd.training import checkpoint
+from kd.training.uploads import describe_failed_upload
 
 #: The file of a run folder that names its cache.
 CACHE_SUMMARY = "cache.json"
@@ -45,6 +49,41 @@ def bring_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) ->
         other = find_other_run(continued)
         assert other is not None, "this run has a bucket, so the other one does"
         _bring_checkpoints(other, run_dir.parent / continued, False, report, monitor)
+
+
+@contextmanager
+def keeping_checkpoint(
+    config: JobConfig, run_dir: Path, stage: str, monitor: Monitor
+) -> Iterator[None]:
+    """Put the newest checkpoint if the block is interrupted, unless it has arrived already.
+
+    Where several processes trained, they were ended before the one that puts checkpoints was done.
+    """
+    try:
+        yield
+    except Interrupted:
+        run = find_own_run(run_dir) if stage == "train" else None
+        if run is not None:
+            _put_newest(run, config, run_dir, monitor)
+        raise
+
+
+def _put_newest(run: StoredRun, config: JobConfig, run_dir: Path, monitor: Monitor) -> None:
+    folder = run_dir / "checkpoints"
+    newest = checkpoint.find_newest_checkpoint(folder)
+    if newest is None:
+        return
+    monitor.report_alive(stepping=False)
+    history = run_dir / HISTORY
+    try:
+        if run.has_checkpoint(newest):
+            return
+        run.put_checkpoint(newest, history.read_bytes() if history.exists() else b"")
+        state = checkpoint.read_newest_state(folder)
+        best = None if state is None else state["progress"].get("best_step")
+        run.prune_checkpoints(config.require_train().save_total_limit, best)
+    except (StorageError, OSError) as error:
+        monitor.emit("warning", message=describe_failed_upload(newest, error))
 
 
 def _bring_checkpoints(
