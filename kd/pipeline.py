@@ -22,6 +22,7 @@ runs twice finishes once.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.checking.verify import verify_cache
+from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
 from cache.store import has_manifest, open_cache
+from kd.buckets.inputs import begin_downloads
+from kd.buckets.runs import find_own_run
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
@@ -44,6 +48,7 @@ from kd.evaluation.report import make_report, write_report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
 from kd.files import (
+    HELPERS,
     MARK,
     RUN_FORMAT,
     find_caches,
@@ -85,8 +90,13 @@ from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
+from kd.training.resume.elsewhere import bring_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
+from kd.training.uploads import CheckpointUploads
 
+#: What a run folder holds besides the results of the run.
+CHECKPOINTS = "checkpoints"
+LOG = "log.txt"
 #: The files of a training in its run folder, beside the plots of its report.
 ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
 
@@ -112,8 +122,10 @@ def run_stage(
     not know, and ``TrainingError`` where ``run_dir`` is another job's.
     """
     require_known_architecture(ask_torch())
+    begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
+    bring_run(config, run_dir, stage, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:
         require_store(find_caches(home, config.cache.store), "precompute" in config.stages)
@@ -121,12 +133,37 @@ def run_stage(
     write_json(run_dir / MARK, {"format": RUN_FORMAT})
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     if config.kind == "verify":
-        return run_verify(config, home, run_dir, monitor)
-    monitor.emit("stage", stage=stage, phase="loading data")
-    warn_of_kernels(pick_device(), monitor)
-    run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
-    with reported_loading(monitor):
-        return run(config, home, run_dir, monitor)
+        result = run_verify(config, home, run_dir, monitor)
+    else:
+        monitor.emit("stage", stage=stage, phase="loading data")
+        warn_of_kernels(pick_device(), monitor)
+        run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
+        with reported_loading(monitor), keeping_checkpoint(config, run_dir, stage, monitor):
+            result = run(config, home, run_dir, monitor)
+    publish_results(run_dir, stage, monitor)
+    return result
+
+
+def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
+    """Put the results of the run into its bucket too, if it has one: all but its checkpoints."""
+    run = find_own_run(run_dir)
+    if run is None:
+        return
+    names = [name for name in list_file_sizes(run_dir) if is_result(name)]
+    report = partial(monitor.emit, "stage", stage=stage)
+    run.publish_files(run_dir, names, lambda line: report(phase=line))
+
+
+def is_result(name: str) -> bool:
+    """Whether a file of a run folder is one of its results."""
+    first = name.partition("/")[0]
+    return not first.startswith(".") and first not in (CHECKPOINTS, LOG, HELPERS)
+
+
+def report_download(stage: str, monitor: Monitor, line: str) -> None:
+    """Report that text or a model comes from a bucket; raise ``Interrupted`` to stop."""
+    monitor.emit("stage", stage=stage, phase=line)
+    monitor.check("while it downloaded; what has come stays")
 
 
 def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:
@@ -274,9 +311,11 @@ def run_training(
     student = build_first_student(config, tokenizer, group)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
-    progress = train(config, source, student, vocabulary, run_dir, monitor, group)
-    weights = collect_weights(student, group) if not group.alone else {}
-    leave_group(group)
+    with CheckpointUploads(run_dir, monitor, group.leads) as uploads:
+        progress = train(config, source, student, vocabulary, run_dir, monitor, group, uploads)
+        weights = collect_weights(student, group) if not group.alone else {}
+        # Before the block waits for the last upload: other ranks would wait for this one.
+        leave_group(group)
     if not group.leads:
         return {}
     if weights:

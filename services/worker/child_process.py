@@ -20,11 +20,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kd.buckets.runs import RUN_STORE_VARIABLE
 from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
 from services.process.lasting_loops import keep_running
+from services.process.telemetry import build_trace_environment
 from services.settings import Settings
 from services.store.jobs.leases import EventBatch
+from services.store.jobs.store import JobStore
+from services.store.tenancy import build_confinement
 from services.worker.counters import RunCounters
+from services.worker.devices import WorkerDevice
 from services.worker.event_size import bound_event
 from services.worker.range_broker import RangeBroker
 
@@ -238,6 +244,17 @@ class Order:
     terms: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class StageJob:
+    """What a child must know of a job; ``helps``: another worker holds the job."""
+
+    id: str
+    stage: str
+    owner: str
+    config: dict[str, Any]
+    helps: bool = False
+
+
 def make_order(
     settings: Settings,
     stage: str,
@@ -310,12 +327,41 @@ def build_child_environment() -> dict[str, str]:
     return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
 
 
-def build_store_environment(settings: Settings) -> dict[str, str]:
-    """Where caches lie, and the credentials of a bucket, which no job can use for another place."""
-    if settings.store is None:
-        return {}
-    place = {"KD_STORE": settings.store, "KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
-    if not settings.in_bucket:
+def prepare_child(
+    store: JobStore,
+    settings: Settings,
+    device: WorkerDevice,
+    job: StageJob,
+    run_dir: Path,
+) -> tuple[Order, dict[str, str]]:
+    """Return the order for a child, and the variables that its environment needs."""
+    config = parse_config(job.config)
+    environment = (
+        device.build_environment(config.resources.gpus)
+        | build_trace_environment(settings.otlp_endpoint)
+        | build_store_environment(settings, None if job.helps else job.id)
+        | find_teacher_key(config)
+    )
+    team = store.find_teams([job.id]).get(job.id)
+    limits = build_confinement(settings, store, job.owner, team)
+    granted = limits.to_order(config, settings.root)
+    gpus = len(device.give(config.resources.gpus))
+    return make_order(settings, job.stage, job.config, run_dir, granted, gpus), environment
+
+
+def build_store_environment(settings: Settings, job_id: str | None) -> dict[str, str]:
+    """Where caches and the files of a job lie, and the credentials of a bucket.
+
+    No job can use them for another place. Without ``job_id`` the run has no files in the bucket.
+    """
+    place = {"KD_DOWNLOAD_BYTES": str(settings.download_bytes)}
+    if settings.store is not None:
+        place |= {"KD_STORE": settings.store}
+        place |= {"KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
+    run = None if job_id is None else settings.locate_stored_run(job_id)
+    if run is not None:
+        place |= {RUN_STORE_VARIABLE: run}
+    if not settings.in_bucket and not settings.data_stores:
         return place
     return place | {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 

@@ -22,21 +22,13 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import OtherCapture
 from kd.face.version import read_version
-from kd.files import find_caches
-from services.process.telemetry import build_trace_environment
+from kd.files import HELPERS, find_caches
 from services.settings import Settings
 from services.store.jobs.leases import BEATS_PER_LEASE
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeBoard
-from services.store.tenancy import build_confinement
 from services.worker.child import EXIT_STOPPED
-from services.worker.child_process import (
-    Child,
-    build_store_environment,
-    find_teacher_key,
-    make_order,
-    start_child,
-)
+from services.worker.child_process import Child, StageJob, prepare_child, start_child
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
     Failure,
@@ -51,10 +43,10 @@ from services.worker.range_broker import RangeBroker
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
-#: The folder of a run that holds the logs of its helpers.
-HELPERS = "helpers"
+#: The stage that several workers share.
+STAGE = "precompute"
 #: The work of the child, as errors name it.
-WHERE = "a helper of stage precompute"
+WHERE = f"a helper of stage {STAGE}"
 
 log = logging.getLogger("potstill.worker")
 
@@ -138,19 +130,12 @@ class Help:
             )
 
     def _start(self, broker: RangeBroker) -> Child:
-        settings, config, order = self._settings, self._config, self._order
-        environment = (
-            self._device.build_environment(config.resources.gpus)
-            | build_trace_environment(settings.otlp_endpoint)
-            | build_store_environment(settings)
-            | find_teacher_key(config)
+        order = self._order
+        job = StageJob(order.member.id, STAGE, order.owner, order.config, helps=True)
+        child_order, environment = prepare_child(
+            self._store, self._settings, self._device, job, self._run_dir
         )
-        team = self._store.find_teams([order.member.id]).get(order.member.id)
-        limits = build_confinement(settings, self._store, order.owner, team)
-        granted = limits.to_order(config, settings.root)
-        gpus = len(self._device.give(config.resources.gpus))
-        child_order = make_order(settings, "precompute", order.config, self._run_dir, granted, gpus)
-        return start_child(settings, child_order, environment, broker, order.terms)
+        return start_child(self._settings, child_order, environment, broker, order.terms)
 
     def _govern(self, child: Child, broker: RangeBroker) -> None:
         if self._stopping.is_set() or broker.reply != "go":

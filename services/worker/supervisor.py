@@ -25,21 +25,12 @@ from cache.errors import PotstillError
 from kd.config.jobfile import parse_config
 from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
-from services.process.telemetry import build_trace_environment
 from services.settings import SEARCH, Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import Membership, RangeBoard
-from services.store.tenancy import build_confinement
 from services.worker.child import EXIT_ELSEWHERE, EXIT_STOPPED
-from services.worker.child_process import (
-    Child,
-    Order,
-    build_store_environment,
-    find_teacher_key,
-    make_order,
-    start_child,
-)
+from services.worker.child_process import Child, StageJob, prepare_child, start_child
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
     describe_crash,
@@ -155,27 +146,14 @@ class Attempt:
             self._child.outbox.put(event)
 
     def _start(self, broker: RangeBroker | None) -> Child:
-        config = parse_config(self._claim.config)
-        settings = self._settings
-        environment = (
-            self._device.build_environment(config.resources.gpus)
-            | build_trace_environment(settings.otlp_endpoint)
-            | build_store_environment(settings)
-            | find_teacher_key(config)
-        )
-        with storage_errors(self._run_dir):
-            self._child = start_child(settings, self._make_order(), environment, broker)
-        return self._child
-
-    def _make_order(self) -> Order:
         claim = self._claim
-        settings = self._settings
-        team = self._store.find_teams([claim.id]).get(claim.id)
-        limits = build_confinement(settings, self._store, claim.owner, team)
-        config = parse_config(claim.config)
-        granted = limits.to_order(config, settings.root)
-        gpus = len(self._device.give(config.resources.gpus))
-        return make_order(settings, self._stage, claim.config, self._run_dir, granted, gpus)
+        job = StageJob(claim.id, self._stage, claim.owner, claim.config)
+        with storage_errors(self._run_dir):
+            order, environment = prepare_child(
+                self._store, self._settings, self._device, job, self._run_dir
+            )
+            self._child = start_child(self._settings, order, environment, broker)
+        return self._child
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
         """Record that no child started. If Redis is away, the job goes back to the queue."""

@@ -420,4 +420,6 @@ def delete_job(
         folder = service.settings.run_dir(job.id)
         with storage_errors(folder):
             remove_path(folder)
+        if (stored := service.settings.find_stored_run(job.id)) is not None:
+            stored.remove()
     return Response(status_code=204)
