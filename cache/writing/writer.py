@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +97,7 @@ class CacheWriter:
         self.codec = identity.record_codec()
         #: Seconds in which the disk took what was written so far, encoding and compression apart.
         self.disk_seconds = 0.0
+        self._begun: list[Path] = []
         with storage_errors(folder):
             self._prepare()
 
@@ -125,6 +126,23 @@ class CacheWriter:
         return self._publish(
             name_shard(index), arrays, lambda folder: Seal.of(folder, sequences, records)
         ).bytes
+
+    def begin_shard(self, index: int) -> None:
+        """Show on the disk that shard ``index`` is in work, until it is written.
+
+        Its records may take long to be made. Nothing depends on it, so a full disk is no error yet.
+        """
+        begun = self.folder / f"{TEMPORARY_PREFIX}{name_shard(index).replace('/', '-')}"
+        # The shards before may still be encoded, or written.
+        self._begun = [*filter(Path.exists, self._begun), begun]
+        with suppress(OSError):
+            begun.mkdir(exist_ok=True)
+
+    def leave_begun(self) -> None:
+        """Take away what shows shards in work that were not written."""
+        for begun in self._begun:
+            with suppress(OSError):
+                begun.rmdir()
 
     def adopt_shard(self, source: Cache, index: int) -> None:
         """Take shard ``index`` of ``source`` by links to its files, whose bytes stay in place.

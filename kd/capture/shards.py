@@ -306,18 +306,22 @@ def record_shards(
     def wait() -> None:
         monitor.report_alive(stepping=False)
 
-    with ShardPipeline(writer, report.watch.add, wait) as pipeline:
-        for index, sequences in work:
-            left = len(sequences)
-            for delivery in reader.deliver(sequences, writer.identity.shard_range(index).start):
-                pipeline.add(delivery)
-                left -= delivery.sequences
-                if not left:
-                    report.tell_sealed(pipeline.finish())
-                    pipeline.seal(index, sequences, reader.take_tail_sums())
-                report.tell_sealed(pipeline.collect())
-                report.tell_read(delivery.sequences, delivery.positions)
-                if not report.is_end(index, left) and monitor.should_stop():
-                    report.tell_sealed(pipeline.finish())
-                    monitor.check(report.describe_place(index, left, len(sequences)))
-        report.tell_sealed(pipeline.finish())
+    try:
+        with ShardPipeline(writer, report.watch.add, wait) as pipeline:
+            for index, sequences in work:
+                writer.begin_shard(index)
+                left = len(sequences)
+                for delivery in reader.deliver(sequences, writer.identity.shard_range(index).start):
+                    pipeline.add(delivery)
+                    left -= delivery.sequences
+                    if not left:
+                        report.tell_sealed(pipeline.finish())
+                        pipeline.seal(index, sequences, reader.take_tail_sums())
+                    report.tell_sealed(pipeline.collect())
+                    report.tell_read(delivery.sequences, delivery.positions)
+                    if not report.is_end(index, left) and monitor.should_stop():
+                        report.tell_sealed(pipeline.finish())
+                        monitor.check(report.describe_place(index, left, len(sequences)))
+            report.tell_sealed(pipeline.finish())
+    finally:
+        writer.leave_begun()

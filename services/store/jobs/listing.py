@@ -79,6 +79,11 @@ class JobListing(Workers):
         found = list(self._read([job_id]))
         return found[0] if found and (caller.sees_all or found[0].owner == caller.name) else None
 
+    def get_many(self, ids: Sequence[str], caller: Caller = LOCAL_CALLER) -> list[JobRecord]:
+        """Those of these jobs that exist and that the caller may see, in this order."""
+        found = self._read(ids)
+        return [job for job in found if caller.sees_all or job.owner == caller.name]
+
     def read_page(self, query: JobQuery, limit: int, cursor: int | None = None) -> JobPage:
         """Up to ``limit`` jobs, newest first, from the one after ``cursor``.
 

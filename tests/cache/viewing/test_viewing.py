@@ -142,13 +142,20 @@ def test_the_shards_of_a_capture_are_sealed_in_work_or_missing(tmp_path):
     with open_writer(tmp_path, identity) as writer:
         writer.write_shard(0, *make_shard(identity, 0))
         writer.write_shard(2, *make_shard(identity, 2))
-        (writer.folder / ".tmp-shards-000001").mkdir()
+        writer.begin_shard(1)
         found = read_grid(writer.folder)
         assert (found.complete, found.captured, found.cells) == (False, True, "020")
         assert found.in_work == (1,)
-        assert read_grid(writer.folder, expected=5).cells == "02011"
+        writer.leave_begun()
+        assert read_grid(writer.folder, expected=5).cells == "01011"
+        writer.begin_shard(1)
+        writer.write_shard(1, *make_shard(identity, 1))
+        writer.leave_begun()
+        assert read_grid(writer.folder, expected=5).cells == "00011"
+        writer.begin_shard(3)
+        assert read_grid(writer.folder, expected=5).cells == "00021"
     left = read_grid(writer.folder, expected=5)
-    assert (left.captured, left.cells) == (False, "01011"), "half a shard of a crash is not in work"
+    assert (left.captured, left.cells) == (False, "00011"), "half a shard of a crash is not in work"
     with open_writer(tmp_path, identity) as writer:
         fill_cache(writer)
     assert read_grid(writer.folder).counts["sealed"] == 5
