@@ -36,7 +36,7 @@ export function cachePage(redraw, fingerprint) {
   const path = `/caches/${fingerprint}`;
   const head = h("div");
   const checks = h("section", { "aria-labelledby": "checks" });
-  const refused = h("p", { class: "error", role: "alert", hidden: true });
+  const refused = h("p", { class: "error breaks", role: "alert", hidden: true });
   const users = h("div");
   const records = recordBrowser(path);
   const sample = sampleSection(path);
@@ -105,7 +105,7 @@ function headOf(cache, usage) {
       ["Sealed", time(cache.created)],
       ["Last read by a run", time(usage.last_used) ?? "never"],
     ]),
-    !cache.complete && cache.problem && h("p", {}, cache.problem),
+    !cache.complete && cache.problem && h("p", { class: "breaks" }, cache.problem),
     overruled && h("p", { role: "alert" },
       `The records differ from the teacher, and ${overruled.field} accepted them: `,
       `${overruled.problems.join("; ")}. `,
@@ -151,7 +151,7 @@ function resultOf({ job, status, at, problems, outdated }, sound) {
     h("p", {}, chip(status), " ", time(at), " by ", link,
       outdated && h("span", { class: "quiet" }, ", before the cache was sealed anew")),
     says && h("p", { class: "good" }, says),
-    problems.length > 0 && h("ul", { class: "error" }, problems.map((line) => h("li", {}, line))));
+    problems.length > 0 && h("ul", { class: "error breaks" }, problems.map((line) => h("li", {}, line))));
 }
 
 // ---------------------------------------------------------------------- who uses it
@@ -172,8 +172,8 @@ function usersOf({ jobs, trials, kept_by: keptBy }) {
     trials > 0 && h("p", {}, `${number(trials)} trials of searches have read it too.`),
     keptBy.length === 0
       ? h("p", {}, "Nothing holds it: ", h("code", {}, "kd gc"), " may remove it once it is old.")
-      : [h("p", {}, h("code", {}, "kd gc"), " keeps it, because of:"),
-        h("ul", {}, keptBy.map((line) => h("li", {}, line)))],
+      : h("p", {}, h("code", {}, "kd gc"), " keeps it, because of:"),
+    keptBy.length > 0 && h("ul", { class: "breaks" }, keptBy.map((line) => h("li", {}, line))),
   ];
 }
 

@@ -24,8 +24,8 @@ export function recordBrowser(path) {
   const buttons = {
     before: button("Sequence before", () => go(place.sequence - 1, 0)),
     after: button("Next sequence", () => go(place.sequence + 1, 0)),
-    earlier: button("Earlier positions", () => go(place.sequence, Math.max(place.start - PAGE, 0))),
-    later: button("Later positions", () => go(place.sequence, place.start + PAGE)),
+    earlier: button("Earlier records", () => go(place.sequence, Math.max(place.start - PAGE, 0))),
+    later: button("Later records", () => go(place.sequence, place.start + PAGE)),
   };
   const about = h("p", { "aria-live": "polite" });
   const text = h("div");
@@ -55,7 +55,7 @@ export function recordBrowser(path) {
       show(await get(`${path}/records?${wanted}`));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
-      fill(about, h("span", { class: "error" }, error.message));
+      fill(about, h("span", { class: "error breaks" }, error.message));
       fill(text);
       fill(list);
       for (const each of Object.values(buttons)) each.disabled = true;
@@ -90,10 +90,11 @@ export function recordBrowser(path) {
 function aboutOf(page, end) {
   const split = page.split === "validation" ? "held out" : "to train on";
   const which = page.records.length
-    ? `positions ${number(page.start + 1)} to ${number(end)} of ${number(page.count)} with a record`
-    : `no position here; ${number(page.count)} have a record`;
+    ? `records ${number(page.start + 1)} to ${number(end)} of ${number(page.count)}`
+    : `no record here; it has ${number(page.count)}`;
   const texts = page.texts_known ? "" : " This cache does not hold the text of its tokens.";
-  return `Sequence ${number(page.sequence)} of ${number(page.sequences)}, ${split}: ${which}.${texts}`;
+  const last = number(page.sequences - 1);
+  return `Sequence ${number(page.sequence)} (there are 0 to ${last}), ${split}: ${which}.${texts}`;
 }
 
 /** The tokens around the page, coloured by the entropy of the teacher before each. */
@@ -117,6 +118,12 @@ function textOf(page) {
   ];
 }
 
+/** A probability as a percentage; small ones keep two digits. */
+function share(value) {
+  if (value === null) return null;
+  return value >= 0.001 || value === 0 ? percent(value, 1) : `${number(100 * value, 2)}%`;
+}
+
 const levelOf = (value) => `level-${EDGES.filter((edge) => value >= edge).length}`;
 
 /** A value with its name, which is seen only where the names do not stand above all values. */
@@ -128,7 +135,7 @@ function recordOf(record, page) {
     cell("Position", number(record.position)),
     cell("Text", [spaced(record.token, record, page), " → ",
       h("strong", {}, spaced(record.said, record, page, record.said_id))], "words"),
-    cell("Probability of it", percent(record.said_probability, 1) ?? "unknown"),
+    cell("Probability of it", share(record.said_probability) ?? "unknown"),
     cell("Entropy, nats", h("span", { class: levelOf(record.entropy) },
       number(record.entropy, 3) ?? "unknown")),
     cell("Most probable", headOf(record, page), "words"),
@@ -146,7 +153,7 @@ function headOf(record, page) {
     return h("span", { class: "quiet" }, "in the hidden state");
   }
   const entryOf = ({ id, text, probability }) => [
-    spaced(text, record, page, id), ` ${percent(probability, 1)}`,
+    spaced(text, record, page, id), ` ${share(probability)}`,
   ];
   const brief = record.head.slice(0, BRIEF).map((entry) => h("span", { class: "entry" }, entryOf(entry)));
   if (record.head.length <= BRIEF && !record.tail_tokens.length) return brief;
@@ -154,7 +161,7 @@ function headOf(record, page) {
     spaced(entry.text, record, page, entry.id), " ",
     h("span", { class: "progress" },
       h("progress", { max: 1, value: entry.probability, "aria-hidden": "true" }),
-      percent(entry.probability, 2))));
+      share(entry.probability))));
   const drawn = record.tail_tokens.map((text) => [spaced(text, record, page), " "]).flat();
   return h("details", {},
     h("summary", {}, brief),
@@ -168,5 +175,5 @@ function headOf(record, page) {
 function tailOf({ tail, tail_count: count }) {
   if (tail === null) return "not kept";
   const drawn = count === null ? "" : `, ${number(count)} drawn`;
-  return `${percent(tail, 1)}${drawn}`;
+  return `${share(tail)}${drawn}`;
 }

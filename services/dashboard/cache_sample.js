@@ -26,13 +26,13 @@ export function sampleSection(path) {
       another.hidden = found.whole;
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
-      fill(about, h("span", { class: "error" }, error.message));
+      fill(about, h("span", { class: "error breaks" }, error.message));
     } finally {
       another.disabled = false;
     }
   }
   const root = h("section", { "aria-labelledby": "sample" },
-    h("h2", { id: "sample" }, "Records"), box, about, another);
+    h("h2", { id: "sample" }, "Statistics"), box, about, another);
   return { root, load };
 }
 
@@ -46,7 +46,7 @@ function figureOf(title, histogram, { entry_counts: entries }) {
   const { counts, edges, mean, unknown } = histogram;
   const total = counts.reduce((sum, each) => sum + each, 0);
   const more = title.startsWith("Entries") && entries
-    ? `; 99 % have at most ${number(entries.p99)}, the largest ${number(entries.max)}` : "";
+    ? `, 99 % up to ${number(entries.p99)}, most ${number(entries.max)}` : "";
   const said = mean === null ? "not known" : `mean ${number(mean, 3)}${more}`;
   return h("figure", {},
     h("figcaption", {}, title, " ", h("span", { class: "quiet" }, said)),

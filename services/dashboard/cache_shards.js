@@ -33,7 +33,7 @@ export function shardSection(path, openSequence) {
       states = await get(`${path}/shards`);
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
-      fill(about, h("span", { class: "error" }, error.message));
+      fill(about, h("span", { class: "error breaks" }, error.message));
       return;
     }
     known = version;
