@@ -121,6 +121,7 @@ function textOf(page) {
 /** A probability as a percentage; small ones keep two digits. */
 function share(value) {
   if (value === null) return null;
+  if (value > 0 && value < 1e-5) return "< 0.001%";
   return value >= 0.001 || value === 0 ? percent(value, 1) : `${number(100 * value, 2)}%`;
 }
 
@@ -135,7 +136,7 @@ function recordOf(record, page) {
     cell("Position", number(record.position)),
     cell("Text", [spaced(record.token, record, page), " → ",
       h("strong", {}, spaced(record.said, record, page, record.said_id))], "words"),
-    cell("Probability of it", share(record.said_probability) ?? "unknown"),
+    cell("Its probability", share(record.said_probability) ?? "unknown"),
     cell("Entropy, nats", h("span", { class: levelOf(record.entropy) },
       number(record.entropy, 3) ?? "unknown")),
     cell("Most probable", headOf(record, page), "words"),

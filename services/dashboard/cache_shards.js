@@ -117,9 +117,9 @@ function aboutOf(states) {
     lines.push(states.captured ? "A process of this host captures the cache now. "
       : "No process of this host captures the cache now. ");
   } else if (states.measured) {
-    lines.push("The sizes of all files are as they were sealed. ");
+    lines.push("The sizes of all files were compared with the seals. ");
   } else {
-    lines.push("Seals are there for these shards; their files were not measured. ");
+    lines.push("Of so many shards only the seals were looked for. ");
   }
   if (states.verified_at) lines.push("Last job that verified every byte: ", time(states.verified_at), ". ");
   for (const [name, title] of [["corrupt", "Corrupt"], ["in_work", "In work"]]) {

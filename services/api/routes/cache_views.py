@@ -63,7 +63,7 @@ def read_statistics(
     service: TheService,
     seed: Annotated[int, Query(ge=0, lt=1 << 53, description="Chooses the records.")] = 0,
 ) -> CacheStatistics:
-    """Show histograms of entropy, entries and kept mass, of about 65,536 records of a cache."""
+    """Show histograms of entropy, entries and kept mass, of at most about 65,536 records."""
     return CacheStatistics.model_validate(service.reading.read_statistics(folder, seed))
 
 

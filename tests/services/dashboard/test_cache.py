@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
@@ -26,6 +28,8 @@ from kd.progress import SILENT
 from tests.support.api import serving, tell
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+#: The rules of WCAG that are of level A or AA.
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 OpenTab = Callable[..., AbstractContextManager[Page]]
 
 
@@ -69,14 +73,22 @@ def page(new_tab: OpenTab) -> Iterator[Page]:
         yield tab
 
 
+def require_accessible(page: Page) -> None:
+    page.evaluate(AXE_SCRIPT)
+    options = json.dumps({"runOnly": {"type": "tag", "values": RULES}})
+    found = page.evaluate(f"axe.run(document, {options})")["violations"]
+    assert [(each["id"], [node["target"] for node in each["nodes"]]) for each in found] == []
+
+
 def photograph(page: Page, name: str) -> None:
-    """Keep the page as pictures of both widths and schemes, where the developer wants them."""
+    """Check the page at both widths and in both schemes; ``KD_SCREENSHOTS`` keeps pictures."""
     for width in (1440, 360):
         page.set_viewport_size({"width": width, "height": 900})
         wide = page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width, "the page scrolls sideways"
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
+            require_accessible(page)
             if place := os.environ.get("KD_SCREENSHOTS"):
                 path = Path(place) / f"{name}-{width}-{scheme}.png"
                 page.screenshot(path=path, full_page=True)
