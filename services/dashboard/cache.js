@@ -42,9 +42,10 @@ export function cachePage(redraw, fingerprint) {
   const sample = sampleSection(path);
   const shards = shardSection(path, records.open);
   // Only a sealed cache has records to show, and can be checked or exported.
-  const sealed = [sample.root, checks, records.root, exportSection(fingerprint)];
+  const exporting = exportSection();
+  const sealed = [sample.root, checks, records.root, exporting.root];
   const element = h("div", {},
-    head, sealed[0], shards.root, refused, checks, records.root, users, sealed[3]);
+    head, sample.root, shards.root, refused, checks, records.root, users, exporting.root);
   let every = READ_MS;
   let loaded = false;
 
@@ -66,6 +67,7 @@ export function cachePage(redraw, fingerprint) {
     fill(head, headOf(cache, usage));
     fill(checks, checksOf(cache, usage, start));
     fill(users, usersOf(usage), identityOf(cache));
+    if (cache.complete) exporting.show(cache);
     for (const box of sealed) box.hidden = !cache.complete;
     // The states of a sealed cache change only with a check, or when it is captured anew.
     const { verify } = usage;
@@ -193,29 +195,36 @@ function panned(name, box) {
 
 // ---------------------------------------------------------------------- export
 
-function exportSection(fingerprint) {
-  const short = fingerprint.slice(0, 12);
-  const commands = [
-    ["As Parquet, which comes back as it was", `kd cache export ${short} --format parquet --out records`],
-    ["For DistillKit, without what it cannot hold",
-      `kd cache export ${short} --format distillkit --lossy --out records`],
-    ["To the Hugging Face hub", `kd push ${short} OWNER/NAME`],
-  ];
-  const said = h("span", { "aria-live": "polite", class: "quiet" });
+function exportSection() {
+  const rows = h("div");
+  const said = h("p", { "aria-live": "polite", class: "quiet" });
+  const root = h("section", { "aria-labelledby": "export" },
+    h("h2", { id: "export" }, "Export"),
+    h("p", { class: "quiet" }, "Run these where the cache is, in an environment with Potstill."),
+    rows, said);
   const rowOf = ([title, command]) => {
     const copy = async () => {
       await navigator.clipboard.writeText(command);
       said.textContent = `Copied: ${command}`;
     };
-    // A page that came over plain HTTP from another host has no clipboard.
     return h("div", { class: "command" },
       h("p", {}, title),
       h("pre", { tabindex: 0, "aria-label": title }, command),
-      navigator.clipboard && h("button", { type: "button", onclick: copy, "aria-label": `Copy: ${title}` },
-        "Copy"));
+      // A page that came over plain HTTP from another host has no clipboard.
+      navigator.clipboard
+        && h("button", { type: "button", onclick: copy, "aria-label": `Copy: ${title}` }, "Copy"));
   };
-  return h("section", { "aria-labelledby": "export" },
-    h("h2", { id: "export" }, "Export"),
-    h("p", { class: "quiet" }, "Run these where the cache is, in an environment with Potstill."),
-    commands.map(rowOf), said);
+  return { root, show: (cache) => fill(rows, commandsOf(cache).map(rowOf)) };
+}
+
+function commandsOf({ fingerprint, profile }) {
+  const short = fingerprint.slice(0, 12);
+  const sampled = ["threshold", "tempered"].includes(profile);
+  return [
+    ["As Parquet, which comes back as it was",
+      `kd cache export ${short} --format parquet --out records`],
+    [sampled ? "For DistillKit, without the sampled tail" : "For DistillKit",
+      `kd cache export ${short} --format distillkit ${sampled ? "--lossy " : ""}--out records`],
+    ["To the Hugging Face hub", `kd push ${short} OWNER/NAME`],
+  ];
 }

@@ -121,7 +121,7 @@ function textOf(page) {
 /** A probability as a percentage; small ones keep two digits. */
 function share(value) {
   if (value === null) return null;
-  if (value > 0 && value < 1e-5) return "< 0.001%";
+  if (value > 0 && value < 1e-5) return "<\u00a00.001%";
   return value >= 0.001 || value === 0 ? percent(value, 1) : `${number(100 * value, 2)}%`;
 }
 

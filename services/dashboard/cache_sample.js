@@ -50,7 +50,9 @@ function figureOf(title, histogram, { entry_counts: entries }) {
   const said = mean === null ? "not known" : `mean ${number(mean, 3)}${more}`;
   return h("figure", {},
     h("figcaption", {}, title, " ", h("span", { class: "quiet" }, said)),
-    total > 0 && bars(title, histogram, total, said),
+    // One bar of all records would say less than its name.
+    total > 0 && (counts.length > 1 ? bars(title, histogram, total, said)
+      : h("p", {}, `It is ${number(mean)} in every record.`)),
     unknown > 0 && h("p", { class: "quiet" }, `${number(unknown)} records do not know it.`));
 }
 

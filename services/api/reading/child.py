@@ -45,7 +45,7 @@ KEPT_SAMPLES = 256
 class _OpenCache:
     """An open cache, the text of its tokens, and the manifest that it was opened with."""
 
-    cache: Cache
+    store: Cache
     texts: TokenTexts | None
     state: tuple[int, int]
 
@@ -66,7 +66,7 @@ class CacheReader:
         try:
             return {"result": self._look(order["wish"], Path(order["folder"]), order)}
         except IndexError:
-            return {"no_sequence": len(self._open(Path(order["folder"])).cache)}
+            return {"no_sequence": len(self._open(Path(order["folder"])).store)}
         except MemoryError:
             return {"limit": "memory"}
         except PotstillError as error:
@@ -83,10 +83,10 @@ class CacheReader:
             return self._samples.get(key, self._sample, folder, order["seed"])
         opened = self._open(folder)
         numbers = (order[name] for name in ("sequence", "start", "limit"))
-        return read_page(opened.cache, opened.texts, *numbers).to_json()
+        return read_page(opened.store, opened.texts, *numbers).to_json()
 
     def _sample(self, folder: Path, seed: int) -> dict[str, Any]:
-        return sample_cache(self._open(folder).cache, seed).to_json()
+        return sample_cache(self._open(folder).store, seed).to_json()
 
     def _open(self, folder: Path) -> _OpenCache:
         key = str(folder)
@@ -94,10 +94,10 @@ class CacheReader:
         # Of a cache in a bucket too: its manifest is kept in the folder.
         state = _read_state(folder)
         if known is None or state is None or known.state != state:
-            cache = open_unchecked(folder, CHUNK_BYTES)
-            tokens = cache.token_map()
+            store = open_unchecked(folder, CHUNK_BYTES)
+            tokens = store.token_map()
             texts = None if tokens is None else TokenTexts(tokens)
-            known = self._opened[key] = _OpenCache(cache, texts, _read_state(folder) or (0, 0))
+            known = self._opened[key] = _OpenCache(store, texts, _read_state(folder) or (0, 0))
         self._opened.move_to_end(key)
         while len(self._opened) > OPEN_CACHES:
             self._opened.popitem(last=False)

@@ -125,7 +125,7 @@ def cache_fidelity(
     from cache.reading.usage import hold_for
     from cache.store import open_cache
     from kd.capture.fidelity import TeacherLocation
-    from kd.capture.recheck import recheck_fidelity
+    from kd.capture.sealed.recheck import recheck_fidelity
     from kd.models.loading import hide_progress_bars
 
     hide_progress_bars()
