@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
+from cache.codec import (
+    ENTROPY_STEP,
+    KNOWN_STEP,
+    TOP_STEP,
+    UNKNOWN,
+    UNKNOWN_ENTROPY,
+    Codec,
+)
 from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles import PROFILES
@@ -31,6 +38,9 @@ COMPARED_SEQUENCES = 256
 ENTROPY_BIN_STEPS = 8
 #: Bins of the histogram of kept mass over [0, 1].
 MASS_BINS = 20
+
+#: Reads one stored column of some sequences by its name.
+ReadColumn = Callable[[str], NDArray[Any]]
 
 _SPLITS = ("train", "validation")
 
@@ -252,7 +262,7 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
     sizes: dict[str, int] = {}
     gold = dict.fromkeys(_SPLITS, BlockLosses.none())
     for index, shard in enumerate(open_stored_shards(opened)):
-        for name, counts in _tally_shard(opened, index, shard).items():
+        for name, counts in tally_records(opened.codec, shard.read_array).items():
             sums[name] = sums[name] + counts if name in sums else counts
         for name, file in shard.seal.files.items():
             array, below, _ = name.partition("/")
@@ -265,9 +275,9 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
         sequences=len(opened),
         positions=opened.manifest.positions,
         bytes_per_token=opened.bytes_per_token,
-        entropy=_make_entropy_histogram(sums["entropy"]),
-        kept_mass=_make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
-        entries=_summarise_entries(sums["entries"]),
+        entropy=make_entropy_histogram(sums["entropy"]),
+        kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
+        entries=summarise_entries(sums["entries"]),
         bytes=_add_rest(opened, sizes),
         gold={split: _summarise_gold(losses) for split, losses in gold.items()},
     )
@@ -281,17 +291,28 @@ def open_stored_shards(opened: Cache) -> Iterator[ArrayFolder]:
         yield ArrayFolder(opened.folder / name, seal, reads=opened.disk_reads)
 
 
-def _tally_shard(opened: Cache, index: int, shard: ArrayFolder) -> dict[str, NDArray[Any]]:
-    """Count entropies, kept masses and entries in one shard."""
-    mass_N, entries_N = _measure_records(opened, shard)
+def tally_records(codec: Codec, read: ReadColumn) -> dict[str, NDArray[Any]]:
+    """Count entropies, kept masses and entries of the records whose columns ``read`` returns.
+
+    ``entropy`` and ``entries`` are counts by stored value, ``mass`` by bin; ``mass_sum`` is the sum
+    of all masses. The columns that are read are those of ``list_tallied_columns``.
+    """
+    mass_N, entries_N = _measure_records(codec, read)
     # 1e-9: a mass that is exactly on an edge must not fall below it through rounding.
     bins_N = np.clip((mass_N * MASS_BINS + 1e-9).astype(np.int64), 0, MASS_BINS - 1)
     return {
-        "entropy": np.bincount(shard.read_array("entropy"), minlength=UNKNOWN_ENTROPY + 1),
+        "entropy": np.bincount(read("entropy"), minlength=UNKNOWN_ENTROPY + 1),
         "mass": np.bincount(bins_N, minlength=MASS_BINS),
         "mass_sum": mass_N.sum(),
-        "entries": np.bincount(entries_N, minlength=_bound_entries(opened) + 1),
+        "entries": np.bincount(entries_N, minlength=_bound_entries(codec) + 1),
     }
+
+
+def list_tallied_columns(codec: Codec) -> tuple[str, ...]:
+    """List the columns that ``tally_records`` reads: few of them, and none with ids."""
+    if PROFILES[codec.profile].sampled:
+        return ("entropy", "known", "head_count", "head_logprobs", "tail_count")
+    return ("entropy", "top_logprobs") if codec.profile == "topk" else ("entropy",)
 
 
 def _sum_gold_losses(opened: Cache, index: int, shard: ArrayFolder) -> dict[str, BlockLosses]:
@@ -321,50 +342,43 @@ def is_gold_known(known_NK: NDArray[Any]) -> NDArray[np.bool_]:
     return known_N
 
 
-def _bound_entries(opened: Cache) -> int:
+def _bound_entries(codec: Codec) -> int:
     """Return a number of entries that no record exceeds.
 
     Probabilities sum to 1, so at most 1 / threshold are above the threshold, and as many are drawn.
     """
-    codec = opened.codec
     if PROFILES[codec.profile].sampled:
         return 1 + len(codec.always_keep) + 2 * math.ceil(1.0 / codec.threshold)
     return codec.k if codec.profile == "topk" else codec.vocabulary_size
 
 
-def _measure_records(opened: Cache, shard: ArrayFolder) -> tuple[NDArray[Any], NDArray[Any]]:
+def _measure_records(codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
     """Measure the kept mass and the number of entries of every record, (N,) each."""
-    if PROFILES[opened.codec.profile].sampled:
-        return _measure_sampled_records(opened, shard)
-    if opened.codec.profile == "topk":
-        codes = shard.read_array("top_logprobs")
-        return _decode_masses(TOP_STEP, codes).sum(axis=1), (codes != UNKNOWN).sum(axis=1)
-    return np.ones(shard.seal.positions), np.full(
-        shard.seal.positions, opened.codec.vocabulary_size
-    )
+    if PROFILES[codec.profile].sampled:
+        return _measure_sampled_records(codec, read)
+    if codec.profile == "topk":
+        codes = read("top_logprobs")
+        return decode_masses(TOP_STEP, codes).sum(axis=1), (codes != UNKNOWN).sum(axis=1)
+    positions = len(read("entropy"))
+    return np.ones(positions), np.full(positions, codec.vocabulary_size)
 
 
-def _measure_sampled_records(
-    opened: Cache, shard: ArrayFolder
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    codec = opened.codec
-    known = shard.read_array("known")
-    gold_N = shard.read_array("tokens")[:, 1:][shard.read_array("target_mask")[:, :-1]]
+def _measure_sampled_records(codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
+    known = read("known")
+    gold_N = read("tokens")[:, 1:][read("target_mask")[:, :-1]]
     counted = known != UNKNOWN
     # A gold token that is always kept counts once.
     counted[:, 1:] &= gold_N[:, None] != np.array(codec.always_keep, np.int64)
-    heads = shard.read_array("head_count").astype(np.int64)
+    heads = read("head_count").astype(np.int64)
     row_E = np.repeat(np.arange(len(heads)), heads)
     head_N = np.bincount(
-        row_E,
-        _decode_masses(codec.head_step, shard.read_array("head_logprobs")),
-        minlength=len(heads),
+        row_E, decode_masses(codec.head_step, read("head_logprobs")), minlength=len(heads)
     )
-    mass_N = (_decode_masses(KNOWN_STEP, known) * counted).sum(axis=1) + head_N
-    return mass_N, counted.sum(axis=1) + heads + shard.read_array("tail_count")
+    mass_N = (decode_masses(KNOWN_STEP, known) * counted).sum(axis=1) + head_N
+    return mass_N, counted.sum(axis=1) + heads + read("tail_count")
 
 
-def _decode_masses(step: float, codes: NDArray[Any]) -> NDArray[np.float64]:
+def decode_masses(step: float, codes: NDArray[Any]) -> NDArray[np.float64]:
     """Decode steps of ``step`` nats below 0 to probabilities, by a table; ``UNKNOWN`` gives 0."""
     table: NDArray[np.float64] = np.exp(-step * np.arange(np.iinfo(codes.dtype).max + 1))
     table[UNKNOWN:] = 0.0
@@ -372,7 +386,8 @@ def _decode_masses(step: float, codes: NDArray[Any]) -> NDArray[np.float64]:
     return masses
 
 
-def _make_entropy_histogram(counts: NDArray[Any]) -> Histogram:
+def make_entropy_histogram(counts: NDArray[Any]) -> Histogram:
+    """Make the histogram of entropies, in nats, from the counts of each stored value."""
     known = counts[:UNKNOWN_ENTROPY]
     bins = np.add.reduceat(known, np.arange(0, UNKNOWN_ENTROPY, ENTROPY_BIN_STEPS))
     bins = bins[: int(np.flatnonzero(bins).max(initial=0)) + 1]
@@ -387,7 +402,8 @@ def _make_entropy_histogram(counts: NDArray[Any]) -> Histogram:
     )
 
 
-def _make_mass_histogram(counts: NDArray[Any], total: float) -> Histogram:
+def make_mass_histogram(counts: NDArray[Any], total: float) -> Histogram:
+    """Make the histogram of kept masses from the counts of its bins, and the sum of all masses."""
     edges = np.arange(MASS_BINS + 1) / MASS_BINS
     return Histogram(
         tuple(edges.tolist()),
@@ -396,7 +412,8 @@ def _make_mass_histogram(counts: NDArray[Any], total: float) -> Histogram:
     )
 
 
-def _summarise_entries(counts: NDArray[Any]) -> EntryCounts | None:
+def summarise_entries(counts: NDArray[Any]) -> EntryCounts | None:
+    """Summarise the counts of each number of entries; None without a record."""
     total = int(counts.sum())
     running = np.cumsum(counts)
     if not total:

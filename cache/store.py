@@ -175,6 +175,21 @@ class Cache:
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
+    def read_columns(
+        self, numbers: range, names: Iterable[str], positions: range | None = None
+    ) -> Arrays:
+        """Read columns of consecutive sequences of one shard, as ``Shard.read_columns`` does.
+
+        Raises as ``read`` does.
+        """
+        size = self.identity.codec.shard_sequences
+        index, row = divmod(numbers.start, size)
+        if not 0 <= numbers.start < numbers.stop <= min((index + 1) * size, len(self)):
+            raise IndexError(f"{numbers} are not sequences of one shard of {len(self)} sequences.")
+        with reading(self.folder):
+            shard = self._open_shard(index)
+            return shard.read_columns(range(row, row + len(numbers)), names, positions)
+
     def open_seal(self, name: str, digest: str, whole: bool = False) -> Seal:
         """Return the seal of a folder of arrays, which must be the one with this digest.
 
@@ -318,6 +333,20 @@ def open_cache(
                 name = name_shard(index)
                 read_seal(folder, name, entry.digest).require_files(folder / name)
     return opened
+
+
+def open_unchecked(folder: Path, memory_bytes: int = MEMORY_BYTES) -> Cache:
+    """Open a complete cache at once, whatever its size: a file is checked when it is read.
+
+    So the sound part of a damaged cache can be read. Raises as ``open_cache`` does for the
+    manifest, and for a cache in a bucket.
+    """
+    manifest = read_manifest(folder)
+    with reading(folder):
+        memory = make_chunk_memory(memory_bytes)
+        if (mirror := open_mirror(folder)) is not None:
+            return _open_mirrored(mirror, manifest, memory)
+        return Cache(folder, manifest, memory)
 
 
 def _open_mirrored(mirror: Mirror, manifest: Manifest, memory: ChunkMemory) -> Cache:

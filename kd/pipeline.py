@@ -11,9 +11,10 @@
     train      batches, loss            student                   kd/training/loop.py
     report     student, held-out text   report.json, report.md    kd/evaluation/report.py
 
-``run_precompute`` makes the sealed cache, ``run_train`` all that follows it. Two other stages have
-no place in that line: ``run_search`` trains many students (kd/search/trials.py), and ``run_verify``
-checks a sealed cache (cache/store.py).
+``run_precompute`` makes the sealed cache, ``run_train`` all that follows it. Three more have no
+place in that line: ``run_search`` trains many students (kd/search/trials.py), ``run_verify``
+compares a sealed cache with its digests, and ``run_fidelity`` with its teacher
+(kd/capture/sealed/recheck.py).
 
 The pipeline knows nothing of HTTP, Redis or Celery. Each stage is idempotent: called again with the
 same folders it uses the sealed cache and goes on from the newest checkpoint, so that a job that
@@ -37,10 +38,13 @@ from cache.remote.probe import require_store
 from cache.store import has_manifest, open_cache
 from kd.buckets.inputs import begin_downloads
 from kd.buckets.runs import find_own_run
+from kd.capture.fidelity import TeacherLocation
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
+from kd.capture.sealed.recheck import recheck_fidelity
 from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
+from kd.errors import FidelityError
 from kd.evaluation.baseline import build_first_student, build_starting_student
 from kd.evaluation.measure import EvaluationContext
 from kd.evaluation.model_card import write_provenance
@@ -132,8 +136,9 @@ def run_stage(
     hide_progress_bars()
     write_json(run_dir / MARK, {"format": RUN_FORMAT})
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
-    if config.kind == "verify":
-        result = run_verify(config, home, run_dir, monitor)
+    if config.checks_cache:
+        check = {"verify": run_verify, "fidelity": run_fidelity}[config.kind]
+        result = check(config, home, run_dir, monitor)
     else:
         monitor.emit("stage", stage=stage, phase="loading data")
         warn_of_kernels(pick_device(), monitor)
@@ -280,6 +285,35 @@ def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
     found = {"fingerprint": folder.name, "verified": True}
     monitor.emit("cache", **found)
     return {"cache": found}
+
+
+def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Compare some records of a sealed cache with its teacher; ``FidelityError`` where they differ.
+
+    What was measured is written beside the job, and into the cache if it is in bounds.
+    """
+    assert config.teacher is not None, "JobConfig refuses kind fidelity without a teacher"
+    folder = find_caches(home, config.cache.store) / str(config.cache.fingerprint)
+    monitor.emit("plan", fingerprint=folder.name)
+    store = open_cache(folder)
+    hold_for(store, folder)
+    with reported_loading(monitor):
+        origin = TeacherLocation.of_config(store, config.teacher)
+        origin.require_genuine(store)
+        monitor.emit("stage", stage="precompute", phase="comparing with the teacher")
+        stop = "while the cache was compared with its teacher"
+        with stopping_forward(monitor, stop):
+            found = recheck_fidelity(store, origin, waiting=lambda: monitor.check(stop))
+    write_json(run_dir / "fidelity.json", {"fingerprint": folder.name, **found.to_json()})
+    monitor.emit("artifact", name="fidelity.json", path=str(run_dir / "fidelity.json"))
+    if found.problems:
+        raise FidelityError(
+            f"{folder}: the records differ from the teacher: {'; '.join(found.problems)}.",
+            "Check that the teacher runs in the same precision and with the same versions.",
+        )
+    result = {"fingerprint": folder.name, "faithful": True, "noise": found.noise}
+    monitor.emit("cache", **result)
+    return {"cache": result}
 
 
 def run_search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

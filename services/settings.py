@@ -374,12 +374,14 @@ class Settings(BaseSettings):
         30.0,
         gt=0,
         le=3600,
-        description="Seconds that the check of one job by POST /jobs/validate may take.",
+        description="Seconds that the check of one job by POST /jobs/validate may take, or one "
+        "look into a cache.",
     )
     plan_memory_bytes: int = Field(
         2 << 30,
         ge=1 << 27,
-        description="Memory of the process that checks jobs for POST /jobs/validate.",
+        description="Memory of the process that checks jobs for POST /jobs/validate, and of the "
+        "one that looks into caches.",
     )
     child_module: str = Field(
         "services.worker.child",

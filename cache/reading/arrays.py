@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,28 @@ class Shard(ArrayFolder):
         return parts | read_one_sequence(
             lambda name, cut: self.read_rows(name, first[cut], last[cut]), self.codec, draw
         )
+
+    def read_columns(
+        self, rows: range, names: Iterable[str], positions: range | None = None
+    ) -> Arrays:
+        """Read columns of consecutive sequences as stored, and no others.
+
+        ``rows`` are at least one sequence, ``names`` columns of the codec without those of ids, or
+        arrays of ``PER_SEQUENCE``. ``positions`` selects consecutive records of the sequences, by
+        their number from the first one; then every column has one row for each record. Only the
+        chunks that hold these rows are read.
+        """
+        first = self._offsets[rows.start].tolist()
+        last = self._offsets[rows.stop].tolist()
+        columns = list_arrays(self.codec, 0)
+        found: Arrays = {}
+        for name in names:
+            if name in PER_SEQUENCE:
+                found[name] = self.read_rows(name, rows.start, rows.stop)
+                continue
+            stored, cut = columns[name]
+            start, stop = first[cut], last[cut]
+            if positions is not None:
+                start, stop = start + positions.start, min(start + positions.stop, stop)
+            found[name] = self.read_rows(stored, start, stop)
+        return found

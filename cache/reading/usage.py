@@ -55,6 +55,15 @@ def read_last_use(folder: Path) -> float | None:
         return None
 
 
+def is_read(folder: Path) -> bool:
+    """Whether a process holds the cache in ``folder`` now."""
+    try:
+        with locate_use(folder).open("rb") as file:
+            return not try_lock(file)  # readers share their lock, so this asks for it alone
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def exclude_readers(folder: Path) -> Iterator[None]:
     """Let nobody begin to read the cache in ``folder``; raise ``CacheError`` while somebody does.

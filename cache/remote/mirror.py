@@ -38,7 +38,7 @@ from cache.shards.names import MANIFEST, TAIL_SUMS, locate_seal
 
 Found = TypeVar("Found")
 
-_SHARD_SEAL = re.compile(r"/seals/[0-9]+\.json$")
+_SHARD_SEAL = re.compile(r"/seals/([0-9]+)\.json$")
 #: Digits of a seal's digest in the names of its files.
 DIGEST_DIGITS = 32
 #: Objects that one process gets or puts at the same time.
@@ -351,6 +351,11 @@ class Mirror:
             size += each.bytes
             sealed += bool(_SHARD_SEAL.search(each.name))
         return size, sealed
+
+    def find_sealed(self) -> set[int]:
+        """Find the numbers of the shards that have a seal in the bucket."""
+        names = (each.name for each in self.bucket.walk(self._name("seals")))
+        return {int(found[1]) for name in names if (found := _SHARD_SEAL.search(name))}
 
     @property
     def modified(self) -> float:

@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,8 +128,9 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if try_lock(lock):  # nobody else writes: the next one makes another file
-            path.unlink(missing_ok=True)
+        if try_lock(lock):  # nobody else writes: what is unfinished is of those that died
+            _remove_leftovers(folder)
+            path.unlink(missing_ok=True)  # the next writer makes another file
         os.close(lock)
 
 
@@ -174,9 +175,11 @@ class CacheWriter:
         #: What is put into a bucket; None where the folder is all there is.
         self.mirror = mirror
         self._shared = shared
+        self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.codec = identity.record_codec()
         #: Seconds in which the disk took what was written so far, encoding and compression apart.
         self.disk_seconds = 0.0
+        self._begun: list[Path] = []
         with storage_errors(folder):
             self._prepare()
 
@@ -210,6 +213,23 @@ class CacheWriter:
         return self._publish(
             name_shard(index), arrays, lambda folder: Seal.of(folder, sequences, records)
         ).bytes
+
+    def begin_shard(self, index: int) -> None:
+        """Show on the disk that shard ``index`` is in work, until it is written.
+
+        Its records may take long to be made. Nothing depends on it, so a full disk is no error yet.
+        """
+        begun = self._locate_temporary(name_shard(index))
+        # The shards before may still be encoded, or written.
+        self._begun = [*filter(Path.exists, self._begun), begun]
+        with suppress(OSError):
+            begun.mkdir(exist_ok=True)
+
+    def leave_begun(self) -> None:
+        """Take away what shows shards in work that were not written."""
+        for begun in self._begun:
+            with suppress(OSError):
+                begun.rmdir()
 
     def adopt_shard(self, source: Cache, index: int) -> None:
         """Take shard ``index`` of ``source`` by links to its files, whose bytes stay in place.
@@ -265,8 +285,7 @@ class CacheWriter:
 
     def _publish_folder(self, name: str, fill: Callable[[Path], Seal]) -> Seal:
         """Make a folder whole or not at all, then its seal, which ``fill`` returns."""
-        unique = f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        temporary = self.folder / f"{unique}-{name.replace('/', '-')}"
+        temporary = self._locate_temporary(name)
         with storage_errors(self.folder):
             try:
                 # A damaged folder is renounced first: after a crash, nothing vouches for it.
@@ -280,6 +299,10 @@ class CacheWriter:
                 seal = self.mirror.publish(name, seal)
                 self.disk_seconds += time.perf_counter() - began
         return seal
+
+    def _locate_temporary(self, name: str) -> Path:
+        """Return the place of a folder that this writer makes; no other writer has the same."""
+        return self.folder / f"{TEMPORARY_PREFIX}{self._unique}-{name.replace('/', '-')}"
 
     def _put_in_place(self, name: str, temporary: Path, seal: Seal) -> Seal:
         """Give a finished folder its name and its seal; return the seal that is valid then.

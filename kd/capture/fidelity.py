@@ -149,12 +149,7 @@ class TeacherLocation:
         A name is a folder, a GGUF file or a hub id. Raises ``FidelityError`` for a cache whose
         teacher cannot be run, such as a remote one, and ``ModelError`` where no model is found.
         """
-        if store.identity.teacher.dtype not in ALLOWED_NOISE:
-            kind = store.identity.teacher.dtype
-            raise FidelityError(
-                f"{store.folder} has no live teacher to compare with: its records are {kind}.",
-                "Check its bytes instead: kd cache verify.",
-            )
+        _require_live(store)
         provenance = store.manifest.provenance
         path = root / (name or provenance.teacher_name)
         gguf_file = path.name if path.suffix == ".gguf" else None
@@ -166,14 +161,40 @@ class TeacherLocation:
             revision=None if name else provenance.teacher_revision or None,
             gguf_file=gguf_file,
             trust_remote_code=is_remote_code_allowed(),
-            # One process runs it here, however many did in the capture.
-            parallel="device_map" if store.identity.teacher.parallel else "none",
         )
-        folder = resolve_model(config.model, config.revision, gguf_file or "*.safetensors")
+        return cls.of_config(store, config)
+
+    @classmethod
+    def of_config(cls, store: Cache, config: TeacherConfig) -> TeacherLocation:
+        """Find the teacher that ``config`` names; raises as ``find`` does."""
+        _require_live(store)
+        # One process runs it here, however many did in the capture.
+        parallel = "device_map" if store.identity.teacher.parallel else "none"
+        folder = resolve_model(
+            config.model, config.revision, config.gguf_file or "*.safetensors"
+        )
+        digest = compute_fingerprint(folder, config.gguf_file)
         return cls(
-            config,
+            config.model_copy(update={"parallel": parallel}),
             folder,
-            compute_fingerprint(folder, gguf_file) == store.identity.teacher.model_sha256,
+            digest == store.identity.teacher.model_sha256,
+        )
+
+    def require_genuine(self, store: Cache) -> None:
+        """Raise ``FidelityError`` unless the weights are those that were captured."""
+        if not self.genuine:
+            raise FidelityError(
+                f"{store.folder} was captured from other weights than {self.folder} has now.",
+                "Name the teacher of the capture in teacher.model, with its revision.",
+            )
+
+
+def _require_live(store: Cache) -> None:
+    """Raise ``FidelityError`` for a cache whose teacher cannot be run here."""
+    if (kind := store.identity.teacher.dtype) not in ALLOWED_NOISE:
+        raise FidelityError(
+            f"{store.folder} has no live teacher to compare with: its records are {kind}.",
+            "Check its bytes instead: kd cache verify.",
         )
 
 

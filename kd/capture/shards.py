@@ -344,6 +344,7 @@ class ShardRecording:
         self._reader = reader
         self._report = report
         self._sealed = sealed
+        self._writer = writer
         self._identity = writer.identity
         monitor = report.monitor
         self._pipeline = ShardPipeline(
@@ -361,6 +362,7 @@ class ShardRecording:
         at: TracebackType | None,
     ) -> None:
         self._pipeline.__exit__(kind, error, at)
+        self._writer.leave_begun()
 
     def record(
         self,
@@ -371,6 +373,7 @@ class ShardRecording:
         """Read a shard, and begin to seal it. Returns False where it was given up meanwhile."""
         reader, report, pipeline = self._reader, self._report, self._pipeline
         monitor = report.monitor
+        self._writer.begin_shard(index)
         left = len(sequences)
         for delivery in reader.deliver(sequences, self._identity.shard_range(index).start):
             pipeline.add(delivery)

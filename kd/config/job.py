@@ -27,18 +27,20 @@ from kd.config.train import TrainConfig
 
 #: A job's name; it is also the name of its run folder.
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+#: The kinds that check a sealed cache, and make nothing.
+CHECKS = ("verify", "fidelity")
 
 
 class JobConfig(Placement):
     """A whole job."""
 
-    kind: Literal["distill", "precompute", "train", "search", "verify"] = Field(
+    kind: Literal["distill", "precompute", "train", "search", "verify", "fidelity"] = Field(
         "distill",
         description=(
             "distill = precompute, then train; precompute = only capture the teacher; train = from "
             "a sealed cache, or on plain text with alpha 1; search = precompute, then train many "
             "students to find the best settings; verify = read a whole sealed cache and compare "
-            "every digest."
+            "every digest; fidelity = compare some records of a sealed cache with its teacher."
         ),
     )
     name: str = Field(
@@ -50,11 +52,11 @@ class JobConfig(Placement):
         None,
         description=(
             "The teacher; required unless kind is verify, or train with alpha 1 or from a sealed "
-            "cache."
+            "cache. With kind fidelity the one that the cache was captured from."
         ),
     )
     student: StudentConfig | None = Field(
-        None, description="The student; required unless kind is precompute or verify."
+        None, description="The student; required unless kind is precompute, verify or fidelity."
     )
     data: DataConfig = Field(default_factory=DataConfig, description="The text.")
     cache: CacheConfig = Field(
@@ -62,7 +64,8 @@ class JobConfig(Placement):
     )
     loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
     train: TrainConfig | None = Field(
-        None, description="The training loop; required unless kind is precompute or verify."
+        None,
+        description="The training loop; required unless kind is precompute, verify or fidelity.",
     )
     checks: ChecksConfig = Field(
         default_factory=ChecksConfig, description="What is checked while a student trains."
@@ -83,16 +86,21 @@ class JobConfig(Placement):
 
         A job of kind train on hard labels alone does neither.
         """
-        return self.kind not in ("train", "verify") or (
-            self.kind == "train" and not self.loss.hard_labels_only
-        )
+        if self.kind == "train":
+            return not self.loss.hard_labels_only
+        return not self.checks_cache
+
+    @property
+    def checks_cache(self) -> bool:
+        """Whether the job only checks a sealed cache, which it names."""
+        return self.kind in CHECKS
 
     @property
     def runs_teacher(self) -> bool:
         """Whether the job loads the teacher: to capture it, to build the student, or to compare."""
         cut_out = self.student is not None and self.student.from_teacher is not None
         captures = self.needs_cache and self.cache.fingerprint is None
-        return cut_out or self.evaluation.teacher or captures
+        return cut_out or self.evaluation.teacher or captures or self.kind == "fidelity"
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -123,12 +131,14 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
+        if self.teacher is None and self.kind == "fidelity":
+            raise ValueError("teacher is required for kind fidelity: it is compared with the cache")
         if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
             reason = " with loss.features" if self.loss.alpha == 1.0 else " with loss.alpha below 1"
             raise ValueError(
                 f"teacher is required for kind {self.kind}{reason if self.kind == 'train' else ''}"
             )
-        if self.kind in ("precompute", "verify"):
+        if self.kind == "precompute" or self.checks_cache:
             return self
         if self.student is None:
             raise ValueError(f"student is required for kind {self.kind}")
@@ -316,11 +326,11 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _text_or_a_sealed_cache(self) -> Self:
-        if self.kind == "verify":
+        if self.checks_cache:
             if self.cache.fingerprint is None:
                 raise ValueError(
-                    "cache.fingerprint is required for kind verify: it names the sealed cache to "
-                    "read"
+                    f"cache.fingerprint is required for kind {self.kind}: it names the sealed "
+                    "cache to read"
                 )
             return self
         if self.cache.fingerprint is not None and self.kind != "train":

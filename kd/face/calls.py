@@ -213,7 +213,7 @@ def run_job(
     ``CacheResult`` for kind precompute. Other kinds are refused with ``ConfigError``: the command
     line runs them.
     """
-    if job.kind in ("search", "verify"):
+    if job.kind == "search" or job.checks_cache:
         remedy = "Use `kd run`, or a job of kind distill, precompute or train."
         raise ConfigError(
             [Problem("/kind", f"kind {job.kind} has no result in Python yet.", remedy)]

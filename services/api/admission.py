@@ -183,7 +183,7 @@ class Admission:
 
         A capture whose size cannot be estimated in time is admitted.
         """
-        captures = "precompute" in config.stages and config.kind != "verify"
+        captures = "precompute" in config.stages and not config.checks_cache
         account = self.read_account()
         if account.bytes.left is None or not captures or config.cache.fingerprint is not None:
             return

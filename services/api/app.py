@@ -6,6 +6,7 @@ The routes, in ``services/api/routes``:
     history.py      the events, metrics and log of a job
     files.py        the checkpoints and artifacts of a job
     caches.py       the caches of teachers
+    cache_views.py  what a cache holds: histograms, shards, records, and who uses it
     uploads.py      files to train on, as OpenAI's client sends them
     fine_tuning.py  jobs of distillation, as OpenAI's client sees them
     accounts.py     what teams use of their quotas, and the audit log
@@ -48,8 +49,10 @@ from services.api.guards.install import add_guards
 from services.api.guards.request_observer import RequestObserver
 from services.api.openapi import complete_openapi
 from services.api.plan_process import PlanProcess
+from services.api.reading.process import ReadingProcess
 from services.api.routes import (
     accounts,
+    cache_views,
     caches,
     dashboard,
     files,
@@ -76,6 +79,7 @@ ROUTERS = (
     history.router,
     files.router,
     caches.router,
+    cache_views.router,
     uploads.router,
     fine_tuning.router,
     accounts.router,
@@ -125,6 +129,7 @@ def _make_service(settings: Settings) -> Service:
         events=events,
         event_hub=EventHub(events),
         plans=PlanProcess(settings),
+        reading=ReadingProcess(settings),
         audit=Audit(settings),
         files=TrainingFiles(settings.files),
         secrets=find_secrets(settings),
@@ -144,6 +149,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     with contextlib.suppress(asyncio.CancelledError):
         await reconciler
     service.plans.close()
+    service.reading.close()
     service.queue.close()
     service.store.redis.close()
     app.state.limiter.close()

@@ -25,6 +25,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.preflight.problems import Folders, require_no_problems
 from services.api.kept_answers import KeptAnswers
+from services.api.line_process import limit_memory
 from services.api.planning import plan_job
 from services.process import logs
 from services.settings import Settings
@@ -76,15 +77,6 @@ def main() -> None:
     for line in sys.stdin:
         answer = answer_order(json.loads(line), settings, store, kept)
         print(json.dumps(answer), file=answers, flush=True)
-
-
-def limit_memory(limit: int) -> None:
-    """Refuse this process more than ``limit`` bytes of data, where the system can do that."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 if __name__ == "__main__":

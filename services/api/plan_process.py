@@ -1,17 +1,11 @@
 """The process that checks and plans jobs for ``POST /jobs/validate``, as the API uses it.
 
-A plan reads models and tokenises text. In a process of its own this holds up no other request, its
-memory and its time have limits, and what libraries keep is gone when the process ends. One process
-makes one plan at a time; it starts with the first plan, and anew after one that broke a limit.
+A plan reads models and tokenises text, so ``services.api.plan_child`` makes it in a process of its
+own.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import threading
 from typing import Any, Literal
 
 from redis.exceptions import RedisError
@@ -19,11 +13,9 @@ from redis.exceptions import RedisError
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from services.api.answers.problems import ApiProblem
+from services.api.line_process import LineProcess, NoAnswer
 from services.settings import Settings
 from services.store.callers import Caller
-
-#: The time that the process may take to start. It only imports what it needs.
-START_SECONDS = 60.0
 
 Wish = Literal["plan", "estimate"]
 
@@ -33,8 +25,9 @@ class PlanProcess:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._process = LineProcess(
+            "services.api.plan_child", settings.environment(), settings.plan_seconds
+        )
 
     def ask(
         self, wish: Wish, config: JobConfig, caller: Caller, devices: str | None = None
@@ -51,86 +44,35 @@ class PlanProcess:
             "team": caller.team,
             "devices": devices,
         }
-        limit = self._settings.plan_seconds
-        if not self._lock.acquire(timeout=limit):
-            raise _make_limit_problem(
-                f"Other jobs were checked for {limit:g} s, and this one had to wait.", "Try again."
-            )
         try:
-            answer = json.loads(self._exchange(json.dumps(order).encode() + b"\n"))
-        finally:
-            self._lock.release()
+            answer = self._process.ask(order)
+        except NoAnswer as error:
+            raise self._explain(error) from None
         return _take_result(answer)
 
     def close(self) -> None:
         """End the process."""
-        child = self._child
-        if child is not None:
-            child.kill()  # a call that waits for an answer ends too
-            with self._lock:
-                self._end(child)
+        self._process.close()
 
-    def _exchange(self, order: bytes) -> bytes:
-        child = self._child
-        if child is None or child.poll() is not None:
-            child = self._child = self._start()
+    def _explain(self, error: NoAnswer) -> ApiProblem:
         limit = self._settings.plan_seconds
-        if reply := _call(child, order, limit):
-            return reply
-        self._end(child)
         memory = self._settings.plan_memory_bytes
-        raise _make_limit_problem(
-            f"The check of this job took more than {limit:g} s, or more than {memory} bytes.",
-            "Name fewer or smaller files, or run `kd validate` where the files are.",
-        )
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "services.api.plan_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | self._settings.environment(),
-        )
-        if not _call(child, b"", START_SECONDS):
-            self._end(child)
-            raise ApiProblem(
-                503,
-                "The process that checks jobs did not start.",
-                "The server's log shows the reason.",
-                "check-unavailable",
-                headers={"Retry-After": "5"},
+        if error.reason == "busy":
+            return _make_limit_problem(
+                f"Other jobs were checked for {limit:g} s, and this one had to wait.", "Try again."
             )
-        return child
-
-    def _end(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = None
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
-def _call(child: subprocess.Popen[bytes], order: bytes, seconds: float) -> bytes:
-    """Send ``order`` and return the line of the answer; empty if the process ended or was killed.
-
-    The process is killed if it does not answer within ``seconds``.
-    """
-    assert child.stdin is not None
-    assert child.stdout is not None
-    killer = threading.Timer(seconds, child.kill)
-    killer.daemon = True
-    killer.start()
-    try:
-        # Unbuffered, so that no bytes of a failed call are left for the end of the pipe.
-        view = memoryview(order)
-        while view:
-            view = view[os.write(child.stdin.fileno(), view) :]
-        return child.stdout.readline()
-    except BrokenPipeError:
-        return b""
-    finally:
-        killer.cancel()
+        if error.reason == "limit":
+            return _make_limit_problem(
+                f"The check of this job took more than {limit:g} s, or more than {memory} bytes.",
+                "Name fewer or smaller files, or run `kd validate` where the files are.",
+            )
+        return ApiProblem(
+            503,
+            "The process that checks jobs did not start.",
+            "The server's log shows the reason.",
+            "check-unavailable",
+            headers={"Retry-After": "5"},
+        )
 
 
 def _take_result(answer: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def plan_job(
 def _estimate_capture(
     config: JobConfig, settings: Settings, kept: KeptAnswers
 ) -> JobEstimate | None:
-    if "precompute" not in config.stages or config.kind == "verify":
+    if "precompute" not in config.stages or config.checks_cache:
         return None
     try:
         work, storage = _measure_capture(config, settings.root, kept)

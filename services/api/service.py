@@ -17,6 +17,7 @@ from services.api.auditing import Audit
 from services.api.guards.authentication import authenticate
 from services.api.guards.request_metrics import RequestMetrics
 from services.api.plan_process import PlanProcess
+from services.api.reading.process import ReadingProcess
 from services.settings import Settings
 from services.store.callers import Caller
 from services.store.jobs.records import JobRecord
@@ -36,6 +37,7 @@ class Service:
     events: redis.asyncio.Redis
     event_hub: EventHub
     plans: PlanProcess
+    reading: ReadingProcess
     audit: Audit
     files: TrainingFiles
     #: Words that no log may show.

@@ -16,6 +16,14 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** Make an element of a picture. */
+export function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
 /** Replace the children of `box` if they differ; the focus stays on the same link or button. */
 export function fill(box, ...children) {
   const fresh = box.cloneNode(false);

@@ -1,7 +1,8 @@
 // The router: it shows the page of the address, and refreshes it while the tab is visible.
 
 import { Refused, askForKey } from "./api.js";
-import { cachePage, cachesPage } from "./caches.js";
+import { cachePage } from "./cache.js";
+import { cachesPage } from "./caches.js";
 import { comparePage } from "./compare.js";
 import { h } from "./elements.js";
 import { jobPage } from "./job.js";

@@ -18,11 +18,11 @@ from kd.files import LOCK, read_json, require_known_run
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
 JOB_ID = re.compile(JOB_ID_PATTERN)
 #: The file that a stage writes last, by kind of job, and the artifacts beside it.
-LAST_FILES = {"precompute": "cache.json", "verify": "verify.json"}
+LAST_FILES = {"precompute": "cache.json", "verify": "verify.json", "fidelity": "fidelity.json"}
 LAST_FILE = "report.json"
 ARTIFACTS = (
     "student", "report.md", "report.json", "metrics.jsonl", "profile.json", "tokens.json",
-    "verify.json",
+    "verify.json", "fidelity.json",
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def read_run(folder: Path) -> FoundRun:
 def has_ended(folder: Path, config: JobConfig) -> bool:
     """Whether the run wrote the file that comes last."""
     last: dict[str, Any] | None = read_json(folder / LAST_FILES.get(config.kind, LAST_FILE))
-    if config.kind == "verify":
+    if config.checks_cache:
         return last is not None and not last["problems"]
     return last is not None
 

@@ -79,7 +79,8 @@ class Display:
         reused = " (captured before)" if data.get("reused") else ""
         whole = "no byte has changed since it was sealed" if data.get("verified") else ""
         size = _format_number("bytes per token", data.get("bytes_per_token"), ".1f")
-        facts = ", ".join(filter(None, [size, whole]))
+        faithful = "faithful to its teacher" if data.get("faithful") else ""
+        facts = ", ".join(filter(None, [size, whole, faithful]))
         self._print(
             ": ".join(filter(None, [f"cache {str(data.get('fingerprint'))[:12]}", facts])) + reused
         )

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, computed_field
 from cache.errors import locate_help
 from kd.client.wire.view import View
 
-Kind = Literal["distill", "precompute", "train", "search", "verify"]
+Kind = Literal["distill", "precompute", "train", "search", "verify", "fidelity"]
 
 Status = Literal[
     "waiting",

@@ -55,6 +55,8 @@ TITLES_OF_SLUGS = {
     "key-expired": "The API key has expired",
     "keys-unreadable": "The API keys cannot be read",
     "precondition-unsupported": "The request has a condition that is not supported",
+    "reading-limit": "The look into the cache took too much",
+    "reading-unavailable": "Caches cannot be looked into",
     "reconciler-stopped": "The reconciler has stopped",
 }
 

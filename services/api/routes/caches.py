@@ -1,9 +1,10 @@
 """Routes of the teacher caches.
 
-GET    /caches                        list them, newest first
-GET    /caches/{fingerprint}          show one, and how close it is to its teacher
-DELETE /caches/{fingerprint}          remove one; 409 while a job writes or reads it
-POST   /caches/{fingerprint}/verify   create a job that reads every byte of one
+GET    /caches                          list them, newest first
+GET    /caches/{fingerprint}            show one, and how close it is to its teacher
+DELETE /caches/{fingerprint}            remove one; 409 while a job writes or reads it
+POST   /caches/{fingerprint}/verify     create a job that reads every byte of one
+POST   /caches/{fingerprint}/fidelity   create a job that compares one with its teacher
 
 A cache is one folder, which several callers may share. A caller who deletes a shared cache no
 longer sees it, but the folder stays for the others. An admin, who sees all caches, removes it for
@@ -13,8 +14,8 @@ all.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 from fastapi import Path as InPath
@@ -160,6 +161,35 @@ def verify_cache(
     idempotency_key: IdempotencyKey = None,
 ) -> Job:
     """Create a job that compares a cache with its digests, and fails if a byte differs."""
+    _require_sealed(folder)
+    return accept_job(admission, _make_check("verify", folder), idempotency_key, response)
+
+
+@router.post(
+    "/caches/{fingerprint}/fidelity",
+    status_code=202,
+    response_model=Job,
+    dependencies=WRITE,
+    responses=ACCEPTED_RESPONSES | describe_problems(404, 409, 422, 429, 503, 507),
+)
+def measure_fidelity(
+    folder: KnownCache,
+    service: TheService,
+    response: Response,
+    admission: TheAdmission,
+    idempotency_key: IdempotencyKey = None,
+) -> Job:
+    """Create a job that compares some records with the teacher, and fails if they differ.
+
+    The teacher is the one that the cache names. The cache keeps what is measured.
+    """
+    _require_sealed(folder)
+    teacher = _name_teacher(service.reading.read_teacher(folder))
+    job = _make_check("fidelity", folder, teacher=teacher)
+    return accept_job(admission, job, idempotency_key, response)
+
+
+def _require_sealed(folder: Path) -> None:
     if not (folder / "manifest.json").is_file():
         raise ApiProblem(
             409,
@@ -167,14 +197,24 @@ def verify_cache(
             "Wait for its capture.",
             "not-sealed",
         )
-    return accept_job(admission, _make_verify_job(folder.name), idempotency_key, response)
 
 
-def _make_verify_job(fingerprint: str) -> JobConfig:
+def _name_teacher(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the section ``teacher`` of a job with the teacher that a cache names."""
+    named = PurePosixPath(found["name"])
+    section: dict[str, Any] = {"model": found["name"], "revision": found["revision"] or None}
+    if named.suffix == ".gguf":
+        section |= {"model": str(named.parent), "gguf_file": named.name}
+    return section | ({"parallel": "device_map"} if found["spread"] else {})
+
+
+def _make_check(kind: str, folder: Path, **sections: Any) -> JobConfig:
+    fingerprint = folder.name
     return parse_config(
         {
-            "kind": "verify",
-            "name": f"verify-{fingerprint[:12]}",
+            "kind": kind,
+            "name": f"{kind}-{fingerprint[:12]}",
             "cache": {"fingerprint": fingerprint},
+            **sections,
         }
     )

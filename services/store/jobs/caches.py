@@ -22,6 +22,11 @@ class CacheLists(ScriptedStore):
         jobs = sorted(cast(set[str], self.redis.smembers(f"kd:cache:{fingerprint}:jobs")))
         return [job_id for job_id in jobs if self.redis.zscore("kd:open", job_id) is not None]
 
+    def find_cache_jobs(self, fingerprint: str) -> list[str]:
+        """All jobs that made, read or checked a cache, newest first; some may be deleted."""
+        members = cast(set[str], self.redis.smembers(f"kd:cache:{fingerprint}:jobs"))
+        return sorted(members, reverse=True)
+
     def forget_cache(self, caller: Caller, fingerprint: str) -> bool:
         """Take a cache off every list that the caller may see.
 

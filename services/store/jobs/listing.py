@@ -89,6 +89,11 @@ class JobListing(Workers):
         view = parse_range_view(self._transition("ranges_view", job.id))
         return job if view is None else job.model_copy(update={"capture": describe_capture(view)})
 
+    def get_many(self, ids: Sequence[str], caller: Caller = LOCAL_CALLER) -> list[JobRecord]:
+        """Those of these jobs that exist and that the caller may see, in this order."""
+        found = self._read(ids)
+        return [job for job in found if caller.sees_all or job.owner == caller.name]
+
     def read_page(self, query: JobQuery, limit: int, cursor: int | None = None) -> JobPage:
         """Up to ``limit`` jobs, newest first, from the one after ``cursor``.
 

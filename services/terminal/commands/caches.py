@@ -123,46 +123,28 @@ def cache_fidelity(
 ) -> None:
     """Compare records of a cache with its live teacher, and store the result in the cache."""
     from cache.reading.usage import hold_for
-    from cache.store import open_cache, replace_fidelity
-    from kd.capture.fidelity import (
-        LiveTeacher,
-        TeacherLocation,
-        find_out_of_bounds,
-        measure_fidelity,
-    )
+    from cache.store import open_cache
+    from kd.capture.fidelity import TeacherLocation
+    from kd.capture.sealed.recheck import recheck_fidelity
     from kd.models.loading import hide_progress_bars
 
     hide_progress_bars()
     store = open_cache(find_cache_folder(fingerprint, home))
     hold_for(store, store.folder)
     origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
-    found = measure_fidelity(
-        store, LiveTeacher.load(store.identity, origin.config, origin.folder), positions, redraws
-    )
-    rows = found.rows
-    problems = find_out_of_bounds(store, found)
-    written = origin.genuine and not problems
-    if written:
-        replace_fidelity(store.folder, rows)
+    found = recheck_fidelity(store, origin, positions, redraws)
+    problems = found.problems
     if as_json:
-        print_json(
-            {
-                "path": str(store.folder),
-                "fidelity": _list_rows(rows),
-                "noise": found.noise,
-                "problems": problems,
-                "written": written,
-            }
-        )
+        print_json({"path": str(store.folder), **found.to_json()})
     else:
-        _print_fidelity(_list_rows(rows))
+        _print_fidelity(_list_rows(found.rows))
         out.print(f"The teacher's own noise between two batches is {found.noise:.2g} nats.")
         if problems:
             print_error(
                 "\n".join(problems),
                 "Check that this is the cache's teacher, with the same precision and versions.",
             )
-        elif not written:
+        elif not found.written:
             err.print(
                 f"The weights in {origin.folder} differ from those of the capture, so the cache"
                 " keeps its earlier fidelity."

@@ -34,10 +34,11 @@ from kd.capture.fidelity import (
     require_fidelity,
 )
 from kd.capture.sampling import Randomness
+from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import FidelityError
 from kd.models.layers import compute_hidden_states
-from kd.pipeline import run_precompute
+from kd.pipeline import run_precompute, run_stage
 from kd.progress import SILENT, Event, Monitor
 from tests.support.commands import kd
 from tests.support.kd.captures import PROFILES, capture, live
@@ -282,6 +283,58 @@ def test_kd_cache_fidelity_with_another_teacher(
     assert any(line.startswith("gold_error at temperature 1 is") for line in answer["problems"])
     assert answer["written"] is False
     assert (folder / "manifest.json").read_bytes() == before
+
+
+def make_fidelity_job(store: Cache, teacher: Path) -> JobConfig:
+    return parse_config(
+        {
+            "kind": "fidelity",
+            "teacher": {"model": str(teacher)},
+            "cache": {"fingerprint": store.folder.name},
+        }
+    )
+
+
+def test_a_job_measures_anew_and_the_cache_keeps_it(
+    home: Path, stores: dict[str, Cache], tiny_teacher: Path
+) -> None:
+    store = stores["threshold"]
+    folder = home / "caches" / store.folder.name
+    replace_fidelity(folder, ())
+    events: list[Event] = []
+    run = home / "run"
+    done = run_stage(
+        "precompute", make_fidelity_job(store, tiny_teacher), home, run, Monitor(events.append)
+    )
+    assert done["cache"]["faithful"] is True
+    written = json.loads((run / "fidelity.json").read_text())
+    assert (written["fingerprint"], written["problems"]) == (folder.name, [])
+    assert read_manifest(folder).fidelity == store.manifest.fidelity
+    assert [event.data["name"] for event in events if event.type == "artifact"] == ["fidelity.json"]
+    assert verify_cache(folder) == []
+
+
+def test_a_job_refuses_another_teacher(
+    home: Path, stores: dict[str, Cache], tiny_teacher: Path
+) -> None:
+    other = altered(tiny_teacher, home / "other", other_weights)
+    folder = home / "caches" / stores["threshold"].folder.name
+    before = (folder / "manifest.json").read_bytes()
+    job = make_fidelity_job(stores["threshold"], other)
+    with pytest.raises(FidelityError, match="captured from other weights"):
+        run_stage("precompute", job, home, home / "run")
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_a_job_fails_where_records_differ(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_cache(capture(tiny_teacher, tiny_text, tmp_path, threshold=0.02))
+    monkeypatch.setattr("kd.capture.fidelity.LARGEST_Z", 0.0)
+    with pytest.raises(FidelityError, match="bias_z at temperature 1"):
+        run_stage("precompute", make_fidelity_job(store, tiny_teacher), tmp_path, tmp_path / "two")
+    problems = json.loads((tmp_path / "two" / "fidelity.json").read_text())["problems"]
+    assert len(problems) == 2
 
 
 def test_a_gguf_teacher_is_found_where_the_cache_says(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kd.config.job import JobConfig
+from kd.config.job import CHECKS, JobConfig
 from kd.config.jobfile import apply_overrides, parse_config
 from kd.config.placement import PLACEMENT_FIELDS, Placement, Resources
 from kd.errors import ConfigError
@@ -162,9 +162,21 @@ def test_a_cache_is_verified_by_its_fingerprint_and_nothing_else() -> None:
     assert parse_config(job.model_dump(mode="json")) == job
 
 
-def test_a_verify_job_names_its_cache() -> None:
-    message = refusal({"kind": "verify"})
-    assert "cache.fingerprint is required for kind verify" in message
+@pytest.mark.parametrize("kind", CHECKS)
+def test_a_check_names_its_cache(kind: str) -> None:
+    message = refusal({"kind": kind, "teacher": {"model": "t"}})
+    assert f"cache.fingerprint is required for kind {kind}" in message
+
+
+def test_fidelity_is_measured_with_a_teacher() -> None:
+    assert "teacher is required for kind fidelity" in refusal(VERIFY | {"kind": "fidelity"})
+    job = parse_config(VERIFY | {"kind": "fidelity", "teacher": {"model": "t"}})
+    assert (job.checks_cache, job.needs_cache, job.runs_teacher) == (True, False, True)
+    assert job.stages == ("precompute",)
+    assert not parse_config(VERIFY).runs_teacher
+
+
+def test_only_a_search_has_a_search() -> None:
     assert "search is required for kind search, and for no other kind" in refusal(
         VERIFY | {"search": SEARCH}
     )

@@ -1,0 +1,1 @@
+"""What is done with a cache after its capture: its fidelity is measured anew."""

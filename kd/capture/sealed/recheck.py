@@ -1,0 +1,61 @@
+"""Compare a sealed cache with its teacher once more, and keep what was measured in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cache.manifest import FidelityRow
+from cache.store import Cache, replace_fidelity
+from kd.capture.fidelity import (
+    POSITIONS,
+    REDRAWS,
+    LiveTeacher,
+    TeacherLocation,
+    find_out_of_bounds,
+    measure_fidelity,
+)
+
+
+@dataclass(frozen=True)
+class FidelityRecheck:
+    """A measurement of a sealed cache.
+
+    ``rows``: one for each temperature. ``noise`` is the teacher's own, in nats. ``problems`` has a
+    line for each value that is out of bounds. ``written``: the cache now holds the rows.
+    """
+
+    rows: tuple[FidelityRow, ...]
+    noise: float
+    problems: tuple[str, ...]
+    written: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the measurement as plain JSON values."""
+        return {
+            "fidelity": [asdict(row) for row in self.rows],
+            "noise": self.noise,
+            "problems": list(self.problems),
+            "written": self.written,
+        }
+
+
+def recheck_fidelity(
+    store: Cache,
+    origin: TeacherLocation,
+    positions: int = POSITIONS,
+    redraws: int = REDRAWS,
+    waiting: Callable[[], None] = lambda: None,
+) -> FidelityRecheck:
+    """Measure a sealed cache; its rows are replaced if its own teacher finds them in bounds.
+
+    ``waiting`` is called between the parts of the work, and may raise to give up.
+    """
+    live = LiveTeacher.load(store.identity, origin.config, origin.folder)
+    found = measure_fidelity(store, live, positions, redraws, waiting)
+    problems = tuple(find_out_of_bounds(store, found))
+    written = origin.genuine and not problems
+    if written:
+        replace_fidelity(store.folder, found.rows)
+    return FidelityRecheck(found.rows, found.noise, problems, written)

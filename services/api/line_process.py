@@ -1,0 +1,124 @@
+"""A process of the API that answers each line of JSON with one line of JSON.
+
+It does work that reads files or imports much. In a process of its own this holds up no other
+request, its memory and its time have limits, and what libraries keep is gone when the process ends.
+One process does one thing at a time; it starts with the first order, and anew after one that broke
+a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, Literal
+
+#: The time that the process may take to start. It only imports what it needs.
+START_SECONDS = 60.0
+
+
+class NoAnswer(Exception):
+    """An order has no answer.
+
+    ``reason``: the process was ``busy`` with others all the time, it broke a ``limit``, or it did
+    not start (``unavailable``).
+    """
+
+    def __init__(self, reason: Literal["busy", "limit", "unavailable"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class LineProcess:
+    """Runs ``python -m module`` with these variables besides ours. Thread-safe.
+
+    The module writes a line once it is ready. ``seconds`` is the time that an answer may take, and
+    the time that an order waits for others.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str], seconds: float) -> None:
+        self._module = module
+        self._environment = dict(environment)
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def ask(self, order: Any) -> Any:
+        """Return the answer to ``order``; both are JSON values. Raises ``NoAnswer``."""
+        if not self._lock.acquire(timeout=self._seconds):
+            raise NoAnswer("busy")
+        try:
+            return json.loads(self._exchange(json.dumps(order).encode() + b"\n"))
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the process."""
+        child = self._child
+        if child is not None:
+            child.kill()  # a call that waits for an answer ends too
+            with self._lock:
+                self._end(child)
+
+    def _exchange(self, order: bytes) -> bytes:
+        child = self._child
+        if child is None or child.poll() is not None:
+            child = self._child = self._start()
+        if reply := _call(child, order, self._seconds):
+            return reply
+        self._end(child)
+        raise NoAnswer("limit")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(
+            [sys.executable, "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | self._environment,
+        )
+        if not _call(child, b"", START_SECONDS):
+            self._end(child)
+            raise NoAnswer("unavailable")
+        return child
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = None
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _call(child: subprocess.Popen[bytes], order: bytes, seconds: float) -> bytes:
+    """Send ``order`` and return the line of the answer; empty if the process ended or was killed.
+
+    The process is killed if it does not answer within ``seconds``.
+    """
+    assert child.stdin is not None
+    assert child.stdout is not None
+    killer = threading.Timer(seconds, child.kill)
+    killer.daemon = True
+    killer.start()
+    try:
+        # Unbuffered, so that no bytes of a failed call are left for the end of the pipe.
+        view = memoryview(order)
+        while view:
+            view = view[os.write(child.stdin.fileno(), view) :]
+        return child.stdout.readline()
+    except BrokenPipeError:
+        return b""
+    finally:
+        killer.cancel()
+
+
+def limit_memory(limit: int) -> None:
+    """Refuse this process more than ``limit`` bytes of data, where the system can do that."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -1,0 +1,1 @@
+"""Reads caches for the API, in a process of its own."""

@@ -1,0 +1,216 @@
+"""Routes that show what a cache holds and who uses it, for people who look at it.
+
+GET /caches/{fingerprint}/statistics   histograms of a sample of its records
+GET /caches/{fingerprint}/shards       the state of each shard
+GET /caches/{fingerprint}/records      some records of one sequence, with their text
+GET /caches/{fingerprint}/usage        its jobs, its last checks, and why it is kept
+
+The first three are read by a process of their own: ``services.api.reading``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from cache.disk import is_lock_free
+from cache.reading.usage import is_read, read_last_use
+from cache.shards.names import MANIFEST
+from kd.client.wire.caches import (
+    CacheCheck,
+    CacheRecords,
+    CacheStatistics,
+    CacheUsage,
+    CacheUser,
+    ShardStates,
+)
+from kd.client.wire.jobs import TERMINAL_STATUSES
+from kd.files import read_json
+from services.api.answers.problems import describe_problems
+from services.api.guards.json_bodies import StrictRoute
+from services.api.routes.access import READ
+from services.api.routes.caches import KnownCache
+from services.api.service import Service, TheCaller, TheService
+from services.store.callers import Caller
+from services.store.jobs.records import JobRecord
+from services.store.retention.in_use import read_students
+
+#: Jobs of a cache that are looked at, the newest first, and those that are shown.
+READ_JOBS = 1000
+SHOWN_JOBS = 100
+#: Lines of a check that are shown.
+SHOWN_PROBLEMS = 20
+#: Records of one page at most.
+PAGE_RECORDS = 256
+#: The kinds of job that check a cache, and the file with what each has found.
+CHECK_FILES = {"verify": "verify.json", "fidelity": "fidelity.json"}
+
+router = APIRouter(tags=["caches"], route_class=StrictRoute)
+
+
+@router.get(
+    "/caches/{fingerprint}/statistics",
+    dependencies=READ,
+    responses=describe_problems(404, 409, 422, 503),
+)
+def read_statistics(
+    folder: KnownCache,
+    service: TheService,
+    seed: Annotated[int, Query(ge=0, lt=1 << 53, description="Chooses the records.")] = 0,
+) -> CacheStatistics:
+    """Show histograms of entropy, entries and kept mass, of at most about 65,536 records."""
+    return CacheStatistics.model_validate(service.reading.read_statistics(folder, seed))
+
+
+@router.get(
+    "/caches/{fingerprint}/shards",
+    dependencies=READ,
+    responses=describe_problems(404, 409, 422, 503),
+)
+def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> ShardStates:
+    """Show which shards of a cache are sealed, in work, missing or corrupt.
+
+    Corrupt are the shards that the last job of kind verify has found damaged, and those whose files
+    are missing or have another size.
+    """
+    jobs = _read_jobs(service, caller, folder)
+    check = _find_check(service, folder, jobs, "verify")
+    counts = check is not None and check.ended and not check.view.outdated
+    damaged = check.lines if check is not None and counts else ()
+    states = service.reading.read_shards(folder, damaged, _count_expected_shards(jobs))
+    ended = check.view.at if check is not None and counts else None
+    return ShardStates(**states, verified_at=ended)
+
+
+@router.get(
+    "/caches/{fingerprint}/records",
+    dependencies=READ,
+    responses=describe_problems(404, 409, 422, 503),
+)
+def read_records(
+    folder: KnownCache,
+    service: TheService,
+    sequence: Annotated[int, Query(ge=0, description="Number of the sequence, from 0.")] = 0,
+    start: Annotated[int, Query(ge=0, description="Number of the first record in it.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=PAGE_RECORDS, description="Records.")] = 50,
+) -> CacheRecords:
+    """Show some records of one sequence: what the teacher expected, and what the text said."""
+    found = service.reading.read_records(folder, sequence, start, limit)
+    return CacheRecords.model_validate(found)
+
+
+@router.get(
+    "/caches/{fingerprint}/usage", dependencies=READ, responses=describe_problems(404, 422, 503)
+)
+def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> CacheUsage:
+    """Show the jobs and students of a cache, its last checks, and why it is kept."""
+    jobs = _read_jobs(service, caller, folder)
+    own = [job for job in jobs if job.parent is None]
+    used = read_last_use(folder)
+    checks = {kind: _find_check(service, folder, jobs, kind) for kind in CHECK_FILES}
+    return CacheUsage(
+        jobs=[_show_user(job) for job in own[:SHOWN_JOBS]],
+        trials=len(jobs) - len(own),
+        kept_by=list(_find_holders(service, caller, folder, jobs)),
+        last_used=None if used is None else datetime.fromtimestamp(used, UTC),
+        **{kind: None if check is None else check.view for kind, check in checks.items()},
+    )
+
+
+def _read_jobs(service: Service, caller: Caller, folder: Path) -> list[JobRecord]:
+    """The newest jobs of a cache that the caller sees, newest first."""
+    ids = service.store.find_cache_jobs(folder.name)[:READ_JOBS]
+    return service.store.get_many(ids, caller)
+
+
+def _show_user(job: JobRecord) -> CacheUser:
+    return CacheUser(
+        id=job.id,
+        name=job.name,
+        kind=job.kind,
+        status=job.status,
+        created_at=job.created_at,
+        finished_at=job.finished_at,
+        student="student" in job.artifacts,
+    )
+
+
+# ---------------------------------------------------------------------- checks
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A check as it is shown, with all that it found, and whether it has ended."""
+
+    view: CacheCheck
+    lines: tuple[str, ...]
+    ended: bool
+
+
+def _find_check(
+    service: Service, folder: Path, jobs: Iterable[JobRecord], kind: str
+) -> _Check | None:
+    """The last check of a kind, unless it was cancelled."""
+    found = next((job for job in jobs if job.kind == kind and job.status != "cancelled"), None)
+    if found is None:
+        return None
+    written = read_json(service.settings.run_dir(found.id) / CHECK_FILES[kind]) or {}
+    lines = tuple(map(str, written.get("problems", ())))
+    if not lines and found.status == "failed" and found.error is not None:
+        lines = (found.error.detail,)
+    at = found.finished_at or found.created_at
+    view = CacheCheck(
+        job=found.id,
+        status=found.status,
+        at=at,
+        problems=list(lines[:SHOWN_PROBLEMS]),
+        outdated=found.finished_at is not None and _was_sealed_after(folder, at),
+    )
+    return _Check(view, lines, found.status in TERMINAL_STATUSES)
+
+
+def _was_sealed_after(folder: Path, time: datetime) -> bool:
+    try:
+        return (folder / MANIFEST).stat().st_mtime > time.timestamp()
+    except OSError:
+        return False
+
+
+def _count_expected_shards(jobs: Iterable[JobRecord]) -> int:
+    """Shards that a capture under way will write, as far as its progress tells; else 0."""
+    for job in jobs:
+        if job.status == "running" and job.stage == "precompute" and job.kind not in CHECK_FILES:
+            size = job.config.get("cache", {}).get("shard_sequences")
+            if job.progress.unit == "sequences" and job.progress.total and size:
+                return -(-job.progress.total // int(size))
+    return 0
+
+
+# ---------------------------------------------------------------------- why it is kept
+
+
+def _find_holders(
+    service: Service, caller: Caller, folder: Path, jobs: list[JobRecord]
+) -> Iterator[str]:
+    """Say what keeps the rules of retention from removing a cache."""
+    ended = {job.id: job.status in TERMINAL_STATUSES for job in jobs}
+    for job in jobs:
+        if not ended[job.id] and job.parent is None:
+            yield f"the job {job.id}, which has not ended"
+    students = [job for job in jobs if "student" in job.artifacts]
+    for job in students[:SHOWN_JOBS]:
+        yield f"the student of {job.id}"
+    if caller.sees_all and not students:
+        # Runs of `kd run` have no job, but their students hold a cache too.
+        holder = read_students(service.settings.runs).get(folder.name)
+        if holder is not None:
+            yield holder
+    if not is_lock_free(folder.with_name(f"{folder.name}.lock")):
+        yield "a capture that is under way"
+    if is_read(folder):
+        yield "a process that reads it now"
