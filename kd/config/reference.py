@@ -178,7 +178,7 @@ def _find_value_schema(option: dict[str, Any]) -> dict[str, Any]:
 def _format_default(field: dict[str, Any]) -> str:
     value = field.get("default")
     # A default of null means that the field is off, or that its description names the default.
-    return "–" if value in (None, []) else f"`{json.dumps(value)}`"
+    return "–" if value in (None, [], {}) else f"`{json.dumps(value)}`"
 
 
 def _escape_cell(text: str) -> str:
