@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from kd.config.job import JobConfig
-from kd.config.placement import PLACEMENT_FIELDS
 
 INTRODUCTION = """\
 # Configuration
@@ -36,10 +35,6 @@ _TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", 
 def render_configuration() -> str:
     """Return the whole page as Markdown."""
     schema = JobConfig.model_json_schema()
-    # pydantic lists inherited fields first; the page shows the fields of the service last.
-    schema["properties"] = dict(
-        sorted(schema["properties"].items(), key=lambda item: item[0] in PLACEMENT_FIELDS)
-    )
     definitions = schema["$defs"]
     places = dict[str, list[str]]()
     for place, name in _walk_sections("", schema, definitions):
