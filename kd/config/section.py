@@ -62,12 +62,18 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return pydantic's schema, with null added to each field that has a default."""
+        """Return pydantic's schema, with null added to each field that has a default.
+
+        A section or a mapping that is there without being given has the default ``{}``, which tells
+        it from one that is absent.
+        """
         # The validator above accepts null where the annotation does not, so the schema must say so.
         schema = handler(core_schema)
         for key, field in handler.resolve_ref_schema(schema).get("properties", {}).items():
             if cls._has_default_for_null(key):
                 _allow_null(field)
+            if cls.model_fields[key].default_factory is not None:
+                field.setdefault("default", {})
         return schema
 
 

@@ -10,6 +10,7 @@ The routes, in ``services/api/routes``:
     uploads.py      files to train on, as OpenAI's client sends them
     fine_tuning.py  jobs of distillation, as OpenAI's client sees them
     accounts.py     what teams use of their quotas, and the audit log
+    templates.py    job files to begin with
     operations.py   models, workers, health, Prometheus metrics, version
     dashboard.py    the web pages: the dashboard, and the page of the API
 
@@ -60,6 +61,7 @@ from services.api.routes import (
     history,
     jobs,
     operations,
+    templates,
     uploads,
 )
 from services.api.service import Service
@@ -83,6 +85,7 @@ ROUTERS = (
     uploads.router,
     fine_tuning.router,
     accounts.router,
+    templates.router,
     operations.router,
 )
 
