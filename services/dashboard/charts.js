@@ -1,6 +1,7 @@
 // Line charts of a job's metrics over its steps. A chart is drawn once and then gets new data.
 
 import { h, number } from "./elements.js";
+import { drawMarkLines, placeMarks } from "./marks.js";
 
 const CHARTS = [
   { title: "Loss, nats per token", names: ["loss", "kd_loss", "ce_loss"] },
@@ -23,7 +24,8 @@ const CHARTS = [
 ];
 /** The metrics of all charts: the API sends only these. A star stands for any end of a name. */
 export const NAMES = CHARTS.flatMap((chart) => chart.names);
-const HEIGHT = 220; // pixels
+const HEIGHT = 240; // pixels
+const MARKS = 26; // pixels above a chart, for marks
 const SMOOTHING = 0.9; // the weight of the earlier points
 // Only these are smoothed: a learning rate has no noise, and evaluations are few and exact.
 const SMOOTHED = ["loss", "kd_loss", "ce_loss", "perplexity"];
@@ -47,7 +49,7 @@ function axes() {
     ticks: { show: false },
   };
   const label = (value) => (value == null ? "" : number(value, 3));
-  return [axis, { ...axis, size: 64, values: (_, values) => values.map(label) }];
+  return [{ ...axis, size: 32 }, { ...axis, size: 64, values: (_, values) => values.map(label) }];
 }
 
 /** Draw lines of {label, steps, values} into a figure; returns the chart, which must be destroyed. */
@@ -76,6 +78,7 @@ export class Charts {
     this.zoomed = zoomed;
     this.range = null; // of steps, while it is not all of them
     this.levels = new Map(); // lines of {label, value} across a chart, by its title
+    this.marks = []; // of events, at their steps
     this.drawn = new Map();
     this.series = new Map();
     this.box = h("div", { class: "charts" });
@@ -143,6 +146,20 @@ export class Charts {
     this.redraw();
   }
 
+  /** Show these marks on all charts. */
+  setMarks(marks) {
+    this.marks = marks;
+    for (const { plot } of this.drawn.values()) plot.redraw(false);
+  }
+
+  drawMarks(plot, chart) {
+    drawMarkLines(plot, this.marks, colour);
+    const layer = plot.root.querySelector(".marks")
+      ?? plot.root.querySelector(".u-wrap").appendChild(h("div", { class: "marks" }));
+    // One chart is enough for the Tab key.
+    placeMarks(plot, layer, this.marks, chart === this.drawn.keys().next().value);
+  }
+
   drawLevels(plot, title) {
     const { ctx, bbox } = plot;
     ctx.save();
@@ -201,6 +218,7 @@ export class Charts {
     const newest = (plot, series) => plot.data[series].findLast((each) => each != null);
     return {
       width: columnWidth(this.box), height: HEIGHT,
+      padding: [MARKS, null, null, null],
       legend: { show: names.length <= LEGEND },
       cursor: { sync: { key: "step" } },
       scales: {
@@ -210,7 +228,10 @@ export class Charts {
       axes: axes(),
       hooks: {
         setScale: [(plot, key) => key === "x" && this.ranged(plot)],
-        draw: [(plot) => this.drawLevels(plot, chart.title)],
+        draw: [
+          (plot) => this.drawLevels(plot, chart.title),
+          (plot) => this.drawMarks(plot, chart),
+        ],
       },
       series: [
         { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },

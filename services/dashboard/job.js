@@ -7,7 +7,9 @@ import {
   bar, bytes, chip, duration, facts, fill, h, heldOut, number, secondsOf, table, time,
 } from "./elements.js";
 import { jobTable, newest } from "./jobs.js";
+import { History, MarkList, marksOf } from "./marks.js";
 import { to } from "./paths.js";
+import { phaseSection, phasesOf } from "./phases.js";
 import { blocks, warnings } from "./report.js";
 import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
@@ -15,8 +17,6 @@ import { FILE as TOKENS } from "./tokens.js";
 const ENDED = ["succeeded", "failed", "cancelled"];
 // An action without a button, because it cannot be undone.
 const WITHOUT_BUTTON = "delete";
-// The types of the events that the page lists.
-const LISTED_EVENTS = "status,warning,check";
 // An ended job is read less often, but still: a retry starts it again.
 const ENDED_MS = 5000;
 const LOG_LINES = 200;
@@ -40,7 +40,7 @@ const DRAWN_ABOVE = "curves.png";
 const ABLATION = "ablation/report.json";
 
 export function jobPage(redraw, id) {
-  const names = ["head", "warning", "trials", "files", "report", "ablation", "config"];
+  const names = ["head", "warning", "phases", "trials", "files", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
   let range = null; // of steps that the charts show, while it is not all of them
   let curves = null; // all of them, thinned
@@ -50,12 +50,13 @@ export function jobPage(redraw, id) {
     range = wanted;
     await drawCurves().catch(() => {}); // the next refresh says what is wrong
   });
-  const events = new Events(id);
+  const story = new History(id);
+  const events = new MarkList((marks) => charts.setMarks(marks));
   const log = new Log(id);
   const refused = h("p", { class: "error", role: "alert", hidden: true });
   const element = h("div", {},
-    parts.warning, parts.head, refused, parts.trials, charts.root, parts.report, parts.ablation,
-    parts.files, events.root, log.root, parts.config);
+    parts.warning, parts.head, refused, parts.phases, parts.trials, charts.root, events.root,
+    parts.report, parts.ablation, parts.files, log.root, parts.config);
   let version = null;
   let title = id;
   let ended = false;
@@ -119,6 +120,14 @@ export function jobPage(redraw, id) {
     charts.update(curves.map((each) => refine(each, within.get(each.name), [first, last])));
   }
 
+  function drawPhases() {
+    const phases = phasesOf(story.events, Date.now());
+    const open = parts.phases.querySelector("details")?.open;
+    fill(parts.phases, phases.length ? phaseSection(phases) : null);
+    const details = parts.phases.querySelector("details");
+    if (details) details.open = Boolean(open);
+  }
+
   async function refresh() {
     const job = await get(`/jobs/${id}`);
     if (job.kind === "search") await showTrials();
@@ -132,9 +141,11 @@ export function jobPage(redraw, id) {
     const [, { data: files }] = await Promise.all([
       drawCurves(),
       ended ? get(`/jobs/${id}/artifacts`) : { data: [] },
-      events.refresh(),
+      story.refresh(),
       log.refresh(),
     ]);
+    events.update(marksOf(story.events));
+    drawPhases();
     hasTokens = files.some(({ name }) => name === TOKENS);
     fill(parts.head, head(job, act, hasTokens));
     fill(parts.files, files.length ? fileTable(files, save) : null);
@@ -254,37 +265,6 @@ function fileTable(files, save) {
     h("button", { type: "button", class: "link", onclick: () => save(file) }, file.name);
   const rows = files.map((file) => [linkOf(file), bytes(file.bytes), file.media_type]);
   return h("section", {}, h("h2", {}, "Files"), table("Files", ["Name", "Size", "Type"], rows));
-}
-
-/** The list of a job's events, newest first; each refresh reads only the new ones. */
-class Events {
-  constructor(id) {
-    Object.assign(this, { id, after: "0", list: h("ol", { class: "events" }) });
-    this.root = h("section", { hidden: true }, h("h2", {}, "Events"), this.list);
-  }
-
-  async refresh() {
-    for (let more = true; more; ) {
-      const query = `types=${LISTED_EVENTS}&limit=1000&after=${this.after}`;
-      const page = await get(`/jobs/${this.id}/events?${query}`);
-      this.list.prepend(...page.data.map(line).reverse());
-      this.after = page.next_after;
-      more = page.has_more;
-    }
-    this.root.hidden = !this.list.childElementCount;
-  }
-}
-
-function line({ ts, type, data }) {
-  const bad = type === "warning" || data.ok === false || data.status === "failed";
-  return h("li", bad ? { class: "bad" } : {}, time(ts), " ", h("span", {}, sentence(type, data)));
-}
-
-function sentence(type, data) {
-  if (type === "status") return [data.stage, data.status, data.reason].filter(Boolean).join(" · ");
-  if (type === "warning") return data.message;
-  const remedy = data.ok ? "" : data.remedy;
-  return [`${data.check}:`, data.message, remedy].filter(Boolean).join(" ");
 }
 
 /** The end of the log; it is read only while the section is open. With a search, its lines. */

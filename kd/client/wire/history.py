@@ -19,6 +19,9 @@ class JobEvent(View):
         description="status, stage, progress, metrics, evaluation, checkpoint, artifact, warning, "
         "..."
     )
+    step: int | None = Field(
+        None, description="The optimiser step of the run at the time; null before the first one."
+    )
     data: dict[str, Any]
 
 

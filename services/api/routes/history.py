@@ -72,10 +72,16 @@ def job_events(
 ) -> JobEvents:
     """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
     wanted = [name for name in (types or "").split(",") if name]
-    found = service.store.read_events(job.id, after, limit + 1, wanted)
+    found = service.store.read_stepped_events(job.id, after, limit + 1, wanted)
     data = [
-        JobEvent(id=place, ts=_parse_event_time(place), type=kind, data=data)
-        for place, kind, data in found[:limit]
+        JobEvent(
+            id=event.place,
+            ts=_parse_event_time(event.place),
+            type=event.type,
+            step=event.step,
+            data=event.data,
+        )
+        for event in found[:limit]
     ]
     return JobEvents(
         data=data, has_more=len(found) > limit, next_after=data[-1].id if data else after

@@ -280,7 +280,7 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     claim = claim_job(api, "curves")
     open_page(page, api, f"jobs/{claim.id}")
     expect(page.get_by_text("running").first).to_be_visible()
-    assert page.get_by_role("img").count() == 0
+    assert page.locator(".charts").get_by_role("img").count() == 0
     tell(
         api,
         claim,
@@ -303,11 +303,11 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     expect(page.get_by_role("link", name=FINGERPRINT[:12])).to_be_visible()
     tell(api, claim, ("evaluation", {"step": 2, "validation_kl": 0.0}))
     page.get_by_label("logarithmic").check()
-    expect(page.get_by_role("img")).to_have_count(3)
+    expect(page.locator(".charts").get_by_role("img")).to_have_count(3)
     assert count_painted_pixels(page) > 100
     tell(api, claim, ("metrics", {"step": 4, "loss": 0.5}))
     expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 0.5 at step 4.")
-    assert page.get_by_role("img").count() == 3
+    assert page.locator(".charts").get_by_role("img").count() == 3
 
 
 @in_browser
