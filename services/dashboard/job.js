@@ -149,7 +149,11 @@ export function jobPage(redraw, id) {
     hasTokens = files.some(({ name }) => name === TOKENS);
     fill(parts.head, head(job, act, hasTokens));
     fill(parts.files, files.length ? fileTable(files, save) : null);
-    if (version === null) fill(parts.config, configOf(job));
+    if (version === null) {
+      // A job of another version may have settings that this server does not know.
+      const found = await get(`/jobs/${id}/settings`).catch(() => null);
+      fill(parts.config, configOf(job, found?.data));
+    }
     if (files.some((file) => file.name === "report.md")) {
       const attributes = { class: "report", "aria-label": "Report" };
       const text = await getText(`/jobs/${id}/artifacts/report.md`);
@@ -291,8 +295,15 @@ class Log {
   }
 }
 
-function configOf(job) {
-  return h("details", {},
-    h("summary", {}, "Configuration"),
-    h("pre", {}, JSON.stringify(job.config, null, 2)));
+/** Make the part of the configuration: what is not the default first, all of it on demand. */
+function configOf(job, settings) {
+  const shown = (value) => h("span", { class: "words" }, h("code", {}, JSON.stringify(value)));
+  const rows = (settings ?? []).map(({ name, value, default: usual, required }) =>
+    [h("code", {}, name), shown(value), required ? "(must be given)" : shown(usual)]);
+  return [
+    h("h2", {}, "Configuration"),
+    rows.length > 0 && table("Settings that are not the defaults", ["Setting", "Value", "Default"], rows),
+    h("details", {}, h("summary", {}, "All settings"),
+      h("pre", { tabindex: 0 }, JSON.stringify(job.config, null, 2))),
+  ];
 }

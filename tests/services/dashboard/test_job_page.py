@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
 from services.store.jobs.leases import Claim
-from tests.support.api import tell
+from tests.support.api import problem, tell
 
 
 @pytest.fixture
@@ -115,3 +116,26 @@ def test_phases_stand_on_the_axis_of_time(page: Page, api: Parts) -> None:
         ["Phase", "waiting", "capture", "loading data", "reading data.train", "waiting",
          "training", "training", "evaluation", "saving"]
     )  # fmt: skip
+
+
+def test_the_configuration_begins_with_what_is_not_the_default(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "set", checks={"spike_factor": 4.5})
+    page.goto(f"{api.settings.server}/jobs/{claim.id}")
+    table = page.get_by_role("table", name="Settings that are not the defaults")
+    expect(table.get_by_role("row").filter(has_text="checks.spike_factor")).to_have_text(
+        "checks.spike_factor4.53"
+    )
+    everything = page.locator("details").filter(has_text="All settings").locator("pre")
+    expect(everything).to_be_hidden()
+    page.get_by_text("All settings").click()
+    expect(everything).to_contain_text('"max_rollbacks"')
+
+
+def test_a_configuration_of_another_version_is_shown_whole(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "foreign")
+    config = json.dumps({"kind": "train", "from_the_future": 1})
+    api.jobs.redis.hset(f"kd:job:{claim.id}", "config", config)
+    problem(api.http.get(f"/jobs/{claim.id}/settings"), 422, "invalid-job")
+    page.goto(f"{api.settings.server}/jobs/{claim.id}")
+    page.get_by_text("All settings").click()
+    expect(page.get_by_text('"from_the_future": 1')).to_be_visible()
