@@ -16,16 +16,29 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+const SVG = "http://www.w3.org/2000/svg";
+
+/** Make an element of a picture. */
+export function svg(tag, attributes, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name.slice(2), value);
+    else if (value != null) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
 /** Replace the children of `box` if they differ; the focus stays on the same link or button. */
 export function fill(box, ...children) {
   const fresh = box.cloneNode(false);
   fresh.append(...children.flat().filter((child) => child != null && child !== false));
   if (box.isEqualNode(fresh)) return;
-  const nameOf = (element) => element.href ?? element.textContent;
+  const nameOf = (element) => element.href ?? element.ariaLabel ?? element.textContent;
   const held = box.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   box.replaceChildren(...fresh.childNodes);
   if (held === null) return;
-  const focusable = [...box.querySelectorAll("a, button")];
+  const focusable = [...box.querySelectorAll("a, button, input, [tabindex]")];
   focusable.find((element) => nameOf(element) === held)?.focus();
 }
 

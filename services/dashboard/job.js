@@ -11,6 +11,7 @@ import { History, MarkList, marksOf } from "./marks.js";
 import { to } from "./paths.js";
 import { phaseSection, phasesOf } from "./phases.js";
 import { blocks, warnings } from "./report.js";
+import { Sparklines } from "./sparklines.js";
 import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
 
@@ -53,6 +54,7 @@ export function jobPage(redraw, id) {
   const story = new History(id);
   const events = new MarkList((marks) => charts.setMarks(marks));
   const log = new Log(id);
+  const sparklines = new Sparklines();
   const refused = h("p", { class: "error", role: "alert", hidden: true });
   const element = h("div", {},
     parts.warning, parts.head, refused, parts.phases, parts.trials, charts.root, events.root,
@@ -79,8 +81,11 @@ export function jobPage(redraw, id) {
 
   async function showTrials() {
     const [trials] = await newest(MOST_TRIALS, { parent: id });
-    const shown = trials.length ? [h("h2", {}, "Trials"), jobTable("Trials", trials)] : null;
-    fill(parts.trials, shown);
+    await sparklines.read(trials);
+    const rows = trials.map((trial) => [trial, false]);
+    fill(parts.trials, trials.length
+      ? [h("h2", {}, "Trials"), h("p", {}, h("a", { href: to(`/compare?study=${id}`) }, "Compare the trials")),
+        jobTable("Trials", rows, { curves: sparklines })] : null);
   }
 
   // Each event shows at once; without a stream the page still asks now and then.
