@@ -38,6 +38,11 @@ const colour = (name) =>
 const strokeOf = (at, count) => (count <= COLOURS
   ? colour(`--series-${at + 1}`) : `hsl(${(360 * at) / count} 65% 50%)`);
 
+// Without a cursor the legend shows the newest values.
+const LAST_STEP = { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) };
+const newest = (plot, value, series) =>
+  number(value ?? plot.data[series].findLast((each) => each != null)) ?? "";
+
 /** The width of a column of a box of charts. */
 export const columnWidth = (box) =>
   parseFloat(getComputedStyle(box).gridTemplateColumns) || box.clientWidth || 320;
@@ -59,9 +64,8 @@ export function lineChart(figure, lines, { log = false, width }) {
     cursor: { sync: { key: "step" } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
     axes: axes(),
-    series: [{ label: "step" }, ...lines.map(({ label, at }) => ({
-      label, stroke: strokeOf(at, lines.length), width: 2, spanGaps: true,
-      value: (_, value) => number(value) ?? "",
+    series: [LAST_STEP, ...lines.map(({ label, at }) => ({
+      label, stroke: strokeOf(at, lines.length), width: 2, spanGaps: true, value: newest,
     }))],
   }, uPlot.join(lines.map(({ steps, values }) => [steps, values])), figure);
 }
@@ -214,8 +218,6 @@ export class Charts {
     const around = (_, low, high) => (logarithmic
       ? uPlot.rangeLog(Math.min(low, ...values), Math.max(high, ...values), 10, false)
       : uPlot.rangeNum(Math.min(low, ...values), Math.max(high, ...values), 0.1, true));
-    // Without a cursor the legend shows the newest value.
-    const newest = (plot, series) => plot.data[series].findLast((each) => each != null);
     return {
       width: columnWidth(this.box), height: HEIGHT,
       padding: [MARKS, null, null, null],
@@ -234,7 +236,7 @@ export class Charts {
         ],
       },
       series: [
-        { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },
+        LAST_STEP,
         ...names.map((name, at) => ({
           label: name.split("/").at(-1).replace(/_bytes$/, "").replaceAll("_", " "),
           stroke: strokeOf(at, names.length),
@@ -242,7 +244,7 @@ export class Charts {
           spanGaps: true,
           // Dots help to see few points, and hide the line of many.
           points: { show: this.series.get(name).steps.length < 40, size: 5 },
-          value: (plot, value, series) => number(value ?? newest(plot, series)) ?? "",
+          value: newest,
         })),
       ],
     };
