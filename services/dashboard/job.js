@@ -127,10 +127,7 @@ export function jobPage(redraw, id) {
 
   function drawPhases() {
     const phases = phasesOf(story.events, Date.now());
-    const open = parts.phases.querySelector("details")?.open;
     fill(parts.phases, phases.length ? phaseSection(phases) : null);
-    const details = parts.phases.querySelector("details");
-    if (details) details.open = Boolean(open);
   }
 
   async function refresh() {

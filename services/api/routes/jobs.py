@@ -27,9 +27,9 @@ from cache.disk import remove_path, storage_errors
 from cache.reading.usage import held
 from kd.client.wire.jobs import Action, Job, JobList, JobSettings, Kind, Setting, Status
 from kd.client.wire.plans import JobEstimate, JobPlan
-from kd.config.differences import find_differences
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.section import find_differences
 from services.api.admission import Admission, announce_job
 from services.api.answers.cursors import decode_cursor, encode_cursor
 from services.api.answers.problems import Answers, ApiProblem, describe_problems

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kd.config.differences import Difference, find_differences
 from kd.config.jobfile import parse_config
+from kd.config.section import Difference, find_differences
 
 LEAST: dict[str, Any] = {
     "kind": "train",

@@ -172,12 +172,13 @@ def test_the_server_and_the_page_know_the_same_views() -> None:
     assert len(pages) >= 8
     addresses = [
         "/", "/jobs", "/jobs/job_1", "/compare", "/new", "/caches", "/caches/89b9", "/tokens",
-        "/workers", "/nowhere", "/jobs/a/events", "/keys", "/metrics", "/workers/a",
+        "/workers", "/keys", "/storage", "/health", "/nowhere", "/jobs/a/events", "/quota",
+        "/metrics", "/workers/a",
     ]  # fmt: skip
     for address in addresses:
         known = any(re.fullmatch(page, address) for page in pages)
         assert known == (VIEWS.fullmatch(address) is not None), address
-    assert sum(VIEWS.fullmatch(each) is not None for each in addresses) == 9
+    assert sum(VIEWS.fullmatch(each) is not None for each in addresses) == 12
 
 
 @in_browser
