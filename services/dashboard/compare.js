@@ -61,7 +61,7 @@ export function comparePage() {
     ]);
     const differences = differencesOf(jobs);
     // A table with a column for each job is readable for a few.
-    fill(results, jobs.length <= MOST_CURVES ? resultTable(jobs) : null);
+    fill(results, jobs.length <= MOST_CURVES ? resultTable(jobs, all) : null);
     fill(settings, jobs.length <= MOST_CURVES ? differenceTable(jobs, differences) : null);
     scatter.update(all);
     parallel.update(all, differences.filter(([name]) => !NAMES.includes(name)));
@@ -96,7 +96,7 @@ function figureOf(title, draw) {
   return figure;
 }
 
-function resultTable(jobs) {
+function resultTable(jobs, all) {
   const link = (job) => h("a", { href: to(`/jobs/${job.id}`) }, job.name);
   const rows = [
     ["Status", ...jobs.map((job) => chip(job.status))],
@@ -107,7 +107,7 @@ function resultTable(jobs) {
     ["Bytes per token", ...jobs.map((job) => number(job.cache?.bytes_per_token, 3))],
     ["Tokens per second", ...jobs.map((job) => number(job.progress.tokens_per_second, 3))],
     ["Duration", ...jobs.map((job) => duration(secondsOf(job)))],
-    ["Memory at the peak", ...jobs.map((job) => bytes(job.metrics["memory/peak_bytes"]))],
+    ["Memory at the peak", ...all.map(({ report }) => bytes(report?.profile?.peak_memory_bytes))],
   ];
   const known = rows.filter(([, ...values]) => values.some((value) => value != null));
   return [h("h2", {}, "Results"), table("Results", ["", ...jobs.map(link)], known)];

@@ -11,6 +11,7 @@ import { History, MarkList, marksOf } from "./marks.js";
 import { to } from "./paths.js";
 import { phaseSection, phasesOf } from "./phases.js";
 import { blocks, warnings } from "./report.js";
+import { NAMES as RESOURCES, Resources } from "./resources.js";
 import { Sparklines } from "./sparklines.js";
 import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
@@ -41,7 +42,7 @@ const DRAWN_ABOVE = "curves.png";
 const ABLATION = "ablation/report.json";
 
 export function jobPage(redraw, id) {
-  const names = ["head", "warning", "phases", "trials", "files", "report", "ablation", "config"];
+  const names = ["head", "warning", "phases", "trials", "resources", "files", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
   let range = null; // of steps that the charts show, while it is not all of them
   let curves = null; // all of them, thinned
@@ -55,10 +56,11 @@ export function jobPage(redraw, id) {
   const events = new MarkList((marks) => charts.setMarks(marks));
   const log = new Log(id);
   const sparklines = new Sparklines();
+  const resources = new Resources(id);
   const refused = h("p", { class: "error", role: "alert", hidden: true });
   const element = h("div", {},
     parts.warning, parts.head, refused, parts.phases, parts.trials, charts.root, events.root,
-    parts.report, parts.ablation, parts.files, log.root, parts.config);
+    parts.resources, parts.report, parts.ablation, parts.files, log.root, parts.config);
   let version = null;
   let title = id;
   let ended = false;
@@ -100,7 +102,7 @@ export function jobPage(redraw, id) {
   /** Read the whole curves, thinned; of known ones only the points after the last step. */
   async function readCurves() {
     const crowded = curves?.some(({ steps }) => steps.length > 2 * POINTS);
-    const ask = (more) => get(`/jobs/${id}/metrics?names=${NAMES}&${more}`);
+    const ask = (more) => get(`/jobs/${id}/metrics?names=${[...NAMES, ...RESOURCES]}&${more}`);
     if (curves === null || crowded) {
       curves = (await ask(`max_points=${POINTS}`)).series;
       return;
@@ -148,6 +150,8 @@ export function jobPage(redraw, id) {
     ]);
     events.update(marksOf(story.events));
     drawPhases();
+    const saved = story.events.filter(({ type }) => type === "checkpoint").length;
+    fill(parts.resources, await resources.draw(job, curves, saved, files));
     hasTokens = files.some(({ name }) => name === TOKENS);
     fill(parts.head, head(job, act, hasTokens));
     fill(parts.files, files.length ? fileTable(files, save) : null);

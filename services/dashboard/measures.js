@@ -33,7 +33,7 @@ export const COSTS = [
   },
   {
     name: "memory", title: "Memory at the peak",
-    of: ({ job }) => job.metrics["memory/peak_bytes"], format: bytes,
+    of: ({ report }) => report?.profile?.peak_memory_bytes, format: bytes,
   },
 ];
 

@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
+from kd.client.wire.service import Device, WorkerState
 from services.store.jobs.leases import Claim
 from tests.support.api import problem, tell
 
@@ -139,3 +140,26 @@ def test_a_configuration_of_another_version_is_shown_whole(page: Page, api: Part
     page.goto(f"{api.settings.server}/jobs/{claim.id}")
     page.get_by_text("All settings").click()
     expect(page.get_by_text('"from_the_future": 1')).to_be_visible()
+
+
+def test_resources_are_told_from_what_the_metrics_carry(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "used")
+    device = Device(kind="cuda", name="H100", index="0,1", count=2, memory_bytes=80 << 30)
+    api.jobs.show_worker(WorkerState(id="test", stages=["train"], device=device), 600)
+    train(api, claim, 1, 2)
+    scalars = {
+        "step": 2,
+        "memory/peak_bytes": 3 << 30,
+        "loader/waited_share": 0.125,
+        "loader/late_steps": 0.5,
+        "throughput/mfu": 0.41,
+        "memory/allocated_bytes": 1 << 30,
+    }
+    tell(api, claim, ("scalars", scalars))  # fmt: skip
+    page.goto(f"{api.settings.server}/jobs/{claim.id}")
+    facts = page.locator("h2:text('Resources') + dl")
+    expect(facts).to_contain_text("Device2 × H100 with 80.0 GiB")
+    expect(facts).to_contain_text("Use of the device (MFU)41.0%")
+    expect(facts).to_contain_text("GPU memory in tensors1.0 GiBMemory at the peak3.0 GiB")
+    expect(facts).to_contain_text("Waiting for data12.5%Steps that waited50.0%")
+    api.jobs.hide_worker("test")
