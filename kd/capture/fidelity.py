@@ -170,9 +170,7 @@ class TeacherLocation:
         _require_live(store)
         # One process runs it here, however many did in the capture.
         parallel = "device_map" if store.identity.teacher.parallel else "none"
-        folder = resolve_model(
-            config.model, config.revision, config.gguf_file or "*.safetensors"
-        )
+        folder = resolve_model(config.model, config.revision, config.gguf_file or "*.safetensors")
         digest = compute_fingerprint(folder, config.gguf_file)
         return cls(
             config.model_copy(update={"parallel": parallel}),

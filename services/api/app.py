@@ -61,6 +61,7 @@ from services.api.routes import (
     history,
     jobs,
     operations,
+    operator,
     templates,
     uploads,
 )
@@ -70,6 +71,7 @@ from services.process.logs import find_secrets
 from services.settings import Settings
 from services.store.connection import connect_events, connect_redis
 from services.store.jobs.store import JobStore
+from services.store.key_use import KeyUse
 from services.store.queue import make_celery_app
 from services.store.training_files import TrainingFiles
 
@@ -87,6 +89,7 @@ ROUTERS = (
     accounts.router,
     templates.router,
     operations.router,
+    operator.router,
 )
 
 
@@ -125,9 +128,11 @@ def _make_service(settings: Settings) -> Service:
     url = settings.redis_url
     assert url is not None
     events = connect_events(url)
+    client = connect_redis(url)
     return Service(
         settings=settings,
-        store=JobStore(connect_redis(url), settings.max_attempts, settings.home),
+        store=JobStore(client, settings.max_attempts, settings.home),
+        key_use=KeyUse(client),
         queue=make_celery_app(url, socket_timeout=2.0),
         events=events,
         event_hub=EventHub(events),

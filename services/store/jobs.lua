@@ -62,6 +62,7 @@
 -- kd:counters             hash    counters, by the name of the Prometheus sample
 -- kd:worker:{id}          string  a worker's sign of life, with a TTL; the worker writes it
 -- kd:workers              set     ids of workers; some may be gone
+-- kd:keys:used            hash    short id of an API key -> the time of its last use; the API writes it
 -- kd:celery:{stage}       list    Celery's hints that a job is queued; the record decides
 --
 -- Fencing: each claim gets the next fence. A call with an older fence returns "fenced" and changes nothing.

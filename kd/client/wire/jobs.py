@@ -266,3 +266,18 @@ class JobList(View):
     data: list[Job]
     has_more: bool
     next_cursor: str | None = Field(None, description="Value of ?cursor= for the next page.")
+
+
+class Setting(View):
+    """A setting of a job that is not the default."""
+
+    name: str = Field(description="Its dotted name, such as train.max_steps.")
+    value: Any
+    default: Any = Field(None, description="Null also for a section that is off by default.")
+    required: bool = Field(False, description="Whether there is no default.")
+
+
+class JobSettings(View):
+    """The settings of a job that are not the defaults; ``config`` of the job has all."""
+
+    data: list[Setting]

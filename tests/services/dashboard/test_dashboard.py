@@ -177,12 +177,13 @@ def test_the_server_and_the_page_know_the_same_views() -> None:
     assert len(pages) >= 8
     addresses = [
         "/", "/jobs", "/jobs/job_1", "/compare", "/new", "/caches", "/caches/89b9", "/tokens",
-        "/workers", "/nowhere", "/jobs/a/events", "/keys", "/metrics", "/workers/a",
+        "/workers", "/keys", "/storage", "/health", "/nowhere", "/jobs/a/events", "/quota",
+        "/metrics", "/workers/a",
     ]  # fmt: skip
     for address in addresses:
         known = any(re.fullmatch(page, address) for page in pages)
         assert known == (VIEWS.fullmatch(address) is not None), address
-    assert sum(VIEWS.fullmatch(each) is not None for each in addresses) == 9
+    assert sum(VIEWS.fullmatch(each) is not None for each in addresses) == 12
 
 
 @in_browser
@@ -285,7 +286,7 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     claim = claim_job(api, "curves")
     open_page(page, api, f"jobs/{claim.id}")
     expect(page.get_by_text("running").first).to_be_visible()
-    assert page.get_by_role("img").count() == 0
+    assert page.locator(".charts").get_by_role("img").count() == 0
     tell(
         api,
         claim,
@@ -308,11 +309,11 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     expect(page.get_by_role("link", name=FINGERPRINT[:12])).to_be_visible()
     tell(api, claim, ("evaluation", {"step": 2, "validation_kl": 0.0}))
     page.get_by_label("logarithmic").check()
-    expect(page.get_by_role("img")).to_have_count(3)
+    expect(page.locator(".charts").get_by_role("img")).to_have_count(3)
     assert count_painted_pixels(page) > 100
     tell(api, claim, ("metrics", {"step": 4, "loss": 0.5}))
     expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 0.5 at step 4.")
-    assert page.get_by_role("img").count() == 3
+    assert page.locator(".charts").get_by_role("img").count() == 3
 
 
 @in_browser
