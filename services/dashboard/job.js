@@ -249,7 +249,22 @@ function head(job, act, hasTokens) {
       ["Device time", job.device_seconds ? duration(job.device_seconds) : null],
       ["Cost", job.cost && costOf(job.cost)],
     ]),
+    job.capture && workersOf(job.capture),
   ];
+}
+
+/** The workers that capture the cache together. */
+function workersOf({ ranges, ranges_done, ranges_untaken, workers }) {
+  const rows = workers.map((each) => [
+    h("code", {}, each.worker), number(each.ranges), number(each.sequences),
+    number(each.tokens_per_second, 3), duration(each.seconds),
+  ]);
+  const titles = ["Worker", "Ranges now", "Sequences done", "Tokens per second", "Since"];
+  return h("section", { class: "capture" },
+    h("h2", {}, "Workers of the capture"),
+    h("p", {}, `${ranges_done} of ${ranges} ranges of shards are done, `
+      + `${ranges_untaken} wait for a worker.`),
+    table("Workers of the capture", titles, rows));
 }
 
 /** A cost: final, or so far and of what is expected. */
