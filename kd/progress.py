@@ -139,8 +139,8 @@ class ShardRanges(Protocol):
 
     terms: RangeTerms | None
 
-    def open(self, terms: RangeTerms, shards: int) -> None:
-        """Let workers take the ``shards`` of a capture, from now on."""
+    def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
+        """Let workers take the ``shards`` of a capture, from now on; waits as ``take`` does."""
         ...
 
     def take(self, waiting: Callable[[], None]) -> range | None:

@@ -99,7 +99,9 @@ def run_stage(
         return {}
     monitor.emit("plan", fingerprint=identity.fingerprint)
     with open_writer(root, identity, shared=True) as writer:
-        ranges.open(RangeTerms(identity.fingerprint), shards)
+        ranges.open(
+            RangeTerms(identity.fingerprint), shards, lambda: monitor.check("before a shard")
+        )
         while not (run_dir / GO).exists():
             monitor.check("while the others come")
             time.sleep(0.05)

@@ -127,7 +127,11 @@ def precompute(
         ) as writer:
             if not _is_sealed(root, identity):
                 if ranges is not None:
-                    ranges.open(RangeTerms(identity.fingerprint), identity.shard_count)
+                    ranges.open(
+                        RangeTerms(identity.fingerprint),
+                        identity.shard_count,
+                        lambda: monitor.check("before the first shard"),
+                    )
                     _fill_ranges(writer, work, monitor, ranges, ledger)
                 else:
                     _fill(writer, work, monitor, ledger)

@@ -46,6 +46,7 @@ from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherRea
 from kd.capture.remote import RemoteTeacher
 from kd.capture.shards import (
     CaptureReport,
+    Patience,
     RecordReader,
     foresee_slow_disk,
     record_ranges,
@@ -209,7 +210,8 @@ def capture_ranges(
     with open_reader(plan, writer, monitor, knots) as teacher:
         if ranges.terms is None:
             chosen = teacher.recorder.knots if isinstance(teacher, Teacher) else None
-            ranges.open(RangeTerms(plan.identity.fingerprint, chosen), plan.identity.shard_count)
+            terms = RangeTerms(plan.identity.fingerprint, chosen)
+            ranges.open(terms, plan.identity.shard_count, Patience(monitor).check)
         report = CaptureReport(monitor, plan.identity, HeldOutWatch(plan))
         monitor.emit("stage", stage="precompute", phase="capturing with other workers")
         record_ranges(teacher, writer, partial(select_shard_sequences, plan), ranges, report)

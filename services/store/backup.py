@@ -40,6 +40,7 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import PotstillError, StorageError
+from cache.remote.address import PLACE_FILE
 from kd.face.version import read_version
 from services.store.connection import connect_redis
 from services.store.jobs.leases import Claim
@@ -55,8 +56,8 @@ STORE = "redis.jsonl"
 KEYS = "api_keys"
 #: The folders of KD_HOME that cannot be made again from the rest.
 TREES = ("caches", "runs", "files")
-#: Ends of the names of files beside caches that only running processes need.
-PASSING_SUFFIXES = (".lock", ".used", ".writers")
+#: Ends of the names of files beside caches that only running processes, or only this folder, need.
+PASSING_SUFFIXES = (".lock", ".used", ".writers", PLACE_FILE)
 #: Keys of hints and signs of life, which mean nothing later.
 SKIPPED_PREFIXES = ("kd:celery:", "kd:worker:", "kd:workers")
 #: Time for which the writes of the store may wait.

@@ -30,9 +30,9 @@ class RangeDesk:
         self._finished: frozenset[int] = frozenset()
         threading.Thread(target=self._read, args=(answers,), name="ranges", daemon=True).start()
 
-    def open(self, terms: RangeTerms, shards: int) -> None:
+    def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
         """Let workers take the ``shards`` of a capture, from now on."""
-        self._ask(lambda: None, ask="open", terms=asdict(terms), shards=shards)
+        self._ask(waiting, ask="open", terms=asdict(terms), shards=shards)
 
     def take(self, waiting: Callable[[], None]) -> range | None:
         """Return the shards to capture next; an empty range where there are none now."""

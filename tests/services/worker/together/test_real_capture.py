@@ -113,7 +113,7 @@ class NoRanges:
     def __init__(self, fingerprint: str) -> None:
         self.terms: RangeTerms | None = RangeTerms(fingerprint)
 
-    def open(self, terms: RangeTerms, shards: int) -> None:
+    def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
         raise AssertionError("a helper opens nothing")
 
     def take(self, waiting: Callable[[], None]) -> range | None:
