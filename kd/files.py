@@ -26,6 +26,8 @@ from kd.errors import ModelError, TrainingError
 
 #: File in a run folder that the writing process locks.
 LOCK = ".lock"
+#: The folder of a run that holds the files of workers which helped with its capture.
+HELPERS = "helpers"
 #: File in a run folder that tells the format of the folder.
 MARK = "run.json"
 #: The format that this version writes, and that of a folder without the file.

@@ -23,6 +23,7 @@ runs twice finishes once.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.checking.verify import verify_cache
+from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
 from cache.store import has_manifest, open_cache
+from kd.buckets.inputs import begin_downloads
+from kd.buckets.runs import find_own_run
 from kd.capture.fidelity import TeacherLocation
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
 from kd.capture.sealed.recheck import recheck_fidelity
-from kd.capture.teacher import capture_cache, warn_of_overruled
+from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
 from kd.errors import FidelityError
@@ -48,6 +52,7 @@ from kd.evaluation.report import make_report, write_report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
 from kd.files import (
+    HELPERS,
     MARK,
     RUN_FORMAT,
     find_caches,
@@ -89,8 +94,13 @@ from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
+from kd.training.resume.elsewhere import bring_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
+from kd.training.uploads import CheckpointUploads
 
+#: What a run folder holds besides the results of the run.
+CHECKPOINTS = "checkpoints"
+LOG = "log.txt"
 #: The files of a training in its run folder, beside the plots of its report.
 ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
 
@@ -116,8 +126,10 @@ def run_stage(
     not know, and ``TrainingError`` where ``run_dir`` is another job's.
     """
     require_known_architecture(ask_torch())
+    begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
+    bring_run(config, run_dir, stage, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:
         require_store(find_caches(home, config.cache.store), "precompute" in config.stages)
@@ -126,12 +138,37 @@ def run_stage(
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     if config.checks_cache:
         check = {"verify": run_verify, "fidelity": run_fidelity}[config.kind]
-        return check(config, home, run_dir, monitor)
-    monitor.emit("stage", stage=stage, phase="loading data")
-    warn_of_kernels(pick_device(), monitor)
-    run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
-    with reported_loading(monitor):
-        return run(config, home, run_dir, monitor)
+        result = check(config, home, run_dir, monitor)
+    else:
+        monitor.emit("stage", stage=stage, phase="loading data")
+        warn_of_kernels(pick_device(), monitor)
+        run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
+        with reported_loading(monitor), keeping_checkpoint(config, run_dir, stage, monitor):
+            result = run(config, home, run_dir, monitor)
+    publish_results(run_dir, stage, monitor)
+    return result
+
+
+def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
+    """Put the results of the run into its bucket too, if it has one: all but its checkpoints."""
+    run = find_own_run(run_dir)
+    if run is None:
+        return
+    names = [name for name in list_file_sizes(run_dir) if is_result(name)]
+    report = partial(monitor.emit, "stage", stage=stage)
+    run.publish_files(run_dir, names, lambda line: report(phase=line))
+
+
+def is_result(name: str) -> bool:
+    """Whether a file of a run folder is one of its results."""
+    first = name.partition("/")[0]
+    return not first.startswith(".") and first not in (CHECKPOINTS, LOG, HELPERS)
+
+
+def report_download(stage: str, monitor: Monitor, line: str) -> None:
+    """Report that text or a model comes from a bucket; raise ``Interrupted`` to stop."""
+    monitor.emit("stage", stage=stage, phase=line)
+    monitor.check("while it downloaded; what has come stays")
 
 
 def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:
@@ -179,9 +216,16 @@ def share_capture(
 
 
 def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
-    """Make sure that a sealed cache for this job exists, as ``run_precompute`` does."""
+    """Make sure that a sealed cache for this job exists, as ``run_precompute`` does.
+
+    Where several workers capture it, one of them does this, and the others help with the shards.
+    """
     planned = plan_capture(config, monitor, home / TEXTS)
     monitor.check("after the text was read; no shard was begun")
+    if monitor.ranges is not None and monitor.ranges.terms is not None:
+        caches = find_caches(home, config.cache.store)
+        help_capture(planned, caches, monitor.ranges.terms, monitor)
+        return {}
     require_possible_student(config, planned, monitor)
     caches = find_caches(home, config.cache.store)
     if not has_manifest(caches / planned.identity.fingerprint):
@@ -301,9 +345,11 @@ def run_training(
     student = build_first_student(config, tokenizer, group)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
-    progress = train(config, source, student, vocabulary, run_dir, monitor, group)
-    weights = collect_weights(student, group) if not group.alone else {}
-    leave_group(group)
+    with CheckpointUploads(run_dir, monitor, group.leads) as uploads:
+        progress = train(config, source, student, vocabulary, run_dir, monitor, group, uploads)
+        weights = collect_weights(student, group) if not group.alone else {}
+        # Before the block waits for the last upload: other ranks would wait for this one.
+        leave_group(group)
     if not group.leads:
         return {}
     if weights:

@@ -11,7 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cache.errors import StoreError
-from cache.remote.address import bind_caches, is_bucket, locate_caches
+from cache.remote.address import StoreAddress, bind_caches, is_bucket, locate_caches
+from kd.buckets.inputs import DOWNLOAD_BYTES
+from kd.buckets.runs import RUNS, StoredRun, open_stored_run
 from services.redis_url import parse_sentinels, uses_tls
 
 #: The stages that workers run, which are also the names of the two queues.
@@ -96,6 +98,26 @@ class Settings(BaseSettings):
         50 << 30,
         ge=1 << 20,
         description="Bytes of a bucket's caches that this disk keeps for reading.",
+    )
+    store_runs: bool = Field(
+        True,
+        description=(
+            "Whether checkpoints, students and reports of jobs are kept in the bucket of KD_STORE "
+            "too, below runs/, so that a worker on another host can go on with a job, and the API "
+            "shows files of all workers. Without a bucket it means nothing."
+        ),
+    )
+    data_stores: Words = Field(
+        (),
+        description=(
+            "Buckets, s3://bucket/prefix, below which jobs may name text and models, besides "
+            "KD_STORE. They are read with the credentials of the worker."
+        ),
+    )
+    download_bytes: int = Field(
+        DOWNLOAD_BYTES,
+        ge=1 << 20,
+        description="Bytes of text and models from buckets that this disk keeps.",
     )
     redis_url: str | None = Field(
         None,
@@ -372,9 +394,17 @@ class Settings(BaseSettings):
     def _check_store(cls, store: str | None) -> str | None:
         try:
             locate_caches(Path(), store or None)
+            return str(StoreAddress.parse(store)) if store and is_bucket(store) else store or None
         except StoreError as error:
             raise ValueError(str(error)) from None
-        return store or None
+
+    @field_validator("data_stores")
+    @classmethod
+    def _check_data_stores(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(str(StoreAddress.parse(each)) for each in words)
+        except StoreError as error:
+            raise ValueError(str(error)) from None
 
     @field_validator("device_prices")
     @classmethod
@@ -488,6 +518,19 @@ class Settings(BaseSettings):
     def files(self) -> Path:
         """Folder of the files that teams have uploaded."""
         return self.home / "files"
+
+    def find_stored_run(self, job_id: str) -> StoredRun | None:
+        """Find where one job's files lie besides, in a bucket; None where they lie on disks alone.
+
+        It gives up soon where the bucket does not answer. Raises ``StoreError`` for one that cannot
+        be opened.
+        """
+        url = self.locate_stored_run(job_id)
+        return None if url is None else open_stored_run(url, patient=False)
+
+    def locate_stored_run(self, job_id: str) -> str | None:
+        """Return the address of one job's files in the bucket; None where they are not kept."""
+        return f"{self.store}/{RUNS}/{job_id}" if self.in_bucket and self.store_runs else None
 
     def run_dir(self, job_id: str) -> Path:
         """Folder of one job's checkpoints, student and report."""

@@ -218,7 +218,7 @@ def test_a_forbidden_import_is_found(package: str, code: str) -> None:
 #: that come before it in this list.
 ROOMS = (
     "cache",
-    "kd.errors", "kd.addresses", "kd.files", "kd.progress",
+    "kd.errors", "kd.addresses", "kd.files", "kd.progress", "kd.buckets",
     "kd.config", "kd.client", "kd.parallel", "kd.text", "kd.models", "kd.kernels",
     "kd.loss", "kd.capture",
     "kd.checks", "kd.optim", "kd.memory", "kd.tracking", "kd.training", "kd.evaluation",

@@ -30,8 +30,8 @@ _RETRY_SECONDS = 120
 _REQUEST_SECONDS = 60
 #: Objects of one page of a listing, the most that S3 gives.
 _PAGE = 1000
-#: Seconds between our own attempts of one request.
-_PAUSES = (0.1, 0.3, 1.0, 3.0)
+#: Seconds between our own attempts of one request: a job outlives most of a minute of throttling.
+_PAUSES = (0.1, 0.3, 1.0, 3.0, 6.0, 12.0, 24.0)
 #: Answers after which the same request may succeed: two requests met, too many came, or the server
 #: is at fault.
 _PASSING = re.compile(r"^(409|429|5\d\d)$")
@@ -44,6 +44,8 @@ _REMEDIES = {
     "AuthorizationHeaderMalformed": "Set AWS_REGION to the region of the bucket.",
     "PermanentRedirect": "Set AWS_REGION to the region of the bucket.",
     "IllegalLocationConstraintException": "Set AWS_REGION to the region of the bucket.",
+    # Of an answer that names no code: the server is that of another region.
+    "incorrectly configured region": "Set AWS_REGION to the region of the bucket.",
     "ExpiredToken": "The credentials have expired: renew them, then run again.",
     "InvalidAccessKeyId": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to a valid key.",
     "SignatureDoesNotMatch": "Set AWS_SECRET_ACCESS_KEY to the secret of AWS_ACCESS_KEY_ID.",
@@ -59,11 +61,15 @@ _REMEDY = (
 
 
 class StoredObject(NamedTuple):
-    """One object in a listing; ``modified`` is in seconds since 1970, by the server's clock."""
+    """One object in a listing; ``modified`` is in seconds since 1970, by the server's clock.
+
+    ``tag`` names its content, as in ``Tagged``.
+    """
 
     name: str
     bytes: int
     modified: float
+    tag: str
 
 
 class Tagged(NamedTuple):
@@ -137,15 +143,40 @@ class Bucket:
     def _list_page(self, prefix: str, last: str | None) -> list[StoredObject]:
         # A listing that broke cannot go on: its iterator ends as if there were no more objects.
         pages = self._obstore.list(self._store, prefix or None, offset=last, chunk_size=_PAGE)
-        return [
-            StoredObject(each["path"], int(each["size"]), each["last_modified"].timestamp())
-            for each in next(iter(pages), [])
-        ]
+        return [_describe_object(each) for each in next(iter(pages), [])]
+
+    def find(self, name: str) -> StoredObject:
+        """Return what a listing says of one object; raises as ``get`` does."""
+        return _describe_object(self._do(lambda: self._obstore.head(self._store, name)))
 
     def read_time(self, name: str) -> float:
         """Return when an object was put, in seconds since 1970; raises as ``get`` does."""
-        found = self._do(lambda: self._obstore.head(self._store, name))
-        return float(found["last_modified"].timestamp())
+        return self.find(name).modified
+
+    def get_part(self, name: str, start: int, stop: int, tag: str | None = None) -> bytes:
+        """Return the bytes of an object from ``start`` to before ``stop``; raises as ``get`` does.
+
+        With a ``tag``, ``StoreError`` is raised where the object has another content by now.
+        """
+
+        def get() -> bytes:
+            options = {"range": (start, stop), **({"if_match": tag} if tag else {})}
+            try:
+                found = self._obstore.get(self._store, name, options=options)
+            except self._obstore.exceptions.PreconditionError:
+                found = None
+            # A server may ignore the condition.
+            if found is None or tag not in (None, found.meta["e_tag"]):
+                raise StoreError(
+                    f"{self.address}/{name} was replaced while it was read.", "Run the job again."
+                )
+            return bytes(found.bytes())
+
+        return self._do(get)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Write a file of this disk as an object, or replace it; the file may be large."""
+        self._do(lambda: self._obstore.put(self._store, name, path))
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """List the names of what lies directly below the folder ``prefix`` and is a folder."""
@@ -188,14 +219,14 @@ class Bucket:
             _refuse(self.address, error)
 
 
-def open_bucket(address: StoreAddress) -> Bucket:
+def open_bucket(address: StoreAddress, patient: bool = True) -> Bucket:
     """Open a bucket once in a process: its connections are kept. A fork opens its own."""
-    return _open_bucket(address, os.getpid())
+    return _open_bucket(address, patient, os.getpid())
 
 
 @lru_cache(maxsize=16)
-def _open_bucket(address: StoreAddress, _process: int) -> Bucket:
-    return Bucket(address)
+def _open_bucket(address: StoreAddress, patient: bool, _process: int) -> Bucket:
+    return Bucket(address, patient)
 
 
 def find_bucket(root: Path) -> Bucket | None:
@@ -241,6 +272,11 @@ def _open_store(address: StoreAddress, patient: bool) -> Any:
         # The operator has named a server without TLS.
         options["client_options"]["allow_http"] = endpoint.startswith("http://")
     return store.S3Store(address.bucket, **options)
+
+
+def _describe_object(about: Any) -> StoredObject:
+    modified = about["last_modified"].timestamp()
+    return StoredObject(about["path"], int(about["size"]), modified, str(about["e_tag"]))
 
 
 def _refuse(address: StoreAddress, error: Exception) -> NoReturn:

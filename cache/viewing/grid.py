@@ -36,7 +36,7 @@ STATES = ("sealed", "missing", "in_work", "corrupt")
 _SEALED, _MISSING, _IN_WORK, _CORRUPT = range(len(STATES))
 _SEAL = re.compile(r"([0-9]+)\.json")
 _FOLDER = re.compile(r"[0-9]+")
-_HALF = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}shards-([0-9]+)")
+_HALF = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?:[0-9]+-[0-9a-f]+-)?shards-([0-9]+)")
 _IN_LINE = re.compile(r"shards/([0-9]+)")
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ class TeacherLocation:
         _require_live(store)
         # One process runs it here, however many did in the capture.
         parallel = "device_map" if store.identity.teacher.parallel else "none"
-        folder = resolve_model(config.model, config.revision)
+        folder = resolve_model(config.model, config.revision, config.gguf_file or "*.safetensors")
         digest = compute_fingerprint(folder, config.gguf_file)
         return cls(
             config.model_copy(update={"parallel": parallel}),
@@ -197,8 +197,11 @@ def _require_live(store: Cache) -> None:
 
 
 def _find_hub_id(name: str, gguf_file: str | None) -> str:
-    """Return ``owner/model`` of ``owner/model/file.gguf``; without a GGUF file, ``name`` itself."""
-    return name if gguf_file is None else str(PurePosixPath(name).parent)
+    """Return ``owner/model`` of ``owner/model/file.gguf``; without a GGUF file, ``name`` itself.
+
+    The address of a bucket is cut in the same way.
+    """
+    return name if gguf_file is None else name.rpartition("/")[0]
 
 
 def choose_temperatures(codec: Codec) -> tuple[float, ...]:

@@ -32,7 +32,7 @@ from kd.client.wire.caches import CacheDetail, CacheEntry
 from kd.client.wire.files import Artifact, Checkpoint
 from kd.client.wire.history import JobEvent, MetricsHistory
 from kd.client.wire.jobs import Job, Kind, Status
-from kd.client.wire.plans import JobPlan
+from kd.client.wire.plans import JobPlan, Template
 from kd.client.wire.service import Health, Version, Worker
 
 T = TypeVar("T")
@@ -209,6 +209,10 @@ class AsyncClient:
     async def delete_cache(self, fingerprint: str) -> None:
         """Remove a cache that no unfinished job writes or reads."""
         return await self._run(self._operations.delete(locate_cache(fingerprint)))
+
+    async def templates(self) -> list[Template]:
+        """Return the job files to begin with: YAML, in which models and texts are empty."""
+        return await self._run(self._operations.templates())
 
     async def workers(self) -> list[Worker]:
         """Return the workers with a recent heartbeat."""

@@ -26,7 +26,7 @@ from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList
 from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointList
 from kd.client.wire.history import JobEvent, JobEvents, MetricsHistory
 from kd.client.wire.jobs import TERMINAL_STATUSES, Action, Job, JobList
-from kd.client.wire.plans import JobPlan
+from kd.client.wire.plans import JobPlan, Template, TemplateList
 from kd.client.wire.problems import ProblemDetails
 from kd.client.wire.service import Health, Version, Worker, WorkerList
 from kd.config.job import JobConfig
@@ -267,6 +267,10 @@ class Operations:
         """Create a job that compares a cache with its digests."""
         path = locate_cache(fingerprint) + "/verify"
         return (yield from self.fetch(Job, Request("POST", path, headers=make_key(key))))
+
+    def templates(self) -> Steps[list[Template]]:
+        """Return the job files to begin with."""
+        return (yield from self.fetch(TemplateList, Request("GET", "/templates"))).data
 
     def workers(self) -> Steps[list[Worker]]:
         """Return the workers."""

@@ -56,8 +56,9 @@ class DataConfig(Section):
     train: TextSources = Field(
         (),
         description=(
-            "Files, folders or globs (txt, jsonl, parquet; .gz and .zst too), folders that "
-            "save_to_disk of datasets wrote, or datasets as {path: ...}."
+            "Files, folders or globs (txt, jsonl, parquet; .gz and .zst too), files or folders of "
+            "a bucket (s3://bucket/name), folders that save_to_disk of datasets wrote, or datasets "
+            "as {path: ...}."
         ),
     )
     validation: TextSources = Field(

@@ -8,9 +8,9 @@ No module of this package imports torch, because the API process imports them.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 from cache.profiles import explain_unsupported
 from kd.config.cache import CacheConfig
@@ -19,7 +19,7 @@ from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
 from kd.config.loss import LearnedTemperature, LossConfig
 from kd.config.optimisation.resuming import ResumeConfig
-from kd.config.placement import Placement
+from kd.config.placement import PLACEMENT_FIELDS, Placement
 from kd.config.search import SearchConfig
 from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
@@ -79,6 +79,17 @@ class JobConfig(Placement):
     search: SearchConfig | None = Field(
         None, description="What a search tries; required for kind search."
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the schema with the fields of the service last; pydantic lists them first."""
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        resolved = handler.resolve_ref_schema(schema)
+        fields = resolved["properties"].items()
+        resolved["properties"] = dict(sorted(fields, key=lambda item: item[0] in PLACEMENT_FIELDS))
+        return schema
 
     @property
     def needs_cache(self) -> bool:

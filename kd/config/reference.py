@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from kd.config.job import JobConfig
-from kd.config.placement import PLACEMENT_FIELDS
 
 INTRODUCTION = """\
 # Configuration
@@ -36,10 +35,6 @@ _TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", 
 def render_configuration() -> str:
     """Return the whole page as Markdown."""
     schema = JobConfig.model_json_schema()
-    # pydantic lists inherited fields first; the page shows the fields of the service last.
-    schema["properties"] = dict(
-        sorted(schema["properties"].items(), key=lambda item: item[0] in PLACEMENT_FIELDS)
-    )
     definitions = schema["$defs"]
     places = dict[str, list[str]]()
     for place, name in _walk_sections("", schema, definitions):
@@ -178,7 +173,7 @@ def _find_value_schema(option: dict[str, Any]) -> dict[str, Any]:
 def _format_default(field: dict[str, Any]) -> str:
     value = field.get("default")
     # A default of null means that the field is off, or that its description names the default.
-    return "–" if value in (None, []) else f"`{json.dumps(value)}`"
+    return "–" if value in (None, [], {}) else f"`{json.dumps(value)}`"
 
 
 def _escape_cell(text: str) -> str:

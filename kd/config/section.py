@@ -1,10 +1,14 @@
-"""The base class of all sections of a job, frozen and strict about its keys; sizes in bytes."""
+"""The base class of all sections of a job, frozen and strict about its keys; sizes in bytes.
+
+``find_differences`` lists the values of a section that are not the defaults.
+"""
 
 from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, model_validator
@@ -62,12 +66,18 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return pydantic's schema, with null added to each field that has a default."""
+        """Return pydantic's schema, with null added to each field that has a default.
+
+        A section or a mapping that is there without being given has the default ``{}``, which tells
+        it from one that is absent.
+        """
         # The validator above accepts null where the annotation does not, so the schema must say so.
         schema = handler(core_schema)
         for key, field in handler.resolve_ref_schema(schema).get("properties", {}).items():
             if cls._has_default_for_null(key):
                 _allow_null(field)
+            if cls.model_fields[key].default_factory is not None:
+                field.setdefault("default", {})
         return schema
 
 
@@ -78,3 +88,52 @@ def _allow_null(field: dict[str, Any]) -> None:
         kept = {"title", "description", "default", "examples"}
         forms = [{key: field.pop(key) for key in list(field) if key not in kept}]
     field["anyOf"] = forms if _NULL in forms else [*forms, _NULL]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that was given: its dotted name, its value, and the default as JSON values.
+
+    ``required``: there is no default. A section that is off by default has the default None.
+    """
+
+    name: str
+    value: Any
+    default: Any = None
+    required: bool = False
+
+
+def find_differences(config: Section) -> list[Difference]:
+    """Return the settings whose values are not the defaults, in the order of the sections."""
+    return list(_walk(config, None, ""))
+
+
+def _walk(section: BaseModel, defaults: BaseModel | None, path: str) -> Iterator[Difference]:
+    """Compare a section with ``defaults``; None: with the defaults of its class."""
+    shown = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        required = defaults is None and field.is_required()
+        default: Any = None
+        if defaults is not None:
+            default = getattr(defaults, name)
+        elif not required:
+            default = field.get_default(call_default_factory=True)
+        if not required and value == default:
+            continue
+        if isinstance(value, BaseModel):
+            same = type(value) is type(default)
+            found = list(_walk(value, default if same else None, f"{path}{name}."))
+            if found:
+                yield from found
+                continue
+        yield Difference(f"{path}{name}", shown[name], _to_json(default), required)
+
+
+def _to_json(value: Any) -> Any:
+    """A default as JSON has it."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, tuple | list):
+        return [_to_json(each) for each in value]
+    return value

@@ -157,8 +157,8 @@ class StudentConfig(Section):
         None,
         min_length=1,
         description=(
-            "Local folder or hub id to start from. Of a model that also reads images or sound, the "
-            "language model is trained and saved alone."
+            "Local folder, hub id or folder of a bucket (s3://bucket/name) to start from. Of a "
+            "model that also reads images or sound, the language model is trained and saved alone."
         ),
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")

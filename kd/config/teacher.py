@@ -32,9 +32,9 @@ class TeacherConfig(Section):
     model: str = Field(
         min_length=1,
         description=(
-            "Local folder or hub id of the teacher, a causal language model, or a model that also "
-            "reads images or sound, whose language model is taken; with backend http its name on "
-            "the server."
+            "Local folder, hub id or folder of a bucket (s3://bucket/name) of the teacher, a "
+            "causal language model, or a model that also reads images or sound, whose language "
+            "model is taken; with backend http its name on the server."
         ),
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")

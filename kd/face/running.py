@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from cache.disk import locked, storage_errors
+from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.errors import Interrupted
 from kd.face.bars import ProgressBars, library_bars_hidden
@@ -41,6 +42,7 @@ def run_stages_here(
         from kd.pipeline import run_stages
         from kd.preflight.problems import Folders, Machine, require_no_problems
 
+        begin_downloads(options.home)
         require_no_problems(config, Folders(Path(), options.home, opened=True), Machine())
         return run_stages(config, options.home, options.run_dir, monitor)
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -19,9 +20,18 @@ from typing import Any
 
 import yaml
 
+from cache.errors import StoreError
 from kd.addresses import HUB_ID
+from kd.buckets.inputs import (
+    bring_files,
+    describe_nothing,
+    is_stored_name,
+    list_stored,
+    may_look,
+    select_files,
+)
 from kd.config.teacher import TeacherConfig
-from kd.errors import ModelError
+from kd.errors import DataError, ModelError
 
 #: The folder of the adapters, below a saved student's.
 ADAPTER_FOLDER = "adapter"
@@ -79,11 +89,15 @@ class ModelFolder:
     def find(cls, model: str, root: Path, revision: str | None = None) -> ModelFolder | None:
         """The folder of ``model`` on this machine: below ``root``, or in the hub's cache.
 
-        Downloads nothing. None means that this machine has no folder of that name, and neither
-        the configuration nor the tokenizer of a model of that name.
+        Downloads nothing, except the small files of a model in a bucket. None means that this
+        machine has no folder of that name, and neither the configuration nor the tokenizer of a
+        model of that name.
         """
-        if (root / model).is_dir():
-            return cls(root / model)
+        folder = locate_model(model, root)
+        if folder.is_dir():
+            return cls(folder)
+        if is_stored_name(model):
+            return None
         from huggingface_hub import try_to_load_from_cache
 
         for name in ("config.json", "tokenizer.json"):
@@ -311,9 +325,11 @@ def resolve_model(
 ) -> Path:
     """Return the local folder of ``model``: ``model`` itself, or a snapshot from the hub.
 
-    A snapshot that is not on this machine is downloaded. Only weight files that match
-    ``weights`` are downloaded, because a repository may hold twenty quantisations.
+    A snapshot that is not on this machine is downloaded, and a model in a bucket. Only weight
+    files that match ``weights`` are downloaded, because a repository may hold twenty quantisations.
     """
+    if is_stored_name(model):
+        return _bring_model(model, weights)
     if Path(model).is_dir():
         return Path(model)
     if not HUB_ID.match(model):
@@ -344,6 +360,32 @@ def resolve_model(
             "Check the name, or download the model first; "
             "with HF_HUB_OFFLINE=1 only downloaded models are found.",
         ) from error
+
+
+def _bring_model(url: str, weights: str | None) -> Path:
+    """Download a model of a bucket; raise ``ModelError`` where there is none."""
+    found = list_stored(url)
+    if not found.objects:
+        raise ModelError(*describe_nothing(url))
+    patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
+    names = [name for name in select_files(found, patterns) if not name.startswith("original/")]
+    if not names:
+        raise ModelError(
+            f"{url!r} holds no file of a model.", "Give the folder of a Hugging Face model."
+        )
+    return bring_files(url, names)
+
+
+def locate_model(model: str, root: Path) -> Path:
+    """Return where the folder of ``model`` is if it is one below ``root``.
+
+    Of a model in a bucket the small files are downloaded there, if the bucket gives them and unless
+    checks must look away.
+    """
+    if is_stored_name(model) and may_look():
+        with suppress(StoreError, DataError, ModelError):
+            return _bring_model(model, None)
+    return root / model
 
 
 def compute_fingerprint(

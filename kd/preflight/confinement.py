@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kd.addresses import resolve_public_address
+from kd.buckets.inputs import is_stored_name
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
@@ -80,7 +81,9 @@ def _find_refusals(each: NamedResource, root: Path, limits: Confinement) -> Iter
     # A task without a file is part of lm-eval, which is installed by the operator.
     if each.kind == "task" and not _is_file(each):
         return
-    if "://" in each.name:
+    if is_stored_name(each.name):
+        yield from _check_stored(each, root, limits)
+    elif "://" in each.name:
         yield from _check_url(each.pointer, each.name, limits)
     elif not limits.permits(root / find_plain_prefix(each)):
         yield Problem(
@@ -88,6 +91,22 @@ def _find_refusals(each: NamedResource, root: Path, limits: Confinement) -> Iter
         )
     elif (reason := _find_reason(each, root, limits)) is not None:
         yield Problem(each.pointer, *reason)
+
+
+def _check_stored(each: NamedResource, root: Path, limits: Confinement) -> Iterator[Problem]:
+    """Find that a job may not read what it names in a bucket, where credentials are not its own."""
+    if not limits.permits_url(each.name):
+        yield Problem(
+            each.pointer,
+            f"{each.name!r} lies outside the buckets that jobs may read.",
+            "Put it below KD_STORE, or have the operator add its address to KD_DATA_STORES.",
+        )
+    elif each.kind == "model" and not limits.allows_model(each.name, each.revision, root):
+        yield Problem(
+            each.pointer,
+            f"{each.name!r} is not on the operator's list of models.",
+            "GET /models shows the list.",
+        )
 
 
 def _find_reason(each: NamedResource, root: Path, limits: Confinement) -> Reason:

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
 from kd.addresses import HUB_ID
+from kd.buckets.inputs import is_stored_name
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
 from kd.files import find_caches
-from kd.models.folder import ModelFolder
+from kd.models.folder import ModelFolder, locate_model
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.preflight.validate import describe_missing_tokenizer, guard_access
 
@@ -43,7 +44,7 @@ def find_first_problems(config: JobConfig, root: Path, home: Path) -> Iterator[P
 
 
 def _check_folder(each: NamedResource, root: Path) -> Iterator[Problem]:
-    folder = ModelFolder(root / each.name)
+    folder = ModelFolder(locate_model(each.name, root))
     if folder.path.is_dir():
         if each.file is None and not (folder.has_tokenizer or folder.gguf_files):
             yield describe_missing_tokenizer(each.pointer, each.name)
@@ -134,7 +135,8 @@ def _check_rows(config: JobConfig, root: Path) -> Iterator[Problem]:
     """Find files whose first row is not of the job's form; whole texts are not read."""
     for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
-            if isinstance(source, str):
+            # Text of a bucket is not downloaded for this.
+            if isinstance(source, str) and not is_stored_name(source):
                 pointer = f"/data/{field}/{number}"
                 yield from guard_access(pointer, _check_first_rows(pointer, source, root, config))
 

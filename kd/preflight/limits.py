@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from cache.errors import StorageError
+from cache.shards.names import FINGERPRINT
+from kd.buckets.inputs import is_stored_name
+from kd.buckets.runs import RUNS
 from kd.config.job import JobConfig
-from kd.preflight.named_paths import resolve_links, resolve_named_paths
+from kd.preflight.named_paths import list_named_resources, resolve_links, resolve_named_paths
 
 
 def grant_nothing(_: str) -> bool:
@@ -35,7 +38,8 @@ class Confinement:
     task. ``free_datasets``: whether a dataset may include files from anywhere. ``may_read_run`` and
     ``may_read_cache``: whether the job's owner may read the run folder of a job's id, or the cache
     of a fingerprint, in ``home``. ``store``: the operator's place of caches, the only one that a
-    job may name, because the credentials of a worker are the operator's.
+    job may name, because the credentials of a worker are the operator's. ``stores``: the buckets
+    below which a job may name text and models, besides ``store``.
     """
 
     home: Path
@@ -48,6 +52,25 @@ class Confinement:
     may_read_run: Callable[[str], bool] = grant_nothing
     may_read_cache: Callable[[str], bool] = grant_nothing
     store: str | None = None
+    stores: tuple[str, ...] = ()
+
+    def permits_url(self, url: str) -> bool:
+        """Whether text or a model at the URL of a bucket may be read.
+
+        What runs and caches of the service have there is its owners' alone, as in ``home``.
+        """
+        kind, name = find_own_objects(url, self.store)
+        if kind:
+            return (kind == "runs" and self.may_read_run(name)) or (
+                kind == "caches" and self.may_read_cache(name)
+            )
+        roots = (self.store, *self.stores, *(each.name for each in self.models or ()))
+        return any(
+            is_below(url, root)
+            and not any(part.startswith(".") for part in url[len(root) :].split("/"))
+            for root in roots
+            if root is not None and is_stored_name(root)
+        )
 
     def permits(self, path: Path) -> bool:
         """Whether ``path``, with its links followed, may be read. A root itself may be hidden."""
@@ -95,9 +118,14 @@ class Confinement:
     def allows_model(self, name: str, revision: str | None, root: Path) -> bool:
         """Whether the operator's list has the model, by its id or by a folder that contains it."""
         # A student that the owner's own job trained needs no place on the list.
-        if self.models is None or self.is_owned(root / name):
+        if self.models is None or self._owns(name, root):
             return True
         return any(_is_listed(name, revision, root, entry) for entry in self.models)
+
+    def _owns(self, name: str, root: Path) -> bool:
+        if is_stored_name(name):
+            return find_own_objects(name, self.store)[0] == "runs" and self.permits_url(name)
+        return self.is_owned(root / name)
 
     def to_order(self, config: JobConfig, root: Path) -> dict[str, Any]:
         """Return the limits as JSON for the process that runs ``config``.
@@ -107,6 +135,7 @@ class Confinement:
         # Whether a folder is granted is decided now, by the process that knows the owner.
         named = [_find_own_folder(real, self.home) for real in resolve_named_paths(config, root)]
         named += [("caches", name) for name in config.cache.named.values()]
+        named += [find_own_objects(each.name, self.store) for each in list_named_resources(config)]
         return {
             "home": str(self.home),
             "roots": list(map(str, self.roots)),
@@ -118,6 +147,7 @@ class Confinement:
             "remote_code": self.remote_code,
             "free_datasets": self.free_datasets,
             "store": self.store,
+            "stores": list(self.stores),
             "runs": sorted(
                 {name for kind, name in named if kind == "runs" and self.may_read_run(name)}
             ),
@@ -140,6 +170,7 @@ class Confinement:
             remote_code=order["remote_code"],
             free_datasets=order["free_datasets"],
             store=order["store"],
+            stores=tuple(order["stores"]),
             may_read_run=frozenset(order["runs"]).__contains__,
             may_read_cache=frozenset(order["caches"]).__contains__,
         )
@@ -173,6 +204,27 @@ def _find_own_folder(real: Path, home: Path) -> tuple[str, str]:
     return (parts[0], parts[1]) if len(parts) >= 2 else ("", "")
 
 
+def find_own_objects(url: str, store: str | None) -> tuple[str, str]:
+    """Return ``("runs", id)`` or ``("caches", fingerprint)`` of what lies at ``url`` in ``store``.
+
+    ``("store", "")`` is the whole store, or more; for any other URL both words are empty.
+    """
+    if store is None or not is_stored_name(store) or not is_stored_name(url):
+        return "", ""
+    if is_below(store, url):  # the store itself, or what contains it
+        return "store", ""
+    parts = url.removeprefix(store.rstrip("/") + "/").split("/") if is_below(url, store) else [""]
+    if parts[0] == RUNS:
+        return "runs", parts[1] if len(parts) > 1 else ""
+    return ("caches", parts[0]) if FINGERPRINT.fullmatch(parts[0]) else ("", "")
+
+
+def is_below(url: str, root: str) -> bool:
+    """Whether the URL is that of the folder ``root``, or of something in it."""
+    root = root.rstrip("/")
+    return url.rstrip("/") == root or url.startswith(f"{root}/")
+
+
 def _is_in_plain_sight(real: Path, roots: Iterable[Path]) -> bool:
     return any(
         not any(part.startswith(".") for part in real.relative_to(root).parts) for root in roots
@@ -183,6 +235,8 @@ def _is_listed(name: str, revision: str | None, root: Path, entry: AllowedModel)
     # A hub id must be equal; a folder also allows the models inside it.
     if entry.name == name:
         return entry.revision in (None, revision)
+    if is_stored_name(name) or is_stored_name(entry.name):
+        return is_stored_name(entry.name) and is_below(name, entry.name)
     folder = resolve_links(root / Path(entry.name).expanduser())
     wanted = resolve_links(root / name)
     return (

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cache.errors import StoreError
+from cache.remote.address import StoreAddress
 from kd.addresses import HUB_ID
+from kd.buckets.inputs import is_stored_name
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import Problem
@@ -73,6 +76,9 @@ def find_url_problems(config: JobConfig) -> Iterator[Problem]:
         scheme, mark, rest = each.name.partition("://")
         if not mark:
             continue
+        if is_stored_name(each.name) and each.kind in ("model", "text"):
+            yield from _find_address_problems(each)
+            continue
         what = "the model" if each.kind == "model" else "it"
         remedy = (
             f"Write the path alone: {rest}."
@@ -81,6 +87,20 @@ def find_url_problems(config: JobConfig) -> Iterator[Problem]:
         )
         yield Problem(
             each.pointer, f"{each.name!r} is a URL, and a path or a hub id is expected.", remedy
+        )
+
+
+def _find_address_problems(each: NamedResource) -> Iterator[Problem]:
+    """Find what is wrong with the URL of a model or of text in a bucket."""
+    try:
+        StoreAddress.parse(each.name)
+    except StoreError as error:
+        yield Problem(each.pointer, error.detail, error.remedy)
+    if each.revision is not None:
+        yield Problem(
+            each.pointer,
+            f"{each.name!r} lies in a bucket, and has no revision {each.revision!r}.",
+            "Remove the revision, and give each version of a model an address of its own.",
         )
 
 
@@ -124,7 +144,10 @@ def make_paths_absolute(config: JobConfig, root: Path) -> dict[str, Any]:
 def resolve_named_paths(config: JobConfig, root: Path) -> Iterator[Path]:
     """Yield the paths of ``config`` without links; of a pattern only the part before it."""
     for each in list_named_resources(config):
-        if (real := resolve_links(root / find_plain_prefix(each))) is not None:
+        if (
+            not is_stored_name(each.name)
+            and (real := resolve_links(root / find_plain_prefix(each))) is not None
+        ):
             yield real
 
 

@@ -17,10 +17,12 @@ Imports no torch, because the API and the terminal import it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kd.buckets.inputs import looking_away
 from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
@@ -62,12 +64,14 @@ class Folders:
     ``root``: relative paths are resolved against it. ``home``: the data folder, with the caches;
     None = no file is looked at, only ``limits``. ``limits``: what the job may name; None =
     anything. ``opened``: whether files are opened too, and the hub is asked: this takes seconds.
+    ``asked``: whether buckets are asked for what the job names in them: one may not answer.
     """
 
     root: Path
     home: Path | None
     limits: Confinement | None = None
     opened: bool = False
+    asked: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,13 @@ def find_problems(
         *_find_resource_problems(config),
     ]
     if folders is not None:
-        found += _find_folder_problems(config, folders)
+        with nullcontext() if folders.asked else looking_away():
+            found += _find_folder_problems(config, folders)
     if machine is not None:
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
         found += find_missing_quantizer(config)
         found += _find_device_problems(config, machine.device)
-        if folders is not None and folders.home is not None:
+        if folders is not None and folders.home is not None and folders.asked:
             found += find_unreadable_weights(config, folders.root)
     return found
 
@@ -164,6 +169,13 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
     """Refuse devices that the job could not use, and work that they cannot share equally."""
     devices = config.resources.gpus or 1
     parallel = _find_parallel(config)
+    if config.resources.workers != 1 and parallel in SHARED:
+        yield Problem(
+            "/resources/workers",
+            f"the processes of teacher.parallel {parallel} capture together, and no other worker "
+            f"can help them, but workers is {config.resources.workers}.",
+            "Set it to 1, or teacher.parallel to none or device_map.",
+        )
     if devices == 1 and parallel in SHARED:
         yield Problem(
             "/teacher/parallel",

@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cache.errors import CacheError
+from cache.errors import CacheError, StoreError
 from cache.manifest import CacheIdentity, list_differences
 from kd.addresses import HUB_ID
+from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_look
 from kd.capture.estimate import make_codec_identity
 from kd.config.job import JobConfig
-from kd.errors import ModelError, Problem
+from kd.errors import DataError, ModelError, Problem
 from kd.files import find_caches
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
@@ -22,9 +23,16 @@ from kd.models.folder import (
     TOKENIZER_REMEDY,
     ModelFolder,
     is_remote_code_allowed,
+    locate_model,
 )
 from kd.preflight.confinement import describe_missing_cache
-from kd.text.files import SUFFIXES, find_files, find_suffix, is_saved_dataset
+from kd.text.files import (
+    SUFFIXES,
+    find_files,
+    find_suffix,
+    is_saved_dataset,
+    list_stored_texts,
+)
 
 #: Bytes that the disk of the data folder must have left.
 FREE_BYTES = 64 * 2**20
@@ -71,11 +79,11 @@ def _check_stored_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
     teacher = config.teacher
     student = config.student
     if student is not None and student.model is not None:
-        own = ModelFolder(root / student.model)
+        own = ModelFolder(locate_model(student.model, root))
         yield from _ask("/student/model", own, ModelFolder.require_trainable_weights)
     if teacher is None or not config.runs_teacher or teacher.gguf_file is not None:
         return
-    folder = ModelFolder(root / teacher.model)
+    folder = ModelFolder(locate_model(teacher.model, root))
     if student is not None and student.from_teacher is not None:
         yield from _ask("/student/from_teacher", folder, ModelFolder.require_trainable_weights)
     if teacher.parallel != "none":
@@ -98,7 +106,7 @@ def _check_contexts(config: JobConfig, root: Path) -> Iterator[Problem]:
         else []
     )
     for model in named:
-        context = _read_context(root / model)
+        context = _read_context(locate_model(model, root))
         if context is not None and config.data.sequence_length > context:
             detail = (
                 f"{model!r} has a context of {context} tokens, but got "
@@ -131,7 +139,9 @@ def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]
 
 
 def _check_tokenizer(pointer: str, name: str, root: Path) -> Iterator[Problem]:
-    if not (root / name).is_dir() and not HUB_ID.match(name):
+    if is_stored_name(name):
+        yield from _check_stored(pointer, name)
+    elif not (root / name).is_dir() and not HUB_ID.match(name):
         yield Problem(pointer, f"no folder {name!r}.", _explain_root(root))
 
 
@@ -143,6 +153,9 @@ def describe_missing_tokenizer(pointer: str, name: str) -> Problem:
 def _check_model(
     pointer: str, model: str, root: Path, gguf_file: str | None = None
 ) -> Iterator[Problem]:
+    if is_stored_name(model):
+        yield from _check_stored_model(pointer, model, gguf_file)
+        return
     folder = root / model
     found = ModelFolder(folder)
     if folder.is_file():
@@ -184,6 +197,43 @@ def _check_model(
         yield from _ask(pointer, found, ModelFolder.require_decoder)
 
 
+def _check_stored(pointer: str, url: str) -> Iterator[Problem]:
+    """Find that nothing lies at the URL of a bucket, or that the bucket does not show it."""
+    if not may_look():
+        return
+    try:
+        if not list_stored(url).objects:
+            yield Problem(pointer, *describe_nothing(url))
+    except (StoreError, DataError) as error:
+        yield Problem(pointer, error.detail, error.remedy)
+
+
+def _check_stored_model(pointer: str, url: str, gguf_file: str | None) -> Iterator[Problem]:
+    """Find that no model lies at the URL of a bucket; its small files are downloaded."""
+    found = list(_check_stored(pointer, url))
+    yield from found
+    if found or not may_look():
+        return
+    names = list_stored(url).objects
+    if gguf_file is not None:
+        if gguf_file not in names:
+            there = ", ".join(sorted(name for name in names if name.endswith(".gguf")))
+            yield Problem(
+                "/teacher/gguf_file",
+                f"{url}/{gguf_file} does not exist.",
+                f"There are: {there}." if there else "There is no *.gguf in it.",
+            )
+    elif "config.json" not in names:
+        remedy = "Give the folder of a Hugging Face model."
+        yield Problem(pointer, f"{url!r} holds no config.json.", remedy)
+    elif not any("/" not in name and name.endswith(".safetensors") for name in names):
+        remedy = "Convert its weights to safetensors."
+        yield Problem(pointer, f"{url!r} holds no *.safetensors weights.", remedy)
+    else:
+        folder = ModelFolder(locate_model(url, Path()))
+        yield from _ask(pointer, folder, ModelFolder.require_decoder)
+
+
 def _ask(
     pointer: str, folder: ModelFolder, require: Callable[[ModelFolder], None]
 ) -> Iterator[Problem]:
@@ -206,7 +256,7 @@ def find_unreadable_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
     if teacher is None or not config.runs_teacher or teacher.backend != "local":
         return
     if teacher.gguf_file is None:
-        folder = ModelFolder(root / teacher.model)
+        folder = ModelFolder(locate_model(teacher.model, root))
         yield from _ask("/teacher/model", folder, ModelFolder.require_readable_weights)
 
 
@@ -311,6 +361,9 @@ def find_text_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
 
 
 def _check_source(pointer: str, source: str, root: Path, format: str) -> Iterator[Problem]:
+    if is_stored_name(source):
+        yield from _check_stored_text(pointer, source, format)
+        return
     if is_saved_dataset(root / source):
         return
     files = find_files(source, root)
@@ -330,6 +383,24 @@ def _check_source(pointer: str, source: str, root: Path, format: str) -> Iterato
     for file in files:
         if not os.access(file, os.R_OK):
             yield Problem(pointer, f"{file.name!r} cannot be read.", "Check its mode and owner.")
+
+
+def _check_stored_text(pointer: str, url: str, format: str) -> Iterator[Problem]:
+    """Find that no text lies at the URL of a bucket; no text is downloaded."""
+    found = list(_check_stored(pointer, url))
+    yield from found
+    if found or not may_look():
+        return
+    names = list_stored_texts(url)
+    if not any(list_stored(url).objects[name].bytes for name in names):
+        yield Problem(pointer, f"{url!r} holds no text.", "Give a file with text in it.")
+    strange = [name for name in names if find_suffix(Path(name)) not in SUFFIXES]
+    if format == "auto" and strange:
+        yield Problem(
+            pointer,
+            f"cannot tell the format of {strange[0]!r} from its suffix.",
+            f"Use {', '.join(SUFFIXES)}, or set data.format.",
+        )
 
 
 def _has_text(path: Path) -> bool:

@@ -153,6 +153,20 @@ def list_open_trials(study: Study) -> list[Trial]:
     ]
 
 
+def estimate_seconds_left(study: Study, trials: int) -> float | None:
+    """Estimate the seconds until all ``trials`` have ended, at the pace so far.
+
+    None before the first one has ended.
+    """
+    known = study.get_trials(deepcopy=False)
+    begins = [trial.datetime_start for trial in known if trial.datetime_start is not None]
+    ends = [trial.datetime_complete for trial in known if trial.datetime_complete is not None]
+    if not ends:
+        return None
+    pace = (max(ends) - min(begins)).total_seconds() / len(ends)
+    return round(pace * max(trials - len(ends), 0), 1)
+
+
 def start_trial(study: Study, search: SearchConfig) -> Trial | None:
     """Start a trial; return None if there are as many as the job asks for."""
     return study.ask() if len(study.get_trials(deepcopy=False)) < search.trials else None

@@ -27,6 +27,7 @@ from kd.search.space import Overrides, find_space_problems, get_search, keeps_be
 from kd.search.study import (
     FileJournal,
     end_trial,
+    estimate_seconds_left,
     list_open_trials,
     make_study,
     note_held_out_tokens,
@@ -93,7 +94,12 @@ class _TrialRunner:
         done = len(self.study.get_trials(deepcopy=False)) - len(begun)
         fraction = done / search.trials
         self.monitor.emit(
-            "progress", done=done, total=search.trials, unit="trials", fraction=round(fraction, 6)
+            "progress",
+            done=done,
+            total=search.trials,
+            unit="trials",
+            fraction=round(fraction, 6),
+            eta_seconds=estimate_seconds_left(self.study, search.trials),
         )
         return begun[0] if begun else start_trial(self.study, search)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from kd.buckets.inputs import bring_files, is_stored_name, list_stored
 from kd.config.data import DataConfig
 from kd.errors import DataError
 
@@ -66,8 +67,12 @@ class TextFile:
 def find_files(source: str, root: Path = Path()) -> list[Path]:
     """List the files that a path, a folder or a glob names, sorted; empty if there are none.
 
-    A saved dataset has none: its files cannot be read one by one.
+    A saved dataset has none: its files cannot be read one by one. Those of a bucket are downloaded.
     """
+    if is_stored_name(source):
+        names = list_stored_texts(source)
+        folder = bring_files(source, names)
+        return [folder / name for name in names]
     path = root / source
     if is_saved_dataset(path):
         return []
@@ -80,6 +85,14 @@ def find_files(source: str, root: Path = Path()) -> list[Path]:
     # Path.glob takes no absolute pattern.
     names = glob.glob(str(path), recursive=True)  # noqa: PTH207
     return sorted(Path(name) for name in names if Path(name).is_file())
+
+
+def list_stored_texts(url: str) -> list[str]:
+    """List the files of text at the URL of a bucket: that object, or those below it, sorted."""
+    found = list_stored(url).objects
+    if len(found) == 1 and (name := next(iter(found))) == url.rstrip("/").rpartition("/")[2]:
+        return [name]
+    return sorted(name for name in found if find_suffix(Path(name)) in SUFFIXES)
 
 
 def is_saved_dataset(folder: Path) -> bool:

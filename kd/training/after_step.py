@@ -259,4 +259,6 @@ def save_checkpoint(run: Run) -> None:
         best_step = find_best_step(progress, run.options)
         if run.group.leads:
             checkpoint.prune_checkpoints(run.checkpoints, run.options.save_total_limit, best_step)
+        if run.uploads is not None:
+            run.uploads.offer(path, run.options.save_total_limit, best_step)
     run.monitor.emit("checkpoint", step=progress.step, path=str(path))

@@ -55,6 +55,7 @@ from kd.training.steps import (
     shrink_micro_batch,
     take_step,
 )
+from kd.training.uploads import CheckpointUploads
 
 
 def train(
@@ -65,8 +66,11 @@ def train(
     run_dir: Path,
     monitor: Monitor,
     group: Group = ALONE,
+    uploads: CheckpointUploads | None = None,
 ) -> TrainingProgress:
     """Train ``student`` in place on ``source``, and return the progress at the end.
+
+    ``uploads`` gets each checkpoint that was saved.
 
     All ranks of ``group`` call it with the same arguments; their monitors alone may differ.
     Afterwards ``student`` holds the final weights, or the best ones where early stopping asks for
@@ -84,6 +88,7 @@ def train(
         monitor = add_trackers(monitor, trackers)
 
         run = prepare(config, source, student, vocabulary, run_dir, monitor, trace, group)
+        run.uploads = uploads
         check_start(run)
         finish_evaluation(run)
         run_loop(run)

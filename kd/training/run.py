@@ -32,6 +32,7 @@ from kd.training.early_stopping import is_out_of_patience
 from kd.training.lookahead import LookAhead
 from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.step_loss import StepLoss
+from kd.training.uploads import CheckpointUploads
 
 
 @dataclass
@@ -75,6 +76,8 @@ class Run:
     clipped: list[nn.Parameter] = field(init=False)
     #: None where the dropout of the student stays as it is.
     dropout: Dropout | None = field(init=False)
+    #: Where checkpoints are put besides; None = nowhere.
+    uploads: CheckpointUploads | None = None
 
     def __post_init__(self) -> None:
         groups = [group["params"] for group in self.state.optimizer.param_groups]

@@ -112,7 +112,8 @@ class Admission:
         settings = self.service.settings
         require_space(settings.home, settings.disk_floor_bytes)
         limits = build_confinement(settings, self.service.store, self.caller.name, self.caller.team)
-        folders = Folders(settings.root, settings.home, limits)
+        # A bucket may not answer; the worker looks into it.
+        folders = Folders(settings.root, settings.home, limits, asked=False)
         problems = [
             *find_problems(config, folders),
             *find_service_problems(config),

@@ -10,6 +10,7 @@ The routes, in ``services/api/routes``:
     uploads.py      files to train on, as OpenAI's client sends them
     fine_tuning.py  jobs of distillation, as OpenAI's client sees them
     accounts.py     what teams use of their quotas, and the audit log
+    templates.py    job files to begin with
     operations.py   models, workers, health, Prometheus metrics, version
     dashboard.py    the web pages: the dashboard, and the page of the API
 
@@ -60,6 +61,8 @@ from services.api.routes import (
     history,
     jobs,
     operations,
+    operator,
+    templates,
     uploads,
 )
 from services.api.service import Service
@@ -68,6 +71,7 @@ from services.process.logs import find_secrets
 from services.settings import Settings
 from services.store.connection import connect_events, connect_redis
 from services.store.jobs.store import JobStore
+from services.store.key_use import KeyUse
 from services.store.queue import make_celery_app
 from services.store.training_files import TrainingFiles
 
@@ -83,7 +87,9 @@ ROUTERS = (
     uploads.router,
     fine_tuning.router,
     accounts.router,
+    templates.router,
     operations.router,
+    operator.router,
 )
 
 
@@ -122,9 +128,11 @@ def _make_service(settings: Settings) -> Service:
     url = settings.redis_url
     assert url is not None
     events = connect_events(url)
+    client = connect_redis(url)
     return Service(
         settings=settings,
-        store=JobStore(connect_redis(url), settings.max_attempts, settings.home),
+        store=JobStore(client, settings.max_attempts, settings.home),
+        key_use=KeyUse(client),
         queue=make_celery_app(url, socket_timeout=2.0),
         events=events,
         event_hub=EventHub(events),

@@ -19,6 +19,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
+from kd.buckets.inputs import begin_downloads
 from kd.capture.estimate import estimate_by_table
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
@@ -37,6 +38,7 @@ def answer_order(
     order: dict[str, Any], settings: Settings, store: JobStore, kept: KeptAnswers
 ) -> dict[str, Any]:
     """Return the answer to one order."""
+    begin_downloads(settings.home)
     try:
         config = parse_config(order["config"])
         limits = build_confinement(settings, store, order["owner"], order["team"])

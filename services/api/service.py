@@ -22,6 +22,7 @@ from services.settings import Settings
 from services.store.callers import Caller
 from services.store.jobs.records import JobRecord
 from services.store.jobs.store import JobStore
+from services.store.key_use import KeyUse
 from services.store.training_files import TrainingFiles
 
 JOB_ID = re.compile(r"job_[0-9a-z]{26}")
@@ -40,6 +41,7 @@ class Service:
     reading: ReadingProcess
     audit: Audit
     files: TrainingFiles
+    key_use: KeyUse
     #: Words that no log may show.
     secrets: tuple[str, ...] = field(default=(), repr=False)
     digests: FileDigests = field(default_factory=FileDigests)

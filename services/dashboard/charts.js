@@ -1,6 +1,7 @@
 // Line charts of a job's metrics over its steps. A chart is drawn once and then gets new data.
 
 import { h, number } from "./elements.js";
+import { drawMarkLines, placeMarks } from "./marks.js";
 
 const CHARTS = [
   { title: "Loss, nats per token", names: ["loss", "kd_loss", "ce_loss"] },
@@ -23,7 +24,8 @@ const CHARTS = [
 ];
 /** The metrics of all charts: the API sends only these. A star stands for any end of a name. */
 export const NAMES = CHARTS.flatMap((chart) => chart.names);
-const HEIGHT = 220; // pixels
+const HEIGHT = 240; // pixels
+const MARKS = 26; // pixels above a chart, for marks
 const SMOOTHING = 0.9; // the weight of the earlier points
 // Only these are smoothed: a learning rate has no noise, and evaluations are few and exact.
 const SMOOTHED = ["loss", "kd_loss", "ce_loss", "perplexity"];
@@ -36,6 +38,11 @@ const colour = (name) =>
 const strokeOf = (at, count) => (count <= COLOURS
   ? colour(`--series-${at + 1}`) : `hsl(${(360 * at) / count} 65% 50%)`);
 
+// Without a cursor the legend shows the newest values.
+const LAST_STEP = { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) };
+const newest = (plot, value, series) =>
+  number(value ?? plot.data[series].findLast((each) => each != null)) ?? "";
+
 /** The width of a column of a box of charts. */
 export const columnWidth = (box) =>
   parseFloat(getComputedStyle(box).gridTemplateColumns) || box.clientWidth || 320;
@@ -47,7 +54,7 @@ function axes() {
     ticks: { show: false },
   };
   const label = (value) => (value == null ? "" : number(value, 3));
-  return [axis, { ...axis, size: 64, values: (_, values) => values.map(label) }];
+  return [{ ...axis, size: 32 }, { ...axis, size: 64, values: (_, values) => values.map(label) }];
 }
 
 /** Draw lines of {label, steps, values} into a figure; returns the chart, which must be destroyed. */
@@ -57,9 +64,8 @@ export function lineChart(figure, lines, { log = false, width }) {
     cursor: { sync: { key: "step" } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
     axes: axes(),
-    series: [{ label: "step" }, ...lines.map(({ label, at }) => ({
-      label, stroke: strokeOf(at, lines.length), width: 2, spanGaps: true,
-      value: (_, value) => number(value) ?? "",
+    series: [LAST_STEP, ...lines.map(({ label, at }) => ({
+      label, stroke: strokeOf(at, lines.length), width: 2, spanGaps: true, value: newest,
     }))],
   }, uPlot.join(lines.map(({ steps, values }) => [steps, values])), figure);
 }
@@ -76,6 +82,7 @@ export class Charts {
     this.zoomed = zoomed;
     this.range = null; // of steps, while it is not all of them
     this.levels = new Map(); // lines of {label, value} across a chart, by its title
+    this.marks = []; // of events, at their steps
     this.drawn = new Map();
     this.series = new Map();
     this.box = h("div", { class: "charts" });
@@ -143,6 +150,20 @@ export class Charts {
     this.redraw();
   }
 
+  /** Show these marks on all charts. */
+  setMarks(marks) {
+    this.marks = marks;
+    for (const { plot } of this.drawn.values()) plot.redraw(false);
+  }
+
+  drawMarks(plot, chart) {
+    drawMarkLines(plot, this.marks, colour);
+    const layer = plot.root.querySelector(".marks")
+      ?? plot.root.querySelector(".u-wrap").appendChild(h("div", { class: "marks" }));
+    // One chart is enough for the Tab key.
+    placeMarks(plot, layer, this.marks, chart === this.drawn.keys().next().value);
+  }
+
   drawLevels(plot, title) {
     const { ctx, bbox } = plot;
     ctx.save();
@@ -197,10 +218,9 @@ export class Charts {
     const around = (_, low, high) => (logarithmic
       ? uPlot.rangeLog(Math.min(low, ...values), Math.max(high, ...values), 10, false)
       : uPlot.rangeNum(Math.min(low, ...values), Math.max(high, ...values), 0.1, true));
-    // Without a cursor the legend shows the newest value.
-    const newest = (plot, series) => plot.data[series].findLast((each) => each != null);
     return {
       width: columnWidth(this.box), height: HEIGHT,
+      padding: [MARKS, null, null, null],
       legend: { show: names.length <= LEGEND },
       cursor: { sync: { key: "step" } },
       scales: {
@@ -210,10 +230,13 @@ export class Charts {
       axes: axes(),
       hooks: {
         setScale: [(plot, key) => key === "x" && this.ranged(plot)],
-        draw: [(plot) => this.drawLevels(plot, chart.title)],
+        draw: [
+          (plot) => this.drawLevels(plot, chart.title),
+          (plot) => this.drawMarks(plot, chart),
+        ],
       },
       series: [
-        { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) },
+        LAST_STEP,
         ...names.map((name, at) => ({
           label: name.split("/").at(-1).replace(/_bytes$/, "").replaceAll("_", " "),
           stroke: strokeOf(at, names.length),
@@ -221,7 +244,7 @@ export class Charts {
           spanGaps: true,
           // Dots help to see few points, and hide the line of many.
           points: { show: this.series.get(name).steps.length < 40, size: 5 },
-          value: (plot, value, series) => number(value ?? newest(plot, series)) ?? "",
+          value: newest,
         })),
       ],
     };

@@ -1,45 +1,73 @@
-// The page that compares jobs: their curves in one picture, the settings that differ, and results.
+// The page that compares jobs: results, settings that differ, quality against cost, and curves.
 
 import { get } from "./api.js";
-import { COLOURS, columnWidth, lineChart } from "./charts.js";
+import { columnWidth, lineChart } from "./charts.js";
 import { bytes, chip, duration, fill, h, number, secondsOf, table } from "./elements.js";
+import { Reports, trialsOf } from "./measures.js";
+import { ParallelCoordinates } from "./parallel.js";
 import { query, to } from "./paths.js";
+import { Scatter } from "./scatter.js";
 
 const POINTS = 400;
+// Curves of more jobs could not be told apart.
+const MOST_CURVES = 12;
+const MOST_TRIALS = 100;
+// These differ in all jobs, and explain nothing.
+const NAMES = ["name", "webhook"];
 const CURVES = [
   { title: "Loss, nats per token", name: "loss" },
   { title: "Held-out perplexity", name: "validation_perplexity", log: true },
   { title: "KL(teacher || student), held out", name: "validation_kl" },
   { title: "Learning rate", name: "learning_rate" },
 ];
-// The axes of the scatter: quality against what it costs.
-const COSTS = [
-  ["bytes per token of the cache", (job) => job.cache?.bytes_per_token],
-  ["duration, seconds", (job) => secondsOf(job)],
-  ["tokens per second", (job) => job.progress.tokens_per_second],
-];
-
 export function comparePage() {
-  const ids = (query().get("jobs") ?? "").split(",").filter(Boolean);
+  const asked = (query().get("jobs") ?? "").split(",").filter(Boolean);
+  const study = query().get("study");
   const element = h("div");
   const charts = [];
+  const reports = new Reports();
+  const scatter = new Scatter();
+  const parallel = new ParallelCoordinates();
+  const title = h("h1", {}, "Comparison");
   const results = h("div");
   const settings = h("div");
+  const note = h("p", { class: "quiet" });
   const pictures = h("div", { class: "charts" });
-  element.append(h("h1", {}, "Comparison"), results, h("h2", {}, "Curves"), pictures, settings);
+  const curves = h("section", { hidden: true }, h("h2", {}, "Curves"), note, pictures);
+  element.append(title, results, parallel.root, scatter.root, curves, settings);
+
+  /** The jobs of the address, or the trials of the search that it names, the best first. */
+  async function readJobs() {
+    if (!study) return Promise.all(asked.map((id) => get(`/jobs/${id}`)));
+    const search = await get(`/jobs/${study}`);
+    title.replaceChildren("Trials of ", h("a", { href: to(`/jobs/${study}`) }, search.name));
+    const quality = ({ metrics }) => metrics.validation_perplexity ?? Infinity;
+    return (await trialsOf(study, MOST_TRIALS)).sort((a, b) => quality(a) - quality(b));
+  }
 
   async function refresh() {
-    if (!ids.length) {
-      fill(results, h("p", {}, "Select jobs in the ", h("a", { href: to("/jobs") }, "list"), "."));
-      return false;
+    const jobs = await readJobs();
+    if (!jobs.length) {
+      const none = study ? "The search has no trials yet." : [
+        "Select jobs in the ", h("a", { href: to("/jobs") }, "list"), "."];
+      fill(results, h("p", {}, none));
+      return Boolean(study);
     }
-    const jobs = await Promise.all(ids.map((id) => get(`/jobs/${id}`)));
+    const drawn = jobs.slice(0, MOST_CURVES);
     const names = CURVES.map((curve) => curve.name).join(",");
-    const asked = `max_points=${POINTS}&names=${names}`;
-    const found = await Promise.all(ids.map((id) => get(`/jobs/${id}/metrics?${asked}`)));
-    fill(results, resultTable(jobs));
-    fill(settings, differenceTable(jobs));
-    drawCurves(jobs, found.map(({ series }) => series));
+    const wanted = `max_points=${POINTS}&names=${names}`;
+    const [all, ...found] = await Promise.all([
+      reports.with(jobs), ...drawn.map(({ id }) => get(`/jobs/${id}/metrics?${wanted}`)),
+    ]);
+    const differences = differencesOf(jobs);
+    // A table with a column for each job is readable for a few.
+    fill(results, jobs.length <= MOST_CURVES ? resultTable(jobs, all) : null);
+    fill(settings, jobs.length <= MOST_CURVES ? differenceTable(jobs, differences) : null);
+    scatter.update(all);
+    parallel.update(all, differences.filter(([name]) => !NAMES.includes(name)));
+    note.textContent = drawn.length < jobs.length ? `The first ${drawn.length} jobs.` : "";
+    note.hidden = !note.textContent;
+    drawCurves(drawn, found.map(({ series }) => series));
     return jobs.some((job) => !job.finished_at);
   }
 
@@ -53,13 +81,7 @@ export function comparePage() {
         charts.push(lineChart(figure, lines, { log: curve.log, width: columnWidth(pictures) }));
       })] : [];
     });
-    const points = COSTS.map(([title, cost]) => [title, pointsOf(jobs, cost)])
-      .filter(([, found]) => found.length > 1);
-    for (const [title, found] of points) {
-      figures.push(figureOf(`Held-out perplexity against ${title}`, (figure) => {
-        figure.append(scatter(found, title));
-      }));
-    }
+    curves.hidden = !figures.length;
     pictures.replaceChildren(...figures);
   }
   return {
@@ -74,7 +96,7 @@ function figureOf(title, draw) {
   return figure;
 }
 
-function resultTable(jobs) {
+function resultTable(jobs, all) {
   const link = (job) => h("a", { href: to(`/jobs/${job.id}`) }, job.name);
   const rows = [
     ["Status", ...jobs.map((job) => chip(job.status))],
@@ -85,23 +107,26 @@ function resultTable(jobs) {
     ["Bytes per token", ...jobs.map((job) => number(job.cache?.bytes_per_token, 3))],
     ["Tokens per second", ...jobs.map((job) => number(job.progress.tokens_per_second, 3))],
     ["Duration", ...jobs.map((job) => duration(secondsOf(job)))],
-    ["Memory at the peak", ...jobs.map((job) => bytes(job.metrics["memory/peak_bytes"]))],
+    ["Memory at the peak", ...all.map(({ report }) => bytes(report?.profile?.peak_memory_bytes))],
   ];
   const known = rows.filter(([, ...values]) => values.some((value) => value != null));
   return [h("h2", {}, "Results"), table("Results", ["", ...jobs.map(link)], known)];
 }
 
-/** Make the table of the settings that are not the same in all jobs. */
-function differenceTable(jobs) {
+/** Return [name, value of each job as JSON] of the settings that are not the same in all jobs. */
+function differencesOf(jobs) {
   const flat = jobs.map((job) => new Map(flatten(job.config)));
   const names = [...new Set(flat.flatMap((each) => [...each.keys()]))].sort();
-  const rows = names
+  return names
     .map((name) => [name, ...flat.map((each) => each.get(name) ?? "")])
     .filter(([, first, ...others]) => others.some((value) => value !== first));
-  if (!rows.length) return h("p", {}, "All settings are the same.");
-  const shown = rows.map(([name, ...values]) => [h("code", {}, name), ...values]);
+}
+
+function differenceTable(jobs, differences) {
+  if (!differences.length) return h("p", {}, "All settings are the same.");
+  const rows = differences.map(([name, ...values]) => [h("code", {}, name), ...values]);
   const titles = ["Setting", ...jobs.map((job) => job.name)];
-  return [h("h2", {}, "Settings that differ"), table("Settings that differ", titles, shown)];
+  return [h("h2", {}, "Settings that differ"), table("Settings that differ", titles, rows)];
 }
 
 function flatten(value, name = "") {
@@ -110,44 +135,4 @@ function flatten(value, name = "") {
   }
   const below = (key) => (name ? `${name}.${key}` : key);
   return Object.entries(value).flatMap(([key, each]) => flatten(each, below(key)));
-}
-
-function pointsOf(jobs, cost) {
-  return jobs
-    .map((job, at) => ({ at, name: job.name, x: cost(job), y: job.metrics.validation_perplexity }))
-    .filter(({ x, y }) => Number.isFinite(x) && Number.isFinite(y));
-}
-
-const SVG = "http://www.w3.org/2000/svg";
-
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-/** Draw points with their names; the best is at the bottom left. */
-function scatter(points, title) {
-  const [width, height, edge] = [480, 220, 48];
-  const scale = (values, from, until) => {
-    const [low, high] = [Math.min(...values), Math.max(...values)];
-    return (value) => (high === low ? (from + until) / 2
-      : from + ((value - low) / (high - low)) * (until - from));
-  };
-  const x = scale(points.map((point) => point.x), edge, width - 110);
-  const y = scale(points.map((point) => point.y), height - edge, 16);
-  const said = points.map(({ name, x: cost, y: quality }) =>
-    `${name} ${number(quality)} at ${number(cost)}`);
-  return svg("svg", {
-    viewBox: `0 0 ${width} ${height}`, class: "scatter", role: "img",
-    "aria-label": `Held-out perplexity against ${title}: ${said.join(", ")}.`,
-  },
-    svg("line", { x1: edge - 12, y1: height - 32, x2: width, y2: height - 32, class: "axis" }),
-    svg("line", { x1: edge - 12, y1: 0, x2: edge - 12, y2: height - 32, class: "axis" }),
-    svg("text", { x: edge, y: height - 10 }, title),
-    ...points.flatMap((point) => [
-      svg("circle", { cx: x(point.x), cy: y(point.y), r: 5, class: `series-${(point.at % COLOURS) + 1}` }),
-      svg("text", { x: x(point.x) + 9, y: y(point.y) + 4 }, `${point.name} ${number(point.y, 3)}`),
-    ]));
 }

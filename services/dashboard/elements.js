@@ -16,10 +16,15 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+const SVG = "http://www.w3.org/2000/svg";
+
 /** Make an element of a picture. */
 export function svg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name.slice(2), value);
+    else if (value != null) element.setAttribute(name, value);
+  }
   element.append(...children);
   return element;
 }
@@ -28,22 +33,33 @@ export function svg(tag, attributes, ...children) {
 export function fill(box, ...children) {
   const fresh = box.cloneNode(false);
   fresh.append(...children.flat().filter((child) => child != null && child !== false));
+  keepOpen(box, fresh);
   if (box.isEqualNode(fresh)) return;
-  const nameOf = (element) => element.href ?? element.textContent;
+  const nameOf = (element) => element.href ?? element.ariaLabel ?? element.textContent;
   const held = box.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   box.replaceChildren(...fresh.childNodes);
   if (held === null) return;
-  const focusable = [...box.querySelectorAll("a, button")];
+  const focusable = [...box.querySelectorAll("a, button, input, [tabindex]")];
   focusable.find((element) => nameOf(element) === held)?.focus();
+}
+
+/** Open those parts of `fresh` that the user has opened in `box`. */
+function keepOpen(box, fresh) {
+  const titleOf = (details) => details.querySelector("summary").textContent;
+  const opened = new Set([...box.querySelectorAll("details[open]")].map(titleOf));
+  for (const details of fresh.querySelectorAll("details")) details.open = opened.has(titleOf(details));
 }
 
 /** Make a table in a box of its own, which scrolls sideways in a narrow window. */
 export function table(caption, titles, rows) {
-  return h("div", { class: "scroll" },
+  const box = h("div", { class: "scroll" },
     h("table", {},
       h("caption", { class: "hidden" }, caption),
       h("thead", {}, h("tr", {}, titles.map((title) => h("th", { scope: "col" }, title)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell ?? "")))))));
+  // Something in the box must take the focus, so that the keyboard can scroll it.
+  if (!box.querySelector("a, button, input")) box.tabIndex = 0;
+  return box;
 }
 
 /** Make a list of names and values; unknown values are left out. */

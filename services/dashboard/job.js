@@ -7,16 +7,18 @@ import {
   bar, bytes, chip, duration, facts, fill, h, heldOut, number, secondsOf, table, time,
 } from "./elements.js";
 import { jobTable, newest } from "./jobs.js";
+import { History, MarkList, marksOf } from "./marks.js";
 import { to } from "./paths.js";
+import { phaseSection, phasesOf } from "./phases.js";
 import { blocks, warnings } from "./report.js";
+import { NAMES as RESOURCES, Resources } from "./resources.js";
+import { Sparklines } from "./sparklines.js";
 import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 // An action without a button, because it cannot be undone.
 const WITHOUT_BUTTON = "delete";
-// The types of the events that the page lists.
-const LISTED_EVENTS = "status,warning,check";
 // An ended job is read less often, but still: a retry starts it again.
 const ENDED_MS = 5000;
 const LOG_LINES = 200;
@@ -40,7 +42,7 @@ const DRAWN_ABOVE = "curves.png";
 const ABLATION = "ablation/report.json";
 
 export function jobPage(redraw, id) {
-  const names = ["head", "warning", "trials", "files", "report", "ablation", "config"];
+  const names = ["head", "warning", "phases", "trials", "resources", "files", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
   let range = null; // of steps that the charts show, while it is not all of them
   let curves = null; // all of them, thinned
@@ -50,12 +52,15 @@ export function jobPage(redraw, id) {
     range = wanted;
     await drawCurves().catch(() => {}); // the next refresh says what is wrong
   });
-  const events = new Events(id);
+  const story = new History(id);
+  const events = new MarkList((marks) => charts.setMarks(marks));
   const log = new Log(id);
+  const sparklines = new Sparklines();
+  const resources = new Resources(id);
   const refused = h("p", { class: "error", role: "alert", hidden: true });
   const element = h("div", {},
-    parts.warning, parts.head, refused, parts.trials, charts.root, parts.report, parts.ablation,
-    parts.files, events.root, log.root, parts.config);
+    parts.warning, parts.head, refused, parts.phases, parts.trials, charts.root, events.root,
+    parts.resources, parts.report, parts.ablation, parts.files, log.root, parts.config);
   let version = null;
   let title = id;
   let ended = false;
@@ -78,8 +83,11 @@ export function jobPage(redraw, id) {
 
   async function showTrials() {
     const [trials] = await newest(MOST_TRIALS, { parent: id });
-    const shown = trials.length ? [h("h2", {}, "Trials"), jobTable("Trials", trials)] : null;
-    fill(parts.trials, shown);
+    await sparklines.read(trials);
+    const rows = trials.map((trial) => [trial, false]);
+    fill(parts.trials, trials.length
+      ? [h("h2", {}, "Trials"), h("p", {}, h("a", { href: to(`/compare?study=${id}`) }, "Compare the trials")),
+        jobTable("Trials", rows, { curves: sparklines })] : null);
   }
 
   // Each event shows at once; without a stream the page still asks now and then.
@@ -94,7 +102,7 @@ export function jobPage(redraw, id) {
   /** Read the whole curves, thinned; of known ones only the points after the last step. */
   async function readCurves() {
     const crowded = curves?.some(({ steps }) => steps.length > 2 * POINTS);
-    const ask = (more) => get(`/jobs/${id}/metrics?names=${NAMES}&${more}`);
+    const ask = (more) => get(`/jobs/${id}/metrics?names=${[...NAMES, ...RESOURCES]}&${more}`);
     if (curves === null || crowded) {
       curves = (await ask(`max_points=${POINTS}`)).series;
       return;
@@ -119,6 +127,11 @@ export function jobPage(redraw, id) {
     charts.update(curves.map((each) => refine(each, within.get(each.name), [first, last])));
   }
 
+  function drawPhases() {
+    const phases = phasesOf(story.events, Date.now());
+    fill(parts.phases, phases.length ? phaseSection(phases) : null);
+  }
+
   async function refresh() {
     const job = await get(`/jobs/${id}`);
     if (job.kind === "search") await showTrials();
@@ -132,13 +145,21 @@ export function jobPage(redraw, id) {
     const [, { data: files }] = await Promise.all([
       drawCurves(),
       ended ? get(`/jobs/${id}/artifacts`) : { data: [] },
-      events.refresh(),
+      story.refresh(),
       log.refresh(),
     ]);
+    events.update(marksOf(story.events));
+    drawPhases();
+    const saved = story.events.filter(({ type }) => type === "checkpoint").length;
+    fill(parts.resources, await resources.draw(job, curves, saved, files));
     hasTokens = files.some(({ name }) => name === TOKENS);
     fill(parts.head, head(job, act, hasTokens));
     fill(parts.files, files.length ? fileTable(files, save) : null);
-    if (version === null) fill(parts.config, configOf(job));
+    if (version === null) {
+      // A job of another version may have settings that this server does not know.
+      const found = await get(`/jobs/${id}/settings`).catch(() => null);
+      fill(parts.config, configOf(job, found?.data));
+    }
     if (files.some((file) => file.name === "report.md")) {
       const attributes = { class: "report", "aria-label": "Report" };
       const text = await getText(`/jobs/${id}/artifacts/report.md`);
@@ -228,7 +249,22 @@ function head(job, act, hasTokens) {
       ["Device time", job.device_seconds ? duration(job.device_seconds) : null],
       ["Cost", job.cost && costOf(job.cost)],
     ]),
+    job.capture && workersOf(job.capture),
   ];
+}
+
+/** The workers that capture the cache together. */
+function workersOf({ ranges, ranges_done, ranges_untaken, workers }) {
+  const rows = workers.map((each) => [
+    h("code", {}, each.worker), number(each.ranges), number(each.sequences),
+    number(each.tokens_per_second, 3), duration(each.seconds),
+  ]);
+  const titles = ["Worker", "Ranges now", "Sequences done", "Tokens per second", "Since"];
+  return h("section", { class: "capture" },
+    h("h2", {}, "Workers of the capture"),
+    h("p", {}, `${ranges_done} of ${ranges} ranges of shards are done, `
+      + `${ranges_untaken} wait for a worker.`),
+    table("Workers of the capture", titles, rows));
 }
 
 /** A cost: final, or so far and of what is expected. */
@@ -256,37 +292,6 @@ function fileTable(files, save) {
   return h("section", {}, h("h2", {}, "Files"), table("Files", ["Name", "Size", "Type"], rows));
 }
 
-/** The list of a job's events, newest first; each refresh reads only the new ones. */
-class Events {
-  constructor(id) {
-    Object.assign(this, { id, after: "0", list: h("ol", { class: "events" }) });
-    this.root = h("section", { hidden: true }, h("h2", {}, "Events"), this.list);
-  }
-
-  async refresh() {
-    for (let more = true; more; ) {
-      const query = `types=${LISTED_EVENTS}&limit=1000&after=${this.after}`;
-      const page = await get(`/jobs/${this.id}/events?${query}`);
-      this.list.prepend(...page.data.map(line).reverse());
-      this.after = page.next_after;
-      more = page.has_more;
-    }
-    this.root.hidden = !this.list.childElementCount;
-  }
-}
-
-function line({ ts, type, data }) {
-  const bad = type === "warning" || data.ok === false || data.status === "failed";
-  return h("li", bad ? { class: "bad" } : {}, time(ts), " ", h("span", {}, sentence(type, data)));
-}
-
-function sentence(type, data) {
-  if (type === "status") return [data.stage, data.status, data.reason].filter(Boolean).join(" · ");
-  if (type === "warning") return data.message;
-  const remedy = data.ok ? "" : data.remedy;
-  return [`${data.check}:`, data.message, remedy].filter(Boolean).join(" ");
-}
-
 /** The end of the log; it is read only while the section is open. With a search, its lines. */
 class Log {
   constructor(id) {
@@ -311,8 +316,15 @@ class Log {
   }
 }
 
-function configOf(job) {
-  return h("details", {},
-    h("summary", {}, "Configuration"),
-    h("pre", {}, JSON.stringify(job.config, null, 2)));
+/** Make the part of the configuration: what is not the default first, all of it on demand. */
+function configOf(job, settings) {
+  const shown = (value) => h("span", { class: "words" }, h("code", {}, JSON.stringify(value)));
+  const rows = (settings ?? []).map(({ name, value, default: usual, required }) =>
+    [h("code", {}, name), shown(value), required ? "(must be given)" : shown(usual)]);
+  return [
+    h("h2", {}, "Configuration"),
+    rows.length > 0 && table("Settings that are not the defaults", ["Setting", "Value", "Default"], rows),
+    h("details", {}, h("summary", {}, "All settings"),
+      h("pre", { tabindex: 0 }, JSON.stringify(job.config, null, 2))),
+  ];
 }

@@ -3,6 +3,7 @@
 import { Refused, get, post } from "./api.js";
 import { bar, chip, duration, fill, h, heldOut, number, table, time } from "./elements.js";
 import { keepInAddress, query, to } from "./paths.js";
+import { Sparklines } from "./sparklines.js";
 
 const PAGE = 20;
 const STATUSES = [
@@ -10,12 +11,15 @@ const STATUSES = [
   "cancelled",
 ];
 const TITLES = [
-  "Status", "Name", "Kind", "Stage", "Progress", "ETA", "Loss", "Held-out perplexity", "Tokens/s",
-  "Created",
+  "Status", "Name", "Kind", "Stage", "Progress", "ETA", "Loss", "Curve", "Held-out perplexity",
+  "Tokens/s", "Created",
 ];
+// The newest trials of a search that its row opens.
+const MOST_TRIALS = 50;
 // What can be done with several jobs at once; each job says which of these it takes.
 const ACTIONS = ["cancel", "retry"];
 const TYPING_MS = 300;
+const SOON_MS = 60_000;
 
 export function jobsPage(redraw) {
   const asked = query();
@@ -23,6 +27,8 @@ export function jobsPage(redraw) {
   let typing = null;
   let shown = [];
   const chosen = new Set();
+  const opened = new Set(); // searches whose trials are shown
+  const curves = new Sparklines();
   const list = h("div");
   const bulk = h("p", { class: "options", "aria-live": "polite" });
   const refused = h("p", { class: "error", role: "alert", hidden: true });
@@ -75,6 +81,21 @@ export function jobsPage(redraw) {
     ] : null);
   }
 
+  function toggle(id) {
+    if (!opened.delete(id)) opened.add(id);
+    redraw();
+  }
+
+  /** Put the trials of each opened search below it: [job, whether it is one of these trials]. */
+  async function withTrials(jobs) {
+    const rows = await Promise.all(jobs.map(async (job) => {
+      if (!opened.has(job.id)) return [[job, false]];
+      const [below] = await newest(MOST_TRIALS, { parent: job.id });
+      return [[job, false], ...below.map((trial) => [trial, true])];
+    }));
+    return rows.flat();
+  }
+
   async function actOn(jobs, action) {
     const failed = [];
     for (const job of jobs) {
@@ -91,23 +112,40 @@ export function jobsPage(redraw) {
       status: status.value, q: text.value.trim(), trials: trials.checked ? "" : "false",
     };
     const [jobs, cursor] = await newest(wanted, filters);
-    shown = jobs;
+    const rows = await withTrials(jobs);
+    shown = rows.map(([job]) => job);
+    await curves.read(shown);
     more.hidden = cursor === null;
     const filtered = status.value || filters.q;
-    fill(list, jobs.length ? jobTable("Jobs", jobs, { chosen, choose }) : nothing(filtered));
+    const ways = { curves, chosen, choose, opened, toggle: trials.checked ? null : toggle };
+    fill(list, jobs.length ? jobTable("Jobs", rows, ways) : nothing(filtered));
     showBulk();
   }
   return { title: "Jobs", element, refresh };
 }
 
-/** Make a table of jobs; `selection` has the ids that are chosen, and what to call for a change. */
-export function jobTable(caption, jobs, selection = null) {
-  if (!selection) return table(caption, TITLES, jobs.map(row));
+/**
+ * Make a table of jobs, given as [job, whether it is a trial below its search].
+ * `curves` draws their curves. With `choose` each row has a box, and with `toggle` the row of a
+ * search has a button that opens its trials; `chosen` and `opened` have the ids that are.
+ */
+export function jobTable(caption, rows, { curves, chosen, choose, opened, toggle }) {
   const box = (job) => h("input", {
-    type: "checkbox", "aria-label": `Select ${job.name}`, checked: selection.chosen.has(job.id),
-    onchange: (event) => selection.choose(job.id, event.target.checked),
+    type: "checkbox", "aria-label": `Select ${job.name}`, checked: chosen.has(job.id),
+    onchange: (event) => choose(job.id, event.target.checked),
   });
-  return table(caption, ["", ...TITLES], jobs.map((job) => [box(job), ...row(job)]));
+  const button = (job) => h("button", {
+    type: "button", class: "fold", "aria-label": `Trials of ${job.name}`,
+    "aria-expanded": String(opened.has(job.id)), onclick: () => toggle(job.id),
+  });
+  const found = table(caption, choose ? ["", ...TITLES] : TITLES, rows.map(([job]) => [
+    ...(choose ? [box(job)] : []),
+    ...cellsOf(job, curves, toggle && job.kind === "search" ? button(job) : null),
+  ]));
+  found.querySelectorAll("tbody tr").forEach((element, at) => {
+    if (rows[at][1]) element.classList.add("below");
+  });
+  return found;
 }
 
 /**
@@ -128,19 +166,36 @@ export async function newest(count, filters) {
   return [jobs, cursor];
 }
 
-function row(job) {
+/** What a row of a search says of its trials. */
+function trialsOf({ kind, progress, metrics }) {
+  if (kind !== "search" || progress.unit !== "trials") return null;
+  const best = metrics.best_trial == null ? ""
+    : `, best ${metrics.best_trial} with loss ${number(metrics.validation_loss)}`;
+  return h("span", { class: "quiet" }, `${progress.done} of ${progress.total} trials ended${best}`);
+}
+
+/** When a job that runs will end, or one that is queued will begin. */
+function etaOf({ status, progress, estimated_start_at: start }) {
+  if (status === "running") return duration(progress.eta_seconds);
+  if (status !== "queued" || !start) return null;
+  const soon = Date.parse(start) - Date.now() < SOON_MS;
+  return soon ? "starts soon" : h("span", {}, "starts ", time(start));
+}
+
+function cellsOf(job, curves, button) {
   const { progress, metrics } = job;
   const runs = job.status === "running";
   const labels = Object.entries(job.labels ?? {}).map(([name, value]) =>
     h("span", { class: "label" }, value ? `${name}: ${value}` : name));
   return [
     chip(job.status),
-    h("span", {}, h("a", { href: to(`/jobs/${job.id}`) }, job.name), ...labels),
+    h("span", { class: "names" }, button, h("a", { href: to(`/jobs/${job.id}`) }, job.name), trialsOf(job), ...labels),
     job.kind,
     runs && job.phase ? `${job.stage} · ${job.phase}` : job.stage,
     bar(progress),
-    runs ? duration(progress.eta_seconds) : null,
+    etaOf(job),
     number(metrics.loss),
+    curves.of(job),
     heldOut(metrics),
     runs ? number(progress.tokens_per_second, 3) : null,
     time(job.created_at),

@@ -8,6 +8,7 @@ import { h } from "./elements.js";
 import { jobPage } from "./job.js";
 import { jobsPage } from "./jobs.js";
 import { newPage } from "./new.js";
+import { healthPage, keysPage, storagePage } from "./operator.js";
 import { here, to } from "./paths.js";
 import { tokensPage } from "./tokens.js";
 import { workersPage } from "./workers.js";
@@ -23,6 +24,9 @@ const PAGES = [
   [/^\/caches\/(\w+)$/, cachePage],
   [/^\/tokens$/, tokensPage],
   [/^\/workers$/, workersPage],
+  [/^\/keys$/, keysPage],
+  [/^\/storage$/, storagePage],
+  [/^\/health$/, healthPage],
 ];
 const root = document.getElementById("page");
 const state = document.getElementById("state");

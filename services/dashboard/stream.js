@@ -1,14 +1,15 @@
 // The events of a job as they happen: server-sent events, read with fetch, which can send the key.
 
-import { keyHeaders } from "./api.js";
+import { get, keyHeaders } from "./api.js";
 import { to } from "./paths.js";
 
 const AGAIN_MS = 1000;
 
 /**
- * Call `seen` for each event of a job from now on, until the returned function is called or the
- * job has ended. A broken stream is opened again after the last event that came; `seen` is called
- * for each opening too, because what came before it may not be known.
+ * Call `seen` for each event of a job from now on, with its {id, type, data}, until the returned
+ * function is called or the job has ended. A broken stream is opened again after the last event
+ * that came, so that none is missed or comes twice. `seen` is called without an event for each
+ * opening, because what came before it may not be known.
  */
 export function follow(id, seen) {
   const stopping = new AbortController();
@@ -24,13 +25,17 @@ async function read(id, seen, signal) {
       if (last !== null) headers["Last-Event-ID"] = last;
       const path = `/jobs/${id}/events/stream?new_only=true`;
       const answer = await fetch(to(path), { headers, signal });
-      if (!answer.ok) return; // the page's own requests say why
-      seen();
-      for await (const event of parse(answer.body)) {
-        last = event.id ?? last;
+      // The page's own requests say why; a server that starts, or is busy, may answer later.
+      if (!answer.ok && answer.status < 500 && answer.status !== 429) return;
+      if (answer.ok) {
         seen();
+        for await (const event of parse(answer.body)) {
+          last = event.id ?? last;
+          seen(event);
+        }
+        // A stream also ends where the server stops; then this request fails, or the job goes on.
+        if ((await get(`/jobs/${id}`)).finished_at) return;
       }
-      return; // the job has ended
     } catch {
       if (signal.aborted) return;
     }
@@ -38,7 +43,7 @@ async function read(id, seen, signal) {
   }
 }
 
-/** Yield {id} of each event of a stream. */
+/** Yield {id, type, data} of each whole event of a stream. */
 async function* parse(body) {
   let text = "";
   for await (const part of body.pipeThrough(new TextDecoderStream())) {
@@ -46,7 +51,8 @@ async function* parse(body) {
     text = events.pop();
     for (const event of events) {
       const fields = new Map(event.split("\n").map((line) => line.split(/: ?(.*)/s, 2)));
-      if (fields.has("data")) yield { id: fields.get("id") };
+      if (!fields.has("data")) continue;
+      yield { id: fields.get("id"), type: fields.get("event"), data: JSON.parse(fields.get("data")) };
     }
   }
 }

@@ -24,7 +24,7 @@ export function workersPage() {
   return { title: "Workers", element: h("div", {}, h("h1", {}, "Workers"), list), refresh };
 }
 
-function task({ job, busy, stopping }) {
-  if (job) return h("a", { href: to(`/jobs/${job}`) }, job);
+function task({ job, busy, stopping, helping }) {
+  if (job) return h("span", {}, helping && "helps ", h("a", { href: to(`/jobs/${job}`) }, job));
   return busy ? "a job of another key" : stopping ? "stopping" : "idle";
 }

@@ -32,6 +32,7 @@ from kd.search.space import get_search, keeps_best, make_trial_job
 from kd.search.study import (
     Outcome,
     end_trial,
+    estimate_seconds_left,
     list_open_trials,
     make_study,
     note_held_out_tokens,
@@ -251,7 +252,13 @@ class Driver:
         found = make_search_report(self._config, self._study)
         total = get_search(self._config).trials
         done = sum(row["state"] != "running" for row in found["trials"])
-        data = {"done": done, "total": total, "unit": "trials", "fraction": round(done / total, 6)}
+        data = {
+            "done": done,
+            "total": total,
+            "unit": "trials",
+            "fraction": round(done / total, 6),
+            "eta_seconds": estimate_seconds_left(self._study, total),
+        }
         self._outbox.put({"type": "progress", "data": data})
         if found["best"] is not None:
             data = {"best_trial": found["best"]["number"], "validation_loss": found["best"]["loss"]}

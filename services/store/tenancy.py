@@ -50,6 +50,7 @@ def build_confinement(
         may_read_run=may_read_run,
         may_read_cache=may_read_cache,
         store=settings.store,
+        stores=settings.data_stores,
     )
 
 

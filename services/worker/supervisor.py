@@ -13,9 +13,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -24,20 +25,12 @@ from cache.errors import PotstillError
 from kd.config.jobfile import parse_config
 from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
-from services.process.telemetry import build_trace_environment
 from services.settings import SEARCH, Settings
-from services.store.jobs.leases import Claim
+from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
-from services.store.tenancy import build_confinement
+from services.store.ranges import Membership, RangeBoard
 from services.worker.child import EXIT_ELSEWHERE, EXIT_STOPPED
-from services.worker.child_process import (
-    Child,
-    Order,
-    build_store_environment,
-    find_teacher_key,
-    make_order,
-    start_child,
-)
+from services.worker.child_process import Child, StageJob, prepare_child, start_child
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
     describe_crash,
@@ -46,8 +39,10 @@ from services.worker.failures import (
     describe_kill,
     describe_memory_limit,
 )
-from services.worker.heartbeat import BEAT_SECONDS, BEATS_PER_LEASE, Heartbeat
+from services.worker.heartbeat import Heartbeat
+from services.worker.helping import count_workers, describe_place
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
+from services.worker.range_broker import RangeBroker
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
@@ -78,7 +73,13 @@ class Attempt:
         stage: str,
         device: WorkerDevice,
         stopping: threading.Event,
+        worker: str = "",
+        call_helpers: Callable[[str, int | None], None] = lambda *_: None,
     ) -> None:
+        """``call_helpers`` asks other workers to help with the capture of a job."""
+        self._worker = worker
+        self._call_helpers = call_helpers
+        self._child: Child | None = None
         self._store = store
         self._settings = settings
         self._claim = claim
@@ -92,11 +93,13 @@ class Attempt:
         """Run the stage to its end."""
         kills = OomKills.count()
         try:
-            child = self._start()
+            broker = self._make_broker()
+            child = self._start(broker)
         except (PotstillError, OSError, RedisError) as error:
             return self._record_failed_start(error)
         limit = choose_limit_bytes(parse_config(self._claim.config).resources, self._device)
         with (
+            broker or nullcontext(),
             child,
             MemoryLimit(child.process.pid, limit) as memory,
             Heartbeat(
@@ -121,27 +124,36 @@ class Attempt:
             retry_until_answered(lambda: self._conclude(child, kills, memory), self._stopping)
         )
 
-    def _start(self) -> Child:
+    def _make_broker(self) -> RangeBroker | None:
+        """Return what hands out the shards of this stage; None where this worker is alone."""
         config = parse_config(self._claim.config)
-        settings = self._settings
-        environment = (
-            self._device.build_environment(config.resources.gpus)
-            | build_trace_environment(settings.otlp_endpoint)
-            | build_store_environment(settings)
-            | find_teacher_key(config)
-        )
-        with storage_errors(self._run_dir):
-            return start_child(settings, self._make_order(), environment)
+        workers = count_workers(config)
+        if self._stage != "precompute" or workers == 1 or not config.needs_cache:
+            return None
+        board = RangeBoard(self._store.redis)
+        place = describe_place(self._settings, config)
+        lease = self._settings.lease_seconds
 
-    def _make_order(self) -> Order:
+        def open_board(terms: dict[str, Any], shards: int) -> Membership | None:
+            opened = board.open(self._claim, self._worker, lease, terms | place, shards, workers)
+            self._call_helpers(self._claim.id, workers)
+            return opened
+
+        return RangeBroker(board, lease, open_board=open_board, report=self._take_progress)
+
+    def _take_progress(self, event: dict[str, Any]) -> None:
+        if self._child is not None:
+            self._child.outbox.put(event)
+
+    def _start(self, broker: RangeBroker | None) -> Child:
         claim = self._claim
-        settings = self._settings
-        team = self._store.find_teams([claim.id]).get(claim.id)
-        limits = build_confinement(settings, self._store, claim.owner, team)
-        config = parse_config(claim.config)
-        granted = limits.to_order(config, settings.root)
-        gpus = len(self._device.give(config.resources.gpus))
-        return make_order(settings, self._stage, claim.config, self._run_dir, granted, gpus)
+        job = StageJob(claim.id, self._stage, claim.owner, claim.config)
+        with storage_errors(self._run_dir):
+            order, environment = prepare_child(
+                self._store, self._settings, self._device, job, self._run_dir
+            )
+            self._child = start_child(self._settings, order, environment, broker)
+        return self._child
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
         """Record that no child started. If Redis is away, the job goes back to the queue."""

@@ -19,6 +19,9 @@ class JobEvent(View):
         description="status, stage, progress, metrics, evaluation, checkpoint, artifact, warning, "
         "..."
     )
+    step: int | None = Field(
+        None, description="The optimiser step of the run at the time; null before the first one."
+    )
     data: dict[str, Any]
 
 
@@ -50,3 +53,17 @@ class MetricsHistory(View):
         "min-max",
         description="The steps are cut into equal spans; each keeps its lowest and highest point.",
     )
+
+
+class JobCurve(View):
+    """A few points of a job's loss, for a picture of the size of a word."""
+
+    job: str
+    steps: list[int]
+    values: list[float] = Field(description="Loss in nats per token.")
+
+
+class JobCurves(View):
+    """The curves of several jobs; those that are unknown or have no loss yet are left out."""
+
+    data: list[JobCurve]

@@ -86,3 +86,19 @@ class JobPlan(View):
     warnings: list[str] = Field(
         default_factory=list, description="Valid settings that are probably mistakes."
     )
+
+
+class Template(View):
+    """A job file to begin with."""
+
+    name: str
+    title: str = Field(description="What its job does, in one sentence.")
+    text: str = Field(
+        description="YAML with comments. What only the user knows is an empty text: models, texts."
+    )
+
+
+class TemplateList(View):
+    """The job files to begin with, by name."""
+
+    data: list[Template]

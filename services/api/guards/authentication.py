@@ -86,6 +86,8 @@ def authenticate(request: Request, shown: BearerCredentials) -> Caller:
             _audit(request, "unknown", "auth.failed", refusal.detail)
         raise
     request.state.key = key
+    if key is not _LOCAL_KEY:
+        request.app.state.service.key_use.note(key.id)
     if key.expires_at is not None and key.expires_soon:
         request.state.headers = {EXPIRY_HEADER: key.expires_at.isoformat()}
     limiter: Limiter = request.app.state.limiter

@@ -22,7 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 #: The paths of the dashboard's views; main.js has the same. Some are paths of the API too, which
 #: answers there with JSON to who does not ask for HTML, and below /v1 to all.
-VIEWS = re.compile(r"/(?:jobs(?:/[\w-]+)?|caches(?:/\w+)?|compare|tokens|new|workers)?")
+VIEWS = re.compile(
+    r"/(?:jobs(?:/[\w-]+)?|caches(?:/\w+)?|compare|tokens|new|workers|keys|storage|health)?"
+)
 #: What stands in a page before a path from the root, which a proxy may have moved below a prefix.
 _BASE = "BASE/"
 FOLDER = Path(__file__).parents[2] / "dashboard"

@@ -11,12 +11,14 @@ No path is ever built from a client's input: the server lists its files and look
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +28,19 @@ from fastapi import Path as InPath
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import verify_json
+from kd.buckets.runs import StoredRun
 from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointFile, CheckpointList
 from kd.client.wire.jobs import Job
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.answers.run_files import open_run_file
+from services.api.answers.stored_run import (
+    StoredArtifact,
+    StoredState,
+    find_stored_artifacts,
+    read_part,
+    read_stored_states,
+)
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ
 from services.api.service import KnownJob, Service, TheCaller, TheService
@@ -130,9 +140,11 @@ def get_checkpoint_file(
         if folder.is_dir() and _is_real(folder, service)
         else []
     )
-    if file not in names:
-        raise _make_no_checkpoint_problem(job, step)
-    answer = _send_file(request, folder / file, f"{job.id}-{step}-{file}", service)
+    name = f"{job.id}-{step}-{file}"
+    if file in names:
+        answer = _send_file(request, folder / file, name, service)
+    else:
+        answer = _send_stored_checkpoint_file(request, job, step, file, service)
     if _begins_download(request, answer):
         service.audit.record(caller, "checkpoint.download", job.id, file=f"{step}/{file}")
     return answer
@@ -159,7 +171,62 @@ def _make_no_checkpoint_problem(job: Job, step: int) -> ApiProblem:
 
 
 def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
-    """Return the job's checkpoints, oldest first, without damaged ones."""
+    """Return the job's checkpoints, oldest first, without damaged ones.
+
+    Those of the bucket are shown too. The bucket may have newer ones than this disk.
+    """
+    here = _read_own_checkpoints(job, service)
+    steps = {each.step for each in here}
+    stored = [
+        each
+        for each in read_stored_states(service.settings, job.id)
+        if each.found.step not in steps
+    ]
+    if not stored:
+        return here
+    found = [*here, *(_describe_stored_checkpoint(each, job) for each in stored)]
+    found.sort(key=lambda each: each.step)
+    newest = stored[-1].content["progress"].get("best_step")
+    best = (
+        newest
+        if found[-1].step not in steps
+        else next((each.step for each in here if each.is_best), None)
+    )
+    return [
+        each.model_copy(update={"is_best": each.step == best, "is_last": each is found[-1]})
+        for each in found
+    ]
+
+
+def _describe_stored_checkpoint(state: StoredState, job: Job) -> Checkpoint:
+    step = state.found.step
+    files = [
+        CheckpointFile(
+            name=name,
+            bytes=each.bytes,
+            sha256=state.content["sha256"].get(name),
+            url=f"{job.links.checkpoints}/{step}/{name}",
+        )
+        for name, each in sorted(state.files.items())
+    ]
+    return Checkpoint(
+        step=step,
+        created_at=datetime.fromtimestamp(state.found.modified, UTC),
+        bytes=sum(file.bytes for file in files),
+        sha256=hashlib.sha256(state.data).hexdigest(),
+        metrics=_select_metrics(state.content),
+        is_best=False,
+        is_last=False,
+        files=files,
+    )
+
+
+def _select_metrics(state: dict[str, Any]) -> dict[str, float]:
+    evaluation = state["progress"].get("last_evaluation") or {}
+    return {name: value for name, value in evaluation.items() if isinstance(value, int | float)}
+
+
+def _read_own_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
     folders = [
         folder
         for folder in sorted(_find_checkpoints(job, service).glob("step-????????"))
@@ -188,15 +255,12 @@ def _describe_checkpoint(
 ) -> Checkpoint:
     step = int(folder.name.removeprefix("step-"))
     files = list(_list_checkpoint_files(folder, job, step, state["sha256"]))
-    evaluation = state["progress"].get("last_evaluation") or {}
     return Checkpoint(
         step=step,
         created_at=_read_modified_at(folder / STATE),
         bytes=sum(file.bytes for file in files),
         sha256=hash_file(folder / STATE),
-        metrics={
-            name: value for name, value in evaluation.items() if isinstance(value, int | float)
-        },
+        metrics=_select_metrics(state),
         is_best=step == best,
         is_last=is_last,
         files=files,
@@ -224,6 +288,9 @@ def list_artifacts(job: KnownJob, service: TheService) -> ArtifactList:
     for name, path in _find_artifacts(job, service).items():
         with suppress(FileNotFoundError):  # the running job may replace it at any time
             found.append(_describe_artifact(job, name, path, service))
+    here = {each.name for each in found}
+    stored = _find_stored_artifacts(job, service).items()
+    found += [_describe_stored(job, name, each) for name, each in stored if name not in here]
     return ArtifactList(data=found)
 
 
@@ -238,13 +305,17 @@ def get_artifact(
 ) -> Response:
     """Download a file that the job produced, or the part of it that Range names."""
     path = _find_artifacts(job, service).get(name)
-    if path is None:
+    if path is not None:
+        answer = _send_file(request, path, path.name, service)
+    elif (stored := _find_stored_artifacts(job, service).get(name)) is not None:
+        file = stored.file
+        answer = _send_object(request, stored.run, file.object, file.bytes, file.sha256)
+    else:
         raise ApiProblem(
             404,
             f"{job.id} has no artifact {name!r}.",
             f"{job.links.artifacts} lists the artifacts.",
         )
-    answer = _send_file(request, path, path.name, service)
     # A file in a folder is one of the student. The others are reports, which a page shows.
     if "/" in name and name not in _ADDED_LATER and _begins_download(request, answer):
         service.audit.record(caller, "student.download", job.id, file=name)
@@ -256,7 +327,8 @@ def _find_artifacts(job: Job, service: Service) -> dict[str, Path]:
 
     Links, and paths outside of the job's run folders, are left out.
     """
-    folders = _list_run_folders(job, service)
+    runs = service.settings.runs.resolve()
+    folders = [runs / each for each in _list_runs(job, service)]
     added = {name: folders[0] / name for name in _ADDED_LATER}
     found = {name: path for name, path in added.items() if path.is_file()}
     for name, text in sorted(job.artifacts.items()):
@@ -270,11 +342,34 @@ def _find_artifacts(job: Job, service: Service) -> dict[str, Path]:
     return {name: path for name, path in found.items() if not path.is_symlink()}
 
 
-def _list_run_folders(job: Job, service: Service) -> list[Path]:
-    """Return the run folder of the job, and for a search also those of its trials."""
+def _list_runs(job: Job, service: Service) -> list[str]:
+    """Return the id of the job, and for a search also those of its trials."""
     trials = service.store.list_trials(job.id).values() if job.kind == "search" else ()
-    runs = service.settings.runs.resolve()
-    return [runs / each for each in (job.id, *trials)]
+    return [job.id, *trials]
+
+
+def _find_stored_artifacts(job: Job, service: Service) -> dict[str, StoredArtifact]:
+    """Return the files in the bucket that the record names and this disk lacks, by name."""
+    if service.settings.locate_stored_run(job.id) is None:
+        return {}
+    runs = service.settings.runs
+    elsewhere = {
+        name: path
+        for name, path in job.artifacts.items()
+        if not (Path(path).is_relative_to(runs) and Path(path).exists())
+    }
+    return find_stored_artifacts(service.settings, _list_runs(job, service), elsewhere)
+
+
+def _describe_stored(job: Job, name: str, stored: StoredArtifact) -> Artifact:
+    return Artifact(
+        name=name,
+        bytes=stored.file.bytes,
+        media_type=_guess_media_type(Path(name)),
+        modified_at=datetime.fromtimestamp(stored.file.modified, UTC),
+        sha256=stored.file.sha256,
+        url=f"{job.links.artifacts}/{name}",
+    )
 
 
 def _describe_artifact(job: Job, name: str, path: Path, service: Service) -> Artifact:
@@ -313,6 +408,37 @@ def _send_file(request: Request, path: Path, name: str, service: Service) -> Res
         tag=f'"{service.digests.compute(handle)}"',
         headers={"Content-Disposition": f'attachment; filename="{_sanitise_name(name)}"'},
         close=lambda: os.close(handle),
+    )
+    return send_bytes(request, content)
+
+
+def _send_stored_checkpoint_file(
+    request: Request, job: Job, step: int, file: str, service: Service
+) -> Response:
+    """Answer with a file of a checkpoint in the bucket; 404 where there is none."""
+    run = service.settings.find_stored_run(job.id)
+    for state in read_stored_states(service.settings, job.id) if run is not None else ():
+        if run is None or state.found.step != step or file not in state.files:
+            continue
+        about = state.files[file]
+        digest = state.content["sha256"].get(file) or hashlib.sha256(state.data).hexdigest()
+        return _send_object(
+            request, run, about.name, about.bytes, digest, f"{job.id}-{step}-{file}"
+        )
+    raise _make_no_checkpoint_problem(job, step)
+
+
+def _send_object(
+    request: Request, run: StoredRun, name: str, size: int, digest: str, shown: str = ""
+) -> Response:
+    """Answer with an object of a run in the bucket, which is read in parts as it is sent."""
+    shown = _sanitise_name(shown or name.rpartition("/")[2])
+    content = ByteSource(
+        size,
+        _guess_media_type(Path(name)),
+        partial(read_part, run.bucket, name),
+        tag=f'"{digest}"',
+        headers={"Content-Disposition": f'attachment; filename="{shown}"'},
     )
     return send_bytes(request, content)
 

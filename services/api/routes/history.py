@@ -3,6 +3,7 @@
 GET /jobs/{id}/events          a page of events; with Accept: text/event-stream, the stream
 GET /jobs/{id}/events/stream   server-sent events; can be resumed, and ends with the job
 GET /jobs/{id}/metrics         one series for each metric, thinned for a picture
+GET /curves?jobs=A,B           a few points of the loss of several jobs
 GET /jobs/{id}/logs            the output of the job's processes, without secrets
 """
 
@@ -16,7 +17,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kd.client.wire.history import JobEvent, JobEvents, MetricSeries, MetricsHistory
+from kd.client.wire.history import (
+    JobCurve,
+    JobCurves,
+    JobEvent,
+    JobEvents,
+    MetricSeries,
+    MetricsHistory,
+)
 from kd.client.wire.jobs import Job
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
@@ -28,7 +36,7 @@ from services.api.guards.authentication import hold_stream
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.rate_limits import StreamLease
 from services.api.routes.access import READ, STREAM
-from services.api.service import KnownJob, Service, TheService
+from services.api.service import JOB_ID, KnownJob, Service, TheCaller, TheService
 
 #: The id of an event: milliseconds, and optionally a number.
 STREAM_ID = r"^\d{1,18}(-\d{1,18})?$"
@@ -72,10 +80,16 @@ def job_events(
 ) -> JobEvents:
     """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
     wanted = [name for name in (types or "").split(",") if name]
-    found = service.store.read_events(job.id, after, limit + 1, wanted)
+    found = service.store.read_stepped_events(job.id, after, limit + 1, wanted)
     data = [
-        JobEvent(id=place, ts=_parse_event_time(place), type=kind, data=data)
-        for place, kind, data in found[:limit]
+        JobEvent(
+            id=event.place,
+            ts=_parse_event_time(event.place),
+            type=event.type,
+            step=event.step,
+            data=event.data,
+        )
+        for event in found[:limit]
     ]
     return JobEvents(
         data=data, has_more=len(found) > limit, next_after=data[-1].id if data else after
@@ -215,6 +229,43 @@ def _thin_series(name: str, series: list[Point], limit: int) -> MetricSeries:
         steps=[step for step, _ in kept],
         values=[value for _, value in kept],
         points=len(series),
+    )
+
+
+#: Jobs of one answer at most, and the points of each.
+MOST_CURVES = 100
+CURVE_POINTS = 24
+
+
+@router.get("/curves", dependencies=READ, responses=describe_problems(422, 503))
+def job_curves(
+    service: TheService,
+    caller: TheCaller,
+    jobs: Annotated[
+        str,
+        Query(
+            min_length=1,
+            max_length=MOST_CURVES * 31,
+            description=f"Ids of jobs, separated by commas; {MOST_CURVES} at most.",
+        ),
+    ],
+) -> JobCurves:
+    """Show a few points of the loss of several jobs: the first, the last, and some between them.
+
+    It costs the same for long runs as for short ones, so that a list can show a curve in each row.
+    """
+    known = dict.fromkeys(each for each in jobs.split(",") if JOB_ID.fullmatch(each))
+    found = service.store.sample_metrics(list(known)[:MOST_CURVES], caller, CURVE_POINTS)
+    curves = {
+        job_id: [(each["step"], each["loss"]) for each in points if each.get("loss") is not None]
+        for job_id, points in found.items()
+    }
+    return JobCurves(
+        data=[
+            JobCurve(job=job_id, steps=[step for step, _ in points], values=[y for _, y in points])
+            for job_id, points in curves.items()
+            if points
+        ]
     )
 
 

@@ -4,6 +4,7 @@ POST   /jobs                 create a job: 202 and Location; with ?dry_run=true 
 POST   /jobs/validate        show the plan of a job, or its problems
 GET    /jobs                 list jobs, newest first, by cursor
 GET    /jobs/{id}            show a job; with ?wait=30 as soon as it changes
+GET    /jobs/{id}/settings   show the settings that are not the defaults
 POST   /jobs/{id}/{action}   cancel, pause, resume or retry: 202; 200 if the job is in that state
                              already; 409 if its status forbids the action
 POST   /jobs/{id}/clone      create the same job again, with changes
@@ -24,10 +25,11 @@ from pydantic import AwareDatetime, BeforeValidator
 
 from cache.disk import remove_path, storage_errors
 from cache.reading.usage import held
-from kd.client.wire.jobs import Action, Job, JobList, Kind, Status
+from kd.client.wire.jobs import Action, Job, JobList, JobSettings, Kind, Setting, Status
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.section import find_differences
 from services.api.admission import Admission, announce_job
 from services.api.answers.cursors import decode_cursor, encode_cursor
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
@@ -314,6 +316,20 @@ async def get_job(
     return job
 
 
+@router.get(
+    "/jobs/{job_id}/settings", dependencies=READ, responses=describe_problems(404, 422, 503)
+)
+def job_settings(job: KnownJob) -> JobSettings:
+    """Show the settings of a job that are not the defaults, in the order of the sections."""
+    found = find_differences(parse_config(job.config))
+    return JobSettings(
+        data=[
+            Setting(name=each.name, value=each.value, default=each.default, required=each.required)
+            for each in found
+        ]
+    )
+
+
 async def _wait_for_change(service: Service, job: Job, deadline: float) -> None:
     """Wait until the record has another version, the time is over, or the server stops."""
     while time.monotonic() < deadline and not service.stopping:
@@ -420,4 +436,6 @@ def delete_job(
         folder = service.settings.run_dir(job.id)
         with storage_errors(folder):
             remove_path(folder)
+        if (stored := service.settings.find_stored_run(job.id)) is not None:
+            stored.remove()
     return Response(status_code=204)

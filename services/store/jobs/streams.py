@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
+from services.store.callers import Caller
 from services.store.jobs.script import ScriptedStore
 
 #: Types of events whose data is kept by step.
 SERIES = ("metrics", "evaluation", "temperature", "scalars")
+#: Types of events that name a step of the run.
+STEPPED = frozenset({*SERIES, "check", "checkpoint"})
+#: Events before a page that are searched for the step at its beginning.
+SEARCHED = 100
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """An event of a job.
+
+    ``place`` is its id in the stream. ``step`` is the event's own step, else that of the run when
+    it came; None before the first step.
+    """
+
+    place: str
+    type: str
+    data: dict[str, Any]
+    step: int | None
 
 
 class Streams(ScriptedStore):
@@ -23,17 +44,44 @@ class Streams(ScriptedStore):
         types: Iterable[str] | None = None,
     ) -> list[tuple[str, str, dict[str, Any]]]:
         """Stream id, type and data of the events after stream id ``after``, oldest first."""
+        found = islice(self._walk(job_id, after, types), limit)
+        return [(event.place, event.type, event.data) for event in found]
+
+    def read_stepped_events(
+        self,
+        job_id: str,
+        after: str = "0",
+        limit: int | None = None,
+        types: Iterable[str] | None = None,
+    ) -> list[StoredEvent]:
+        """Read the events after stream id ``after``, oldest first, with the step of each."""
+        step = None if after == "0" else self._find_step(job_id, after)
+        return list(islice(self._walk(job_id, after, types, step), limit))
+
+    def _walk(
+        self, job_id: str, after: str, types: Iterable[str] | None, step: int | None = None
+    ) -> Iterator[StoredEvent]:
+        """Yield the events after ``after``; the run was at ``step`` then."""
         wanted = set(types or ())
-        found = list[tuple[str, str, dict[str, Any]]]()
+        last: Any = None  # the last event that may name a step, which is parsed only if needed
         while True:
             entries: Any = self.redis.xrange(f"kd:job:{job_id}:events", f"({after}", count=1000)
             for after, fields in entries:
-                if not wanted or fields["type"] in wanted:
-                    found.append((after, fields["type"], json.loads(fields["data"])))
-                if limit is not None and len(found) == limit:
-                    return found
+                kind = fields["type"]
+                if kind in STEPPED or kind == "progress":
+                    last = fields
+                if wanted and kind not in wanted:
+                    continue
+                step, last = _read_step(last, step), None
+                yield StoredEvent(after, kind, json.loads(fields["data"]), step)
             if len(entries) < 1000:
-                return found
+                return
+
+    def _find_step(self, job_id: str, place: str) -> int | None:
+        """The step of the run at an event; None if no event shortly before it names one."""
+        entries: Any = self.redis.xrevrange(f"kd:job:{job_id}:events", place, count=SEARCHED)
+        steps = (_read_step(fields, None) for _, fields in entries)
+        return next((step for step in steps if step is not None), None)
 
     def read_newest_events(
         self, job_id: str, before: str | None, limit: int
@@ -57,3 +105,52 @@ class Streams(ScriptedStore):
                 point = json.loads(text)
                 points.setdefault(point["step"], {}).update(point)
         return [points[step] for step in sorted(points)]
+
+    def sample_metrics(
+        self, job_ids: Sequence[str], caller: Caller, limit: int
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Read up to ``limit`` points of the metrics of each job, evenly spread, in order.
+
+        Jobs that the caller may not see are left out. However long the runs are, this takes two
+        round trips to Redis and reads no other point.
+        """
+        sizes = self.redis.pipeline(transaction=False)
+        for job_id in job_ids:
+            sizes.hget(f"kd:job:{job_id}", "owner")
+            sizes.zcard(f"kd:job:{job_id}:metrics")
+        answers = iter(sizes.execute() if job_ids else ())
+        places = {
+            job_id: _spread(size, limit)
+            for job_id, (owner, size) in zip(
+                job_ids, zip(answers, answers, strict=True), strict=True
+            )
+            if owner is not None and (caller.sees_all or owner == caller.name)
+        }
+        reads = self.redis.pipeline(transaction=False)
+        for job_id, ranks in places.items():
+            for rank in ranks:
+                reads.zrange(f"kd:job:{job_id}:metrics", rank, rank)
+        texts = iter(reads.execute() if any(places.values()) else ())
+        return {
+            job_id: [json.loads(text) for found in islice(texts, len(ranks)) for text in found]
+            for job_id, ranks in places.items()
+        }
+
+
+def _spread(size: int, limit: int) -> list[int]:
+    """Up to ``limit`` of the numbers below ``size``, with the first and the last one."""
+    if size <= limit:
+        return list(range(size))
+    return [round(at * (size - 1) / (limit - 1)) for at in range(limit)]
+
+
+def _read_step(fields: dict[str, str] | None, otherwise: int | None) -> int | None:
+    """The step that an event names; progress names one where it counts steps."""
+    if fields is None or fields["type"] not in (*STEPPED, "progress"):
+        return otherwise
+    data: dict[str, Any] = json.loads(fields["data"])
+    name = "step"
+    if fields["type"] == "progress":
+        name = "done" if data.get("unit") == "steps" else ""
+    step: int | None = data.get(name, otherwise)
+    return step

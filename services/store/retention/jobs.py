@@ -36,6 +36,8 @@ class Runs:
         if folder.is_dir():
             with storage_errors(folder):
                 remove_path(set_aside(folder))
+        if (stored := scene.settings.find_stored_run(item.name)) is not None:
+            stored.remove()
 
 
 class Checkpoints:

@@ -30,6 +30,8 @@ KINDS = (
     "imports",
     "leftovers",
 )
+#: Age of leftovers that `kd gc` removes if the settings name none.
+LEFTOVERS_DAYS = 7.0
 #: The counter of the bytes that the rules have freed, by kind.
 FREED = "kd_retention_freed_bytes_total"
 
@@ -73,6 +75,14 @@ class AgeLimits:
             imports=_to_seconds(settings.retain_imports_days),
             leftovers=_to_seconds(settings.retain_leftovers_days),
         )
+
+    @classmethod
+    def of_gc(cls, settings: Settings) -> AgeLimits:
+        """The rules that one call of `kd gc` applies, if its options name no others."""
+        found = cls.of(settings)
+        if found.leftovers is not None:
+            return found
+        return replace(found, leftovers=_to_seconds(LEFTOVERS_DAYS))
 
     def has(self, kind: str) -> bool:
         """Whether a rule is set for a kind."""

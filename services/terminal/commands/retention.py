@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from services.store.retention.items import Item, Scene
     from services.store.retention.rules import AgeLimits
 
-#: Age of leftovers that this command removes if the settings name none.
-LEFTOVERS_DAYS = 7.0
 #: Things that stay which are named one by one.
 SHOWN_KEPT = 10
 
@@ -168,12 +166,9 @@ def _choose_limits(
     settings: Settings, chosen: dict[str, bool | None], age: float | None, keep: int | None
 ) -> AgeLimits:
     """The rules of the settings, as the options of one call change them."""
-    from services.settings import DAY_SECONDS
     from services.store.retention.rules import AgeLimits
 
-    limits = AgeLimits.of(settings)
-    if limits.leftovers is None:
-        limits = replace(limits, leftovers=LEFTOVERS_DAYS * DAY_SECONDS)
+    limits = AgeLimits.of_gc(settings)
     named = [kind for kind, wanted in chosen.items() if wanted]
     if not named:
         kinds = [kind for kind, wanted in chosen.items() if wanted is None]

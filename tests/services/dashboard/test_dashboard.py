@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import posixpath
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from cache.errors import locate_help
 from services.api.routes.dashboard import FOLDER, PAGES, POLICY, VIEWS
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim
-from tests.support.api import problem, serving, tell, valid, with_keys
+from tests.support.api import problem, serving, tell, with_keys
 
 VENDOR = FOLDER / "vendor"
 FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
@@ -89,10 +90,12 @@ def test_the_page_and_all_that_it_loads_are_there(api: Parts) -> None:
         seen.add(name.removeprefix("dashboard/"))
         if name.endswith(".js") and "vendor" not in name:
             assert file.headers["content-type"].startswith("text/javascript")
-            modules = re.findall(r'from "\./([\w.]+)"', file.text)
-            waiting += [f"dashboard/{module}" for module in modules if module not in seen]
+            modules = re.findall(r'(?:from |import\()"(\.[\w./]+)"', file.text)
+            paths = [posixpath.normpath(f"{posixpath.dirname(name)}/{each}") for each in modules]
+            waiting += [path for path in paths if path.removeprefix("dashboard/") not in seen]
     there_is = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()}
-    assert there_is - seen == {*PAGES.values(), "vendor/README.md", "vendor/uPlot.LICENSE"}
+    licences = {"vendor/README.md", "vendor/uPlot.LICENSE", "vendor/yaml.LICENSE"}
+    assert there_is - seen == {*PAGES.values(), *licences}
 
 
 def test_a_file_is_not_sent_again_unless_it_changed(api: Parts) -> None:
@@ -112,10 +115,12 @@ def test_vendored_files_are_those_that_their_list_names() -> None:
     )
     found = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in VENDOR.glob("uPlot.*.*")
+        for path in VENDOR.iterdir()
+        if path.suffix in (".js", ".css")
     }
     assert dict(listed) == found
     assert (VENDOR / "uPlot.LICENSE").read_text().startswith("The MIT License")
+    assert "Permission to use, copy, modify" in (VENDOR / "yaml.LICENSE").read_text()
 
 
 # ---------------------------------------------------------------------- the pages
@@ -172,12 +177,13 @@ def test_the_server_and_the_page_know_the_same_views() -> None:
     assert len(pages) >= 8
     addresses = [
         "/", "/jobs", "/jobs/job_1", "/compare", "/new", "/caches", "/caches/89b9", "/tokens",
-        "/workers", "/nowhere", "/jobs/a/events", "/keys", "/metrics", "/workers/a",
+        "/workers", "/keys", "/storage", "/health", "/nowhere", "/jobs/a/events", "/quota",
+        "/metrics", "/workers/a",
     ]  # fmt: skip
     for address in addresses:
         known = any(re.fullmatch(page, address) for page in pages)
         assert known == (VIEWS.fullmatch(address) is not None), address
-    assert sum(VIEWS.fullmatch(each) is not None for each in addresses) == 9
+    assert sum(VIEWS.fullmatch(each) is not None for each in addresses) == 12
 
 
 @in_browser
@@ -280,7 +286,7 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     claim = claim_job(api, "curves")
     open_page(page, api, f"jobs/{claim.id}")
     expect(page.get_by_text("running").first).to_be_visible()
-    assert page.get_by_role("img").count() == 0
+    assert page.locator(".charts").get_by_role("img").count() == 0
     tell(
         api,
         claim,
@@ -303,11 +309,11 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     expect(page.get_by_role("link", name=FINGERPRINT[:12])).to_be_visible()
     tell(api, claim, ("evaluation", {"step": 2, "validation_kl": 0.0}))
     page.get_by_label("logarithmic").check()
-    expect(page.get_by_role("img")).to_have_count(3)
+    expect(page.locator(".charts").get_by_role("img")).to_have_count(3)
     assert count_painted_pixels(page) > 100
     tell(api, claim, ("metrics", {"step": 4, "loss": 0.5}))
     expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 0.5 at step 4.")
-    assert page.get_by_role("img").count() == 3
+    assert page.locator(".charts").get_by_role("img").count() == 3
 
 
 @in_browser
@@ -493,28 +499,6 @@ def test_a_refusal_of_the_server_is_shown(page: Page, api: Parts) -> None:
     page.route("**/pause", lambda route: (api.jobs.finish(claim, "succeeded"), route.continue_()))
     button.click()
     expect(page.get_by_role("alert").first).to_contain_text("succeeded")
-
-
-@in_browser
-def test_a_new_job_is_checked_then_created(page: Page, api: Parts) -> None:
-    old = api.jobs.create(make_config("old")).id
-    open_page(page, api, f"new?from={old}")
-    editor = page.get_by_role("textbox")
-    expect(editor).to_have_value(re.compile('"name": "old"'))
-    editor.fill("{")
-    page.get_by_role("button", name="Check").click()
-    expect(page.get_by_text("This is not JSON")).to_be_visible()
-    body = valid("posted", str(api.settings.home / "inputs"))
-    editor.fill(json.dumps(body | {"seed": 1}))
-    page.get_by_role("button", name="Create").click()
-    expect(page.get_by_role("alert")).to_contain_text("/seed")
-    editor.fill(json.dumps(body))
-    page.get_by_role("button", name="Check").click()
-    expect(page.get_by_text("This job would be accepted.")).to_be_visible()
-    page.get_by_role("button", name="Create").click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("posted")
-    job_id = page.url.rpartition("/")[2]
-    assert api.job(job_id).name == "posted"
 
 
 @in_browser

@@ -24,6 +24,8 @@ from tests.support.api import tell
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 WIDTHS = (360, 1440)
 SCHEMES = ("light", "dark")
+#: Views whose folded parts are opened first.
+UNFOLDED = ("jobs", "job", "storage")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,11 @@ def views(api: Parts) -> dict[str, str]:
     evaluation = {"step": 100, "validation_perplexity": 70.8, "validation_kl": 0.3,
                   "validation_tokens": 38_250}  # fmt: skip
     tell(api, claim, *points, ("evaluation", evaluation))
-    tell(api, claim, ("warning", {"message": "The text is short."}))
+    spike = {"step": 60, "check": "spike", "ok": True, "message": "Back.", "remedy": ""}
+    tell(api, claim, ("warning", {"message": "The text is short."}), ("check", spike))
+    tell(api, claim, ("checkpoint", {"step": 100, "path": "x"}))
+    tell(api, claim, ("stage", {"stage": "train", "phase": "training"}))
+    study = _make_study(api)
     tell(api, other, *points[:50])
     folder = make_cache(api.settings.caches, make_identity(train_sequences=12))
     return {
@@ -53,9 +59,31 @@ def views(api: Parts) -> dict[str, str]:
         "caches": "caches",
         "cache": f"caches/{folder.name}",
         "tokens": "tokens",
+        "study": f"compare?study={study}",
         "workers": "workers",
+        "health": "health",
+        "storage": "storage",
+        "keys": "keys",
         "missing": "jobs/job_00000000000000000000000000",
     }
+
+
+def _make_study(api: Parts) -> str:
+    """Create a search with three trials that have ended; return its id."""
+    space = {"train.learning_rate": {"choices": [0.1, 0.2]}}
+    data = {"train": "text.txt", "validation_fraction": 0.1}
+    search = api.jobs.create(make_config("study", "search", search={"space": space}, data=data)).id
+    for at in range(3):
+        config = make_config(f"study-{at}", train={"max_steps": 5, "learning_rate": 0.1 * (at + 1)})
+        claim = api.jobs.claim(api.jobs.create(config).id, "train", "test", 600)
+        assert claim is not None
+        evaluation = {"step": 5, "validation_perplexity": 70.0 - at, "validation_kl": 0.3}
+        tell(api, claim, ("evaluation", evaluation), ("metrics", {"step": 4, "loss": 3.0}))
+        tell(api, claim, ("metrics", {"step": 5, "loss": 2.0}))
+        tell(api, claim, ("cache", {"fingerprint": "0" * 32, "bytes_per_token": 20.0 + at}))
+        api.jobs.finish(claim, "succeeded")
+        api.jobs.redis.hset(f"kd:job:{claim.id}", "parent", search)
+    return search
 
 
 @pytest.fixture(params=[(width, scheme) for width in WIDTHS for scheme in SCHEMES], ids=str)
@@ -90,6 +118,9 @@ def test_every_view_is_whole_and_accessible(
         page.goto(f"{api.settings.server}/{path}")
         expect(page.get_by_role("heading", level=1)).to_be_visible()
         page.wait_for_load_state("networkidle") if name in ("new",) else page.wait_for_timeout(700)
+        if name in UNFOLDED:
+            for folded in page.locator("summary, .fold[aria-expanded=false]").all():
+                folded.click()
         if violations := find_violations(page):
             found[name] = violations
         too_wide = page.evaluate(

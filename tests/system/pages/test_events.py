@@ -11,7 +11,7 @@ from bench.support.paths import ROOT
 PAGE = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 SOURCES = [path for top in ("kd", "services") for path in (ROOT / top).rglob("*.py")]
 #: The types that only the supervisor uses.
-INTERNAL = {"alive", "shard", "elsewhere", "result", "error"}
+INTERNAL = {"alive", "shard", "ranges", "elsewhere", "result", "error"}
 
 
 def list_rows(heading: str) -> dict[str, set[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from kd.config.templates.filling import OPTIONAL, fill_template, list_templates
 from services.terminal.console import AsJson, notes, out, print_json, write_new_file
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 #: What a template needs, as it is asked for on a terminal.
 QUESTIONS = {
     "teacher": "Teacher (a folder, or a name on the hub)",
@@ -20,15 +19,8 @@ QUESTIONS = {
     "train": "Text to train on (files, a folder or a glob)",
     "validation": "Held-out text (empty: a part of the text above)",
 }
-#: The answers that may be empty.
-OPTIONAL = ("validation",)
 
 app = typer.Typer()
-
-
-def list_templates() -> list[str]:
-    """List the names of the templates."""
-    return sorted(path.stem for path in TEMPLATES.glob("*.yaml"))
 
 
 @app.command()
@@ -79,37 +71,3 @@ def _ask(given: Mapping[str, str | None]) -> dict[str, str]:
         )
         for name in missing
     }
-
-
-def fill_template(template: str, name: str, answers: Mapping[str, str | None]) -> str:
-    """Return the job file; its comments stay.
-
-    Raises ``ConfigError`` if an answer cannot stand in its field.
-    """
-    from kd.config.jobfile import parse_config, parse_yaml
-
-    text = (TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8")
-    filled = text.format(
-        name=_write_value(name),
-        teacher=_write_value(answers["teacher"] or ""),
-        student=_describe_student(answers["student"] or ""),
-        train=_write_value(answers["train"] or ""),
-        validation=_write_value(answers.get("validation") or ""),
-    )
-    if not answers.get("validation"):
-        filled = filled.replace('  validation: ""\n', "")
-    parse_config(parse_yaml(filled))
-    return filled
-
-
-def _describe_student(answer: str) -> str:
-    """The line of the section ``student``: layers of the teacher, or a model."""
-    count, _, word = answer.strip().partition(" ")
-    if count.isdecimal() and word in ("layer", "layers"):
-        return f"from_teacher: {{layers: {count}}}"
-    return f"model: {_write_value(answer)}"
-
-
-def _write_value(text: str) -> str:
-    """The text as a value of YAML; JSON's strings are strings of YAML, too."""
-    return json.dumps(text, ensure_ascii=False)

@@ -12,8 +12,8 @@ import pytest
 
 from bench.support.paths import ROOT
 from kd.config.jobfile import load_config
+from kd.config.templates.filling import fill_template, list_templates
 from kd.errors import ConfigError
-from services.terminal.commands.before.init import fill_template, list_templates
 from tests.support.commands import kd
 
 ANSWERS = {"teacher": "org/teacher", "student": "org/student", "train": "texts/*.txt"}

@@ -13,11 +13,17 @@ Each request asks ``choose`` for a fault:
     expired      403: the credentials have expired
     full         403: the bucket is full; writes alone
     deaf         conditions are taken out of the request
+    denied       403: the key may not do this
+    unknown      403: there is no such key
+    moved        301 without a place to go to: the bucket is in another region
+
+With a region the proxy refuses requests that are signed for another one, as Amazon's servers do.
 """
 
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 import time
 from collections import Counter
@@ -38,15 +44,21 @@ ANSWERS = {
     "throttled": (429, "TooManyRequests", "Too many requests."),
     "expired": (403, "ExpiredToken", "The provided token has expired."),
     "full": (403, "QuotaExceeded", "The bucket quota is exceeded."),
+    "denied": (403, "AccessDenied", "Access Denied."),
+    "unknown": (403, "InvalidAccessKeyId", "The key does not exist in our records."),
+    "moved": (301, "PermanentRedirect", "The bucket must be addressed at another endpoint."),
 }
 _LATE_SECONDS = 0.3
+#: The region in the scope of a signature.
+_REGION = re.compile(r"Credential=[^/]+/\d{8}/([^/]+)/s3/")
 
 
 class Proxy:
     """A running proxy: its port, its faults so far, and what chooses the next ones."""
 
-    def __init__(self, server_port: int, choose: Choose) -> None:
+    def __init__(self, server_port: int, choose: Choose, region: str = "") -> None:
         self.choose = choose
+        self.region = region
         self.faults: Counter[str] = Counter()
         self.headers: list[str] = []
         self._server_port = server_port
@@ -74,6 +86,14 @@ class Proxy:
             fault = ""
         if fault:
             self.faults[fault] += 1
+        signed = _REGION.search(request.headers.get("Authorization", ""))
+        if self.region and signed is not None and signed[1] != self.region:
+            message = (
+                f"The authorization header is malformed; the region '{signed[1]}' is wrong; "
+                f"expecting '{self.region}'"
+            )
+            self._refuse(request, 400, "AuthorizationHeaderMalformed", message)
+            return
         if fault in ANSWERS:
             self._refuse(request, *ANSWERS[fault])
             return

@@ -1,0 +1,116 @@
+"""A run goes on on another machine: what it needs comes from the run's bucket into the run folder.
+
+It is the newest whole checkpoint, unless the folder has a newer one, the history of the run, and
+the summary of its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cache.errors import CacheCorrupt, StorageError
+from kd.buckets.downloads import Report
+from kd.buckets.runs import HISTORY, StoredCheckpoint, StoredRun, find_other_run, find_own_run
+from kd.config.job import JobConfig
+from kd.errors import Interrupted
+from kd.files import whole_folder, write_text
+from kd.progress import Monitor
+from kd.training import checkpoint
+from kd.training.uploads import describe_failed_upload
+
+#: The file of a run folder that names its cache.
+CACHE_SUMMARY = "cache.json"
+
+
+def bring_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) -> None:
+    """Bring what ``stage`` of a run needs into its folder; nothing where it has no bucket.
+
+    Raises ``StoreError`` where the bucket does not answer.
+    """
+    run = find_own_run(run_dir)
+    if run is None:
+        return
+
+    def report(line: str) -> None:
+        monitor.emit("stage", stage=stage, phase=line)
+        monitor.check("before the run went on here")
+
+    summary = run_dir / CACHE_SUMMARY
+    if not summary.exists() and (found := run.read_files().get(CACHE_SUMMARY)) is not None:
+        write_text(summary, run.bucket.get(found.object).decode())
+    if stage != "train":
+        return
+    keep_best = config.require_train().early_stopping_patience is not None
+    _bring_checkpoints(run, run_dir, keep_best, report, monitor)
+    continued = None if config.resume is None else config.resume.run
+    if continued is not None and not (run_dir.parent / continued).exists():
+        other = find_other_run(continued)
+        assert other is not None, "this run has a bucket, so the other one does"
+        _bring_checkpoints(other, run_dir.parent / continued, False, report, monitor)
+
+
+@contextmanager
+def keeping_checkpoint(
+    config: JobConfig, run_dir: Path, stage: str, monitor: Monitor
+) -> Iterator[None]:
+    """Put the newest checkpoint if the block is interrupted, unless it has arrived already.
+
+    Where several processes trained, they were ended before the one that puts checkpoints was done.
+    """
+    try:
+        yield
+    except Interrupted:
+        run = find_own_run(run_dir) if stage == "train" else None
+        if run is not None:
+            _put_newest(run, config, run_dir, monitor)
+        raise
+
+
+def _put_newest(run: StoredRun, config: JobConfig, run_dir: Path, monitor: Monitor) -> None:
+    folder = run_dir / "checkpoints"
+    newest = checkpoint.find_newest_checkpoint(folder)
+    if newest is None:
+        return
+    monitor.report_alive(stepping=False)
+    history = run_dir / HISTORY
+    try:
+        if run.has_checkpoint(newest):
+            return
+        run.put_checkpoint(newest, history.read_bytes() if history.exists() else b"")
+        state = checkpoint.read_newest_state(folder)
+        best = None if state is None else state["progress"].get("best_step")
+        run.prune_checkpoints(config.require_train().save_total_limit, best)
+    except (StorageError, OSError) as error:
+        monitor.emit("warning", message=describe_failed_upload(newest, error))
+
+
+def _bring_checkpoints(
+    run: StoredRun, run_dir: Path, keep_best: bool, report: Report, monitor: Monitor
+) -> None:
+    folder = run_dir / "checkpoints"
+    newest = checkpoint.read_newest_state(folder)
+    known = -1 if newest is None else int(newest["progress"]["step"])
+    stored = run.list_checkpoints()
+    for found in reversed(stored):
+        if found.step <= known:
+            return
+        try:
+            _bring(run, found, folder, report)
+        except CacheCorrupt as error:
+            monitor.emit("warning", message=f"{error} An older checkpoint is taken.")
+            continue
+        write_text(run_dir / HISTORY, run.read_history(found).decode())
+        break
+    state = checkpoint.read_newest_state(folder)
+    best = None if state is None or not keep_best else state["progress"].get("best_step")
+    for found in stored:
+        if found.step == best and not checkpoint.locate_checkpoint(folder, found.step).exists():
+            _bring(run, found, folder, report)
+
+
+def _bring(run: StoredRun, found: StoredCheckpoint, folder: Path, report: Report) -> None:
+    final = checkpoint.locate_checkpoint(folder, found.step)
+    with whole_folder(final) as partial:
+        run.bring_checkpoint(found, partial, report)

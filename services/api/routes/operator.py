@@ -1,0 +1,235 @@
+"""Routes for the operator, which need the scope admin. They change nothing.
+
+GET /keys      the API keys: owners, rights, times; never a key or its digest
+GET /storage   what lies on the disk, by kind, and what `kd gc` would remove and why
+GET /health    the job store, the workers, the queues, the clock, the disk, the versions
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, cast
+
+from fastapi import APIRouter, Request
+
+from kd.client.wire.operator import (
+    DiskSpace,
+    KeyEntries,
+    KeyEntry,
+    QueueHealth,
+    RedisHealth,
+    RetentionRule,
+    ServiceHealth,
+    StorageReport,
+    StoredItem,
+    StoredKind,
+)
+from kd.client.wire.service import WorkerState
+from kd.face.version import read_version
+from services.api.answers.problems import describe_problems
+from services.api.guards.json_bodies import StrictRoute
+from services.api.routes.access import ADMIN
+from services.api.routes.operations import READY_SECONDS, RECORD_FORMAT
+from services.api.service import TheService
+from services.settings import DAY_SECONDS, STAGES, Settings
+from services.store.jobs.store import JobStore
+from services.store.key_file import ApiKey, KeyFile
+from services.store.retention.rules import KINDS, AgeLimits
+
+if TYPE_CHECKING:
+    from services.store.retention.items import Item
+
+#: Seconds by which the clocks of Redis and the server may differ: leases and events take the first,
+#: logs and files the second.
+CLOCK_SECONDS = 5.0
+#: Share of the memory of Redis from which on a warning is given.
+MEMORY_SHARE = 0.9
+
+router = APIRouter(tags=["service"], route_class=StrictRoute)
+
+
+# ---------------------------------------------------------------------- keys
+
+
+@router.get("/keys", dependencies=ADMIN, responses=describe_problems(503))
+def list_keys(request: Request, service: TheService) -> KeyEntries:
+    """List the API keys that are not revoked, with the time of their last use."""
+    file: KeyFile | None = request.app.state.keys
+    if file is None:
+        return KeyEntries(required=False, data=[])
+    used = service.key_use.read()
+    entries = [_describe_key(key, used.get(key.id)) for key in file.list_keys()]
+    return KeyEntries(required=True, data=entries)
+
+
+def _describe_key(key: ApiKey, used: datetime | None) -> KeyEntry:
+    return KeyEntry(
+        id=key.id,
+        name=key.name,
+        team=key.team or key.name,
+        scopes=list(key.scopes),
+        created_at=datetime.fromisoformat(key.created_at) if key.created_at else None,
+        last_used_at=used,
+        expires_at=key.expires_at,
+        expired=key.expired,
+    )
+
+
+# ---------------------------------------------------------------------- storage
+
+
+@router.get("/storage", dependencies=ADMIN, responses=describe_problems(503))
+def show_storage(service: TheService) -> StorageReport:
+    """Show what lies on the disk, and what `kd gc` without options would remove now, and why."""
+    # It loads zarr, which the other routes do without.
+    from services.store.retention.overview import SHOWN, survey, take_largest
+
+    settings = service.settings
+    limits = AgeLimits.of_gc(settings)
+    found = survey(settings, service.store, limits)
+    free = [item for item in found.items if item.kept_by is None]
+    needed = [item for item in found.items if item.kept_by is not None]
+    kinds = [
+        StoredKind(
+            kind=kind,
+            items=len(things),
+            bytes=sum(each.bytes for each in things),
+            largest=[
+                StoredItem(kind=kind, name=each.name, bytes=each.bytes, kept_by=each.kept_by)
+                for each in take_largest(things)
+            ],
+        )
+        for kind, things in found.stored.items()
+    ]
+    return StorageReport(
+        disk=measure_disk(settings),
+        kinds=kinds,
+        rules=list(_list_rules(limits)),
+        nightly_hour=settings.retain_hour if AgeLimits.of(settings).remove_nightly else None,
+        removable=_describe_items(take_largest(free)[:SHOWN]),
+        removable_items=len(free),
+        removable_bytes=sum(item.bytes for item in free),
+        protected=_describe_items(take_largest(needed)[:SHOWN]),
+        protected_items=len(needed),
+    )
+
+
+def _describe_items(items: Iterable[Item]) -> list[StoredItem]:
+    return [
+        StoredItem(
+            kind=item.kind,
+            name=item.name,
+            bytes=item.bytes,
+            reason=item.reason,
+            age_seconds=item.age,
+            kept_by=item.kept_by,
+        )
+        for item in items
+    ]
+
+
+def _list_rules(limits: AgeLimits) -> Iterator[RetentionRule]:
+    for kind in KINDS:
+        if not limits.has(kind):
+            continue
+        if kind == "checkpoints":
+            after = limits.checkpoints_after / DAY_SECONDS
+            yield RetentionRule(kind=kind, after_days=after, keep=limits.checkpoints)
+            continue
+        ages = [limits.caches, limits.caches_captured] if kind == "caches" else []
+        known = [age for age in (*ages, getattr(limits, kind)) if age is not None]
+        yield RetentionRule(kind=kind, after_days=min(known) / DAY_SECONDS)
+
+
+def measure_disk(settings: Settings) -> DiskSpace:
+    """The disk of the data folder, which may not exist yet."""
+    folders = (settings.home, *settings.home.resolve().parents)
+    usage = shutil.disk_usage(next(each for each in folders if each.exists()))
+    return DiskSpace(
+        total_bytes=usage.total, free_bytes=usage.free, floor_bytes=settings.disk_floor_bytes
+    )
+
+
+# ---------------------------------------------------------------------- health
+
+
+@router.get("/health", dependencies=ADMIN, responses=describe_problems(503))
+def show_health(service: TheService) -> ServiceHealth:
+    """Show the state of the service and of what it needs, and say what is wrong."""
+    store = service.store
+    workers = store.list_workers()
+    redis = _ask_redis(store)
+    last = cast(str | None, store.redis.get("kd:reconciler"))
+    age = None if last is None else max(0.0, store.read_clock_ms() / 1000 - float(last))
+    disk = measure_disk(service.settings)
+    depths = store.read_queue_depths(STAGES)
+    queues = [
+        QueueHealth(
+            stage=stage,
+            waiting=depths[stage],
+            workers=sum(stage in worker.stages for worker in workers),
+        )
+        for stage in STAGES
+    ]
+    return ServiceHealth(
+        problems=list(_find_faults(redis, age, disk, queues, workers)),
+        version=read_version(),
+        python=platform.python_version(),
+        record_format=RECORD_FORMAT,
+        host=socket.gethostname(),
+        redis=redis,
+        reconciler_age_seconds=age,
+        disk=disk,
+        queues=queues,
+        jobs=store.count_statuses(),
+        worker_versions=dict(Counter(worker.version or "unknown" for worker in workers)),
+    )
+
+
+def _ask_redis(store: JobStore) -> RedisHealth:
+    began = time.monotonic()
+    store.redis.ping()
+    took = time.monotonic() - began
+    ahead = store.read_clock_ms() / 1000 - time.time()
+    found: dict[str, Any] = store.redis.info()
+    return RedisHealth(
+        version=str(found.get("valkey_version") or found.get("redis_version", "")),
+        answer_seconds=took,
+        clock_ahead_seconds=ahead,
+        uptime_seconds=int(found.get("uptime_in_seconds", 0)),
+        clients=int(found.get("connected_clients", 0)),
+        memory_bytes=int(found.get("used_memory", 0)),
+        memory_limit_bytes=int(found.get("maxmemory", 0)),
+        persistent=bool(found.get("aof_enabled", 0)),
+    )
+
+
+def _find_faults(
+    redis: RedisHealth,
+    reconciler_age: float | None,
+    disk: DiskSpace,
+    queues: Iterable[QueueHealth],
+    workers: Iterable[WorkerState],
+) -> Iterator[str]:
+    """Say what is wrong, a sentence for each."""
+    if reconciler_age is None or reconciler_age > READY_SECONDS:
+        yield "The reconciler has not run for a minute."
+    if disk.free_bytes < disk.floor_bytes:
+        yield "The disk of the data folder is nearly full: no job is accepted."
+    if abs(redis.clock_ahead_seconds) > CLOCK_SECONDS:
+        yield f"The clocks of Redis and the server differ by {redis.clock_ahead_seconds:.0f} s."
+    if not redis.persistent:
+        yield "Redis keeps no append-only file: a crash of it loses jobs."
+    if redis.memory_limit_bytes and redis.memory_bytes > MEMORY_SHARE * redis.memory_limit_bytes:
+        yield "The memory of Redis is nearly full: new jobs will be refused."
+    for queue in queues:
+        if queue.waiting and not queue.workers:
+            yield f"{queue.waiting} jobs wait for stage {queue.stage}, which no worker serves."
+    if others := {worker.version for worker in workers} - {read_version()}:
+        yield f"Workers are of another version than the server: {', '.join(sorted(others))}."

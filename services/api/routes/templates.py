@@ -1,0 +1,32 @@
+"""The route of the job files to begin with: those that ``kd init`` fills on a terminal.
+
+GET /templates   all of them, as YAML with comments
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kd.client.wire.plans import Template, TemplateList
+from kd.config.templates.filling import describe_template, draft_template, list_templates
+from services.api.answers.problems import describe_problems
+from services.api.guards.json_bodies import StrictRoute
+from services.api.routes.access import READ
+
+#: The name of a job that is not named yet.
+JOB_NAME = "job"
+
+router = APIRouter(tags=["jobs"], route_class=StrictRoute)
+
+
+@router.get("/templates", dependencies=READ, responses=describe_problems(503))
+def list_job_templates() -> TemplateList:
+    """List job files to begin with; teacher, student and text are for the user to fill in."""
+    return TemplateList(
+        data=[
+            Template(
+                name=name, title=describe_template(name), text=draft_template(name, JOB_NAME, {})
+            )
+            for name in list_templates()
+        ]
+    )

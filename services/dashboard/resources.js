@@ -1,0 +1,52 @@
+// What a job uses: device, memory, disk, and the time that it waits for data. All of it is in its
+// metrics, in the list of workers, and in the list of its checkpoints.
+
+import { get } from "./api.js";
+import { bytes, facts, h, number, percent } from "./elements.js";
+
+/** The metrics beside those of the charts. */
+export const NAMES = ["throughput/*", "loader/*", "memory/*"];
+
+/** The part of the page; it asks for the worker and the checkpoints only where they may be new. */
+export class Resources {
+  constructor(id) {
+    Object.assign(this, { id, worker: null, device: null, saved: null, checkpoints: [] });
+  }
+
+  /** Return the elements. `saved` is the number of checkpoints that the job has told of. */
+  async draw(job, curves, saved, files) {
+    if (job.worker && job.worker !== this.worker) {
+      const { data } = await get("/workers");
+      this.device = data.find(({ id }) => id === job.worker)?.device ?? null;
+      this.worker = job.worker;
+    }
+    if (saved !== this.saved) {
+      this.checkpoints = (await get(`/jobs/${this.id}/checkpoints`)).data;
+      this.saved = saved;
+    }
+    const newest = new Map((curves ?? []).map(({ name, values }) => [name, values.at(-1)]));
+    const sum = (list) => list.reduce((total, each) => total + each.bytes, 0);
+    const count = this.checkpoints.length;
+    const pairs = [
+      ["Device", this.device && describe(this.device)],
+      ["Use of the device (MFU)", percent(newest.get("throughput/mfu"), 1)],
+      ["GPU memory in tensors", bytes(newest.get("memory/allocated_bytes"))],
+      ["GPU memory of the allocator", bytes(newest.get("memory/reserved_bytes"))],
+      ["Memory at the peak", bytes(newest.get("memory/peak_bytes"))],
+      ["Memory of the process", bytes(newest.get("memory/resident_bytes"))],
+      ["Waiting for data", percent(newest.get("loader/waited_share"), 1)],
+      ["Steps that waited", percent(newest.get("loader/late_steps"), 1)],
+      ["Batches in pinned memory", percent(newest.get("loader/pinned_share"))],
+      ["Steps a second", number(newest.get("throughput/steps_per_second"), 3)],
+      ["Checkpoints on disk", count ? `${bytes(sum(this.checkpoints))} in ${count}` : null],
+      ["Files on disk", files.length ? bytes(sum(files)) : null],
+    ];
+    if (pairs.every(([, value]) => value == null)) return null;
+    return [h("h2", {}, "Resources"), facts(pairs)];
+  }
+}
+
+function describe({ name, kind, count, memory_bytes: memory }) {
+  const size = memory ? ` with ${bytes(memory)}` : "";
+  return `${count > 1 ? `${count} × ` : ""}${name || kind}${size}`;
+}
