@@ -239,25 +239,37 @@ def test_a_caller_sees_the_jobs_of_its_own_key(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- fidelity
 
 
-def test_fidelity_is_a_job_with_the_teacher_of_the_cache(api: Parts) -> None:
-    folder = make_cache(api.settings.caches)
-    path = f"/caches/{folder.name}/fidelity"
-    named = api.http.post(path, timeout=PATIENCE_SECONDS).json()["config"]["teacher"]
-    assert (named["model"], named["revision"], named["gguf_file"]) == ("tiny", "main", None)
-    place = Path(inputs(api.settings.home / "inputs"))
-    identity = make_identity(train_sequences=12)
+def make_cache_of(api: Parts, teacher: str, sequences: int) -> Path:
+    """Make a cache that names this teacher."""
+    identity = make_identity(train_sequences=sequences)
     with open_writer(api.settings.caches, identity) as writer:
         for index in writer.find_missing_shards():
             writer.write_shard(index, *make_shard(identity, index))
-        writer.finish(Provenance(str(place), "", (), {}))
-    path = f"/caches/{writer.folder.name}/fidelity"
+        writer.finish(Provenance(teacher, "", (), {}))
+    return writer.folder
+
+
+def test_fidelity_is_a_job_with_the_teacher_of_the_cache(api: Parts) -> None:
+    place = inputs(api.settings.home / "inputs")
+    folder = make_cache_of(api, place, 12)
+    path = f"/caches/{folder.name}/fidelity"
     answer = api.http.post(path, headers={"Idempotency-Key": "f"}, timeout=PATIENCE_SECONDS)
     job = answer.json()
     assert (answer.status_code, job["kind"], job["stage"]) == (202, "fidelity", "precompute")
-    assert job["config"]["teacher"]["model"] == str(place)
-    assert job["config"]["cache"]["fingerprint"] == writer.folder.name
+    assert (job["config"]["teacher"]["model"], job["config"]["teacher"]["gguf_file"]) == (
+        place,
+        None,
+    )
+    assert job["config"]["cache"]["fingerprint"] == folder.name
     again = api.http.post(path, headers={"Idempotency-Key": "f"}, timeout=PATIENCE_SECONDS)
     assert again.json()["id"] == job["id"]
+
+
+def test_fidelity_is_refused_without_a_teacher_or_a_manifest(api: Parts) -> None:
+    for sequences, name in ((13, "/nowhere/teacher"), (14, "/nowhere/teacher/tiny.gguf")):
+        folder = make_cache_of(api, name, sequences)
+        answer = api.http.post(f"/caches/{folder.name}/fidelity", timeout=PATIENCE_SECONDS)
+        assert "/nowhere/teacher'" in str(problem(answer, 422).errors)
     (api.settings.caches / ("d" * 32)).mkdir(exist_ok=True)
     problem(api.http.post(f"/caches/{'d' * 32}/fidelity"), 409, "not-sealed")
 
