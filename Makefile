@@ -176,8 +176,9 @@ bench-kernels: $(STAMP) ## Print launches and waits of the hot path, and the ker
 	$(BIN)/python bench/gpu/launches.py
 	$(BIN)/python bench/gpu/kernel_builds.py
 
-bench-scale: $(STAMP) ## Measure what two and four ranks gain on this machine, and what their exchange costs
+bench-scale: $(STAMP) ## Measure what two and four ranks, and as many workers of a capture, gain on this machine
 	$(BIN)/python bench/devices/scale.py $(BENCH_FLAGS)
+	$(BIN)/python bench/devices/capture_workers.py
 
 test-containers: $(STAMP) ## Build the images and run the example through Compose, with kills (a Docker engine; half an hour)
 	KD_TEST_CONTAINERS=1 $(BIN)/pytest -n 0 -s tests/system/deployment/test_engine.py

@@ -1,13 +1,17 @@
 """Inject hundreds of faults into the service, check its promises, and print how fast it recovers.
 
-    python bench/chaos.py [--faults 500] [--jobs 200] [--demo-faults 30] [--outage 300] [--seed 1]
-                          [--workers 3] [--devices 1] [--out FILE]
+    python bench/chaos.py [--faults 500] [--jobs 200] [--bucket-faults 500] [--demo-faults 30]
+                          [--outage 300] [--seed 1] [--workers 3] [--devices 1] [--out FILE]
 
-soak      Jobs write real shards. Some share a cache, some wait for another job, some always die.
+soak      Jobs write real shards. Some share a cache, some wait for another job, some always die; of
+          some of them several workers capture the cache together.
           Meanwhile children, workers, hosts, Redis and the API are killed, stopped and terminated,
           hints are doubled, and jobs are cancelled, paused and retried. At the end every job must
           be in its right state, every shard, step and student must equal those of an undisturbed
           run, nothing may have been done twice, and no process may be left over.
+bucket    The same with all caches in a bucket, a real S3 server behind a proxy. Among the faults
+          are those of the bucket: refused, throttled, slow, cut and shortened answers, and requests
+          that were carried out although their answer is lost.
 demo      The job of examples/austen runs under the same faults. Its student and its cache must be
           the same, bit for bit. With --devices 2 two processes train the student together.
 outage    Redis is stopped in the middle of that job's training. The training must continue in
@@ -32,11 +36,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from bench.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from bench.stores.storm import BucketFaultInjector, stormy_bucket
 from bench.support.faults import Cluster, Soak, SoakPlan
 from bench.support.judge import SoakVerdict, render_recoveries
 from bench.support.real_job import DisturbedRuns, run_outage
@@ -44,6 +50,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 
 EXAMPLE = ROOT / "examples" / "austen" / "job.yaml"
+LIGHT = "bench.support.light_child"
 VIOLATIONS_SHOWN = 40
 
 
@@ -52,12 +59,20 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def running(workers: int, child: str) -> Iterator[tuple[Cluster, Path]]:
-    """Yield a running cluster and an empty folder; their parent folder stays for inspection."""
+def make_folder() -> Path:
+    """Make the folder of one part; it stays for inspection."""
     folder = Path(tempfile.mkdtemp(prefix="potstill-chaos-"))
     say(f"data and logs: {folder}")
-    cluster = Cluster(folder / "home", workers, child)
+    return folder
+
+
+@contextmanager
+def running(
+    workers: int, child: str, folder: Path | None = None, **settings: Any
+) -> Iterator[tuple[Cluster, Path]]:
+    """Yield a running cluster and an empty folder."""
+    folder = folder or make_folder()
+    cluster = Cluster(folder / "home", workers, child, **settings)
     try:
         yield cluster, folder / "spare"
     finally:
@@ -66,19 +81,35 @@ def running(workers: int, child: str) -> Iterator[tuple[Cluster, Path]]:
 
 def run_soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """Run the light jobs under faults; returns their table and the violations."""
-    with running(arguments.workers, "bench.support.light_child") as (cluster, spare):
-        jobs = Soak(cluster, SoakPlan(arguments.faults, arguments.jobs, arguments.seed))
-        try:
-            jobs.run(say)
-        finally:
-            jobs.close()
-        verdict = SoakVerdict(jobs, spare)
-        faults = len(jobs.chaos.injuries)
-        title = f"## {faults} faults, {len(jobs.orders)} light jobs, seed {arguments.seed}"
-        return (
-            f"{title}\n\n{render_recoveries(verdict.rows(), verdict.summary())}\n",
-            verdict.violations,
-        )
+    with running(arguments.workers, LIGHT) as (cluster, spare):
+        plan = SoakPlan(arguments.faults, arguments.jobs, arguments.seed)
+        return judge_soak(Soak(cluster, plan), spare, "")
+
+
+def run_bucket_soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """Run the light jobs with their caches in a bucket that is hurt too."""
+    folder = make_folder()
+    (folder / "server").mkdir()
+    with stormy_bucket(folder / "server", arguments.seed) as bucket:
+        os.environ.update(bucket.environment)
+        with running(arguments.workers, LIGHT, folder, store=bucket.address) as (cluster, spare):
+            jobs = round(arguments.jobs * arguments.bucket_faults / max(arguments.faults, 1))
+            plan = SoakPlan(arguments.bucket_faults, jobs, arguments.seed)
+            chaos = BucketFaultInjector(cluster, arguments.seed, bucket)
+            return judge_soak(Soak(cluster, plan, chaos), spare, ", caches in a bucket")
+
+
+def judge_soak(jobs: Soak, spare: Path, where: str) -> tuple[str, list[str]]:
+    """Run a soak; returns its table and the violations."""
+    try:
+        jobs.run(say)
+    finally:
+        jobs.close()
+    verdict = SoakVerdict(jobs, spare)
+    faults = len(jobs.chaos.injuries)
+    title = f"## {faults} faults, {len(jobs.orders)} light jobs{where}, seed {jobs.plan.seed}"
+    table = render_recoveries(verdict.rows(), verdict.summary())
+    return f"{title}\n\n{table}\n", verdict.violations
 
 
 def run_demo(arguments: argparse.Namespace) -> tuple[str, list[str]]:
@@ -126,6 +157,9 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=200)
+    parser.add_argument(
+        "--bucket-faults", type=int, default=500, help="faults with the caches in a bucket"
+    )
     parser.add_argument("--demo-faults", type=int, default=30)
     parser.add_argument(
         "--outage", type=float, default=300.0, help="seconds without Redis; 0 skips this part"
@@ -141,6 +175,7 @@ def main() -> int:
     # The workers inherit it.
     os.environ["KD_DEVICES"] = ",".join(["cpu"] * arguments.devices)
     parts = [run_soak(arguments)] if arguments.faults else []
+    parts += [run_bucket_soak(arguments)] if arguments.bucket_faults else []
     parts += [run_demo(arguments)] if arguments.demo_faults else []
     text = "\n".join(table for table, _ in parts)
     violations = [line for _, found in parts for line in found]

@@ -279,10 +279,12 @@ def hash_file(path: Path) -> str:
 
 
 @contextmanager
-def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+def locked(
+    path: Path, waiting: Callable[[], None] | None = None, poll_seconds: float = _POLL_SECONDS
+) -> Iterator[None]:
     """Hold the lock file at ``path``; while another process holds it, wait.
 
-    ``waiting`` is called five times a second meanwhile, and may raise to give up. The operating
+    ``waiting`` is called every ``poll_seconds`` meanwhile, and may raise to give up. The operating
     system frees the lock when the process ends, in any way. The lock file stays, unless the block
     deletes it together with what it locks: a process that waited for it then locks a new file.
     """
@@ -295,7 +297,7 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
                 continue
             if waiting is not None:
                 waiting()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(poll_seconds)
         yield
     finally:
         os.close(handle)

@@ -48,7 +48,7 @@ from cache.remote.upkeep import (
     remove_stored_garbage,
 )
 from cache.shards.names import FINGERPRINT, LM_HEAD, MANIFEST
-from cache.store import Cache, locate_lock, open_cache
+from cache.store import Cache, locate_lock, locate_writers, open_cache
 from cache.writing.writer import open_writer
 
 #: The name, in the path of garbage, of what lies in a bucket.
@@ -278,7 +278,7 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
             *(folder for folder in half_removed if FINGERPRINT.fullmatch(folder.name)),
             *(
                 path.with_suffix("")
-                for pattern in ("*.lock", "*.used")
+                for pattern in ("*.lock", "*.used", "*.writers")
                 for path in root.glob(pattern)
                 if FINGERPRINT.fullmatch(path.stem)
             ),
@@ -353,12 +353,15 @@ def exclude_captures(folder: Path) -> Iterator[None]:
             f"{folder} is being captured.", "Wait until the capture has ended, or cancel its job."
         )
 
-    with locked(locate_lock(folder), refuse):
+    writers = locate_writers(folder)
+    with locked(locate_lock(folder), refuse), locked(writers, refuse):
+        # While it is locked, so that a writer that waits for it makes another.
+        writers.unlink()
         yield
 
 
 def _is_busy(folder: Path) -> bool:
-    if not locate_lock(folder).exists():
+    if not (locate_lock(folder).exists() or locate_writers(folder).exists()):
         return False
     try:
         with exclude_captures(folder):
@@ -377,9 +380,9 @@ def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
     if aside.exists():
         yield _make_garbage(folder, aside, "a removal was interrupted")
     if not folder.is_dir():
-        for path in (locate_lock(folder), locate_use(folder)):
+        for path in (locate_lock(folder), locate_use(folder), locate_writers(folder)):
             if path.exists() and not aside.exists():
-                what = "lock" if path == locate_lock(folder) else "record of uses"
+                what = "record of uses" if path == locate_use(folder) else "lock"
                 yield _make_garbage(folder, path, f"the {what} of a cache that is gone")
         return
     if why := _explain_unusable(folder, older_than):

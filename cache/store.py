@@ -84,6 +84,14 @@ def locate_lock(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
+def locate_writers(folder: Path) -> Path:
+    """Return the path of the file that all processes lock which write the cache in ``folder``.
+
+    It lies beside the cache while there are any.
+    """
+    return folder.with_name(f"{folder.name}.writers")
+
+
 class Cache:
     """A complete cache, open for reading. ``open_cache`` makes it; threads may share it.
 

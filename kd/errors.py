@@ -6,6 +6,7 @@ PotstillError (cache.errors)
 ├── DataError             missing, empty, too short, or not in the declared format
 ├── TokenizerMismatch     student and cache do not share a tokenizer
 ├── FidelityError         a cache's records differ from the running teacher
+├── OtherCapture          a worker cannot help with a capture of other inputs, version or place
 ├── HubError              a hub refused, is out of reach, or holds something else
 ├── DeviceUnusable        the promised GPU is not there for torch, or not known to its build
 ├── TrainingError         a checkpoint cannot be resumed, a check failed, memory ran out
@@ -72,6 +73,12 @@ class FidelityError(PotstillError):
     """The records of a cache differ from the running teacher by more than their profile allows."""
 
     type = "fidelity_error"
+
+
+class OtherCapture(PotstillError):
+    """A worker cannot help with a capture: its inputs, its version or its store are others."""
+
+    type = "other_capture"
 
 
 class HubError(PotstillError):

@@ -38,7 +38,7 @@ from cache.store import has_manifest, open_cache
 from kd.buckets.inputs import begin_downloads
 from kd.buckets.runs import find_own_run
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
-from kd.capture.teacher import capture_cache, warn_of_overruled
+from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
 from kd.evaluation.baseline import build_first_student, build_starting_student
@@ -210,9 +210,16 @@ def share_capture(
 
 
 def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
-    """Make sure that a sealed cache for this job exists, as ``run_precompute`` does."""
+    """Make sure that a sealed cache for this job exists, as ``run_precompute`` does.
+
+    Where several workers capture it, one of them does this, and the others help with the shards.
+    """
     planned = plan_capture(config, monitor, home / TEXTS)
     monitor.check("after the text was read; no shard was begun")
+    if monitor.ranges is not None and monitor.ranges.terms is not None:
+        caches = find_caches(home, config.cache.store)
+        help_capture(planned, caches, monitor.ranges.terms, monitor)
+        return {}
     require_possible_student(config, planned, monitor)
     caches = find_caches(home, config.cache.store)
     if not has_manifest(caches / planned.identity.fingerprint):

@@ -5,7 +5,7 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
 
     type         data
     stage        {phase, and stage if it is known}: what the run does now
-    progress     {done, total, unit, fraction, eta_seconds, tokens, tokens_per_second}
+    progress     {done, total, unit, fraction, eta_seconds, per_second, tokens, tokens_per_second}
     metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, alpha, learning_rate,
                  grad_norm}
     temperature  {step, temperature, temperature_gradient, temperature_margin}, if it is learned
@@ -27,6 +27,9 @@ and two that only the supervisor uses; they are not stored:
 
     alive        {stepping}: true = a loop runs and reports each step; false = a long task begins
     shard        {bytes, seconds}: one more shard of a cache is on the disk
+
+``ShardRanges`` is the one thing that a run asks for: the shards that it captures, where several
+workers capture one cache.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kd.errors import Interrupted
 
@@ -116,6 +119,47 @@ class WorkHeldElsewhere(Interrupted):
         self.lock = lock
 
 
+@dataclass(frozen=True)
+class RangeTerms:
+    """What all workers of one capture must share, so that their shards fit together.
+
+    ``knots`` is the number of knots of profile tempered; None for the other profiles.
+    """
+
+    fingerprint: str
+    knots: int | None = None
+
+
+class ShardRanges(Protocol):
+    """Hands the shards of one capture to its workers, a range at a time.
+
+    One worker leads: it opens the ranges, and seals the manifest when all are finished. The others
+    help. ``terms`` are those of the capture to help with; None for the worker that leads.
+    """
+
+    terms: RangeTerms | None
+
+    def open(self, terms: RangeTerms, shards: int) -> None:
+        """Let workers take the ``shards`` of a capture, from now on."""
+        ...
+
+    def take(self, waiting: Callable[[], None]) -> range | None:
+        """Return the shards to capture next; an empty range where there are none now.
+
+        None: nothing is left for this worker to do. ``waiting`` is called while there is no answer,
+        and may raise to give up. Raises ``Interrupted`` where the capture must stop.
+        """
+        ...
+
+    def finish(self, shards: range, sequences: int) -> None:
+        """Tell that all ``shards`` of a range are sealed, which hold ``sequences``."""
+        ...
+
+    def is_finished(self, shards: range) -> bool:
+        """Whether another worker was faster with a range that this one has."""
+        ...
+
+
 @dataclass
 class Liveness:
     """The times of a run's last ``alive`` event and waiting report, and its last ``stepping``.
@@ -134,12 +178,14 @@ class Monitor:
     """Receives a run's events, and decides whether it stops at the next safe point.
 
     ``patient``: whether the run waits while another process does the same work; otherwise it raises
-    ``WorkHeldElsewhere``.
+    ``WorkHeldElsewhere``. ``ranges`` hands out the shards of a capture by several workers; None for
+    a capture by this process alone.
     """
 
     listen: Callable[[Event], None] = _ignore
     should_stop: Callable[[], bool] = _never_stop
     patient: bool = True
+    ranges: ShardRanges | None = None
     _pulse: Liveness = field(default_factory=Liveness, repr=False, compare=False)
 
     def emit(self, type: str, **data: Any) -> None:
@@ -211,6 +257,11 @@ class ProgressMeter:
     def __post_init__(self) -> None:
         self._first = self.done
 
+    def skip(self, done: int) -> None:
+        """Count units that were done before, in no time."""
+        self.done += done
+        self._first += done
+
     def advance(self, done: int, tokens: int) -> dict[str, Any]:
         """Add ``done`` units and ``tokens`` tokens; return the data of a progress event."""
         self.done += done
@@ -224,6 +275,7 @@ class ProgressMeter:
             "unit": self.unit,
             "fraction": round(self.done / self.total, 6) if self.total else 1.0,
             "eta_seconds": round((self.total - self.done) / pace, 1) if pace > 0 else None,
+            "per_second": round(pace, 3),
             "tokens": self.tokens,
             "tokens_per_second": round(self.tokens / seconds, 1),
         }

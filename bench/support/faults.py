@@ -41,6 +41,8 @@ LEASE_SECONDS = 2.0
 TEND_SECONDS = 0.1
 PROBE_SECONDS = 0.05
 PATIENCE_SECONDS = 180.0
+#: Added to the seeds of jobs whose cache several workers capture together.
+TOGETHER = 1_000_000
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
@@ -546,11 +548,13 @@ class SoakPlan:
 class Soak:
     """Posts jobs and injects faults until there were enough of both; then waits for the jobs."""
 
-    def __init__(self, cluster: Cluster, plan: SoakPlan) -> None:
+    def __init__(
+        self, cluster: Cluster, plan: SoakPlan, chaos: FaultInjector | None = None
+    ) -> None:
         self.cluster = cluster
         self.plan = plan
         self.dice = random.Random(plan.seed + 1)
-        self.chaos = FaultInjector(cluster, plan.seed)
+        self.chaos = chaos or FaultInjector(cluster, plan.seed)
         self.prober = Prober(cluster.parts.settings.server)
         self.client = RetryingClient(cluster.parts.settings.server)
         self.began = time.monotonic()
@@ -601,18 +605,29 @@ class Soak:
             return self.plan.backlog
 
     def _next_order(self, number: int) -> RequestedJob:
-        """Make a job: a third share a cache, a tenth wait for another, a thirtieth always die."""
+        """Make a job: a third share a cache, a tenth wait for another, a thirtieth always die.
+
+        Of a quarter several workers capture the cache together, which no other job needs.
+        """
         dice = self.dice
         inputs = self.cluster.inputs
         key = f"{self.plan.seed}-{number}"
         if number % 30 == 29:
             return RequestedJob(key, make_light_body(inputs, "poison", max_attempts=3))
+        together = number % 4 == 3
         seed = number - dice.randint(1, 3) if number > 3 and dice.random() < 1 / 3 else number
         shards = 3 + seed % 4
+        if together:
+            seed, shards = number + TOGETHER, 8 + number % 9
         name = f"light-{seed}-{shards}-{50 + 10 * (seed % 5)}"
         plain = [order for order in self.orders[-5:] if order.body["name"] != "poison"]
         parents = (dice.choice(plain),) if plain and dice.random() < 0.1 else ()
-        options = {"depends_on": [parent.id for parent in parents], "priority": dice.randint(3, 7)}
+        options: dict[str, Any] = {
+            "depends_on": [parent.id for parent in parents],
+            "priority": dice.randint(3, 7),
+        }
+        if together:
+            options["resources"] = {"workers": dice.choice([2, 3, "auto"])}
         return RequestedJob(key, make_light_body(inputs, name, **options), parents)
 
     def _await_the_end(self) -> None:

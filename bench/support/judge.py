@@ -1,7 +1,8 @@
 """Check which promises a disturbed service kept, by its files, its records and its jobs' ledgers.
 
 P1  an accepted job exists, and ends in a state that its client's wishes allow
-P2  at most one live writer: once another process has written, the one before writes no more
+P2  at most one live writer: once another process has written, the one before writes no more. Of a
+    cache that several workers capture together, no process writes a shard twice
 P3  one terminal event in each life, versions that only grow, statuses that follow the table in
     ``jobs.lua``
 P4  all bytes equal those of an undisturbed run, nothing is written twice, no process is left over
@@ -22,11 +23,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.support.faults import Answer, Fault, FaultInjector, RequestedJob, Soak
+from bench.support.faults import Answer, Fault, RequestedJob, Soak
 from bench.support.harness import Parts
 from bench.support.light_child import POISON, LightWork, compute_digests
 from cache.checking.verify import verify_cache
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
+from cache.remote.address import is_mirror
 from cache.shards.names import MANIFEST
 from cache.store import open_cache
 from cache.testing import make_cache
@@ -65,10 +67,14 @@ class LedgerLine:
 
 
 def read_ledger(run_dir: Path) -> list[LedgerLine]:
-    """Everything that the processes of one job did, in order."""
-    file = run_dir / "ledger"
-    lines = [json.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
-    return [LedgerLine(**line, job=run_dir.name) for line in lines]
+    """Everything that the processes of one job did, in order; those that helped too."""
+    lines = [
+        LedgerLine(**json.loads(line), job=run_dir.name)
+        for file in (run_dir / "ledger", *run_dir.glob("helpers/*/ledger"))
+        if file.exists()
+        for line in file.read_bytes().splitlines()
+    ]
+    return sorted(lines, key=lambda line: line.at)
 
 
 def list_written(run_dir: Path, of: str | None = None) -> list[int]:
@@ -89,12 +95,22 @@ def read_ledgers(home: Path) -> list[LedgerLine]:
 # ---------------------------------------------------------------------- promises
 
 
-def check_writers(lines: Iterable[LedgerLine]) -> Iterator[str]:
-    """Check that each thing has one live writer, and that nothing is written twice."""
+def check_writers(
+    lines: Iterable[LedgerLine], shared: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Check that each thing has one live writer, and that nothing is written twice.
+
+    ``shared`` are the fingerprints of caches that several workers capture together: two of them may
+    write one shard, of which the first one counts, but none of them writes it twice.
+    """
     turns: dict[str, list[str]] = defaultdict(list)
     times: Counter[tuple[str, int]] = Counter()
+    own: Counter[tuple[str, str, int]] = Counter()
     for line in lines:
         if line.what not in ("write", "wrote"):
+            continue
+        if line.of in shared:
+            own[line.writer, line.of, line.number] += line.what == "wrote"
             continue
         turn = turns[line.of]
         if line.writer in turn[:-1]:
@@ -103,6 +119,11 @@ def check_writers(lines: Iterable[LedgerLine]) -> Iterator[str]:
         if not turn or turn[-1] != line.writer:
             turn.append(line.writer)
         times[line.of, line.number] += line.what == "wrote"
+    yield from (
+        f"{of}: {writer} wrote number {number} {count} times"
+        for (writer, of, number), count in own.items()
+        if count > 1
+    )
     twice = {where: count for where, count in times.items() if count > 1}
     yield from (
         f"{of}: number {number} was written {count} times" for (of, number), count in twice.items()
@@ -203,7 +224,11 @@ def check_products(parts: Parts, name: str, job_id: str, spare: Path) -> Iterato
     folder = parts.settings.caches / work.identity.fingerprint
     if damage := verify_cache(folder):
         yield f"{job_id}: {folder.name} is damaged: {damage[:3]}"
-    if hash_files(folder) != files:
+    if is_mirror(folder):
+        # The manifest has the digest of every file.
+        if hash_file(folder / MANIFEST) != files[MANIFEST]:
+            yield f"{job_id}: {folder.name} in the bucket differs from an undisturbed capture"
+    elif hash_files(folder) != files:
         yield f"{job_id}: {folder.name} differs from an undisturbed capture"
     run_dir = parts.settings.run_dir(job_id)
     steps = {f"{number:06d}": digest for number, digest in enumerate(digests, 1)}
@@ -231,6 +256,15 @@ def find_job_violations(parts: Parts, job_id: str, name: str, spare: Path) -> li
 # ---------------------------------------------------------------------- a whole soak
 
 
+def find_shared(orders: Iterable[RequestedJob]) -> frozenset[str]:
+    """The fingerprints of the caches that several workers may capture together."""
+    return frozenset(
+        LightWork.of(order.body["name"]).identity.fingerprint
+        for order in orders
+        if order.body.get("resources", {}).get("workers", 1) != 1
+    )
+
+
 def find_left_over(caches: Path) -> list[str]:
     """Find temporary folders in sealed caches.
 
@@ -256,7 +290,7 @@ class SoakVerdict:
 
     def _violations(self, spare: Path) -> Iterator[str]:
         yield from self._nothing_lost()
-        yield from check_writers(self.lines)
+        yield from check_writers(self.lines, find_shared(self.soak.orders))
         yield from check_versions(self.soak.prober.answers)
         for client in (self.soak.prober.client, self.soak.client, self.soak.chaos.client):
             yield from check_answers(client.answers)
@@ -307,7 +341,7 @@ class SoakVerdict:
     def rows(self) -> list[tuple[str, int, list[float]]]:
         """For each kind of fault: its name, how many there were, and its recoveries in seconds."""
         found = []
-        for kind in FaultInjector.KINDS:
+        for kind in self.soak.chaos.kinds:
             injuries = [injury for injury in self.soak.chaos.injuries if injury.kind == kind]
             times = [
                 seconds for injury in injuries if (seconds := self._recovery(injury)) is not None
@@ -316,7 +350,7 @@ class SoakVerdict:
         return found
 
     def _recovery(self, injury: Fault) -> float | None:
-        if injury.victim == "plane":
+        if injury.victim in ("plane", "bucket"):
             return measure_time_to_ready(injury, self.soak.prober.answers)
         if injury.victim in self.cluster.workers and injury.job is not None:
             return self._until_useful(injury)
@@ -379,6 +413,9 @@ class SoakVerdict:
         writes = Counter("steps" if of.startswith("job_") else "shards" for of in written)
         counts = f"{writes['shards']} shards, {writes['steps']} steps"
         yield f"written: {counts}, each once and as undisturbed"
+        shared = find_shared(self.soak.orders)
+        helped = {line.writer for line in self.lines if line.of in shared}
+        yield f"caches that several workers captured: {len(shared)}, by {len(helped)} processes"
         yield f"the longest pause without useful work: {self.longest_pause():.1f} s"
         yield "API: " + ", ".join(f"{count} × {status}" for status, count in sorted(heard.items()))
         yield f"violations: {len(self.violations)}"

@@ -1,7 +1,8 @@
 """The real child with a light stage: it writes real shards, then computes digests as its training.
 
 The job's name says what it does: ``light-{seed}-{shards}-{milliseconds of a shard or step}``. Jobs
-of one seed and one number of shards share a cache. A job named ``poison`` dies at its start.
+of one seed and one number of shards share a cache. Several workers may capture it together. A job
+named ``poison`` dies at its start.
 
     precompute   writes shards of ``cache.testing``, each with one rename; a resumed run checks them
     train        one step for each sequence: a digest of the step before and of the cache's content.
@@ -31,14 +32,17 @@ from cache.errors import CacheError
 from cache.manifest import CacheIdentity
 from cache.store import Cache, open_cache
 from cache.testing import PROVENANCE, make_codec, make_identity, make_shard, make_token_map
-from cache.writing.writer import CacheWriter, open_writer
+from cache.writing.writer import CacheWriter, open_helper, open_writer
 from kd.config.job import JobConfig
-from kd.progress import Monitor, ProgressMeter
+from kd.files import find_caches
+from kd.progress import Monitor, ProgressMeter, RangeTerms, ShardRanges
 from services.worker.child import main
 
 #: Sequences of a shard.
 SEQUENCES = 4
 POISON = "poison"
+#: Wait of a worker for which no range of shards is left, while others finish.
+WAIT_SECONDS = 0.1
 _NAME = re.compile(r"light-(\d+)-(\d+)-(\d+)(-\w+)?")
 
 
@@ -107,15 +111,26 @@ def precompute(
 ) -> dict[str, Any]:
     """Make sure that a sealed cache exists, as ``kd.capture.teacher.capture_cache`` does."""
     identity = work.identity
-    root = home / "caches"
+    root = find_caches(home, None)
+    ranges = monitor.ranges
+    if ranges is not None and ranges.terms is not None:
+        assert ranges.terms.fingerprint == identity.fingerprint
+        with open_helper(root, identity) as writer:
+            _fill_ranges(writer, work, monitor, ranges, ledger)
+        return {}
     monitor.emit("plan", fingerprint=identity.fingerprint)
     if not _is_sealed(root, identity):
         lock = root / f"{identity.fingerprint}.lock"
+        shared = ranges is not None
         with open_writer(
-            root, identity, lambda: monitor.wait_for("another capture", lock, "precompute")
+            root, identity, lambda: monitor.wait_for("another capture", lock, "precompute"), shared
         ) as writer:
             if not _is_sealed(root, identity):
-                _fill(writer, work, monitor, ledger)
+                if ranges is not None:
+                    ranges.open(RangeTerms(identity.fingerprint), identity.shard_count)
+                    _fill_ranges(writer, work, monitor, ranges, ledger)
+                else:
+                    _fill(writer, work, monitor, ledger)
                 size = identity.tokenizer.vocabulary_size
                 writer.write_token_map(make_token_map(size))
                 writer.finish(PROVENANCE)
@@ -137,12 +152,36 @@ def _fill(writer: CacheWriter, work: LightWork, monitor: Monitor, ledger: Ledger
     meter = ProgressMeter(work.shards, "shards", done=work.shards - len(missing))
     for index in missing:
         monitor.check(f"before shard {index}")
-        content = make_shard(writer.identity, index)
-        time.sleep(work.pause)
-        ledger.note("write", writer.identity.fingerprint, index)
-        writer.write_shard(index, *content)
-        ledger.note("wrote", writer.identity.fingerprint, index)
+        _write(writer, work, index, ledger)
         monitor.emit("progress", **meter.advance(1, 0))
+
+
+def _fill_ranges(
+    writer: CacheWriter, work: LightWork, monitor: Monitor, ranges: ShardRanges, ledger: Ledger
+) -> None:
+    """Write the shards that are handed out, as ``kd.capture.shards.record_ranges`` does."""
+    meter = ProgressMeter(writer.identity.data.sequences, "sequences")
+    while (shards := ranges.take(lambda: monitor.check("between two ranges"))) is not None:
+        if not shards:
+            monitor.check("while others finish")
+            time.sleep(WAIT_SECONDS)
+            continue
+        missing = writer.find_missing_shards(shards)
+        for index in shards:
+            monitor.check(f"before shard {index}")
+            if index in missing:
+                _write(writer, work, index, ledger)
+            size = len(writer.identity.shard_range(index))
+            monitor.emit("progress", **meter.advance(size, 0))
+        ranges.finish(shards, sum(len(writer.identity.shard_range(index)) for index in shards))
+
+
+def _write(writer: CacheWriter, work: LightWork, index: int, ledger: Ledger) -> None:
+    content = make_shard(writer.identity, index)
+    time.sleep(work.pause)
+    ledger.note("write", writer.identity.fingerprint, index)
+    writer.write_shard(index, *content)
+    ledger.note("wrote", writer.identity.fingerprint, index)
 
 
 def train(
@@ -151,7 +190,7 @@ def train(
     """Write every step that is missing or wrong; the student is the digest of the last step."""
     make_folder(run_dir / "steps")
     digests = compute_digests(
-        open_cache(home / "caches" / work.identity.fingerprint, work.identity)
+        open_cache(find_caches(home, None) / work.identity.fingerprint, work.identity)
     )
     meter = ProgressMeter(len(digests), "steps")
     for step, digest in enumerate(digests, 1):

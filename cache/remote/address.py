@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cache.disk import make_folder, storage_errors, write_file
+from cache.disk import TEMPORARY_PREFIX, make_folder, storage_errors, write_file
 from cache.errors import StoreError
 
 #: The file of a mirror that names its bucket.
 STORE_FILE = "store.json"
+#: The file of a folder of caches with a word that no other folder has.
+PLACE_FILE = ".place"
 #: Bytes of shards that a mirror keeps unless the operator sets another number.
 MIRROR_BYTES = 50 << 30
 #: The scheme of a bucket, and those of services that nothing here was tested with.
@@ -107,6 +112,29 @@ def bind_caches(home: Path, store: str | None, mirror_bytes: int | None = None) 
             make_folder(root)
             write_file(root / STORE_FILE, json.dumps(content).encode())
     return root
+
+
+def name_place(root: Path) -> str:
+    """Return a name that only the store of ``root`` has, on whichever host it is seen.
+
+    It is the address of a bucket; for a folder it is a word that is kept in it.
+    """
+    binding = read_binding(root)
+    if binding is not None:
+        return str(binding.address)
+    path = root / PLACE_FILE
+    with storage_errors(root):
+        make_folder(root)
+        if not path.exists():
+            temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}")
+            temporary.write_text(f"folder-{secrets.token_hex(8)}\n", encoding="ascii")
+            try:
+                # Not a rename: another host may have been faster.
+                with suppress(FileExistsError):
+                    os.link(temporary, path)
+            finally:
+                temporary.unlink()
+        return path.read_text(encoding="ascii").strip()
 
 
 def is_mirror(folder: Path) -> bool:

@@ -30,8 +30,8 @@ _RETRY_SECONDS = 120
 _REQUEST_SECONDS = 60
 #: Objects of one page of a listing, the most that S3 gives.
 _PAGE = 1000
-#: Seconds between our own attempts of one request.
-_PAUSES = (0.1, 0.3, 1.0, 3.0)
+#: Seconds between our own attempts of one request: a job outlives most of a minute of throttling.
+_PAUSES = (0.1, 0.3, 1.0, 3.0, 6.0, 12.0, 24.0)
 #: Answers after which the same request may succeed: two requests met, too many came, or the server
 #: is at fault.
 _PASSING = re.compile(r"^(409|429|5\d\d)$")

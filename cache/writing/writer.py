@@ -1,15 +1,21 @@
-"""Capture a cache: one writer at a time, shard by shard, and the manifest last.
+"""Capture a cache: shard by shard, and the manifest last.
 
-with open_writer(root, identity) as writer:         one writer at a time; others wait
+with open_writer(root, identity) as writer:         one at a time; others wait
     for index in writer.find_missing_shards():      sealed shards are checked, then skipped
         writer.write_shard(index, sequences, records)
     manifest = writer.finish(provenance)
+
+Where several processes capture one cache, one of them holds ``open_writer`` and writes the
+manifest. The others hold ``open_helper``, and write shards alone. A shard that two of them write
+appears once: the first one counts.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +23,15 @@ from pathlib import Path
 from cache.disk import (
     TEMPORARY_PREFIX,
     find_leftovers,
+    is_file_at,
     link_folder,
     locked,
     make_folder,
     publish_folder,
     remove_path,
     storage_errors,
+    try_lock,
+    wait_for_lock,
     write_file,
 )
 from cache.errors import CacheCorrupt, CacheIncomplete
@@ -58,23 +67,31 @@ from cache.shards.names import (
 )
 from cache.shards.pieces import write_pieces
 from cache.shards.runs import ShardRuns
-from cache.store import Cache, locate_lock
+from cache.store import Cache, locate_lock, locate_writers
 
 #: The largest part of a cache that the sums of its first tails may be: 16 bytes for each token of
 #: the vocabulary. A cache for which they are too many is captured again in little time.
 FIRST_TAILS_SHARE = 0.0025
 #: Name of the sums that an extending cache takes from another, among those of its own shards.
 _FIRST_SUMS = f"{TAIL_SUMS}/first"
+#: Locked while a folder and its seal get their places.
+_PUBLISHING = f"{TEMPORARY_PREFIX}publishing"
+#: Time between two attempts to take that lock, which is held for a few renames.
+_PUBLISHING_POLL_SECONDS = 0.005
 
 
 @contextmanager
 def open_writer(
-    root: Path, identity: CacheIdentity, waiting: Callable[[], None] | None = None
+    root: Path,
+    identity: CacheIdentity,
+    waiting: Callable[[], None] | None = None,
+    shared: bool = False,
 ) -> Iterator[CacheWriter]:
     """Begin or resume the cache of ``identity`` below ``root``, as its only writer.
 
     While another process captures the same cache, ``waiting`` is called five times a second; it may
-    raise to give up. Raises ``StorageError`` where the disk is full or the folder is not writable.
+    raise to give up. ``shared``: helpers write some of the shards. Raises ``StorageError`` where
+    the disk is full or the folder is not writable.
     """
     with storage_errors(root):
         make_folder(root)
@@ -82,28 +99,96 @@ def open_writer(
     mirror = open_mirror(folder)
     if mirror is not None:
         require_fit(mirror.bucket)
-    with locked(locate_lock(folder), waiting), held_in_bucket(folder):
-        yield CacheWriter(folder, identity, mirror)
+    with locked(locate_lock(folder), waiting), held_in_bucket(folder), _writing(folder):
+        yield CacheWriter(folder, identity, mirror, shared=shared)
+
+
+@contextmanager
+def open_helper(root: Path, identity: CacheIdentity) -> Iterator[CacheWriter]:
+    """Write shards of the cache of ``identity`` beside the holder of ``open_writer``.
+
+    That one need not be on this host. Raises ``StorageError`` as ``open_writer`` does.
+    """
+    folder = root / identity.fingerprint
+    mirror = open_mirror(folder)
+    if mirror is not None:
+        require_fit(mirror.bucket)
+    with held_in_bucket(folder), _writing(folder):
+        yield CacheWriter(folder, identity, mirror, shared=True)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Hold the lock of all writers. Where no other holds it, what they left behind is deleted."""
+    with storage_errors(folder):
+        for inner in (folder, folder / "shards", folder / "seals"):
+            make_folder(inner)
+        path = locate_writers(folder)
+        lock = _join_writers(path, folder)
+    try:
+        yield
+    finally:
+        if try_lock(lock):  # nobody else writes: the next one makes another file
+            path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _join_writers(path: Path, folder: Path) -> int:
+    """Return the open lock file at ``path``, with a shared lock."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        alone = try_lock(lock)
+        if not alone:
+            wait_for_lock(lock, shared=True)
+        if not is_file_at(lock, path):  # the last writer deleted it meanwhile
+            os.close(lock)
+            continue
+        if alone:
+            _remove_leftovers(folder)
+            wait_for_lock(lock, shared=True)
+        return lock
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what interrupted writers left behind."""
+    for place in (folder, folder / "shards", folder / "seals"):
+        for leftover in list(find_leftovers(place)):
+            remove_path(leftover)
 
 
 class CacheWriter:
-    """Writes shards, each whole or not at all. ``open_writer`` makes it and holds the lock."""
+    """Writes shards, each whole or not at all. ``open_writer`` makes it and holds the lock.
 
-    def __init__(self, folder: Path, identity: CacheIdentity, mirror: Mirror | None = None) -> None:
+    ``shared``: other processes write shards of the same cache.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: CacheIdentity,
+        mirror: Mirror | None = None,
+        shared: bool = False,
+    ) -> None:
         self.folder = folder
         self.identity = identity
         #: What is put into a bucket; None where the folder is all there is.
         self.mirror = mirror
+        self._shared = shared
         self.codec = identity.record_codec()
         #: Seconds in which the disk took what was written so far, encoding and compression apart.
         self.disk_seconds = 0.0
         with storage_errors(folder):
             self._prepare()
 
-    def find_missing_shards(self) -> ShardRuns:
-        """Find the shards still to be written; read every byte of sealed ones to check them."""
+    def find_missing_shards(self, shards: Iterable[int] | None = None) -> ShardRuns:
+        """Find those of ``shards`` (all) still to be written; check every byte of sealed ones."""
+        among = range(self.identity.shard_count) if shards is None else shards
+        return ShardRuns.of(index for index in among if not self._is_sound(index))
+
+    def has_every_seal(self) -> bool:
+        """Whether all shards are sealed; their bytes are not read."""
         shards = range(self.identity.shard_count)
-        return ShardRuns.of(index for index in shards if not self._is_sound(index))
+        return all(self._read_shard_seal(index) is not None for index in shards)
 
     def write_shard(
         self, index: int, sequences: Sequences, records: Records, tails: TailSums | None = None
@@ -180,24 +265,55 @@ class CacheWriter:
 
     def _publish_folder(self, name: str, fill: Callable[[Path], Seal]) -> Seal:
         """Make a folder whole or not at all, then its seal, which ``fill`` returns."""
-        temporary = self.folder / f"{TEMPORARY_PREFIX}{name.replace('/', '-')}"
+        unique = f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        temporary = self.folder / f"{unique}-{name.replace('/', '-')}"
         with storage_errors(self.folder):
             try:
-                # Manifest and seal go first: after a crash, nothing vouches for the new content.
-                remove_path(self.folder / MANIFEST)
-                remove_path(self.folder / locate_seal(name))
-                seal = fill(temporary)
-                began = time.perf_counter()
-                publish_folder(temporary, self.folder / name)
-                self.disk_seconds += time.perf_counter() - began
+                # A damaged folder is renounced first: after a crash, nothing vouches for it.
+                if not self._shared or self._find_whole(name) is None:
+                    self._renounce(name)
+                seal = self._put_in_place(name, temporary, fill(temporary))
             finally:
                 remove_path(temporary)
-            write_file(self.folder / locate_seal(name), seal.to_bytes())
             if self.mirror is not None:
                 began = time.perf_counter()
                 seal = self.mirror.publish(name, seal)
                 self.disk_seconds += time.perf_counter() - began
         return seal
+
+    def _put_in_place(self, name: str, temporary: Path, seal: Seal) -> Seal:
+        """Give a finished folder its name and its seal; return the seal that is valid then.
+
+        It is another writer's if that one was faster.
+        """
+        began = time.perf_counter()
+        with _locked_briefly(self.folder / _PUBLISHING):
+            if self._shared and (known := self._find_whole(name, seal)) is not None:
+                return known
+            self._renounce(name)
+            publish_folder(temporary, self.folder / name)
+            self.disk_seconds += time.perf_counter() - began
+            write_file(self.folder / locate_seal(name), seal.to_bytes())
+        return seal
+
+    def _renounce(self, name: str) -> None:
+        """Delete the manifest and the seal of a folder, so that nothing vouches for it."""
+        remove_path(self.folder / MANIFEST)
+        remove_path(self.folder / locate_seal(name))
+
+    def _find_whole(self, name: str, seal: Seal | None = None) -> Seal | None:
+        """Return the seal of the folder that is in place, if it is whole; else None.
+
+        Beside a bucket it must be ``seal``, if that is given: the bucket decides which is valid.
+        """
+        path = self.folder / locate_seal(name)
+        try:
+            known = Seal.from_bytes(path.read_bytes(), str(path))
+        except (FileNotFoundError, CacheCorrupt):
+            return None
+        if self.mirror is not None and seal is not None and known != seal:
+            return None
+        return None if known.find_problems(self.folder / name) else known
 
     def read_sealed_shape(self, name: str) -> tuple[int, ...] | None:
         """Read the shape of array ``name`` from the first sealed shard; None without one."""
@@ -347,19 +463,10 @@ class CacheWriter:
         return FolderEntry() if seal is None else FolderEntry(seal.bytes, seal.digest)
 
     def _prepare(self) -> None:
-        for name in ("shards", "seals"):
-            make_folder(self.folder / name)
-        self._remove_leftovers()
         # A crash may have left half of it, in a cache of this or of an earlier process.
         group = self.folder / GROUP_FILE
         if not group.exists() or group.read_bytes() != GROUP_METADATA:
             write_file(group, GROUP_METADATA)
-
-    def _remove_leftovers(self) -> None:
-        """Delete what an interrupted writer left behind."""
-        for folder in (self.folder, self.folder / "shards", self.folder / "seals"):
-            for leftover in list(find_leftovers(folder)):
-                remove_path(leftover)
 
     def _is_sound(self, index: int) -> bool:
         seal = self._read_shard_seal(index)
@@ -408,3 +515,13 @@ class CacheWriter:
             raise ValueError(f"Shard {index} must hold one record for each target, but got {got}.")
         self.codec.require_ids("tokens", sequences.tokens)
         self.codec.require(records)
+
+
+@contextmanager
+def _locked_briefly(path: Path) -> Iterator[None]:
+    """Hold the lock file at ``path``, which is deleted afterwards: a sealed cache has none."""
+    with locked(path, poll_seconds=_PUBLISHING_POLL_SECONDS):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

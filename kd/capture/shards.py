@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import filterfalse, islice
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -29,7 +30,7 @@ from cache.shards.runs import ShardRuns
 from cache.writing.writer import CacheWriter
 from kd.capture.recording import TeacherReading
 from kd.capture.usefulness import HeldOutWatch
-from kd.progress import Monitor, ProgressMeter
+from kd.progress import Monitor, ProgressMeter, ShardRanges
 
 #: Bytes of deliveries that wait to be encoded, and bytes that are read beside a shard that is being
 #: sealed, each at the most. A million tokens of profile threshold, some ten seconds of the fastest
@@ -39,6 +40,9 @@ IN_FLIGHT_BYTES = 1 << 28
 LEAST_DISK_SECONDS = 1.0
 #: Tokens a second of a fast teacher. A disk that takes as many is not compared with the teacher.
 FAST_TOKENS = 100_000
+#: Waits of a worker that gets no range of shards now, in seconds.
+LEAST_WAIT_SECONDS = 0.25
+MOST_WAIT_SECONDS = 4.0
 #: Threads that encode. More gain little: numpy holds the interpreter's lock for part of its work.
 ENCODERS = 2
 
@@ -186,6 +190,15 @@ class ShardPipeline:
         self._queue.append((part, delivery.nbytes))
         self._read += delivery.nbytes
 
+    def give_up(self) -> None:
+        """Drop the parts that were added since the last shard."""
+        for part in self._parts:
+            part.cancel()
+        self._queue = deque(each for each in self._queue if not each[0].cancelled())
+        self._parts = []
+        self._read = 0
+        self._began = time.monotonic()
+
     def seal(self, index: int, sequences: Sequences, tails: TailSums | None = None) -> None:
         """Seal the parts that were added as shard ``index``, after the shard before it.
 
@@ -235,20 +248,31 @@ class ShardPipeline:
 
 
 class CaptureReport:
-    """Tells a monitor what a capture does. Its progress counts the sequences that were read."""
+    """Tells a monitor what a capture does. Its progress counts the sequences of sealed shards, and
+    those that were read.
+    """
 
-    def __init__(
-        self, monitor: Monitor, identity: CacheIdentity, missing: ShardRuns, watch: HeldOutWatch
-    ) -> None:
+    def __init__(self, monitor: Monitor, identity: CacheIdentity, watch: HeldOutWatch) -> None:
         self.monitor = monitor
         self.watch = watch
         self._identity = identity
-        self._last = missing.last
-        self._left_held_out = sum(map(watch.holds_out, missing))
+        self._last: int | None = None
+        self._left_held_out = 0
         self._judged_disk = False
-        total = identity.data.sequences
-        left = sum(len(identity.shard_range(index)) for index in missing)
-        self._meter = ProgressMeter(total, "sequences", done=total - left)
+        self._meter = ProgressMeter(identity.data.sequences, "sequences")
+
+    def expect(self, missing: ShardRuns, sealed: int, last: int | None = None) -> None:
+        """Count shards that will be read, and ``sealed`` sequences that need not be.
+
+        ``last`` is the shard with which everything ends; None where that is not known.
+        """
+        self._left_held_out += sum(map(self.watch.holds_out, missing))
+        self._meter.skip(sealed)
+        self._last = last
+
+    def drop(self, sequences: int) -> None:
+        """Take back sequences that were read for nothing."""
+        self._meter.done -= sequences
 
     def tell_slow_disk(self, warning: str | None) -> None:
         """Report a slow disk, once."""
@@ -301,23 +325,167 @@ def record_shards(
     Raises the error of the reader, of the encoding or of the disk, and ``Interrupted`` where the
     monitor asks to stop; shards that were read whole are sealed before.
     """
-    monitor = report.monitor
-
-    def wait() -> None:
-        monitor.report_alive(stepping=False)
-
-    with ShardPipeline(writer, report.watch.add, wait) as pipeline:
+    with ShardRecording(reader, writer, report) as recording:
         for index, sequences in work:
-            left = len(sequences)
-            for delivery in reader.deliver(sequences, writer.identity.shard_range(index).start):
-                pipeline.add(delivery)
-                left -= delivery.sequences
-                if not left:
-                    report.tell_sealed(pipeline.finish())
-                    pipeline.seal(index, sequences, reader.take_tail_sums())
-                report.tell_sealed(pipeline.collect())
-                report.tell_read(delivery.sequences, delivery.positions)
-                if not report.is_end(index, left) and monitor.should_stop():
-                    report.tell_sealed(pipeline.finish())
-                    monitor.check(report.describe_place(index, left, len(sequences)))
-        report.tell_sealed(pipeline.finish())
+            recording.record(index, sequences)
+        recording.finish()
+
+
+class ShardRecording:
+    """Reads shards and seals them, one after the other. ``sealed`` gets the number of each."""
+
+    def __init__(
+        self,
+        reader: RecordReader,
+        writer: CacheWriter,
+        report: CaptureReport,
+        sealed: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._reader = reader
+        self._report = report
+        self._sealed = sealed
+        self._identity = writer.identity
+        monitor = report.monitor
+        self._pipeline = ShardPipeline(
+            writer, report.watch.add, lambda: monitor.report_alive(stepping=False)
+        )
+
+    def __enter__(self) -> Self:
+        self._pipeline.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._pipeline.__exit__(kind, error, at)
+
+    def record(
+        self,
+        index: int,
+        sequences: Sequences,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Read a shard, and begin to seal it. Returns False where it was given up meanwhile."""
+        reader, report, pipeline = self._reader, self._report, self._pipeline
+        monitor = report.monitor
+        left = len(sequences)
+        for delivery in reader.deliver(sequences, self._identity.shard_range(index).start):
+            pipeline.add(delivery)
+            left -= delivery.sequences
+            if not left:
+                self.finish()
+                pipeline.seal(index, sequences, reader.take_tail_sums())
+            self._note(pipeline.collect())
+            report.tell_read(delivery.sequences, delivery.positions)
+            if left and is_given_up():
+                pipeline.give_up()
+                reader.take_tail_sums()
+                report.drop(len(sequences) - left)
+                return False
+            if not report.is_end(index, left) and monitor.should_stop():
+                self.finish()
+                monitor.check(report.describe_place(index, left, len(sequences)))
+        return True
+
+    def finish(self) -> None:
+        """Wait until every shard that was read whole is sealed."""
+        self._note(self._pipeline.finish())
+
+    def _note(self, shard: SealedShard | None) -> None:
+        self._report.tell_sealed(shard)
+        if shard is not None:
+            self._sealed(shard.index)
+
+
+def record_ranges(
+    reader: RecordReader,
+    writer: CacheWriter,
+    select: Callable[[int], Sequences],
+    ranges: ShardRanges,
+    report: CaptureReport,
+) -> None:
+    """Read and seal the shards that ``ranges`` hands to this process, until nothing is left.
+
+    ``select`` returns the sequences of a shard. Shards that are sealed already are checked and
+    skipped. Raises what ``record_shards`` raises.
+    """
+    unfinished = UnfinishedRanges(writer.identity, ranges)
+    patience = Patience(report.monitor)
+    with ShardRecording(reader, writer, report, unfinished.note_sealed) as recording:
+        while (shards := ranges.take(patience.check)) is not None:
+            if not shards:
+                recording.finish()
+                patience.wait()
+                continue
+            patience.renew()
+            missing = writer.find_missing_shards(shards)
+            sealed = filterfalse(missing.__contains__, shards)
+            report.expect(missing, sum(len(writer.identity.shard_range(each)) for each in sealed))
+            unfinished.begin(shards, missing)
+            for index in missing:
+                if not recording.record(index, select(index), partial(ranges.is_finished, shards)):
+                    unfinished.give_up(shards)
+                    break
+        recording.finish()
+
+
+class UnfinishedRanges:
+    """The ranges of this process with shards that are not sealed yet."""
+
+    def __init__(self, identity: CacheIdentity, ranges: ShardRanges) -> None:
+        self._identity = identity
+        self._ranges = ranges
+        self._left: dict[range, set[int]] = {}
+
+    def begin(self, shards: range, missing: Iterable[int]) -> None:
+        """Add a range, of which the ``missing`` shards will be sealed."""
+        self._left[shards] = set(missing)
+        self._finish_if_sealed(shards)
+
+    def note_sealed(self, index: int) -> None:
+        """Tell that a range is finished where shard ``index`` was its last one."""
+        for shards in [each for each in self._left if index in each]:
+            self._left[shards].discard(index)
+            self._finish_if_sealed(shards)
+
+    def give_up(self, shards: range) -> None:
+        """Leave a range to the worker that was faster."""
+        if self._left.pop(shards, None) is not None:
+            self._tell(shards)
+
+    def _finish_if_sealed(self, shards: range) -> None:
+        if not self._left[shards]:
+            del self._left[shards]
+            self._tell(shards)
+
+    def _tell(self, shards: range) -> None:
+        sequences = sum(len(self._identity.shard_range(index)) for index in shards)
+        self._ranges.finish(shards, sequences)
+
+
+class Patience:
+    """The waits of a worker that gets no range now, each longer than the one before."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin with the shortest wait again."""
+        self._seconds = LEAST_WAIT_SECONDS
+
+    def check(self) -> None:
+        """Report that this process lives; raise ``Interrupted`` if it should stop."""
+        self._monitor.report_alive(stepping=False)
+        self._monitor.check("between two ranges of shards")
+
+    def wait(self) -> None:
+        """Wait, and check in between."""
+        end = time.monotonic() + self._seconds
+        while (left := end - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(left, LEAST_WAIT_SECONDS))
+        self._seconds = min(2 * self._seconds, MOST_WAIT_SECONDS)

@@ -35,7 +35,7 @@ from cache.reading.usage import hold_for
 from cache.records import Records, Sequences, TailSums
 from cache.shards.runs import ShardRuns
 from cache.store import Cache, locate_lock, open_cache
-from cache.writing.writer import CacheWriter
+from cache.writing.writer import CacheWriter, open_helper
 from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate import estimate_bytes, require_space
 from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
@@ -44,9 +44,15 @@ from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
 from kd.capture.remote import RemoteTeacher
-from kd.capture.shards import CaptureReport, RecordReader, foresee_slow_disk, record_shards
+from kd.capture.shards import (
+    CaptureReport,
+    RecordReader,
+    foresee_slow_disk,
+    record_ranges,
+    record_shards,
+)
 from kd.capture.usefulness import HeldOutWatch
-from kd.errors import OutOfMemory, is_out_of_memory
+from kd.errors import OtherCapture, OutOfMemory, is_out_of_memory
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.folder import ModelFolder
 from kd.models.layers import (
@@ -59,7 +65,7 @@ from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import float32_products, pick_device
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, make_token_map
-from kd.progress import SILENT, Monitor
+from kd.progress import SILENT, Monitor, RangeTerms, ShardRanges
 from kd.text.batches import make_batch
 from kd.text.stored.packed import PackedText, iterate
 
@@ -84,7 +90,8 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
 
     lock = locate_lock(folder)
     waiting = partial(monitor.wait_for, OTHER_CAPTURE, lock, "precompute")
-    with float32_products(), open_for_capture(root, plan.identity, waiting) as writer:
+    shared = monitor.ranges is not None
+    with float32_products(), open_for_capture(root, plan.identity, waiting, shared) as writer:
         # Another capture may have sealed the cache while this one waited for the lock.
         if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
             warn_of_overruled(found, monitor)
@@ -169,6 +176,8 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
     early. Returns the reader, so that its model need not be loaded again; None where no shard was
     missing.
     """
+    if monitor.ranges is not None and not writer.has_every_seal():
+        return capture_ranges(writer, plan, monitor, monitor.ranges)
     watch = HeldOutWatch(plan)
     found = writer.find_missing_shards()
     missing = ShardRuns.of(filter(watch.holds_out, found))
@@ -177,7 +186,9 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
         return None
     monitor.emit("stage", stage="precompute", phase="loading the teacher")
     with open_reader(plan, writer, monitor) as teacher:
-        report = CaptureReport(monitor, plan.identity, missing, watch)
+        report = CaptureReport(monitor, plan.identity, watch)
+        left = sum(len(plan.identity.shard_range(index)) for index in missing)
+        report.expect(missing, plan.identity.data.sequences - left, missing.last)
         first = select_shard_sequences(plan, missing.first)
         report.tell_slow_disk(foresee_slow_disk(writer, teacher, first, estimate_whole(plan)))
         monitor.emit("stage", stage="precompute", phase="capturing")
@@ -186,14 +197,54 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
         return teacher
 
 
+def capture_ranges(
+    writer: CacheWriter, plan: CapturePlan, monitor: Monitor, ranges: ShardRanges
+) -> RecordReader:
+    """Capture the shards that ``ranges`` hands to this process, one of several.
+
+    The process that leads opens the ranges as soon as its teacher is ready.
+    """
+    monitor.emit("stage", stage="precompute", phase="loading the teacher")
+    knots = None if ranges.terms is None else ranges.terms.knots
+    with open_reader(plan, writer, monitor, knots) as teacher:
+        if ranges.terms is None:
+            chosen = teacher.recorder.knots if isinstance(teacher, Teacher) else None
+            ranges.open(RangeTerms(plan.identity.fingerprint, chosen), plan.identity.shard_count)
+        report = CaptureReport(monitor, plan.identity, HeldOutWatch(plan))
+        monitor.emit("stage", stage="precompute", phase="capturing with other workers")
+        record_ranges(teacher, writer, partial(select_shard_sequences, plan), ranges, report)
+        return teacher
+
+
+def help_capture(plan: CapturePlan, root: Path, terms: RangeTerms, monitor: Monitor) -> None:
+    """Capture shards of the cache of ``plan`` beside the process that leads, until none is left.
+
+    Raises ``OtherCapture`` where this host makes another cache of the job than that process does.
+    """
+    assert monitor.ranges is not None
+    if plan.identity.fingerprint != terms.fingerprint:
+        raise OtherCapture(
+            f"Here the job makes cache {plan.identity.fingerprint}, and the worker that leads the "
+            f"capture makes {terms.fingerprint}.",
+            "Give all workers the same text, the same teacher files and the same kind of device.",
+        )
+    with float32_products(), open_helper(root, plan.identity) as writer:
+        capture_ranges(writer, plan, monitor, monitor.ranges)
+
+
 @contextmanager
-def open_reader(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Iterator[RecordReader]:
-    """Open the teacher of ``plan``: load its model, or connect to its server."""
+def open_reader(
+    plan: CapturePlan, writer: CacheWriter, monitor: Monitor, knots: int | None = None
+) -> Iterator[RecordReader]:
+    """Open the teacher of ``plan``: load its model, or connect to its server.
+
+    ``knots`` is the number of knots that another worker has chosen.
+    """
     if plan.teacher.backend == "local":
         teacher = Teacher.load(plan)
         if plan.config.data.packing:
             warn_of_mask(teacher.model, plan.config.data.sequence_length, monitor)
-        yield fit_recorder(teacher, plan, writer, monitor)
+        yield fit_recorder(teacher, plan, writer, monitor, knots)
         return
     with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as remote:
         length = plan.config.data.sequence_length
@@ -202,12 +253,16 @@ def open_reader(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Ite
 
 
 def fit_recorder(
-    teacher: Teacher, plan: CapturePlan, writer: CacheWriter, monitor: Monitor
+    teacher: Teacher,
+    plan: CapturePlan,
+    writer: CacheWriter,
+    monitor: Monitor,
+    knots: int | None = None,
 ) -> Teacher:
     """Return ``teacher`` with a recorder for the cache of ``plan``, and prepare that cache.
 
     Several caches can be captured with one loaded teacher. Profile hidden stores the LM head;
-    profile tempered needs a number of knots.
+    profile tempered needs a number of ``knots``, which is chosen here where it is None.
     """
     profile = plan.identity.codec.profile
     meter = TailMeter(len(plan.corpus.train)) if profile == "threshold" else None
@@ -219,6 +274,8 @@ def fit_recorder(
         writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
     if plan.identity.codec.profile != "tempered":
         return teacher
+    if knots is not None:
+        return replace(teacher, recorder=replace(teacher.recorder, knots=knots))
     # All shards of a cache have the same number of knots: shards of an earlier attempt set it.
     if (sealed := writer.read_sealed_shape("partition")) is not None:
         return replace(teacher, recorder=replace(teacher.recorder, knots=sealed[1]))

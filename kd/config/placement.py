@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,16 @@ class Resources(Section):
             "Memory of each GPU, or of the host if it has none: a number of bytes, or text such as "
             '"16GiB". Without a GPU it is also the limit of the run, which fails with '
             "out_of_memory beyond it; else the limit is the host's memory less a margin."
+        ),
+    )
+    workers: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
+        1,
+        description=(
+            "Workers that capture the cache together, on one host or on several; auto = any number "
+            "that has nothing else to do. They come and go while the capture runs, and the cache "
+            "does not depend on them. They need the same texts and models at the same paths, and "
+            "one store: the same KD_HOME on a shared disk, or a bucket. `kd run` uses one process. "
+            "Not for a teacher that several processes share (teacher.parallel fsdp or tensor)."
         ),
     )
 

@@ -169,6 +169,13 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
     """Refuse devices that the job could not use, and work that they cannot share equally."""
     devices = config.resources.gpus or 1
     parallel = _find_parallel(config)
+    if config.resources.workers != 1 and parallel in SHARED:
+        yield Problem(
+            "/resources/workers",
+            f"the processes of teacher.parallel {parallel} capture together, and no other worker "
+            f"can help them, but workers is {config.resources.workers}.",
+            "Set it to 1, or teacher.parallel to none or device_map.",
+        )
     if devices == 1 and parallel in SHARED:
         yield Problem(
             "/teacher/parallel",

@@ -55,6 +55,8 @@ STORE = "redis.jsonl"
 KEYS = "api_keys"
 #: The folders of KD_HOME that cannot be made again from the rest.
 TREES = ("caches", "runs", "files")
+#: Ends of the names of files beside caches that only running processes need.
+PASSING_SUFFIXES = (".lock", ".used", ".writers")
 #: Keys of hints and signs of life, which mean nothing later.
 SKIPPED_PREFIXES = ("kd:celery:", "kd:worker:", "kd:workers")
 #: Time for which the writes of the store may wait.
@@ -311,7 +313,7 @@ def _copy_once(source: Path, target: Path) -> dict[str, BackupFile]:
 
 
 def _is_kept(entry: os.DirEntry[str]) -> bool:
-    passing = entry.name.startswith(TEMPORARY_PREFIX) or entry.name.endswith((".lock", ".used"))
+    passing = entry.name.startswith(TEMPORARY_PREFIX) or entry.name.endswith(PASSING_SUFFIXES)
     return not passing and (
         entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False)
     )

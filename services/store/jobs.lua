@@ -38,6 +38,8 @@
 -- kd:job:{id}:dependents  set     jobs whose waits contain this job
 -- kd:job:{id}:study       list    of a search: the journal of its Optuna study, as lines of JSON
 -- kd:job:{id}:trials      hash    of a search: number of a trial -> id of its job; the job's 'parent' is the search
+-- kd:job:{id}:ranges      hash    of a capture by several workers: the board of ranges (ranges.lua), with the keys below it
+-- kd:boards               zset    jobs with a board of ranges, by time of creation
 -- kd:index:{owner}:{status}  zset jobs by time of creation (microseconds); * is any owner or status
 -- kd:queue:{stage}        zset    queued jobs, by priority, then by time of creation
 -- kd:queue:{stage}:{team} zset    the same, of one team
@@ -184,6 +186,13 @@ local function keep(id, command)
     if command == 'PERSIST' or seconds == 0 then redis.call('PERSIST', key(id, part))
     else redis.call('EXPIRE', key(id, part), string.format('%.0f', seconds)) end
   end
+end
+
+-- The board of ranges of a capture by several workers, and all below it. Its members are fenced from now on.
+local BOARD = {'ranges', 'ranges:free', 'ranges:begun', 'ranges:held', 'ranges:members', 'ranges:ends', 'ranges:done', 'ranges:refused'}
+local function drop_board(id)
+  if redis.call('ZREM', 'kd:boards', id) == 0 then return end
+  for _, part in ipairs(BOARD) do redis.call('DEL', key(id, part)) end
 end
 
 -- ---------------------------------------------------------------- teams
@@ -370,6 +379,7 @@ local function move(id, status, ...)
     waits = queue(id)
   end
   if not ACTIVE[status] then
+    drop_board(id)
     redis.call('ZREM', 'kd:leases', id)
     redis.call('HDEL', key(id), 'worker')
   end
@@ -952,7 +962,8 @@ function transitions.mend(start, count, lease)
   return found
 end
 
--- hints(stage, age_ms) -> ids of queued jobs without a hint in the last age_ms. The caller sends them now.
+-- hints(stage, age_ms) -> ids of queued jobs without a hint in the last age_ms, and of captures that want more workers (once
+-- for each). The caller sends them now.
 -- While Celery's list still contains hints, the workers have enough to do, and more would only pile up. A worker that takes
 -- a hint runs every job that waits and leaves their hints behind, so all but a few are dropped.
 function transitions.hints(stage, age)
@@ -965,6 +976,9 @@ function transitions.hints(stage, age)
       count('kd_reconciler_republished_total', {})
       ids[#ids + 1] = id
     end
+  end
+  if stage == 'precompute' then
+    for _, id in ipairs(transitions.unhelped(age)) do ids[#ids + 1] = id end
   end
   return ids
 end
@@ -1056,33 +1070,3 @@ function transitions.trial(id, fence, number, new, ...)
   end
   return redis.call('HGET', key(id, 'trials'), number)
 end
-
--- ---------------------------------------------------------------- the call
-
--- format() -> the format of the records
-function transitions.format() return FORMAT end
-
--- An error if the records have another format than this script; an empty server gets this format.
-local function refusal()
-  -- The first records had an index of another name, and no format.
-  local found = redis.call('GET', 'kd:format') or (redis.call('EXISTS', 'kd:jobs') == 1 and '1')
-  if found == FORMAT then return end
-  if not found then
-    redis.call('SET', 'kd:format', FORMAT)
-    return
-  end
-  local newer = tonumber(found) > tonumber(FORMAT)
-  local text = '%s the records are of format %s, and this version of Potstill reads format %s: use %s version.'
-  return {err = string.format(text, newer and 'NEWERFORMAT' or 'OLDERFORMAT', found, FORMAT,
-    newer and 'a newer' or 'an older')}
-end
-
-local refused = refusal()
-if refused then return refused end
-local answer = transitions[ARGV[1]](unpack(ARGV, 2))
-local done = 1
-while settling[done] do  -- a loop, because a chain of jobs may be longer than the stack is deep
-  settle(unpack(settling[done]))
-  done = done + 1
-end
-return answer

@@ -3,6 +3,8 @@
 stdin     one line with an ``Order`` (child_process.py), then a byte now and then; if stdin ends or
           is silent, the supervisor is gone, and this process and its descendants are killed
 stdout    JSON lines: the events of kd.progress, then one event of type result, error or elsewhere
+answers   a pipe whose number is in the order: what range_broker.py answers, for a capture by
+          several workers
 stderr    the log, and all that the run prints
 SIGTERM   save, then end
 exit      0 done, 1 failed, 75 stopped on request with everything saved, 76 another process does
@@ -33,11 +35,12 @@ from kd.parallel.lifeline import die_with_parent
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement, grant_limits
 from kd.preflight.problems import Folders, require_no_problems
-from kd.progress import Event, EventPipe, Monitor, WorkHeldElsewhere
+from kd.progress import Event, EventPipe, Monitor, RangeTerms, WorkHeldElsewhere
 from services.process.lifeline import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error
+from services.worker.range_desk import RangeDesk
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -98,7 +101,8 @@ def attempt_stage(
             # A link may have changed since the job was taken. The files themselves are checked by
             # the stage.
             require_no_problems(config, Folders(Path(), None, limits))
-            monitor = Monitor(listen, stop.is_set, patient=False)
+            desk = open_desk(listen, order)
+            monitor = Monitor(listen, stop.is_set, patient=False, ranges=desk)
             with confined_datasets(limits):
                 result = run_stage(stage, config, home, run_dir, monitor)
     except WorkHeldElsewhere as error:
@@ -120,6 +124,15 @@ def attempt_stage(
         return EXIT_FAILED
     events.send(Event("result", result))
     return EXIT_DONE
+
+
+def open_desk(listen: Callable[[Event], None], order: dict[str, Any]) -> RangeDesk | None:
+    """Return where this process asks for shards; None where it captures alone."""
+    if order.get("answers") is None:
+        return None
+    terms = order.get("terms")
+    known = None if terms is None else RangeTerms(terms["fingerprint"], terms["knots"])
+    return RangeDesk(listen, order["answers"], known)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from services.settings import Settings
 from services.store.jobs.leases import EventBatch
 from services.worker.counters import RunCounters
 from services.worker.event_size import bound_event
+from services.worker.range_broker import RangeBroker
 
 #: Events in one batch at most.
 BATCH_EVENTS = 500
@@ -37,6 +38,8 @@ STEPS_OF_SILENCE = 10
 #: The least time without a byte on stdin after which a child ends itself.
 LEAST_PATIENCE_SECONDS = 5.0
 
+#: Events that tell how the child is and how it ends; a broker gets the others first.
+_OWN_EVENTS = frozenset({"result", "error", "elsewhere", "alive", "shard"})
 #: Variables of the worker's environment that a run may need. KD_REDIS_URL is left out because it
 #: contains a password.
 KEPT_VARIABLES = re.compile(
@@ -139,6 +142,7 @@ class Child:
     result: dict[str, Any] | None = None
     error: dict[str, str] | None = None
     elsewhere: Path | None = None
+    broker: RangeBroker | None = None
     kill_at: float | None = None
     kill_reason: str = ""
 
@@ -170,6 +174,8 @@ class Child:
             self._take(bound_event(event, len(line)))
 
     def _take(self, event: dict[str, Any]) -> None:
+        if event["type"] not in _OWN_EVENTS and self.broker and self.broker.take(event):
+            return
         match event["type"]:
             case "result":
                 self.result = event["data"]
@@ -217,7 +223,9 @@ class Child:
 class Order:
     """The work of a child. ``confinement`` limits what its job may name (``kd.preflight``).
 
-    ``gpus`` is the number of GPUs that the child is given; its torch must see them.
+    ``gpus`` is the number of GPUs that the child is given; its torch must see them. ``answers`` is
+    the file descriptor from which the child reads which shards to capture, where several workers
+    capture a cache; ``terms`` are those of the capture that it helps with (``RangeTerms``).
     """
 
     stage: str
@@ -227,6 +235,8 @@ class Order:
     patience: float
     confinement: dict[str, Any] | None = None
     gpus: int = 0
+    answers: int | None = None
+    terms: dict[str, Any] | None = None
 
 
 def make_order(
@@ -242,12 +252,45 @@ def make_order(
     return Order(stage, config, str(settings.home), str(run_dir), patience, limits, gpus)
 
 
-def start_child(settings: Settings, order: Order, environment: dict[str, str]) -> Child:
-    """Start the process with ``environment`` added. Its log is log.txt in its run folder."""
+def start_child(
+    settings: Settings,
+    order: Order,
+    environment: dict[str, str],
+    broker: RangeBroker | None = None,
+    terms: dict[str, Any] | None = None,
+) -> Child:
+    """Start the process with ``environment`` added. Its log is log.txt in its run folder.
+
+    ``broker`` answers a child that captures with others, by ``terms`` where it helps.
+    """
     folder = Path(order.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.txt").open("ab") as log_file:
-        process = subprocess.Popen(
+    answers = () if broker is None else (broker.open_pipe(),)
+    order = replace(order, answers=answers[0] if answers else None, terms=terms)
+    try:
+        process = _launch(settings, folder / "log.txt", environment, answers)
+    except BaseException:
+        if broker is not None:
+            broker.close_pipe()
+        raise
+    finally:
+        for descriptor in answers:
+            os.close(descriptor)
+    child = Child(process, Outbox(), broker=broker)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it died at once; its exit code says why
+        process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        process.stdin.flush()
+    os.set_blocking(process.stdin.fileno(), False)
+    return child
+
+
+def _launch(
+    settings: Settings, log_path: Path, environment: dict[str, str], descriptors: tuple[int, ...]
+) -> subprocess.Popen[bytes]:
+    """Start the child's module; it inherits ``descriptors``."""
+    with log_path.open("ab") as log_file:
+        return subprocess.Popen(
             build_module_command(settings.child_module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -255,14 +298,8 @@ def start_child(settings: Settings, order: Order, environment: dict[str, str]) -
             cwd=settings.root,
             env=build_child_environment() | environment,
             start_new_session=True,
+            pass_fds=descriptors,
         )
-    child = Child(process, Outbox())
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it died at once; its exit code says why
-        process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        process.stdin.flush()
-    os.set_blocking(process.stdin.fileno(), False)
-    return child
 
 
 def build_child_environment() -> dict[str, str]:
@@ -274,7 +311,7 @@ def build_child_environment() -> dict[str, str]:
     return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
 
 
-def build_store_environment(settings: Settings, job_id: str) -> dict[str, str]:
+def build_store_environment(settings: Settings, job_id: str | None = None) -> dict[str, str]:
     """Where caches and the files of a job lie, and the credentials of a bucket.
 
     No job can use them for another place.
@@ -283,7 +320,9 @@ def build_store_environment(settings: Settings, job_id: str) -> dict[str, str]:
     if settings.store is not None:
         place |= {"KD_STORE": settings.store}
         place |= {"KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
-    if (run := settings.locate_stored_run(job_id)) is not None:
+    # One that helps another worker has no files of the job.
+    run = None if job_id is None else settings.locate_stored_run(job_id)
+    if run is not None:
         place |= {RUN_STORE_VARIABLE: run}
     if not settings.in_bucket and not settings.data_stores:
         return place

@@ -28,7 +28,9 @@ from services.store.costs import find_price
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
+from services.store.ranges import HelpOrder, RangeBoard
 from services.worker.devices import DeviceError, WorkerDevice, take_device
+from services.worker.helping import Help
 from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt
 
@@ -38,6 +40,10 @@ SIGN_OF_LIFE_SECONDS = 5.0
 SIGN_OF_LIFE_TTL = 30
 #: Time between two checks of the device.
 DEVICE_SECONDS = 30.0
+#: The stage with which several workers can help.
+CAPTURE = "precompute"
+#: Workers that a capture calls at once.
+CALLED = 32
 #: Time after which an idle worker that gets no hints, although hints wait, ends itself.
 DEAF_SECONDS = 60.0
 
@@ -66,6 +72,7 @@ class StageWorker:
         self.ended = threading.Event()
         self.failed = False
         self.claim: Claim | None = None
+        self.helped: HelpOrder | None = None
         self.lock_waiter = LockWaiter(store, settings.lease_seconds, self.stopping, self._announce)
         self._started = datetime.now(UTC)
         self._last_work = self._device_seen = time.monotonic()
@@ -78,16 +85,48 @@ class StageWorker:
         self._last_work = time.monotonic()
         while not self.stopping.is_set() and self._device_is_well():
             claim = self._claim_next(stage)
-            if claim is None:
+            if claim is not None:
+                stage = self._run(claim, claim.stage)
+            elif not self._help_once():
                 return
-            stage = self._run(claim, claim.stage)
+
+    def _help_once(self) -> bool:
+        """Help with a capture that wants more workers. Returns whether there was one."""
+        if CAPTURE not in self.stages:
+            return False
+        board = RangeBoard(self.store.redis)
+        lease = self.settings.lease_seconds
+        order = board.help(self.id, lease, self._capacity(), self.stages)
+        if order is None:
+            return False
+        names = {"job_id": order.member.id, "attempt": order.attempt}
+        self.helped = order
+        try:
+            with (
+                bound(**names, request_id=order.request_id),
+                telemetry.span("help", order.traceparent, "CONSUMER", stage=CAPTURE, **names),
+            ):
+                log.info("helps with a capture")
+                Help(self.store, self.settings, order, self.id, self.device, self.stopping).run()
+        finally:
+            self.helped = None
+            self._last_work = time.monotonic()
+        return True
+
+    def _call_helpers(self, job_id: str, workers: int | None) -> None:
+        """Tell idle workers that a capture wants them; the reconciler tells those that come."""
+        for _ in range(min((workers or CALLED) - 1, CALLED)):
+            if not publish_hint(self.app, job_id, CAPTURE):
+                return
+
+    def _capacity(self) -> Capacity:
+        return Capacity(self.device.count, self.device.memory_bytes, self.price)
 
     def _claim_next(self, first: str) -> Claim | None:
         """Claim the next job that fits, in the queue of ``first`` or in another one."""
-        capacity = Capacity(self.device.count, self.device.memory_bytes, self.price)
         others = [stage for stage in self.stages if stage != first]
         lease = self.settings.lease_seconds
-        return self.store.claim_next(first, self.id, lease, capacity, others)
+        return self.store.claim_next(first, self.id, lease, self._capacity(), others)
 
     def _run(self, claim: Claim, stage: str) -> str:
         """Run a stage of a job. Returns the next stage to look for: the queues take turns."""
@@ -108,7 +147,16 @@ class StageWorker:
 
     def _supervise(self, claim: Claim, stage: str) -> None:
         log.info("stage %s begins", stage)
-        ended = Attempt(self.store, self.settings, claim, stage, self.device, self.stopping).run()
+        ended = Attempt(
+            self.store,
+            self.settings,
+            claim,
+            stage,
+            self.device,
+            self.stopping,
+            self.id,
+            self._call_helpers,
+        ).run()
         if ended.elsewhere is not None:
             log.info("another process does the same work: the job waits for it")
             self.lock_waiter.hold_claim(claim, ended.elsewhere)
@@ -157,7 +205,7 @@ class StageWorker:
     def describe(self) -> WorkerState:
         """The worker as GET /workers shows it."""
         # Read once: another thread sets it to None.
-        claim = self.claim
+        claim, helped = self.claim, self.helped
         device = self.device
         return WorkerState(
             id=self.id,
@@ -172,8 +220,9 @@ class StageWorker:
                 memory_bytes=device.memory_bytes,
                 price=self.price,
             ),
-            job=claim.id if claim else None,
-            attempt=claim.attempt if claim else None,
+            job=claim.id if claim else helped.member.id if helped else None,
+            attempt=claim.attempt if claim else helped.attempt if helped else None,
+            helping=helped is not None,
             stopping=self.stopping.is_set(),
             version=read_version(),
             started_at=self._started,
@@ -186,7 +235,7 @@ class StageWorker:
         A Celery consumer can stop receiving after a lost connection.
         """
         waiting = any(self.store.redis.llen(QUEUE_PREFIX + stage) for stage in self.stages)
-        if self.claim or not waiting or self.stopping.is_set():
+        if self.claim or self.helped or not waiting or self.stopping.is_set():
             self._last_work = time.monotonic()
         elif time.monotonic() - self._last_work > DEAF_SECONDS:
             log.error("hints wait, but none arrive here: this worker ends, to be started again")

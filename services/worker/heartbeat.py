@@ -13,15 +13,10 @@ import time
 from redis.exceptions import RedisError
 
 from services.process.lasting_loops import keep_running
-from services.store.jobs.leases import BeatReply, Claim
+from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, BeatReply, Claim
 from services.store.jobs.store import JobStore
 from services.worker.child_process import Outbox
 from services.worker.counters import RunCounters
-
-#: Time between two beats at most.
-BEAT_SECONDS = 1.0
-#: Beats in the time of a lease at least.
-BEATS_PER_LEASE = 5
 
 log = logging.getLogger("potstill.worker")
 

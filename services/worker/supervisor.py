@@ -13,9 +13,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -26,8 +27,9 @@ from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
 from services.process.telemetry import build_trace_environment
 from services.settings import SEARCH, Settings
-from services.store.jobs.leases import Claim
+from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
+from services.store.ranges import Membership, RangeBoard
 from services.store.tenancy import build_confinement
 from services.worker.child import EXIT_ELSEWHERE, EXIT_STOPPED
 from services.worker.child_process import (
@@ -46,8 +48,10 @@ from services.worker.failures import (
     describe_kill,
     describe_memory_limit,
 )
-from services.worker.heartbeat import BEAT_SECONDS, BEATS_PER_LEASE, Heartbeat
+from services.worker.heartbeat import Heartbeat
+from services.worker.helping import count_workers, describe_place
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
+from services.worker.range_broker import RangeBroker
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
@@ -78,7 +82,13 @@ class Attempt:
         stage: str,
         device: WorkerDevice,
         stopping: threading.Event,
+        worker: str = "",
+        call_helpers: Callable[[str, int | None], None] = lambda *_: None,
     ) -> None:
+        """``call_helpers`` asks other workers to help with the capture of a job."""
+        self._worker = worker
+        self._call_helpers = call_helpers
+        self._child: Child | None = None
         self._store = store
         self._settings = settings
         self._claim = claim
@@ -92,11 +102,13 @@ class Attempt:
         """Run the stage to its end."""
         kills = OomKills.count()
         try:
-            child = self._start()
+            broker = self._make_broker()
+            child = self._start(broker)
         except (PotstillError, OSError, RedisError) as error:
             return self._record_failed_start(error)
         limit = choose_limit_bytes(parse_config(self._claim.config).resources, self._device)
         with (
+            broker or nullcontext(),
             child,
             MemoryLimit(child.process.pid, limit) as memory,
             Heartbeat(
@@ -121,7 +133,28 @@ class Attempt:
             retry_until_answered(lambda: self._conclude(child, kills, memory), self._stopping)
         )
 
-    def _start(self) -> Child:
+    def _make_broker(self) -> RangeBroker | None:
+        """Return what hands out the shards of this stage; None where this worker is alone."""
+        config = parse_config(self._claim.config)
+        workers = count_workers(config)
+        if self._stage != "precompute" or workers == 1 or not config.needs_cache:
+            return None
+        board = RangeBoard(self._store.redis)
+        place = describe_place(self._settings, config)
+        lease = self._settings.lease_seconds
+
+        def open_board(terms: dict[str, Any], shards: int) -> Membership | None:
+            opened = board.open(self._claim, self._worker, lease, terms | place, shards, workers)
+            self._call_helpers(self._claim.id, workers)
+            return opened
+
+        return RangeBroker(board, lease, open_board=open_board, report=self._take_progress)
+
+    def _take_progress(self, event: dict[str, Any]) -> None:
+        if self._child is not None:
+            self._child.outbox.put(event)
+
+    def _start(self, broker: RangeBroker | None) -> Child:
         config = parse_config(self._claim.config)
         settings = self._settings
         environment = (
@@ -131,7 +164,8 @@ class Attempt:
             | find_teacher_key(config)
         )
         with storage_errors(self._run_dir):
-            return start_child(settings, self._make_order(), environment)
+            self._child = start_child(settings, self._make_order(), environment, broker)
+        return self._child
 
     def _make_order(self) -> Order:
         claim = self._claim

@@ -166,11 +166,14 @@ def test_a_damaged_shard_is_captured_again_and_not_trusted(plain, plain_copy):
     assert content(plain_copy) == content(plain)
 
 
-def test_a_shard_whose_new_capture_failed_is_not_sealed_any_more(plain_copy):
+def test_a_shard_whose_new_capture_failed_is_not_sealed_any_more(plain_copy, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     flip(plain_copy / "shards/000001/tail_0_symbols/c.0", 7)
     with open_writer(plain_copy.parent, IDENTITY) as writer:
-        (plain_copy / ".tmp-shards-000001").write_bytes(b"in the way")
-        with pytest.raises(OSError, match=r"\.tmp-shards-000001"):
+        monkeypatch.setattr("cache.writing.writer.write_arrays", refuse)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             writer.write_shard(1, *make_shard(IDENTITY, 1))
         with pytest.raises(CacheIncomplete, match="the first is 1"):
             writer.finish(PROVENANCE)

@@ -40,9 +40,10 @@ class Progress(View):
     unit: str | None = Field(None, description="What is counted, for example sequences or steps.")
     fraction: float | None = Field(None, description="Share done, 0 to 1.")
     eta_seconds: float | None = Field(None, description="Seconds left at the present pace.")
-    tokens: int | None = Field(None, description="Tokens done by the process under way.")
+    per_second: float | None = Field(None, description="Units a second at the present pace.")
+    tokens: int | None = Field(None, description="Tokens done by the processes under way.")
     tokens_per_second: float | None = Field(
-        None, description="Tokens a second of the process under way."
+        None, description="Tokens a second of the processes under way."
     )
 
 
@@ -81,6 +82,26 @@ class JobCache(View):
     bytes_per_token: float | None = Field(
         None, description="All bytes on disk per token with a record."
     )
+
+
+class CaptureWorker(View):
+    """A worker that captures a cache together with others."""
+
+    worker: str
+    ranges: int = Field(description="Ranges of shards that it has now.")
+    sequences: int = Field(description="Sequences that it has done.")
+    sequences_per_second: float
+    tokens_per_second: float
+    seconds: float = Field(description="Seconds since it came.")
+
+
+class Capture(View):
+    """A capture by several workers. The job's progress is that of all of them."""
+
+    ranges: int = Field(description="Ranges of shards in all.")
+    ranges_done: int = Field(description="Ranges of which every shard is sealed.")
+    ranges_untaken: int = Field(description="Ranges that no worker has taken yet.")
+    workers: list[CaptureWorker]
 
 
 class JobError(View):
@@ -204,6 +225,10 @@ class Job(View):
     progress: Progress
     metrics: Metrics
     cache: JobCache | None = Field(None, description="Null until it is known.")
+    capture: Capture | None = Field(
+        None,
+        description="Null unless several workers capture the cache now; not in a list.",
+    )
     error: JobError | None = Field(None, description="Null unless the job failed.")
     attempt: int = Field(description="Attempts begun. Another attempt follows only if one died.")
     max_attempts: int = Field(

@@ -42,6 +42,9 @@ class WorkerState(View):
     device: Device = Field(default_factory=Device)
     job: str | None = Field(None, description="The worker's present job; null while idle.")
     attempt: int | None = None
+    helping: bool = Field(
+        False, description="Whether it helps with the capture of a job that another worker holds."
+    )
     stopping: bool = False
     version: str = ""
     started_at: datetime | None = None

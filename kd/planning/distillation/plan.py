@@ -32,9 +32,9 @@ NOTES = (
         "cache.shard_sequences makes fewer objects."
     ),
     (
-        "One job captures with one teacher, on one host. Several workers are several jobs, each "
-        "with a part of the text; `kd cache merge` joins their caches. Several hosts for one "
-        "training are not built yet."
+        "A capture by several workers needs resources.workers, and one store for all of them: see "
+        "docs/how-to/capture-with-several-workers.md. Several hosts for one training are not built "
+        "yet."
     ),
     (
         "Left out: loading, compilation, start of workers, checkpoints, fidelity checks, work that "

@@ -110,7 +110,7 @@ STORE_LINK = Rate(12.5e9, "100 Gb/s from each host to the storage, assumed")
 #: Requests a second of an object store. A bucket splits into more prefixes under load.
 STORE_PUTS = Rate(3_500, "3,500 PUT/s for a prefix (Amazon S3's user guide)")
 STORE_GETS = Rate(5_500, "5,500 GET/s for a prefix (Amazon S3's user guide)")
-#: Seconds between two beats of a worker (``services.worker.heartbeat.BEAT_SECONDS``).
+#: Seconds between two beats of a worker (``services.store.jobs.leases.BEAT_SECONDS``).
 BEAT_SECONDS = 1.0
 
 

@@ -10,6 +10,11 @@ from typing import Any, Literal, cast
 from services.store.jobs.records import extract_fields
 from services.store.jobs.script import ScriptedStore, flatten_fields, to_ms
 
+#: Time between two beats at most, in seconds.
+BEAT_SECONDS = 1.0
+#: Beats in the time of a lease at least.
+BEATS_PER_LEASE = 5
+
 BeatReply = Literal["go", "cancel", "pause", "fenced"]
 JobOutcome = Literal["succeeded", "failed"]
 

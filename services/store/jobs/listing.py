@@ -14,6 +14,7 @@ from services.store.callers import LOCAL_CALLER, Caller
 from services.store.costs import estimate_cost
 from services.store.jobs.records import JobRecord, read_job
 from services.store.jobs.workers import Workers, explain_missing_worker, parse_worker
+from services.store.ranges import describe_capture, parse_range_view
 
 #: Records that one page of a listing reads at most.
 MAX_SCANNED = 1000
@@ -77,7 +78,16 @@ class JobListing(Workers):
     def get(self, job_id: str, caller: Caller = LOCAL_CALLER) -> JobRecord | None:
         """The job, or None if there is none that the caller may see."""
         found = list(self._read([job_id]))
-        return found[0] if found and (caller.sees_all or found[0].owner == caller.name) else None
+        if not found or not (caller.sees_all or found[0].owner == caller.name):
+            return None
+        return self._add_capture(found[0])
+
+    def _add_capture(self, job: JobRecord) -> JobRecord:
+        """The job with the workers that capture its cache together, if there are several."""
+        if job.stage != "precompute" or job.status not in ("running", "pausing", "cancelling"):
+            return job
+        view = parse_range_view(self._transition("ranges_view", job.id))
+        return job if view is None else job.model_copy(update={"capture": describe_capture(view)})
 
     def read_page(self, query: JobQuery, limit: int, cursor: int | None = None) -> JobPage:
         """Up to ``limit`` jobs, newest first, from the one after ``cursor``.

@@ -9,7 +9,9 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ResponseError
 
-SCRIPT = (Path(__file__).parents[1] / "jobs.lua").read_text(encoding="utf-8")
+#: The parts of the script, in order: records, captures by several workers, and the call itself.
+PARTS = ("jobs.lua", "ranges.lua", "call.lua")
+SCRIPT = "\n".join((Path(__file__).parents[1] / name).read_text(encoding="utf-8") for name in PARTS)
 
 
 class OtherFormat(ResponseError):

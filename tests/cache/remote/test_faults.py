@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.stores.proxy import ANSWERS, LASTING, PASSING, Proxy
 from bench.stores.server import KEYS
 from cache.checking.verify import verify_cache
 from cache.errors import PotstillError, StoreError, StoreUnfit
@@ -16,7 +17,6 @@ from cache.remote.probe import probe
 from cache.store import open_cache
 from cache.testing import fill_cache, make_cache, make_identity
 from cache.writing.writer import open_writer
-from tests.support.buckets.proxy import ANSWERS, LASTING, PASSING, Proxy
 from tests.support.caches import equal
 
 #: Attempts of a job that faults may end.

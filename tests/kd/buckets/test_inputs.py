@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.stores.proxy import Proxy
 from bench.stores.server import Server
 from cache.errors import StoreError
 from cache.remote.address import StoreAddress
@@ -23,7 +24,6 @@ from kd.pipeline import run_stages
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import Event, Monitor
 from kd.text.files import find_files
-from tests.support.buckets.proxy import Proxy
 
 Job = dict[str, Any]
 

@@ -114,7 +114,9 @@ class Capture:
             teacher = fit_recorder(Teacher.load(self.plan), self.plan, writer, SILENT)
             self.reader = Changed(teacher, self.change)
             missing = writer.find_missing_shards()
-            report = CaptureReport(monitor, self.plan.identity, missing, HeldOutWatch(self.plan))
+            report = CaptureReport(monitor, self.plan.identity, HeldOutWatch(self.plan))
+            left = sum(len(self.plan.identity.shard_range(index)) for index in missing)
+            report.expect(missing, self.plan.identity.data.sequences - left, missing.last)
             work = ((index, select_shard_sequences(self.plan, index)) for index in missing)
             record_shards(self.reader, writer, work, report)
         return writer

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
 from cache.checking.verify import verify_cache
 from cache.errors import StoreUnfit
@@ -17,7 +18,6 @@ from kd.errors import ConfigError
 from kd.files import find_caches
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
-from tests.support.buckets.proxy import Proxy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
 from bench.support.paths import ROOT
 from cache.remote.address import StoreAddress
@@ -19,7 +20,6 @@ from kd.config.jobfile import parse_config
 from kd.files import find_caches
 from kd.pipeline import run_stage
 from services.terminal.exit_codes import FAILED, INVALID
-from tests.support.buckets.proxy import Proxy
 from tests.support.commands import kd
 
 TOKENIZER = ROOT / "examples" / "austen" / "teacher"

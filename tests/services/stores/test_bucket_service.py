@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
 from bench.support.harness import Parts
 from cache.remote.address import bind_caches
@@ -15,7 +16,6 @@ from cache.testing import make_cache
 from services.settings import Settings
 from services.terminal.exit_codes import FAILED
 from tests.support.api import problem, serving, valid
-from tests.support.buckets.proxy import Proxy
 from tests.support.commands import kd
 
 

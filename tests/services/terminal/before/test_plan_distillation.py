@@ -12,8 +12,8 @@ import yaml
 
 from bench.support.paths import ROOT
 from kd.planning.distillation import sources
+from services.store.jobs.leases import BEAT_SECONDS
 from services.terminal.commands.before.distillation import format_amount
-from services.worker.heartbeat import BEAT_SECONDS
 from tests.support.commands import kd
 from tests.support.documents import list_blocks
 

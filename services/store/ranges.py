@@ -1,0 +1,216 @@
+"""Ranges of shards that several workers capture together; ``ranges.lua`` has every state.
+
+The worker that holds the job's lease opens the board of ranges. It and its helpers are members of
+the board: each renews its own lease by beats, takes ranges, and tells when their shards are sealed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from kd.client.wire.jobs import Capture, CaptureWorker
+from services.store.jobs.leases import Capacity, Claim
+from services.store.jobs.script import ScriptedStore, to_ms
+
+#: Why a member gets no range: ``wait`` a while, all are ``done``, the job captures no more, or a
+#: queued job waits for this helper, which must ``leave``.
+NoRange = Literal["wait", "done", "stop", "leave"]
+#: Ranges that each worker takes in a capture, about: the last ones decide how evenly it ends.
+RANGES_PER_WORKER = 64
+#: Workers that are reckoned with where any number may come.
+ANY_WORKERS = 64
+#: Shards of a range at most, so that a worker that dies loses little.
+LARGEST_RANGE = 64
+
+
+def choose_range_size(shards: int, workers: int | None) -> int:
+    """Return the number of shards of a range; ``workers`` None is any number of them."""
+    return min(max(shards // (RANGES_PER_WORKER * (workers or ANY_WORKERS)), 1), LARGEST_RANGE)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The right of a worker to take ranges of a job, as long as beats renew its lease."""
+
+    id: str
+    token: int
+
+
+@dataclass(frozen=True)
+class HelpOrder:
+    """A membership of a worker that does not hold the job, and what it must know of the job.
+
+    ``terms`` is what all workers of the capture must share (``kd.ranges.RangeTerms``).
+    """
+
+    member: Membership
+    attempt: int
+    terms: dict[str, Any]
+    config: dict[str, Any]
+    owner: str
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True)
+class TakenRange:
+    """A range: its number, its first shard, and the shard after its last."""
+
+    number: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ToldProgress:
+    """What a member has done: sequences, those a second, tokens, and those a second.
+
+    Sequences of shards that were sealed before count as done, but not for the pace.
+    """
+
+    done: int = 0
+    pace: float = 0.0
+    tokens: int = 0
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class BeatAnswer:
+    """Whether a member goes on, and which of its ranges another one has finished."""
+
+    reply: Literal["go", "stop", "fenced"]
+    finished: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class RangeMember:
+    """A worker with ranges; ``unfinished`` sequences are done in ranges that are not finished."""
+
+    worker: str
+    ranges: int
+    told: ToldProgress
+    unfinished: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RangeView:
+    """The ranges of a job: all, those done, and those that no worker has; and the workers.
+
+    ``sequences`` are those of the ranges that are done.
+    """
+
+    count: int
+    done: int
+    sequences: int
+    untaken: int
+    members: tuple[RangeMember, ...]
+
+
+class RangeBoard(ScriptedStore):
+    """Hands out the ranges of jobs. Methods raise ``RedisError``."""
+
+    def open(
+        self,
+        claim: Claim,
+        worker: str,
+        lease_seconds: float,
+        terms: dict[str, Any],
+        shards: int,
+        workers: int | None,
+    ) -> Membership | None:
+        """Cut ``shards`` into ranges for ``workers`` (None: any number); None if fenced."""
+        size = choose_range_size(shards, workers)
+        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(terms))
+        outcome, *token = self._transition("ranges_open", *head, shards, size, workers or "")
+        return Membership(claim.id, int(token[0])) if outcome == "opened" else None
+
+    def help(
+        self, worker: str, lease_seconds: float, capacity: Capacity, stages: list[str]
+    ) -> HelpOrder | None:
+        """Become a member of a capture that wants more workers; None if there is none.
+
+        A helper leaves its capture for a queued job of ``stages`` that fits.
+        """
+        gpus, memory, _ = capacity.to_arguments()
+        found = self._transition(
+            "ranges_help", worker, to_ms(lease_seconds), gpus, memory, " ".join(stages)
+        )
+        if not found:
+            return None
+        job_id, token, attempt, terms, config, owner, *request = found
+        member = Membership(job_id, int(token))
+        return HelpOrder(
+            member, int(attempt), json.loads(terms), json.loads(config), owner, *request
+        )
+
+    def take(self, member: Membership) -> TakenRange | NoRange:
+        """Take a range that nobody has, or that of a slow worker if nothing else is left."""
+        outcome, *rest = self._transition("ranges_take", member.id, member.token)
+        return TakenRange(*map(int, rest)) if outcome == "range" else cast(NoRange, outcome)
+
+    def beat(
+        self, member: Membership, lease_seconds: float, told: ToldProgress, warnings: list[str]
+    ) -> BeatAnswer:
+        """Renew the lease, tell the progress, and add ``warnings`` to the job's events."""
+        numbers = (told.done, told.pace, told.tokens, told.rate)
+        head = (member.id, member.token, to_ms(lease_seconds), *numbers)
+        reply, *finished = self._transition("ranges_beat", *head, *warnings)
+        return BeatAnswer(reply, frozenset(map(int, finished)))
+
+    def finish(self, member: Membership, number: int, sequences: int) -> str:
+        """Tell that all shards of a range are sealed, which hold ``sequences``.
+
+        Returns "go"; "done" if another member told it before; or "fenced".
+        """
+        head = (member.id, member.token, number, sequences)
+        return cast(str, self._transition("ranges_finish", *head))
+
+    def leave(self, member: Membership, warning: str = "") -> str:
+        """End a membership, so that others take its ranges at once. Returns "go" or "fenced".
+
+        With a ``warning``, which the job's events show, this worker is not asked again.
+        """
+        return cast(str, self._transition("ranges_leave", member.id, member.token, warning))
+
+    def view(self, job_id: str) -> RangeView | None:
+        """Return the ranges of a job and its workers; None where no board is open."""
+        return parse_range_view(self._transition("ranges_view", job_id))
+
+
+def parse_range_view(flat: list[str]) -> RangeView | None:
+    """Parse the answer of ``ranges_view``; None where no board is open."""
+    if not flat:
+        return None
+    members = tuple(_parse_member(*row) for row in zip(*[iter(flat[4:])] * 8, strict=True))
+    count, done, sequences, untaken = map(int, flat[:4])
+    return RangeView(count, done, sequences, untaken, members)
+
+
+def describe_capture(view: RangeView) -> Capture:
+    """Return the view of the ranges that a job shows."""
+    workers = [
+        CaptureWorker(
+            worker=member.worker,
+            ranges=member.ranges,
+            sequences=member.told.done,
+            sequences_per_second=round(member.told.pace, 3),
+            tokens_per_second=round(member.told.rate, 1),
+            seconds=round(member.seconds, 1),
+        )
+        for member in view.members
+    ]
+    return Capture(
+        ranges=view.count,
+        ranges_done=view.done,
+        ranges_untaken=view.untaken,
+        workers=workers,
+    )
+
+
+def _parse_member(worker: str, held: str, *numbers: str) -> RangeMember:
+    done, finished, pace, tokens, rate, ms = map(float, numbers)
+    told = ToldProgress(int(done), pace, int(tokens), rate)
+    return RangeMember(worker, int(held), told, max(int(done - finished), 0), ms / 1000)

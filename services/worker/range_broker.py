@@ -1,0 +1,199 @@
+"""Ranges of shards between the child that captures them and the job store.
+
+    child --asks on stdout--> RangeBroker --open, take, finish, beat--> board of ranges in Redis
+    child <--answers, a pipe-- RangeBroker <--a range, wait, done, stop--
+
+    ask                             answer
+    {ask: open, terms, shards}      {answer: go | stop}
+    {ask: take}                     {answer: range, number, first, stop}, or
+                                    {answer: wait | done | stop}
+    {ask: finish, number, ...}      none
+                                    {finished: [numbers]}, at any time: another worker was faster
+
+While Redis is away the child goes on with the range that it has, and its asks wait.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from services.process.lasting_loops import keep_running
+from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
+from services.store.ranges import Membership, RangeBoard, RangeView, TakenRange, ToldProgress
+
+#: Opens the board of ranges: terms and number of shards -> the membership, or None if fenced.
+OpenBoard = Callable[[dict[str, Any], int], Membership | None]
+
+log = logging.getLogger("potstill.worker")
+
+
+class RangeBroker:
+    """Answers one child, and keeps its membership alive.
+
+    ``member`` is None for the child that leads the capture, until it opens the board with
+    ``open_board``; ``report`` then gets the progress of all workers after each beat.
+    """
+
+    def __init__(
+        self,
+        board: RangeBoard,
+        lease_seconds: float,
+        member: Membership | None = None,
+        open_board: OpenBoard | None = None,
+        report: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.member = member
+        #: Whether the capture goes on: "stop" and "fenced" tell a helper to end.
+        self.reply = "go"
+        self._pipe: int | None = None
+        self._board = board
+        self._lease = lease_seconds
+        self._open_board = open_board
+        self._report = report
+        self._told = ToldProgress()
+        self._total = 0
+        self._warnings: list[str] = []
+        self._known: frozenset[int] = frozenset()
+        self._asks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._waiting: dict[str, Any] | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=keep_running,
+            args=("ranges", self._run, self._closing),
+            name="ranges",
+            daemon=True,
+        )
+
+    def __enter__(self) -> RangeBroker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        self.close_pipe()
+
+    def open_pipe(self) -> int:
+        """Open the pipe of the answers; return its end for the child."""
+        read_end, self._pipe = os.pipe()
+        return read_end
+
+    def close_pipe(self) -> None:
+        """Close the pipe, so that the child learns that no answer will come."""
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def take(self, event: dict[str, Any]) -> bool:
+        """Take an event of the child, if it is for this broker; returns whether it is."""
+        kind, data = event["type"], event["data"]
+        if kind == "ranges":
+            self._asks.put(data)
+            return True
+        if kind == "progress" and self.member is not None and data.get("unit") == "sequences":
+            rates = (data["per_second"], data["tokens"], data["tokens_per_second"])
+            self._told = ToldProgress(data["done"], *rates)
+            self._total = data["total"]
+            return True
+        if self._report is None and kind != "warning":
+            return True  # the worker that leads reports these for the job
+        if self._report is None:
+            self._warnings.append(data["message"])
+            return True
+        return False
+
+    def leave(self, warning: str = "") -> None:
+        """End the membership, if Redis answers; else its lease runs out."""
+        if self.member is not None:
+            with suppress(RedisError):
+                self._board.leave(self.member, warning)
+
+    def _run(self) -> None:
+        interval = min(BEAT_SECONDS, self._lease / BEATS_PER_LEASE)
+        beat_at = time.monotonic()
+        while not self._closing.is_set():
+            try:
+                if time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + interval
+                    self._beat()
+                self._answer_next(max(beat_at - time.monotonic(), 0.0))
+            except RedisError as error:
+                log.warning("no ranges while Redis does not answer (%s)", type(error).__name__)
+                self._closing.wait(interval)
+
+    def _answer_next(self, seconds: float) -> None:
+        """Answer the next ask that comes within ``seconds``; one that failed is answered again."""
+        if self._waiting is None:
+            try:
+                self._waiting = self._asks.get(timeout=min(seconds, 0.25))
+            except queue.Empty:
+                return
+        answer = self._answer(self._waiting)
+        self._waiting = None
+        if answer is not None:
+            self._send(answer)
+
+    def _answer(self, ask: dict[str, Any]) -> dict[str, Any] | None:
+        match ask["ask"]:
+            case "open":
+                assert self._open_board is not None
+                self.member = self._open_board(ask["terms"], ask["shards"])
+                return {"answer": "stop" if self.member is None else "go"}
+            case "finish":
+                assert self.member is not None
+                self._board.finish(self.member, ask["number"], ask["sequences"])
+                return None
+        assert self.member is not None
+        found = self._board.take(self.member)
+        if isinstance(found, TakenRange):
+            place = {"number": found.number, "first": found.first, "stop": found.stop}
+            return {"answer": "range", **place}
+        # A helper that another job needs ends like one for which nothing is left.
+        return {"answer": "done" if found == "leave" else found}
+
+    def _beat(self) -> None:
+        if self.member is None:
+            return
+        warnings = list(self._warnings)
+        answer = self._board.beat(self.member, self._lease, self._told, warnings)
+        del self._warnings[: len(warnings)]
+        self.reply = answer.reply
+        if answer.finished - self._known:
+            self._known = answer.finished
+            self._send({"finished": sorted(answer.finished)})
+        if self._report is not None and (view := self._board.view(self.member.id)) is not None:
+            self._report(compute_progress(view, self._total))
+
+    def _send(self, answer: dict[str, Any]) -> None:
+        if self._pipe is None:
+            return
+        with suppress(BrokenPipeError):  # the child has ended
+            os.write(self._pipe, json.dumps(answer).encode() + b"\n")
+
+
+def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
+    """Return the progress event of all workers of a capture; ``total`` sequences in all."""
+    told = [member.told for member in view.members]
+    done = min(view.sequences + sum(member.unfinished for member in view.members), total)
+    pace = sum(each.pace for each in told)
+    data = {
+        "done": done,
+        "total": total,
+        "unit": "sequences",
+        "fraction": round(done / total, 6) if total else 0.0,
+        "eta_seconds": round((total - done) / pace, 1) if pace > 0 else None,
+        "per_second": round(pace, 3),
+        "tokens": sum(each.tokens for each in told),
+        "tokens_per_second": round(sum(each.rate for each in told), 1),
+    }
+    return {"type": "progress", "data": data}
