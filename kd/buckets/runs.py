@@ -2,7 +2,7 @@
 
     runs/{id}/checkpoints/step-00000120.{digest}/   a checkpoint: state.json is put last
     runs/{id}/files.{digest}/                       results: the student, reports, cache.json
-    runs/{id}/files.json                            their names, bytes and sha256; put last
+    runs/{id}/files.json                            their names, folders, bytes and sha256; put last
 
 A bucket has no rename. So every version is put below a name of its own, and one small object that
 is put last makes it count: two processes that write the same run never mix their files. The digest
@@ -19,13 +19,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cache.disk import hash_file
 from cache.errors import CacheCorrupt, StoreError
 from cache.manifest import verify_json
 from cache.remote.address import StoreAddress
-from cache.remote.bucket import Bucket, StoredObject, open_bucket
+from cache.remote.bucket import Bucket, StoredObject, Tagged, open_bucket
 from kd.buckets.downloads import Listing, Report, download
 
 #: The address of the files of the run that this process works on; a worker sets it.
@@ -36,8 +36,11 @@ RUNS = "runs"
 STATE = "state.json"
 HISTORY = "metrics.jsonl"
 INDEX = "files.json"
+RESULTS = "files"
 _FORMAT = 1
 _DIGITS = 32
+#: Times that the list of results is written anew because another process was faster.
+_ATTEMPTS = 5
 _CHECKPOINT = re.compile(r"checkpoints/(?P<name>step-(?P<step>\d{8})\.[0-9a-f]{32})/(?P<file>.+)")
 #: Seconds for which files without the one that is put last may still be on their way.
 _UNFINISHED_SECONDS = 3600.0
@@ -158,49 +161,75 @@ class StoredRun:
     # ------------------------------------------------------------------ results
 
     def publish_files(self, run_dir: Path, names: Iterable[str], report: Report) -> None:
-        """Put the files ``names`` of the run folder as its results, in place of earlier ones."""
-        files = {name: _describe_file(run_dir / name) for name in sorted(names)}
-        content = {"format": _FORMAT, "files": files}
-        index = json.dumps(content, indent=1, sort_keys=True).encode()
-        place = self._locate_results(index)
-        for name in files:
+        """Put the files ``names`` of the run folder, in place of earlier ones and their folders.
+
+        Other results stay: a process that ends late, after another one went on, has fewer.
+        """
+        found = {name: _describe_file(run_dir / name) for name in sorted(names)}
+        digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+        place = f"{RESULTS}.{digest[:_DIGITS]}"
+        for name in found:
             report(f"putting {name} into {self}")
-            self.bucket.put_file(f"{place}/{name}", run_dir / name)
-        before = self._read_index()
-        self.bucket.put(f"{self.folder}/{INDEX}", index)
-        # Nothing else goes: it may be what another process is putting now.
-        if before is not None and before != index:
-            replaced = self.bucket.walk(self._locate_results(before))
-            self.bucket.delete([each.name for each in replaced])
+            self.bucket.put_file(f"{self.folder}/{place}/{name}", run_dir / name)
+        new = {name: each | {"folder": place} for name, each in found.items()}
+        replaced = {name.partition("/")[0] for name in new}
+        for _ in range(_ATTEMPTS):
+            before = self._read_index()
+            old = {} if before is None else self._parse_index(before.data)
+            kept = {
+                name: each for name, each in old.items() if name.partition("/")[0] not in replaced
+            }
+            if self._replace_index(before, kept | new):
+                gone = {self._locate(old, name) for name in old} - {
+                    self._locate(kept | new, name) for name in kept | new
+                }
+                self.bucket.delete(sorted(gone))
+                return
+        raise StoreError(f"{self}/{INDEX} changes all the time.", "Run the job again.")
+
+    def _replace_index(self, before: Tagged | None, files: dict[str, Any]) -> bool:
+        """Put the index, unless another process has put one since ``before`` was read."""
+        content = {"format": _FORMAT, "files": files}
+        data = json.dumps(content, indent=1, sort_keys=True).encode()
+        name = f"{self.folder}/{INDEX}"
+        if before is None:
+            return self.bucket.create(name, data)
+        return before.data == data or self.bucket.replace(name, data, before.tag)
 
     def read_files(self) -> dict[str, StoredFile]:
         """Read the list of the results, by name; empty where there are none.
 
         Raises ``StoreError`` for a list that cannot be read.
         """
-        data = self._read_index()
-        if data is None:
-            return {}
-        place = self._locate_results(data)
-        try:
-            content = json.loads(data)
-            return {
-                name: StoredFile(f"{place}/{name}", *map(each.get, StoredFile._fields[1:]))
-                for name, each in content["files"].items()
-            }
-        except (ValueError, LookupError, AttributeError) as error:
-            raise StoreError(
-                f"{self}/{INDEX} cannot be read: {error!r}.", "Delete it, and run the job again."
-            ) from error
+        found = self._read_index()
+        files = {} if found is None else self._parse_index(found.data)
+        return {
+            name: StoredFile(
+                self._locate(files, name), each["bytes"], each["sha256"], each["modified"]
+            )
+            for name, each in files.items()
+        }
 
-    def _read_index(self) -> bytes | None:
+    def _read_index(self) -> Tagged | None:
         try:
-            return self.bucket.get(f"{self.folder}/{INDEX}")
+            return self.bucket.get_tagged(f"{self.folder}/{INDEX}")
         except FileNotFoundError:
             return None
 
-    def _locate_results(self, index: bytes) -> str:
-        return f"{self.folder}/files.{hashlib.sha256(index).hexdigest()[:_DIGITS]}"
+    def _parse_index(self, data: bytes) -> dict[str, Any]:
+        try:
+            files = json.loads(data)["files"]
+            if all({"folder", *StoredFile._fields[1:]} <= set(each) for each in files.values()):
+                return dict(files)
+            problem = "a file lacks a field"
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            problem = repr(error)
+        raise StoreError(
+            f"{self}/{INDEX} cannot be read: {problem}.", "Delete it, and run the job again."
+        )
+
+    def _locate(self, files: Mapping[str, Any], name: str) -> str:
+        return f"{self.folder}/{files[name]['folder']}/{name}"
 
     def remove(self) -> None:
         """Remove all files of the run, those first that make others count."""

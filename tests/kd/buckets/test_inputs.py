@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.buckets.proxy import Proxy
 
+from bench.stores.proxy import Proxy
 from bench.stores.server import Server
 from cache.errors import StoreError
 from cache.remote.address import StoreAddress

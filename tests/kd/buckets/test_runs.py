@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.support.buckets.proxy import PASSING, Proxy
 
+from bench.stores.proxy import PASSING, Proxy
 from bench.stores.server import KEYS, Server
 from cache.errors import CacheCorrupt, StoreError
 from cache.remote.address import StoreAddress
@@ -192,9 +193,16 @@ def test_results_are_replaced_as_a_whole(run: StoredRun, tmp_path: Path) -> None
     (tmp_path / "student" / "a").write_bytes(b"two")
     run.publish_files(tmp_path, ["student/a"], lambda _: None)
     second = run.read_files()
-    assert set(second) == {"student/a"}
     assert run.bucket.get(second["student/a"].object) == b"two"
-    assert len(list(run.bucket.walk(run.folder))) == 2
+    # What was not put again stays; of a folder that was, nothing else does.
+    assert set(second) == {"student/a", "report.json"}
+    assert second["report.json"] == first["report.json"]
+    (tmp_path / "student" / "a").rename(tmp_path / "student" / "b")
+    run.publish_files(tmp_path, ["student/b"], lambda _: None)
+    third = run.read_files()
+    assert set(third) == {"student/b", "report.json"}
+    names = {each.name for each in run.bucket.walk(run.folder)}
+    assert names == {f"{run.folder}/files.json", *(each.object for each in third.values())}
     run.remove()
     assert list(run.bucket.walk(run.folder)) == []
     assert run.read_files() == {}

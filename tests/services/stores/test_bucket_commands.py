@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support.buckets.proxy import Proxy
 
+from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
 from bench.support.paths import ROOT
 from cache.remote.address import StoreAddress

@@ -190,7 +190,7 @@ def job(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
 def test_a_host_that_dies_in_mid_training_is_replaced_by_one_with_another_disk(
     job: dict[str, Any], address: str, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    """The replacement has the text and the teacher from the bucket too, and nothing else."""
+    """Two hosts capture. The replacement has the text and the teacher from the bucket too."""
     plain = finish_undisturbed(job, tmp_path / "plain")
     inputs = open_stored_run(f"{address}/inputs/x").bucket
     for path in tiny_teacher.iterdir():
@@ -199,6 +199,7 @@ def test_a_host_that_dies_in_mid_training_is_replaced_by_one_with_another_disk(
     inputs.put("text.txt", tiny_text.read_bytes())
     job["teacher"] |= {"model": f"{address}/inputs/model"}
     job["data"] |= {"train": f"{address}/inputs/text.txt"}
+    job["resources"] = {"workers": 2}
     parts = Parts(
         tmp_path / "api", "services.worker.child", store=address, lease_seconds=3.0,
         silence_seconds=600.0,
@@ -206,6 +207,7 @@ def test_a_host_that_dies_in_mid_training_is_replaced_by_one_with_another_disk(
     try:
         parts.start_api()
         first = start_host(parts, tmp_path / "first", "precompute", "train")
+        start_host(parts, tmp_path / "helper", "precompute")
         job_id = parts.http.post("/jobs", json=job).json()["id"]
         run = find_run(parts, job_id)
         wait_until(lambda: run.list_checkpoints() or has_failed(parts, job_id))
