@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.buckets.proxy import Proxy
 
 from bench.stores.proxy import Proxy
 from bench.stores.server import Server

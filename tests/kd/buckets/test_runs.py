@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.buckets.proxy import PASSING, Proxy
 
 from bench.stores.proxy import PASSING, Proxy
 from bench.stores.server import KEYS, Server
