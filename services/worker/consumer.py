@@ -30,7 +30,7 @@ from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
 from services.store.ranges import HelpOrder, RangeBoard
 from services.worker.devices import DeviceError, WorkerDevice, take_device
-from services.worker.helping import Help
+from services.worker.helping import CaptureHelp
 from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt
 
@@ -107,7 +107,9 @@ class StageWorker:
                 telemetry.span("help", order.traceparent, "CONSUMER", stage=CAPTURE, **names),
             ):
                 log.info("helps with a capture")
-                Help(self.store, self.settings, order, self.id, self.device, self.stopping).run()
+                CaptureHelp(
+                    self.store, self.settings, order, self.id, self.device, self.stopping
+                ).run()
         finally:
             self.helped = None
             self._last_work = time.monotonic()

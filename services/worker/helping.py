@@ -57,7 +57,7 @@ def describe_place(settings: Settings, config: JobConfig) -> dict[str, str]:
     return {"version": read_version(), "place": name_place(caches)}
 
 
-class Help:
+class CaptureHelp:
     """Supervises the child that helps, until no range is left or the capture stops."""
 
     def __init__(
