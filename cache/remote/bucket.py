@@ -32,6 +32,8 @@ _REQUEST_SECONDS = 60
 _PAGE = 1000
 #: Seconds between our own attempts of one request: a job outlives most of a minute of throttling.
 _PAUSES = (0.1, 0.3, 1.0, 3.0, 6.0, 12.0, 24.0)
+#: Of these waits, those that a job makes before it begins.
+_PROBES = 5
 #: Answers after which the same request may succeed: two requests met, too many came, or the server
 #: is at fault.
 _PASSING = re.compile(r"^(409|429|5\d\d)$")
@@ -85,10 +87,13 @@ class Bucket:
     Every method raises ``StoreError`` where the server does not do what is asked.
     """
 
-    def __init__(self, address: StoreAddress, patient: bool = True) -> None:
-        """Open the bucket. One that is not ``patient`` gives up soon where nothing answers."""
+    def __init__(self, address: StoreAddress, patient: bool = True, probes: bool = False) -> None:
+        """Open the bucket. One that is not ``patient`` gives up soon where nothing answers.
+
+        One that ``probes`` for a job does so after some ten seconds: a server may be busy.
+        """
         self.address = address
-        self._pauses = _PAUSES if patient else _PAUSES[:1]
+        self._pauses = _PAUSES if patient else _PAUSES[: _PROBES if probes else 1]
         self._obstore = _import_obstore()
         self._store = self._do(lambda: _open_store(address, patient))
 

@@ -42,7 +42,7 @@ def require_store(root: Path, writes: bool) -> None:
     binding = read_binding(root)
     if binding is None:
         return
-    bucket = Bucket(binding.address, patient=False)
+    bucket = Bucket(binding.address, patient=False, probes=True)
     if writes:
         require_fit(bucket)
     else:
@@ -56,7 +56,7 @@ def require_fit(bucket: Bucket) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _require_fit(address: StoreAddress, _process: int) -> None:
-    for each in probe(Bucket(address, patient=False)):
+    for each in probe(Bucket(address, patient=False, probes=True)):
         if not each.holds:
             raise StoreUnfit(
                 f"{address} cannot hold caches: {each.name}: {each.seen}.",

@@ -8,7 +8,7 @@ answers   a pipe whose number is in the order: what range_broker.py answers, for
 stderr    the log, and all that the run prints
 SIGTERM   save, then end
 exit      0 done, 1 failed, 75 stopped on request with everything saved, 76 another process does
-          the same work
+          the same work, 77 failed with an error that may have passed when it is tried again
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from kd.progress import Event, EventPipe, Monitor, RangeTerms, WorkHeldElsewhere
 from services.process.lifeline import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
-from services.worker.failures import describe_error
+from services.worker.failures import describe_error, is_passing
 from services.worker.range_desk import RangeDesk
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
 EXIT_ELSEWHERE = 76
+EXIT_PASSING = 77
 #: Time that an earlier process has to release the run folder.
 LOCK_SECONDS = 30.0
 
@@ -121,7 +122,7 @@ def attempt_stage(
     except Exception as error:
         traceback.print_exc()
         events.send(Event("error", describe_error(error)))
-        return EXIT_FAILED
+        return EXIT_PASSING if is_passing(error) else EXIT_FAILED
     events.send(Event("result", result))
     return EXIT_DONE
 

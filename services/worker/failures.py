@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from cache.errors import PotstillError
+from cache.errors import PotstillError, StoreError
 from kd.errors import is_out_of_memory, says_out_of_memory
 from kd.files import format_bytes
 
@@ -52,6 +52,11 @@ def describe_error(error: BaseException) -> Failure:
     place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     detail = f"{type(error).__name__}: {error}{place}"
     return make_failure("internal", detail, "The traceback is in log.txt in the job's run folder.")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether another attempt may well succeed: a bucket did not answer, or was busy."""
+    return any(isinstance(each, StoreError) and each.passing for each in _list_causes(error))
 
 
 def _describe_memory_error(error: BaseException) -> Failure:

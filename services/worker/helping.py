@@ -27,7 +27,7 @@ from services.settings import Settings
 from services.store.jobs.leases import BEATS_PER_LEASE
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeBoard
-from services.worker.child import EXIT_STOPPED
+from services.worker.child import EXIT_PASSING, EXIT_STOPPED
 from services.worker.child_process import Child, StageJob, prepare_child, start_child
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
@@ -148,7 +148,9 @@ class CaptureHelp:
     def _judge(self, child: Child, memory: MemoryLimit) -> str:
         code = child.process.returncode
         log_file = self._run_dir / "log.txt"
-        if code in (0, EXIT_STOPPED) or (child.kill_at is not None and child.error is None):
+        if code in (0, EXIT_STOPPED, EXIT_PASSING) or (
+            child.kill_at is not None and child.error is None
+        ):
             return ""
         if memory.is_exceeded():
             failure = describe_memory_limit(WHERE, memory.limit_bytes, None)

@@ -29,7 +29,7 @@ from services.settings import SEARCH, Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import Membership, RangeBoard
-from services.worker.child import EXIT_ELSEWHERE, EXIT_STOPPED
+from services.worker.child import EXIT_ELSEWHERE, EXIT_PASSING, EXIT_STOPPED
 from services.worker.child_process import Child, StageJob, prepare_child, start_child
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
@@ -208,6 +208,8 @@ class Attempt:
             short = OomKills.count().since(kills)
             failure = describe_kill(-code, self._where, short, log_file, self._least_memory())
             return store.fail_attempt(claim, failure)
+        if code == EXIT_PASSING and child.error is not None:
+            return store.fail_attempt(claim, child.error)
         return store.finish(
             claim, "failed", child.error or describe_crash(code, self._where, log_file)
         )

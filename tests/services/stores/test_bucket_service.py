@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
-from bench.support.harness import Parts
+from bench.support.harness import Parts, wait_until
 from cache.remote.address import bind_caches
 from cache.testing import make_cache
 from services.settings import Settings
@@ -157,3 +157,29 @@ def test_settings_of_a_bucket_are_checked() -> None:
         Settings(store="s3://bucket/a", retain_caches_days=3)
     assert Settings(store="/data/caches").caches == Path("/data/caches")
     assert not Settings(store="/data/caches").in_bucket
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_server_binary")
+def test_a_job_outlives_a_bucket_that_does_not_answer(
+    address: str, s3_server: Server, reach: Callable[[int], None], tmp_path: Path
+) -> None:
+    """Its attempt fails with what the server said; the next one finds the server well."""
+    ill = True
+    proxy = Proxy(s3_server.port, lambda *_: "busy" if ill else "")
+    with proxy.running():
+        reach(proxy.port)
+        parts = Parts(tmp_path, "bench.support.light_child", store=address, max_attempts=100)
+        try:
+            parts.start_api()
+            parts.start_worker()
+            job_id = parts.submit("light-1-3-1", "precompute")
+            wait_until(lambda: parts.job(job_id).attempt == 2, 120)
+            assert parts.job(job_id).status in ("queued", "running")
+            ill = False
+            job = parts.wait_for(job_id, "succeeded", "failed", seconds=120)
+            assert job.status == "succeeded", job.error
+            warnings = [data["message"] for kind, data in parts.events(job_id) if kind == "warning"]
+            assert any(address in text for text in warnings), warnings
+        finally:
+            parts.close()
