@@ -6,7 +6,8 @@ First table: 1, 2 and 4 workers of a real service (Valkey, API, Celery workers a
 capture one cache. Each has a simulated device of 10,000 tokens/s, which sleeps in between; random
 numbers, encoding, sealing, writing and ranges are real. The rows take turns; the median counts.
 
-    tokens/s   from the first seal to the last
+    tokens/s   from the first seal to the last, without the shards that were read before the first:
+               one of each worker
     linear     that rate, over so many times the rate of one worker
     device     that rate, over the rates of all devices
     start      seconds from the first worker's range to the moment at which all workers were there
@@ -117,7 +118,7 @@ def run_capture(parts: Parts, workers: int, shards: int, number: int) -> Run:
     seals = parts.settings.caches / name / make_identity_of(shards).fingerprint / "seals"
     times = sorted(path.stat().st_mtime for path in seals.glob("[0-9]*.json"))
     assert len(times) == shards
-    return Run((shards - 1) * SIZES.shard_tokens / (times[-1] - times[0]), start)
+    return Run((shards - workers) * SIZES.shard_tokens / (times[-1] - times[0]), start)
 
 
 def measure_workers(rounds: int, shards_each: int) -> Iterator[str]:
@@ -327,15 +328,21 @@ def describe_simulation(costs: Costs) -> Iterator[str]:
             f"{workers:>8} {found.share * workers * RATE:>12,.0f} {found.share:>8.3f} {parts} "
             f"{found.busy['reading the seals']:>8.1%}  {name}"
         )
-    one = simulate(1, costs)
-    del one.busy["reading the seals"]
-    limits = {name: 1 / busy for name, busy in one.busy.items()}
-    first = min(limits, key=lambda name: limits[name])
+    limits = find_limits(costs)
     yield ""
     for name, limit in sorted(limits.items(), key=lambda item: item[1]):
         tokens = f"{limit * RATE:,.0f} tokens/s"
         yield f"The {name} is busy all the time at {limit:,.0f} workers, {tokens}."
-    yield f"The {first} saturates first."
+    yield f"The {min(limits, key=lambda name: limits[name])} saturates first."
+
+
+def find_limits(costs: Costs) -> dict[str, float]:
+    """Return the number of workers at which each server is busy all the time, by its name."""
+    shard_seconds = SHARD_TOKENS / RATE
+    calls = costs.beat + (costs.take + costs.finish) / shard_seconds
+    puts = (FILES * costs.put_file + costs.put_seal) / shard_seconds
+    # The worker that leads reads the view each second, however many there are.
+    return {"job store": (1 - costs.view) / calls, "object store": 1 / puts}
 
 
 # ---------------------------------------------------------------------- the command
