@@ -118,7 +118,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(BodyLimit, limit=BODY_BYTES, file_limit=settings.file_bytes)
     app.add_middleware(history.EventStreamRouter)
     app.add_middleware(dashboard.ViewRouter)
-    add_guards(app, settings, service.audit)
+    add_guards(app, settings, service.audit, service.key_use)
     app.add_middleware(RequestObserver, request_metrics=service.request_metrics)
     complete_openapi(app, with_keys=settings.api_keys_file is not None)
     return app

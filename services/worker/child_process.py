@@ -18,7 +18,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kd.buckets.runs import RUN_STORE_VARIABLE
 from kd.config.job import JobConfig
@@ -30,9 +30,11 @@ from services.store.jobs.leases import EventBatch
 from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 from services.worker.counters import RunCounters
-from services.worker.devices import WorkerDevice
 from services.worker.event_size import bound_event
 from services.worker.range_broker import RangeBroker
+
+if TYPE_CHECKING:  # the API, which imports this module, has no library for devices
+    from services.worker.devices import WorkerDevice
 
 #: Events in one batch at most.
 BATCH_EVENTS = 500

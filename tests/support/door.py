@@ -23,7 +23,9 @@ from services.api.guards.install import add_guards
 from services.api.guards.rate_limits import StreamLease
 from services.settings import Settings
 from services.store.callers import Caller
+from services.store.connection import connect_redis
 from services.store.embedded import find_free_port
+from services.store.key_use import KeyUse
 
 TheCaller = Annotated[Caller, Depends(authenticate)]
 TheLease = Annotated[StreamLease, Depends(hold_stream)]
@@ -62,7 +64,7 @@ def make_door(settings: Settings) -> FastAPI:
 
     problems.add_error_handlers(app, [])
     app.add_middleware(BodyLimit, limit=1 << 20)
-    add_guards(app, settings, Audit(settings))
+    add_guards(app, settings, Audit(settings), KeyUse(connect_redis(str(settings.redis_url))))
     return app
 
 

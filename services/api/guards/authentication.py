@@ -24,6 +24,7 @@ from services.api.guards.rate_limits import Limiter, StreamLease
 from services.settings import Settings
 from services.store.callers import LOCAL_CALLER, Caller
 from services.store.key_file import SCOPES, ApiKey, KeyFile, KeysError
+from services.store.key_use import KeyUse
 
 #: The key of every request while there is no key file.
 _LOCAL_KEY = ApiKey(LOCAL_CALLER.name, "", SCOPES, "")
@@ -87,7 +88,8 @@ def authenticate(request: Request, shown: BearerCredentials) -> Caller:
         raise
     request.state.key = key
     if key is not _LOCAL_KEY:
-        request.app.state.service.key_use.note(key.id)
+        key_use: KeyUse = request.app.state.key_use
+        key_use.note(key.id)
     if key.expires_at is not None and key.expires_soon:
         request.state.headers = {EXPIRY_HEADER: key.expires_at.isoformat()}
     limiter: Limiter = request.app.state.limiter

@@ -11,6 +11,7 @@ from services.api.guards.host_origin import HostOriginGuard
 from services.api.guards.rate_limits import Limiter
 from services.settings import Settings
 from services.store.key_file import KeyFile
+from services.store.key_use import KeyUse
 
 #: Request headers that a page of KD_ALLOWED_ORIGINS may send.
 _REQUEST_HEADERS = [
@@ -35,7 +36,7 @@ _EXPOSED_HEADERS = [
 ]
 
 
-def add_guards(app: FastAPI, settings: Settings, audit: Audit) -> None:
+def add_guards(app: FastAPI, settings: Settings, audit: Audit, key_use: KeyUse) -> None:
     """Give ``app`` its keys, its rate limits, its audit log and its guards.
 
     Call this after every middleware that must run inside the guards was added: Starlette runs the
@@ -44,6 +45,7 @@ def add_guards(app: FastAPI, settings: Settings, audit: Audit) -> None:
     app.state.keys = KeyFile(settings.api_keys_file) if settings.api_keys_file is not None else None
     app.state.limiter = Limiter(settings)
     app.state.audit = audit
+    app.state.key_use = key_use
     app.add_middleware(DepthLimit)
     if settings.allowed_origins:
         app.add_middleware(

@@ -68,6 +68,7 @@ def test_post_creates_a_job_and_get_shows_it(new_parts: MakeParts, tmp_path: Pat
         "unit",
         "fraction",
         "eta_seconds",
+        "per_second",
         "tokens",
         "tokens_per_second",
     }

@@ -137,9 +137,10 @@ def test_an_empty_cursor_is_told_as_such(http: httpx.Client) -> None:
 
 
 def test_a_url_in_place_of_a_path_is_told_as_such(http: httpx.Client, text: str) -> None:
-    for source, remedy in (
-        (f"file://{text}/text.txt", f"Write the path alone: {text}/text.txt."),
-        ("s3://bucket/text.jsonl", "Copy it to this machine"),
+    for source, detail, remedy in (
+        (f"file://{text}/text.txt", "is a URL", f"Write the path alone: {text}/text.txt."),
+        ("gs://bucket/text.jsonl", "is a URL", "Copy it to this machine"),
+        ("s3://bucket/text.jsonl", "lies outside the buckets", "Put it below KD_STORE"),
     ):
         job = valid("quick", text, "distill")
         for field in ("data/train/0", "teacher/model"):
@@ -150,7 +151,7 @@ def test_a_url_in_place_of_a_path_is_told_as_such(http: httpx.Client, text: str)
                 document = problem(http.post(path, json=body), 422)
                 (found,) = document.errors
                 assert found.pointer == f"/{field}"
-                assert f"{source!r} is a URL" in found.detail
+                assert f"{source!r} {detail}" in found.detail
                 assert found.remedy.startswith(remedy.removesuffix("it to this machine"))
     missing = valid("quick", text) | {"data": {"train": f"{text}/none.txt"}}
     assert "no file" in problem(http.post("/jobs", json=missing), 422).detail

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from kd.config.templates.filling import OPTIONAL, fill_template, list_templates
 from services.terminal.console import AsJson, notes, out, print_json, write_new_file
 
 #: What a template needs, as it is asked for on a terminal.
@@ -39,6 +38,8 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Write a job file from a template; on a terminal, ask for what is not given."""
+    from kd.config.templates.filling import fill_template, list_templates
+
     given = {"teacher": teacher, "student": student, "train": train, "validation": validation}
     if template not in list_templates():
         raise typer.BadParameter(
@@ -54,6 +55,8 @@ def init(
 
 def _ask(given: Mapping[str, str | None]) -> dict[str, str]:
     """Ask for the answers that are missing; without a terminal they are refused by name."""
+    from kd.config.templates.filling import OPTIONAL
+
     missing = [name for name, value in given.items() if value is None]
     if not sys.stdin.isatty():
         needed = [f"--{name}" for name in missing if name not in OPTIONAL]
