@@ -75,6 +75,15 @@ def test_a_meter_tells_what_was_done_and_at_what_pace(clock: list[float]) -> Non
         "unit": "steps",
         "fraction": 0.6,
         "eta_seconds": 4.0,
+        "per_second": 1.0,
         "tokens": 300,
         "tokens_per_second": 150.0,
     }
+
+
+def test_units_that_were_done_before_say_nothing_of_the_pace(clock: list[float]) -> None:
+    meter = ProgressMeter(10, "sequences", _began=clock[0])
+    meter.skip(6)
+    clock[0] += 2
+    told = meter.advance(1, 100)
+    assert (told["done"], told["per_second"], told["eta_seconds"]) == (7, 0.5, 6.0)
