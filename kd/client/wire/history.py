@@ -21,8 +21,8 @@ class JobEvent(View):
     )
     step: int | None = Field(
         None,
-        description="The optimiser step of the run at the time; null before the first one, and in a "
-        "stream of events.",
+        description="The optimiser step of the run at the time; null before the first one, and in "
+        "a stream of events.",
     )
     data: dict[str, Any]
 
