@@ -126,7 +126,14 @@ def test_the_view_shows_workers_and_the_progress_of_all(parts: Parts) -> None:
     wait_until(lambda: not any(each.helping for each in parts.jobs.list_workers()))
 
 
-@pytest.mark.parametrize("how", ["kill", "hang", "kill the worker"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "kill",
+        pytest.param("hang", marks=pytest.mark.long),
+        pytest.param("kill the worker", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("helper", [True, False], ids=["helper", "owner"])
 def test_a_range_of_a_worker_that_is_gone_goes_to_another(
     new_parts: MakeParts, how: str, helper: bool
@@ -152,6 +159,7 @@ def test_a_range_of_a_worker_that_is_gone_goes_to_another(
     assert max(count_writes(parts, job_id).values()) <= 2
 
 
+@pytest.mark.long
 def test_workers_come_in_mid_job(parts: Parts) -> None:
     parts.start_worker()
     job_id = submit(parts, "light-4-40-100", "auto")
@@ -193,6 +201,7 @@ def test_cancel_ends_all(parts: Parts) -> None:
     assert not parts.jobs.redis.exists(f"kd:job:{job_id}:ranges")
 
 
+@pytest.mark.long
 def test_a_helper_leaves_for_a_queued_job_and_comes_back(parts: Parts) -> None:
     for _ in range(2):
         parts.start_worker()
@@ -222,6 +231,7 @@ def test_a_worker_with_another_store_is_refused_by_name(parts: Parts, tmp_path: 
     require_right(parts, job_id, "light-9-30-150")
 
 
+@pytest.mark.long
 def test_redis_goes_away_in_mid_capture(parts: Parts) -> None:
     for _ in range(2):
         parts.start_worker()
