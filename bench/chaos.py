@@ -93,7 +93,8 @@ def run_bucket_soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     with stormy_bucket(folder / "server", arguments.seed) as bucket:
         os.environ.update(bucket.environment)
         with running(arguments.workers, LIGHT, folder, store=bucket.address) as (cluster, spare):
-            jobs = round(arguments.jobs * arguments.bucket_faults / max(arguments.faults, 1))
+            share = arguments.bucket_faults / arguments.faults if arguments.faults else 1.0
+            jobs = round(arguments.jobs * share)
             plan = SoakPlan(arguments.bucket_faults, jobs, arguments.seed)
             chaos = BucketFaultInjector(cluster, arguments.seed, bucket)
             return judge_soak(Soak(cluster, plan, chaos), spare, ", caches in a bucket")
