@@ -267,6 +267,7 @@ def test_a_run_inside_of_another_one_has_no_place(run: StoredRun, tmp_path: Path
     assert list(run.bucket.walk(run.folder)) == []
 
 
+@pytest.mark.long
 def test_results_that_cannot_be_put_fail_the_stage_and_a_retry_ends_it(
     job: Job, run: StoredRun, s3_server: Server, reach: Callable[[int], None], tmp_path: Path
 ) -> None:
@@ -362,6 +363,7 @@ def test_another_job_goes_on_with_a_run_of_another_disk(
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.long
 def test_random_faults_of_the_bucket_change_nothing(
     job: Job,
     run: StoredRun,

@@ -192,6 +192,7 @@ def test_a_shard_opens_its_records_by_keyboard(page: Page, api: Parts, captured:
     expect(page.get_by_text(re.compile("^Sequence 20 "))).to_be_visible()
 
 
+@pytest.mark.long
 def test_damage_is_shown_where_it_is(page: Page, api: Parts) -> None:
     folder = make_cache(api.settings.caches, make_identity(train_sequences=397))
     (folder / locate_seal(name_shard(2))).unlink()

@@ -42,6 +42,7 @@ def test_health_storage_and_keys_are_one_click_apart(page: Page, api: Parts) -> 
 
 
 @pytest.mark.usefixtures("_server_binary")
+@pytest.mark.long
 def test_an_operator_sees_keys_and_what_would_be_removed(page: Page, tmp_path: Path) -> None:
     file, keys = with_keys(tmp_path, ann="write", root="admin")
     with serving(tmp_path / "home", api_keys_file=file, retain_caches_unused_days=2.0) as parts:
