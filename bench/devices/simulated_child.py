@@ -1,8 +1,8 @@
 """The real child with a simulated teacher: a device that delivers at a set rate, and sleeps.
 
-The job's name is ``simulated-RATE-SHARDS-WORKERS``. All but the forward pass is real: random
-numbers, encoding, sealing, writing, ranges. The child that leads waits until so many workers are
-there: the file ``go`` in its run folder says so.
+The job's name is ``simulated-RATE-SHARDS``, and a word that no other job has. All but the forward
+pass is real: random numbers, encoding, sealing, writing, ranges. The child that leads begins to
+read when the file ``go`` appears in its run folder: all workers are there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = CaptureSizes(vocabulary=128_256, length=512, shard_sequences=64)
 GO = "go"
 #: The file that a helper writes when it has its libraries and its device.
 READY = "ready"
-_NAME = re.compile(r"simulated-(\d+)-(\d+)-(\d+)(-\w+)?")
+_NAME = re.compile(r"simulated-(\d+)-(\d+)-\w+")
 
 
 class PacedReader:
@@ -68,12 +68,12 @@ class NoHeldOut:
         return None
 
 
-def parse_name(name: str) -> tuple[float, int, int]:
-    """Return tokens a second, shards and workers of a job by its name."""
+def parse_name(name: str) -> tuple[int, int]:
+    """Return tokens a second and shards of a job by its name."""
     match = _NAME.fullmatch(name)
-    assert match is not None, f"{name} is not simulated-RATE-SHARDS-WORKERS"
-    rate, shards, workers = map(int, match.groups()[:3])
-    return rate, shards, workers
+    assert match is not None, f"{name} is not simulated-RATE-SHARDS-WORD"
+    rate, shards = map(int, match.groups())
+    return rate, shards
 
 
 def make_identity_of(shards: int) -> CacheIdentity:
@@ -85,7 +85,7 @@ def run_stage(
     stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
 ) -> dict[str, Any]:
     """Capture the shards that are handed to this process; lead or help."""
-    rate, shards, _ = parse_name(config.name)
+    rate, shards = parse_name(config.name)
     identity = make_identity_of(shards)
     # As many jobs as there are rounds capture the same: each has a cache of its own.
     root = home / "caches" / config.name

@@ -52,7 +52,10 @@ log = logging.getLogger("potstill.worker")
 
 
 def describe_place(settings: Settings, config: JobConfig) -> dict[str, str]:
-    """What all workers of one capture must share, besides the cache: version and store."""
+    """Return the version of this program and the name of its store of caches.
+
+    All workers of one capture must have the same.
+    """
     caches = find_caches(settings.home, config.cache.store or settings.store)
     return {"version": read_version(), "place": name_place(caches)}
 
