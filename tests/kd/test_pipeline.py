@@ -22,6 +22,7 @@ from kd.files import write_json
 from kd.memory.host import choose_chunk_memory
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
+from tests.support.kd.tiny import make_tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,21 +31,9 @@ Job = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def job(tiny_teacher: Path, tiny_text: Path) -> Job:
-    return {
-        "name": "tiny",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-        "student": {"init": {"layers": 1, "hidden_size": 16, "attention_dropout": 0.1}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
-            "max_train_samples": 20, "max_eval_samples": 4,
-        },
-        "cache": {"shard_sequences": 8},
-        "train": {
-            "max_steps": 6, "batch_size": 4, "eval_steps": 3, "save_steps": 2, "logging_steps": 1,
-            "learning_rate": 1e-2, "warmup_steps": 2,
-        },
-        "evaluation": {"max_new_tokens": 4},
-    }  # fmt: skip
+    train = {"eval_steps": 3, "save_steps": 2, "logging_steps": 1}
+    rate = {"learning_rate": 1e-2, "warmup_steps": 2}
+    return make_tiny_job(tiny_teacher, tiny_text, train=train | rate)
 
 
 class Listener:

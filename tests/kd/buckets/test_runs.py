@@ -26,6 +26,7 @@ from kd.errors import Interrupted
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
 from kd.training.uploads import CheckpointUploads
+from tests.support.kd.tiny import make_tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,21 +36,17 @@ RUN = "job_" + "1" * 26
 
 @pytest.fixture
 def job(tiny_teacher: Path, tiny_text: Path) -> Job:
-    return {
-        "name": "tiny",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-        "student": {"init": {"layers": 1, "hidden_size": 16, "attention_dropout": 0.1}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
-            "max_train_samples": 20, "max_eval_samples": 4,
+    return make_tiny_job(
+        tiny_teacher,
+        tiny_text,
+        train={
+            "max_steps": 8,
+            "eval_steps": 2,
+            "save_steps": 2,
+            "save_total_limit": 2,
+            "early_stopping_patience": 50,
         },
-        "cache": {"shard_sequences": 8},
-        "train": {
-            "max_steps": 8, "batch_size": 4, "eval_steps": 2, "save_steps": 2,
-            "save_total_limit": 2, "early_stopping_patience": 50,
-        },
-        "evaluation": {"max_new_tokens": 4},
-    }  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from kd.errors import ConfigError
 from kd.files import find_caches
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
+from tests.support.kd.tiny import make_tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,18 +27,7 @@ Job = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def job(tiny_teacher: Path, tiny_text: Path) -> Job:
-    return {
-        "name": "tiny",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-        "student": {"init": {"layers": 1, "hidden_size": 16, "attention_dropout": 0.1}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
-            "max_train_samples": 20, "max_eval_samples": 4,
-        },
-        "cache": {"shard_sequences": 8},
-        "train": {"max_steps": 6, "batch_size": 4, "eval_steps": 3, "save_steps": 2},
-        "evaluation": {"max_new_tokens": 4},
-    }  # fmt: skip
+    return make_tiny_job(tiny_teacher, tiny_text, train={"eval_steps": 3, "save_steps": 2})
 
 
 def put_in(job: Job, store: str) -> Job:

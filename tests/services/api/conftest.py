@@ -13,10 +13,18 @@ from tests.support.api import serving
 
 
 @pytest.fixture(scope="module")
-def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+def serving_parts(
+    _server_binary: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Parts]:
     """An API without limits on requests and without a worker."""
     with serving(tmp_path_factory.mktemp("api")) as parts:
         yield parts
+
+
+@pytest.fixture(scope="module")
+def api(serving_parts: Parts) -> Parts:
+    """The same API; the tests of a module may empty its store before each of them."""
+    return serving_parts
 
 
 @pytest.fixture

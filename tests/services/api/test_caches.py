@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,17 +19,9 @@ from cache.store import replace_fidelity
 from cache.testing import make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.service import Device, WorkerState
-from tests.support.api import UNLIMITED, problem, running, serving, tell
+from tests.support.api import UNLIMITED, problem, running, tell
 
 MakeParts = Callable[..., Parts]
-
-
-@pytest.fixture(scope="module")
-def serving_parts(
-    _server_binary: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Parts]:
-    with serving(tmp_path_factory.mktemp("api")) as parts:
-        yield parts
 
 
 @pytest.fixture

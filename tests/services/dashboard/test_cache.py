@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
@@ -26,10 +23,9 @@ from kd.files import write_json
 from kd.pipeline import run_precompute
 from kd.progress import SILENT
 from tests.support.api import serving, tell
+from tests.support.pages import check_page
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-#: The rules of WCAG that are of level A or AA.
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 OpenTab = Callable[..., AbstractContextManager[Page]]
 
 
@@ -71,28 +67,6 @@ def captured(api: Parts) -> Path:
 def page(new_tab: OpenTab) -> Iterator[Page]:
     with new_tab(viewport={"width": 1440, "height": 900}) as tab:
         yield tab
-
-
-def require_accessible(page: Page) -> None:
-    page.evaluate(AXE_SCRIPT)
-    options = json.dumps({"runOnly": {"type": "tag", "values": RULES}})
-    found = page.evaluate(f"axe.run(document, {options})")["violations"]
-    assert [(each["id"], [node["target"] for node in each["nodes"]]) for each in found] == []
-
-
-def photograph(page: Page, name: str) -> None:
-    """Check the page at both widths and in both schemes; ``KD_SCREENSHOTS`` keeps pictures."""
-    for width in (1440, 360):
-        page.set_viewport_size({"width": width, "height": 900})
-        wide = page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= width, "the page scrolls sideways"
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            require_accessible(page)
-            if place := os.environ.get("KD_SCREENSHOTS"):
-                path = Path(place) / f"{name}-{width}-{scheme}.png"
-                page.screenshot(path=path, full_page=True)
-    page.set_viewport_size({"width": 1440, "height": 900})
 
 
 def open_page(page: Page, api: Parts, folder: Path, query: str = "") -> None:
@@ -139,7 +113,7 @@ def test_the_page_shows_what_a_cache_holds(page: Page, api: Parts, captured: Pat
     expect(page.get_by_role("table", name="Fidelity").get_by_role("row")).to_have_count(2)
     command = f"kd cache export {captured.name[:12]} --format parquet"
     expect(page.get_by_text(command)).to_be_visible()
-    photograph(page, "cache")
+    check_page(page, "cache")
 
 
 def test_records_are_read_by_sequence_and_position(page: Page, api: Parts, captured: Path) -> None:
@@ -157,7 +131,7 @@ def test_records_are_read_by_sequence_and_position(page: Page, api: Parts, captu
     details.locator("summary").focus()
     page.keyboard.press("Enter")
     expect(details.locator("ul li")).to_have_count(len(record.head))
-    photograph(page, "records")
+    check_page(page, "records")
     page.get_by_role("button", name="Later records").click()
     expect(rows).to_have_count(found.count - 50)
     expect(page.get_by_role("button", name="Later records")).to_be_disabled()
@@ -203,7 +177,7 @@ def test_damage_is_shown_where_it_is(page: Page, api: Parts) -> None:
     expect(page.get_by_text(re.compile("Corrupt: 2, 7"))).to_be_visible()
     expect(page.get_by_text("content differs from its sha256")).to_be_visible()
     expect(page.get_by_text(re.compile("is missing, but the manifest names it"))).to_be_visible()
-    photograph(page, "damaged")
+    check_page(page, "damaged")
 
 
 def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
@@ -221,7 +195,7 @@ def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
         expect(page.get_by_text("1 in work", exact=True)).to_be_visible()
         expect(page.get_by_text("8 missing", exact=True)).to_be_visible()
         expect(page.get_by_role("heading", name="Checks")).to_be_hidden()
-        photograph(page, "capture")
+        check_page(page, "capture")
         writer.leave_begun()
 
 
@@ -231,7 +205,7 @@ def test_records_of_other_profiles_are_shown(page: Page, api: Parts, profile: st
     open_page(page, api, folder)
     rows = page.locator("ol.records > li")
     expect(rows.first).to_contain_text("in the hidden state" if profile == "hidden" else "token ")
-    photograph(page, profile)
+    check_page(page, profile)
 
 
 @pytest.mark.long

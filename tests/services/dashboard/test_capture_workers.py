@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -15,6 +13,7 @@ from services.store.jobs.leases import ANY_CAPACITY, Claim
 from services.store.ranges import RangeBoard, TakenRange, ToldProgress
 from services.worker.range_broker import compute_progress
 from tests.support.api import tell
+from tests.support.pages import require_fit, take_picture
 
 OpenTab = Callable[..., AbstractContextManager[Page]]
 TERMS = {"fingerprint": "f" * 8, "knots": None, "version": "1.0", "place": "here"}
@@ -59,6 +58,5 @@ def test_the_job_shows_its_workers(
         expect(rows.nth(1)).to_contain_text("9,800")
         # 600 sequences are done, at 40 a second.
         expect(tab.locator("main")).to_contain_text("600 of 10,240 sequences")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        if folder := os.environ.get("KD_SCREENSHOTS"):
-            tab.screenshot(path=Path(folder) / f"capture-{width}.png", full_page=True)
+        require_fit(tab)
+        take_picture(tab, f"capture-{width}")

@@ -25,6 +25,7 @@ from services.api.routes.dashboard import FOLDER, PAGES, POLICY, VIEWS
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim
 from tests.support.api import problem, serving, tell, with_keys
+from tests.support.pages import take_picture
 
 VENDOR = FOLDER / "vendor"
 FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
@@ -232,8 +233,7 @@ def test_jobs_are_selected_and_compared(page: Page, api: Parts) -> None:
     expect(page.get_by_role("row").filter(has_text="name")).to_contain_text('"left"')
     expect(page.get_by_role("figure").first).to_contain_text("Loss")
     expect(page.get_by_role("img", name="against bytes per token")).to_be_visible()
-    if folder := os.environ.get("KD_SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / "compare.png", full_page=True)
+    take_picture(page, "compare")
     open_page(page, api, "jobs")
     for name in ("left", "right"):
         page.get_by_label(f"Select {name}").check()
@@ -336,8 +336,7 @@ def test_the_curves_of_perplexity_are_compared_with_the_teacher_and_a_plain_stud
         "Perplexity: perplexity 100 at step 100, teacher 35.9, without a teacher 94.1.",
     )
     assert count_painted_pixels(page) > 100
-    if folder_of_shots := os.environ.get("KD_SCREENSHOTS"):
-        page.screenshot(path=Path(folder_of_shots) / "levels.png", full_page=True)
+    take_picture(page, "levels")
 
 
 @in_browser
@@ -366,8 +365,7 @@ def test_a_job_shows_its_speed_its_memory_and_its_layers(page: Page, api: Parts)
     )
     label = page.get_by_role("img", name="Gradient norm by layer").get_attribute("aria-label")
     assert label is not None and label.index("layer 2 ") < label.index("layer 10 ")
-    if folder := os.environ.get("KD_SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / "layers.png", full_page=True)
+    take_picture(page, "layers")
 
 
 @in_browser
@@ -392,8 +390,7 @@ def test_a_job_shows_the_ablation_in_its_run_folder(page: Page, api: Parts) -> N
     api.jobs.finish(claim, "succeeded")
     open_page(page, api, f"jobs/{claim.id}")
     expect(page.get_by_role("heading", name="Ablation: 60 steps of each run")).to_be_visible()
-    if place := os.environ.get("KD_SCREENSHOTS"):
-        page.screenshot(path=Path(place) / "ablation.png", full_page=True)
+    take_picture(page, "ablation")
     if real is not None:
         return
     shown = page.get_by_role("table", name="train.optim")

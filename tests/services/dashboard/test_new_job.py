@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
@@ -23,10 +22,9 @@ from kd.config.jobfile import parse_config, parse_yaml
 from kd.config.templates.filling import list_templates
 from tests.support.api import inputs, serving, valid, with_keys
 from tests.support.commands import KD
+from tests.support.pages import find_violations, require_fit, take_picture
 
 pytestmark = pytest.mark.long
-
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 
 
 @pytest.fixture
@@ -395,10 +393,6 @@ def test_the_page_with_all_kinds_of_fields_has_no_fault(
         field(page, "/train/max_steps").fill("many")
         expect(problem_at(page, "/train/max_steps")).not_to_have_text("")
         page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
-        page.evaluate(AXE_SCRIPT)
-        options = json.dumps({"runOnly": {"type": "tag", "values": RULES}})
-        found = page.evaluate(f"axe.run(document, {options})")["violations"]
-        assert [(each["id"], [node["target"] for node in each["nodes"]]) for each in found] == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        if folder := os.environ.get("KD_SCREENSHOTS"):
-            page.screenshot(path=Path(folder) / f"new all {width} {scheme}.png", full_page=True)
+        assert find_violations(page) == []
+        require_fit(page)
+        take_picture(page, f"new all {width} {scheme}")

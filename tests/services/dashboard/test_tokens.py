@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import open_source
 from kd.progress import SILENT
 from tests.support.api import tell
+from tests.support.pages import check_page
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 JOB = {
@@ -85,18 +85,6 @@ def finish_job(api: Parts, name: str, tokens: Path | None) -> str:
     return str(claim.id)
 
 
-def photograph(page: Page, name: str) -> None:
-    """Keep the page as pictures of both widths and schemes, where the developer wants them."""
-    for width in (1440, 360):
-        page.set_viewport_size({"width": width, "height": 900})
-        wide = page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= width, "the page scrolls sideways"
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            if place := os.environ.get("KD_SCREENSHOTS"):
-                page.screenshot(path=Path(place) / f"{name}-{width}-{scheme}.png")
-
-
 def test_a_token_opens_what_the_models_expected(
     page: Page, api: Parts, files: dict[str, Path]
 ) -> None:
@@ -118,7 +106,7 @@ def test_a_token_opens_what_the_models_expected(
     ).to_have_text(["Rank of the text's token", *ranks])
     listed = {*found["models"][TEACHER]["top_ids"][5], *found["models"][STUDENT]["top_ids"][5]}
     expect(best.get_by_role("row")).to_have_count(1 + len(listed))
-    photograph(page, "tokens")
+    check_page(page, "tokens")
     page.keyboard.press("ArrowRight")
     expect(tokens.nth(6)).to_be_focused()
     expect(tokens.nth(6)).to_have_attribute("aria-pressed", "true")
@@ -142,7 +130,7 @@ def test_two_students_are_compared_by_their_difference(
     expect(best.get_by_role("columnheader")).to_have_text(
         ["Token", "Teacher", "Student 1: same", "Student 2: random"]
     )
-    photograph(page, "two")
+    check_page(page, "two")
 
 
 def test_the_page_says_what_is_missing(

@@ -5,25 +5,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import pytest
-from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
 from cache.testing import make_cache, make_identity
 from tests.support.api import tell
+from tests.support.pages import SCHEMES, WIDTHS, find_violations, take_picture
 
-#: The rules of WCAG that are of level A or AA.
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
-WIDTHS = (360, 1440)
-SCHEMES = ("light", "dark")
 #: Views whose folded parts are opened first.
 UNFOLDED = ("jobs", "job", "storage")
 
@@ -97,17 +89,6 @@ def tab(
         yield page, f"{width} {scheme}"
 
 
-def find_violations(page: Page) -> list[dict[str, Any]]:
-    """Run axe on the page; return what it finds, and where."""
-    page.evaluate(AXE_SCRIPT)
-    options = json.dumps({"runOnly": {"type": "tag", "values": RULES}})
-    found = page.evaluate(f"axe.run(document, {options})")
-    return [
-        {"rule": each["id"], "where": [node["target"] for node in each["nodes"]]}
-        for each in found["violations"]
-    ]
-
-
 @pytest.mark.long
 def test_every_view_is_whole_and_accessible(
     tab: tuple[Page, str], api: Parts, views: dict[str, str]
@@ -128,8 +109,7 @@ def test_every_view_is_whole_and_accessible(
         )
         if too_wide > 0:
             found[f"{name}, width"] = too_wide
-        if folder := os.environ.get("KD_SCREENSHOTS"):
-            page.screenshot(path=Path(folder) / f"{name} {about}.png", full_page=True)
+        take_picture(page, f"{name} {about}")
     assert found == {}
 
 

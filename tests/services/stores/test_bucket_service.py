@@ -17,6 +17,7 @@ from services.settings import Settings
 from services.terminal.exit_codes import FAILED
 from tests.support.api import problem, serving, valid
 from tests.support.commands import kd
+from tests.support.kd.tiny import make_tiny_job
 
 
 @pytest.fixture
@@ -58,18 +59,7 @@ def test_workers_that_share_no_disk_make_the_student_of_one_machine(
     address: str, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """API, capture and training have a data folder each, and share Redis and the bucket."""
-    job = {
-        "name": "tiny",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-        "student": {"init": {"layers": 1, "hidden_size": 16}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
-            "max_train_samples": 20, "max_eval_samples": 4,
-        },
-        "cache": {"shard_sequences": 8},
-        "train": {"max_steps": 4, "batch_size": 4},
-        "evaluation": {"max_new_tokens": 4},
-    }  # fmt: skip
+    job = make_tiny_job(tiny_teacher, tiny_text)
     students = []
     for name, store in (("plain", None), ("far", address)):
         root = tmp_path / name

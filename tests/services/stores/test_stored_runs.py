@@ -23,6 +23,7 @@ from services.store.retention.jobs import Runs
 from services.store.retention.rules import AgeLimits
 from services.worker.child_process import build_store_environment
 from tests.support.api import problem, running, serving, tell
+from tests.support.kd.tiny import make_tiny_job
 
 
 @pytest.fixture
@@ -171,18 +172,8 @@ def test_the_operator_decides_whether_runs_are_kept_in_the_bucket(address: str) 
 
 @pytest.fixture
 def job(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-        "student": {"init": {"layers": 1, "hidden_size": 16, "attention_dropout": 0.1}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
-            "max_train_samples": 20, "max_eval_samples": 4,
-        },
-        "cache": {"shard_sequences": 8},
-        "train": {"max_steps": 60, "batch_size": 4, "save_steps": 1, "save_total_limit": 2},
-        "evaluation": {"max_new_tokens": 4},
-    }  # fmt: skip
+    train = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
+    return make_tiny_job(tiny_teacher, tiny_text, train=train)
 
 
 @pytest.mark.long

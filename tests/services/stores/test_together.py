@@ -18,6 +18,7 @@ from cache.remote.address import bind_caches
 from cache.store import open_cache
 from kd.client.wire.jobs import Job
 from kd.config.jobfile import load_config
+from tests.support.kd.tiny import make_tiny_job
 
 pytestmark = [
     pytest.mark.usefixtures("_server_binary", "one_thread"),
@@ -29,18 +30,8 @@ EXAMPLE = ROOT / "examples" / "austen" / "job.yaml"
 
 @pytest.fixture
 def tiny(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-        "student": {"init": {"layers": 1, "hidden_size": 16}},
-        "data": {
-            "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
-            "max_train_samples": 40, "max_eval_samples": 4,
-        },
-        "cache": {"shard_sequences": 4},
-        "train": {"max_steps": 4, "batch_size": 4},
-        "evaluation": {"max_new_tokens": 4},
-    }  # fmt: skip
+    more = {"data": {"max_train_samples": 40}, "cache": {"shard_sequences": 4}}
+    return make_tiny_job(tiny_teacher, tiny_text, **more)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ from kd.config.jobfile import parse_config
 from kd.files import write_json
 from services.store.callers import Caller
 from tests.support.api import client, inputs, problem, running, serving, tell, with_keys
-
-
-@pytest.fixture(scope="module")
-def serving_parts(
-    _server_binary: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Parts]:
-    with serving(tmp_path_factory.mktemp("api")) as parts:
-        yield parts
 
 
 @pytest.fixture

@@ -78,6 +78,15 @@ def test_workers_share_a_capture_and_the_bytes_are_those_of_one(
     assert not list(folder.parent.glob("*.writers"))
 
 
+def begin(parts: Parts, name: str, workers: int) -> str:
+    """Start workers and a job, and wait until all of them capture it."""
+    for _ in range(workers):
+        parts.start_worker()
+    job_id = submit(parts, name, workers)
+    wait_until(lambda: len(members_of(parts, job_id)) == workers)
+    return job_id
+
+
 def members_of(parts: Parts, job_id: str) -> list[str]:
     capture = parts.job(job_id).capture
     return [] if capture is None else [each.worker for each in capture.workers]
@@ -105,10 +114,7 @@ def require_right(parts: Parts, job_id: str, name: str) -> None:
 
 
 def test_the_view_shows_workers_and_the_progress_of_all(parts: Parts) -> None:
-    for _ in range(2):
-        parts.start_worker()
-    job_id = submit(parts, "light-2-30-200", 2)
-    wait_until(lambda: len(members_of(parts, job_id)) == 2)
+    job_id = begin(parts, "light-2-30-200", 2)
     wait_until(lambda: any(each.helping for each in parts.jobs.list_workers()))
     assert parts.jobs.redis.hgetall("kd:devices:local") == {job_id: "2"}
     shown = wait_until(
@@ -173,11 +179,8 @@ def test_workers_come_in_mid_job(parts: Parts) -> None:
 
 
 def test_pause_stops_all_and_resume_goes_on(parts: Parts) -> None:
-    for _ in range(2):
-        parts.start_worker()
     name = "light-5-30-150"
-    job_id = submit(parts, name, 2)
-    wait_until(lambda: len(members_of(parts, job_id)) == 2)
+    job_id = begin(parts, name, 2)
     wait_until(lambda: sum(count_writes(parts, job_id).values()) > 3)
     parts.jobs.change("pause", job_id)
     parts.wait_for(job_id, "paused")
@@ -192,10 +195,7 @@ def test_pause_stops_all_and_resume_goes_on(parts: Parts) -> None:
 
 @pytest.mark.long
 def test_cancel_ends_all(parts: Parts) -> None:
-    for _ in range(2):
-        parts.start_worker()
-    job_id = submit(parts, "light-6-100-150", 2)
-    wait_until(lambda: len(members_of(parts, job_id)) == 2)
+    job_id = begin(parts, "light-6-100-150", 2)
     parts.jobs.change("cancel", job_id)
     parts.wait_for(job_id, "cancelled")
     wait_until(lambda: not any(each.job for each in parts.jobs.list_workers()), 30)
@@ -205,10 +205,7 @@ def test_cancel_ends_all(parts: Parts) -> None:
 
 @pytest.mark.long
 def test_a_helper_leaves_for_a_queued_job_and_comes_back(parts: Parts) -> None:
-    for _ in range(2):
-        parts.start_worker()
-    job_id = submit(parts, "light-7-80-150", 2)
-    wait_until(lambda: len(members_of(parts, job_id)) == 2)
+    job_id = begin(parts, "light-7-80-150", 2)
     other = submit(parts, "light-8-4-100", 1)
     require_right_soon = parts.wait_for(other, "succeeded", "failed")
     assert require_right_soon.status == "succeeded"
@@ -236,10 +233,7 @@ def test_a_worker_with_another_store_is_refused_by_name(parts: Parts, tmp_path: 
 
 @pytest.mark.long
 def test_redis_goes_away_in_mid_capture(parts: Parts) -> None:
-    for _ in range(2):
-        parts.start_worker()
-    job_id = submit(parts, "light-10-60-150", 2)
-    wait_until(lambda: len(members_of(parts, job_id)) == 2)
+    job_id = begin(parts, "light-10-60-150", 2)
     parts.server.stop()
     time.sleep(6.0)
     parts.server.start()
