@@ -30,7 +30,7 @@ from cache.writing.writer import open_writer
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.embedded import find_free_port
 from services.store.queue import publish_hint
-from tests.support.api import inputs, valid
+from tests.support.services.api import inputs, valid
 
 MakeParts = Callable[..., Parts]
 

@@ -108,7 +108,7 @@ def show_storage(service: TheService) -> StorageReport:
         for kind, things in found.stored.items()
     ]
     return StorageReport(
-        disk=measure_disk(settings),
+        disk=read_disk_space(settings),
         kinds=kinds,
         rules=list(_list_rules(limits)),
         nightly_hour=settings.retain_hour if AgeLimits.of(settings).remove_nightly else None,
@@ -147,7 +147,7 @@ def _list_rules(limits: AgeLimits) -> Iterator[RetentionRule]:
         yield RetentionRule(kind=kind, after_days=min(known) / DAY_SECONDS)
 
 
-def measure_disk(settings: Settings) -> DiskSpace:
+def read_disk_space(settings: Settings) -> DiskSpace:
     """The disk of the data folder, which may not exist yet."""
     folders = (settings.home, *settings.home.resolve().parents)
     usage = shutil.disk_usage(next(each for each in folders if each.exists()))
@@ -167,7 +167,7 @@ def show_health(service: TheService) -> ServiceHealth:
     redis = _ask_redis(store)
     last = cast(str | None, store.redis.get("kd:reconciler"))
     age = None if last is None else max(0.0, store.read_clock_ms() / 1000 - float(last))
-    disk = measure_disk(service.settings)
+    disk = read_disk_space(service.settings)
     depths = store.read_queue_depths(STAGES)
     queues = [
         QueueHealth(

@@ -13,7 +13,7 @@ import pytest
 from bench.support.harness import Parts
 from kd.client.asynchronous import AsyncClient
 from kd.client.sync import Client
-from tests.support.api import serving
+from tests.support.services.api import serving
 
 Connect = Callable[..., Any]
 

@@ -17,7 +17,7 @@ from kd.client import operations
 from kd.client.errors import Refused, TimedOut, Unreachable
 from kd.config.jobfile import parse_config
 from services.store.jobs.leases import Claim
-from tests.support.api import running, tell, valid
+from tests.support.services.api import running, tell, valid
 from tests.support.wire.cutting_proxy import cutting
 
 Connect = Callable[..., Any]

@@ -15,7 +15,7 @@ from kd.client.errors import Refused, Unreachable, is_transient
 from kd.client.event_decoder import EventDecoder
 from kd.client.retrying import MOST_PAUSE_SECONDS, Backoff
 from kd.client.wire.history import JobEvent
-from tests.support.api import running, tell
+from tests.support.services.api import running, tell
 from tests.support.wire.cutting_proxy import cutting
 
 Connect = Callable[..., Any]

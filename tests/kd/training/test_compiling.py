@@ -17,7 +17,7 @@ from kd.errors import TrainingError
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.models.layers import find_decoder_layers
 from kd.training.compiling import Compilation, CompileReport, _read_counts, compile_student
-from tests.support.kd.compiled import make_student, step
+from tests.support.kd.students import make_llama, step_packed
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def traced(student: PreTrainedModel) -> Compilation:
 
 
 def test_none_compiles_nothing() -> None:
-    student = make_student()
+    student = make_llama().train()
     assert compile_student(student, "none", CPU) is None
     assert student.base_model._compiled_call_impl is None
 
@@ -39,7 +39,7 @@ def test_none_compiles_nothing() -> None:
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
 )  # torch's own use
 def test_the_body_is_compiled_in_place_and_keeps_its_names() -> None:
-    student = make_student()
+    student = make_llama().train()
     names = list(student.state_dict())
     assert compile_student(student, "default", CPU) is not None
     assert student.base_model._compiled_call_impl is not None
@@ -48,16 +48,16 @@ def test_the_body_is_compiled_in_place_and_keeps_its_names() -> None:
 
 def test_the_mode_is_handed_on() -> None:
     with pytest.raises(RuntimeError, match="nonsense"):
-        compile_student(make_student(), "nonsense", CPU)  # type: ignore[arg-type]
+        compile_student(make_llama().train(), "nonsense", CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "sqrt"])
 def test_a_whole_graph_has_no_break(checkpointing: str) -> None:
-    student = make_student()
+    student = make_llama().train()
     checkpoint_activations(student, checkpointing)  # type: ignore[arg-type]
     compilation = traced(student)
     assert compilation.report() == CompileReport(0, ()), "nothing ran yet"
-    step(student)
+    step_packed(student)
     report = compilation.report()
     assert report == CompileReport(1, ())
     assert str(report) == "torch.compile made 1 graph without a break"
@@ -68,7 +68,7 @@ def test_a_whole_graph_has_no_break(checkpointing: str) -> None:
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch looks itself
 def test_a_graph_break_is_counted_and_explained() -> None:
-    student = make_student()
+    student = make_llama().train()
     layer = find_decoder_layers(student)[1]
 
     def look(module: nn.Module, inputs: object) -> None:
@@ -76,7 +76,7 @@ def test_a_graph_break_is_counted_and_explained() -> None:
 
     layer.mlp.register_forward_pre_hook(look)
     compilation = traced(student)
-    step(student)
+    step_packed(student)
     report = compilation.report()
     assert report.graphs > 1
     assert len(report.breaks) >= 1
@@ -90,7 +90,7 @@ def test_without_a_compiler_it_is_refused_before_the_first_step(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    student = make_student()
+    student = make_llama().train()
     with pytest.raises(
         TrainingError, match=r"train\.compile needs a compiler \(g\+\+ or clang\+\+\)"
     ) as caught:
@@ -103,12 +103,13 @@ CHILD = """
 import torch
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.training.compiling import compile_student
-from tests.support.kd.compiled import make_student, step
+from tests.support.kd.students import make_llama, step_packed
 
-plain, compiled = make_student(), make_student()
+plain, compiled = make_llama().train(), make_llama().train()
 checkpoint_activations(compiled, "full")
 compilation = compile_student(compiled, "default", compiled.device)
-(hidden, gradients), (hidden_compiled, gradients_compiled) = step(plain), step(compiled)
+hidden, gradients = step_packed(plain)
+hidden_compiled, gradients_compiled = step_packed(compiled)
 torch.testing.assert_close(hidden_compiled, hidden)
 torch.testing.assert_close(gradients_compiled, gradients)
 print(compilation.report())

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from bench.support.harness import Parts
-from tests.support.api import serving
+from tests.support.services.api import serving
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import pytest
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
 from bench.support.paths import ROOT
 from kd.client.wire.jobs import Job
-from tests.support.api import (
+from tests.support.services.api import (
     UNLIMITED,
     inputs,
     problem,

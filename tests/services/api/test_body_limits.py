@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.support.harness import Parts
 from services.api.guards.body_limits import JSON_DEPTH, JsonDepth
-from tests.support.door import make_door, serving
+from tests.support.services.door import make_door, serving
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from cache.store import replace_fidelity
 from cache.testing import make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.service import Device, WorkerState
-from tests.support.api import UNLIMITED, problem, running, tell
+from tests.support.services.api import UNLIMITED, problem, running, tell
 
 MakeParts = Callable[..., Parts]
 

@@ -16,7 +16,7 @@ from cache.disk import hash_file
 from cache.manifest import sign_json
 from services.api.answers.file_digests import FileDigests
 from services.store.jobs.leases import Claim
-from tests.support.api import UNLIMITED, problem, running, serving, tell
+from tests.support.services.api import UNLIMITED, problem, running, serving, tell
 
 
 @pytest.fixture(scope="module")

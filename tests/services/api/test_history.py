@@ -26,7 +26,7 @@ from services.api.answers.masked_log import AROUND_BYTES, MaskedLog, mask_secret
 from services.api.answers.thinning import thin_points
 from services.process.logs import redact
 from services.store.connection import connect_events
-from tests.support.api import problem, running, serving, sse, statuses, tell
+from tests.support.services.api import problem, running, serving, sse, statuses, tell
 
 ACCEPT_STREAM = {"Accept": "text/event-stream"}
 SECRETS = [

@@ -9,7 +9,7 @@ import pytest
 
 from bench.support.harness import Parts
 from services.api.guards.host_origin import SAFE_HEADERS
-from tests.support.door import make_door, problem, serving
+from tests.support.services.door import make_door, problem, serving
 
 
 @pytest.fixture

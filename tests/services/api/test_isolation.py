@@ -16,7 +16,7 @@ from cache.testing import make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.service import WorkerState
 from services.store.callers import Caller
-from tests.support.api import client, problem, running, serving, tell, valid, with_keys
+from tests.support.services.api import client, problem, running, serving, tell, valid, with_keys
 
 MARK = "visible-to-alice-alone"
 OPEN = {"/healthz", "/readyz"}

@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from bench.support.harness import Parts, make_config
-from tests.support.api import (
+from tests.support.records import ALLOWED_IN
+from tests.support.services.api import (
     problem,
     running,
 )
-from tests.support.records import ALLOWED_IN
 
 MakeParts = Callable[..., Parts]
 UNKNOWN = "job_" + "0" * 26

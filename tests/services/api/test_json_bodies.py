@@ -12,7 +12,7 @@ import pytest
 from bench.support.harness import make_body
 from kd.config.job import JobConfig
 from kd.config.jobfile import set_value
-from tests.support.api import problem, valid
+from tests.support.services.api import problem, valid
 
 #: Texts that no file name and no record can hold, as JSON writes them.
 UNUSABLE = ["\ud800", "a\udfffb", "a\0b"]

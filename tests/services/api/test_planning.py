@@ -28,9 +28,9 @@ from services.api import kept_answers
 from services.api.kept_answers import KeptAnswers
 from services.api.planning import plan_job
 from services.settings import Settings
-from tests.support.api import UNLIMITED, inputs, problem, valid
 from tests.support.kd.optimizers import measure_optimizer_bytes
 from tests.support.kd.zoo import build
+from tests.support.services.api import UNLIMITED, inputs, problem, valid
 
 INIT = {
     "layers": 2,

@@ -23,7 +23,7 @@ from services.api.guards import rate_limits
 from services.api.guards.rate_limits import HOLD_SCRIPT, TAKE_SCRIPT
 from services.store.callers import Caller
 from services.store.key_file import create_key, revoke_keys
-from tests.support.door import bearer, make_door, problem, serving
+from tests.support.services.door import bearer, make_door, problem, serving
 
 MakeParts = Callable[..., Parts]
 #: An hour in milliseconds: a bucket that fills so slowly gains no token during a test.

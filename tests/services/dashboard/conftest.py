@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from bench.support.harness import PATIENCE_SECONDS, Parts
-from tests.support.api import serving
+from tests.support.services.api import serving
 
 QUIET = [
     "--disable-background-networking",

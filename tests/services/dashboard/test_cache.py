@@ -22,8 +22,8 @@ from kd.config.jobfile import parse_config
 from kd.files import write_json
 from kd.pipeline import run_precompute
 from kd.progress import SILENT
-from tests.support.api import serving, tell
-from tests.support.pages import check_page
+from tests.support.services.api import serving, tell
+from tests.support.services.pages import check_page
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OpenTab = Callable[..., AbstractContextManager[Page]]

@@ -12,8 +12,8 @@ from bench.support.harness import Parts, make_config
 from services.store.jobs.leases import ANY_CAPACITY, Claim
 from services.store.ranges import RangeBoard, TakenRange, ToldProgress
 from services.worker.range_broker import compute_progress
-from tests.support.api import tell
-from tests.support.pages import require_fit, take_picture
+from tests.support.services.api import tell
+from tests.support.services.pages import require_fit, take_picture
 
 OpenTab = Callable[..., AbstractContextManager[Page]]
 TERMS = {"fingerprint": "f" * 8, "knots": None, "version": "1.0", "place": "here"}

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
-from tests.support.api import tell
+from tests.support.services.api import tell
 
 
 @pytest.fixture

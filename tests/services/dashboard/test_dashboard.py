@@ -24,8 +24,8 @@ from cache.errors import locate_help
 from services.api.routes.dashboard import FOLDER, PAGES, POLICY, VIEWS
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim
-from tests.support.api import problem, serving, tell, with_keys
-from tests.support.pages import take_picture
+from tests.support.services.api import problem, serving, tell, with_keys
+from tests.support.services.pages import take_picture
 
 VENDOR = FOLDER / "vendor"
 FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"

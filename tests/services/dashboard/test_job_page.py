@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 from bench.support.harness import Parts, make_config
 from kd.client.wire.service import Device, WorkerState
 from services.store.jobs.leases import Claim
-from tests.support.api import problem, tell
+from tests.support.services.api import problem, tell
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from bench.support.harness import Parts, make_config
 from kd.client.wire.service import WorkerState
 from services.store.jobs.leases import Claim
-from tests.support.api import running, tell
+from tests.support.services.api import running, tell
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from bench.support.paths import ROOT
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config, parse_yaml
 from kd.config.templates.filling import list_templates
-from tests.support.api import inputs, serving, valid, with_keys
 from tests.support.commands import KD
-from tests.support.pages import find_violations, require_fit, take_picture
+from tests.support.services.api import inputs, serving, valid, with_keys
+from tests.support.services.pages import find_violations, require_fit, take_picture
 
 pytestmark = pytest.mark.long
 

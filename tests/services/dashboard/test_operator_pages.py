@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts
 from cache.testing import make_cache, make_identity
-from tests.support.api import serving, with_keys
+from tests.support.services.api import serving, with_keys
 
 
 @pytest.fixture

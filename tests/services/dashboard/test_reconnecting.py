@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts
 from services.store.jobs.leases import Claim
-from tests.support.api import running, serving, tell
+from tests.support.services.api import running, serving, tell
 
 #: Collects the ids of all events that the module of the dashboard hands out.
 COLLECT = """async (id) => {

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from services.store.callers import Caller
-from tests.support.api import serving, with_keys
+from tests.support.services.api import serving, with_keys
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")

@@ -24,8 +24,8 @@ from kd.models.loading import load_model
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import open_source
 from kd.progress import SILENT
-from tests.support.api import tell
-from tests.support.pages import check_page
+from tests.support.services.api import tell
+from tests.support.services.pages import check_page
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 JOB = {

@@ -13,8 +13,8 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
 from cache.testing import make_cache, make_identity
-from tests.support.api import tell
-from tests.support.pages import SCHEMES, WIDTHS, find_violations, take_picture
+from tests.support.services.api import tell
+from tests.support.services.pages import SCHEMES, WIDTHS, find_violations, take_picture
 
 #: Views whose folded parts are opened first.
 UNFOLDED = ("jobs", "job", "storage")

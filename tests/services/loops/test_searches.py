@@ -32,7 +32,7 @@ from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX
-from tests.support.searches import Memory, search_job
+from tests.support.services.searches import Memory, search_job
 
 LEASE = 5.0
 
@@ -562,8 +562,8 @@ def test_trials_belong_to_whoever_asked_for_the_search(parts: Parts, tmp_path: P
 
 @pytest.fixture
 def live(new_parts: Callable[..., Parts]) -> Parts:
-    """API and one worker, whose child is tests/support/search_child.py."""
-    parts = new_parts(child_module="tests.support.search_child")
+    """API and one worker, whose child is tests/support/services/search_child.py."""
+    parts = new_parts(child_module="tests.support.services.search_child")
     parts.start_api()
     parts.start_worker()
     return parts
@@ -617,7 +617,7 @@ def test_the_api_drives_searches_without_torch() -> None:
 import sys
 import services.api.app
 from kd.search.study import end_trial, make_study, start_trial, suggest_values
-from tests.support.searches import memory_study_runs
+from tests.support.services.searches import memory_study_runs
 memory_study_runs()
 print(sorted({"torch", "transformers", "scipy"} & {*sys.modules}))
 """

@@ -35,7 +35,7 @@ from services.store.key_file import (
 )
 from services.terminal.client import make_client
 from services.terminal.commands import keys as commands
-from tests.support.door import bearer, make_door, problem, serving
+from tests.support.services.door import bearer, make_door, problem, serving
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from services.store.callers import LOCAL_CALLER, Caller
 from services.store.jobs.leases import EventBatch
 from services.store.key_file import create_key
 from services.store.tenancy import build_confinement
-from tests.support.api import UNLIMITED, client, inputs, problem, valid
+from tests.support.services.api import UNLIMITED, client, inputs, problem, valid
 
 MakeParts = Callable[..., Parts]
 

@@ -15,9 +15,9 @@ from cache.remote.address import bind_caches
 from cache.testing import make_cache
 from services.settings import Settings
 from services.terminal.exit_codes import FAILED
-from tests.support.api import problem, serving, valid
 from tests.support.commands import kd
 from tests.support.kd.tiny import make_tiny_job
+from tests.support.services.api import problem, serving, valid
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from services.store.retention.collection import look
 from services.store.retention.jobs import Runs
 from services.store.retention.rules import AgeLimits
 from services.worker.child_process import build_store_environment
-from tests.support.api import problem, running, serving, tell
 from tests.support.kd.tiny import make_tiny_job
+from tests.support.services.api import problem, running, serving, tell
 
 
 @pytest.fixture

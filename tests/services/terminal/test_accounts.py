@@ -15,8 +15,8 @@ from services.store.audit import AuditLog, AuditQuery
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity
 from services.store.key_file import create_key, read_keys, read_quotas
-from tests.support.api import serving
 from tests.support.commands import kd
+from tests.support.services.api import serving
 
 USER = f"os:{getpass.getuser()}"
 

@@ -22,8 +22,8 @@ from kd.client.sync import Client
 from kd.client.wire.service import WorkerState
 from services.store.callers import Caller
 from services.terminal.client import find_job, locate_page
-from tests.support.api import running, serving, tell, with_keys
 from tests.support.commands import kd
+from tests.support.services.api import running, serving, tell, with_keys
 
 ALICE = Caller("alice")
 

@@ -7,7 +7,7 @@ import pytest
 from bench.support.harness import Parts, make_config, wait_until
 from services.store.callers import Caller
 from services.store.queue import publish_hint
-from tests.support.runs import MakeParts
+from tests.support.services.runs import MakeParts
 
 CROWD, ALONE = Caller("crowd"), Caller("alone")
 JOBS = 100

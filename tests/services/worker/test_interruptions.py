@@ -20,7 +20,7 @@ from services.worker import child_process as process
 from services.worker.child_process import SilenceTimer
 from services.worker.devices import WorkerDevice
 from services.worker.supervisor import Attempt, retry_until_answered
-from tests.support.runs import MakeParts, attempted, resumed, started, steps_done
+from tests.support.services.runs import MakeParts, attempted, resumed, started, steps_done
 
 # Pause and resume
 

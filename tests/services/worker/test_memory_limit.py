@@ -23,7 +23,7 @@ from services.worker.devices import Gpu, WorkerDevice
 from services.worker.failures import describe_kill, describe_memory_limit
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes, measure_group_bytes
 from services.worker.supervisor import Attempt
-from tests.support.runs import attempted, started
+from tests.support.services.runs import attempted, started
 
 MIB = 1 << 20
 #: Less than the scripted run `eats` takes at last, and more than Python and our modules take.

@@ -24,7 +24,7 @@ from services.store.queue import publish_hint
 from services.worker.child_process import Outbox, build_child_environment
 from services.worker.event_size import LONGEST_EVENT, LONGEST_TEXT
 from services.worker.failures import describe_crash, describe_error
-from tests.support.runs import MakeParts, attempted, started, steps_done
+from tests.support.services.runs import MakeParts, attempted, started, steps_done
 
 
 def test_a_job_succeeds_and_its_record_tells_how(service: Parts) -> None:

@@ -1,4 +1,4 @@
-"""Small random models, and comparisons of their weights."""
+"""Small random models, one training step of one, and comparisons of their weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kd.models.layers import compute_hidden_states
+from kd.text.packed_rows import PackedRows
+
+#: The places of tokens in two documents of each row of ``step_packed``.
+POSITIONS_BL = torch.arange(6).repeat(2).expand(2, 12)
 
 
 def make_llama(
@@ -52,6 +58,17 @@ def save_teacher(folder: Path, tokenizer: Any, width: int, **changes: Any) -> Pa
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def step_packed(student: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
+    """Return the hidden states of a packed batch and the gradients of the body."""
+    tokens_BL = torch.arange(24).reshape(2, 12)
+    hidden_BLD = compute_hidden_states(student, tokens_BL, PackedRows.of(POSITIONS_BL))
+    student.zero_grad(set_to_none=True)
+    hidden_BLD.square().mean().backward()
+    return hidden_BLD.detach(), [
+        each.grad for each in student.base_model.parameters() if each.grad is not None
+    ]
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from services.api.auditing import REFUSALS
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity, EventBatch
 from services.store.key_file import create_key, revoke_keys, set_quota
-from tests.support.api import client, inputs, problem, serving, valid
+from tests.support.services.api import client, inputs, problem, serving, valid
 
 NLP = Caller("ann", named_team="nlp")
 

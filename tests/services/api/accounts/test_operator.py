@@ -19,7 +19,7 @@ from kd.face.version import read_version
 from services.store.callers import Caller
 from services.store.key_file import create_key, read_keys
 from services.store.key_use import KeyUse
-from tests.support.api import client, problem, serving, tell
+from tests.support.services.api import client, problem, serving, tell
 
 DAY = 86_400.0
 

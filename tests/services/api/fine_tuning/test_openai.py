@@ -17,8 +17,8 @@ from bench.support.paths import ROOT
 from kd.client.wire.jobs import Job
 from services.store.callers import Caller
 from services.store.key_file import create_key
-from tests.support.api import problem, serving, tell
 from tests.support.documents import list_blocks
+from tests.support.services.api import problem, serving, tell
 
 LIMIT = 200_000
 TEXT_ROW = {"text": "It is a truth universally acknowledged."}

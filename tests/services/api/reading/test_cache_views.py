@@ -26,7 +26,7 @@ from kd.client.wire.jobs import Job
 from kd.config.jobfile import parse_config
 from kd.files import write_json
 from services.store.callers import Caller
-from tests.support.api import client, inputs, problem, running, serving, tell, with_keys
+from tests.support.services.api import client, inputs, problem, running, serving, tell, with_keys
 
 
 @pytest.fixture

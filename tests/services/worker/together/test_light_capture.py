@@ -16,7 +16,7 @@ from bench.support.harness import Parts, wait_until
 from bench.support.light_child import LightWork
 from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
-from tests.support.runs import MakeParts
+from tests.support.services.runs import MakeParts
 
 LIGHT = "bench.support.light_child"
 
@@ -92,13 +92,19 @@ def members_of(parts: Parts, job_id: str) -> list[str]:
     return [] if capture is None else [each.worker for each in capture.workers]
 
 
+def list_children(parts: Parts, job_id: str) -> dict[int, bool]:
+    """The processes that capture for the job, and whether each is a helper's."""
+    found = {
+        int(lines[-1]["writer"].partition("-")[0]): where != "."
+        for where, lines in read_ledgers(parts, job_id).items()
+    }
+    return {pid: helps for pid, helps in found.items() if Path(f"/proc/{pid}").exists()}
+
+
 def find_child(parts: Parts, job_id: str, helper: bool) -> int:
     """The process of a child that captures for the job: a helper's, or that of the owner."""
-    for where, lines in read_ledgers(parts, job_id).items():
-        writer = int(lines[-1]["writer"].partition("-")[0])
-        if (where != ".") == helper and Path(f"/proc/{writer}").exists():
-            return writer
-    raise AssertionError("no such child")
+    children = list_children(parts, job_id)
+    return next(pid for pid, helps in children.items() if helps == helper)
 
 
 def require_right(parts: Parts, job_id: str, name: str) -> None:
@@ -184,7 +190,7 @@ def test_pause_stops_all_and_resume_goes_on(parts: Parts) -> None:
     wait_until(lambda: sum(count_writes(parts, job_id).values()) > 3)
     parts.jobs.change("pause", job_id)
     parts.wait_for(job_id, "paused")
-    wait_until(lambda: not any(each.job for each in parts.jobs.list_workers()), 30)
+    wait_until(lambda: not list_children(parts, job_id), 30)
     written = sum(count_writes(parts, job_id).values())
     time.sleep(0.5)
     assert sum(count_writes(parts, job_id).values()) == written

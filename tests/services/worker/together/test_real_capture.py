@@ -21,7 +21,7 @@ from kd.errors import OtherCapture
 from kd.pipeline import run_stage
 from kd.progress import Monitor, RangeTerms
 from tests.support.kd.sharing.processes import find_parent
-from tests.support.runs import MakeParts
+from tests.support.services.runs import MakeParts
 
 PATIENCE = 300.0
 PROFILES: dict[str, dict[str, Any]] = {
