@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,6 +155,16 @@ def _disk_errors(where: Path) -> Iterator[None]:
         raise StorageError(
             f"{where}: no space left on the disk.", "Free space, then run again."
         ) from error
+
+
+def find_existing(path: Path) -> Path:
+    """Return ``path``, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.resolve().parents) if each.exists())
+
+
+def measure_free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of ``folder``, which need not exist yet."""
+    return shutil.disk_usage(find_existing(folder)).free
 
 
 def format_bytes(size: float) -> str:

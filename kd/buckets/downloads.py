@@ -14,11 +14,10 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,16 +34,11 @@ from cache.disk import (
 )
 from cache.errors import StoreError
 from cache.remote.bucket import Bucket, StoredObject
-from kd.files import format_bytes
+from kd.buckets.counting import DownloadCount, Report, follow_download
 
 #: Bytes of one request, and files that come at the same time.
 _PART = 16 << 20
 _PARALLEL = 8
-#: Seconds between two reports.
-_REPORT_SECONDS = 2.0
-
-#: Receives a line about a download that goes on, and may raise to give up.
-Report = Callable[[str], None]
 
 
 class Listing(NamedTuple):
@@ -147,44 +141,9 @@ def _is_here(path: Path, listing: Listing, name: str) -> bool:
 
 def download(listing: Listing, folder: Path, names: list[str], report: Report) -> None:
     """Download files, some at a time; the first error ends all."""
-    total = sum(listing.objects[name].bytes for name in names)
-    got = _Count()
-    reported_at = time.monotonic()
-    with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="download") as pool:
-        futures = [
-            pool.submit(_download_file, listing, name, folder / name, got.add) for name in names
-        ]
-        try:
-            left = set(futures)
-            while left:
-                done, left = wait(left, timeout=0.2)
-                for each in done:
-                    each.result()
-                if time.monotonic() - reported_at > _REPORT_SECONDS:
-                    reported_at = time.monotonic()
-                    share = f"{format_bytes(got.bytes)} of {format_bytes(total)}"
-                    report(f"downloading {listing.url}: {share}")
-        except BaseException:
-            got.ended = True
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-class _Ended(Exception):
-    """Another file of the download has failed."""
-
-
-class _Count:
-    """Bytes that came so far. ``ended``: nothing more is to come."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.ended = False
-
-    def add(self, size: int) -> None:
-        if self.ended:
-            raise _Ended
-        self.bytes += size
+    count = DownloadCount(listing.url, sum(listing.objects[name].bytes for name in names))
+    tasks = [partial(_download_file, listing, name, folder / name, count.add) for name in names]
+    follow_download(count, tasks, report, _PARALLEL)
 
 
 def _download_file(listing: Listing, name: str, path: Path, count: Callable[[int], None]) -> None:

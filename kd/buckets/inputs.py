@@ -18,7 +18,8 @@ from pathlib import Path
 from cache.errors import PotstillError, StoreError
 from cache.remote.address import SCHEME, StoreAddress
 from cache.remote.bucket import Bucket, StoredObject, open_bucket
-from kd.buckets.downloads import Downloads, Listing, Report
+from kd.buckets.counting import Report
+from kd.buckets.downloads import Downloads, Listing
 from kd.buckets.runs import RUNS, StoredRun
 from kd.errors import DataError
 
@@ -66,6 +67,11 @@ def begin_downloads(home: Path, report: Report = _ignore) -> None:
     """
     os.environ[FOLDER_VARIABLE] = str(home.absolute() / DOWNLOADS)
     _view.begin(report)
+
+
+def report_download(line: str) -> None:
+    """Pass a line about a download on to whoever began it; may raise to give up."""
+    _view.report(line)
 
 
 @contextmanager

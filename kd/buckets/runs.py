@@ -26,7 +26,8 @@ from cache.errors import CacheCorrupt, StoreError
 from cache.manifest import verify_json
 from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket, StoredObject, Tagged, open_bucket
-from kd.buckets.downloads import Listing, Report, download
+from kd.buckets.counting import Report
+from kd.buckets.downloads import Listing, download
 
 #: The address of the files of the run that this process works on; a worker sets it.
 RUN_STORE_VARIABLE = "KD_RUN_STORE"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from cache.records import AXES
 from kd.config.cache import CacheConfig
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, ModelError, Problem
-from kd.files import format_bytes
+from kd.files import format_bytes, measure_free_bytes
 from kd.models.folder import ModelFolder
 from kd.text.chats import Chat
 from kd.text.corpus import count_held_out, count_kept_held_out, describe_held_out
@@ -255,12 +254,6 @@ def estimate_vocabulary_size(config: JobConfig, root: Path) -> int:
     Where the tokenizer is not on this machine, the size comes from config.json, or is a guess.
     """
     return _TokenCounter.find(config, root).size
-
-
-def measure_free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of ``folder``, which need not exist yet."""
-    existing = next(each for each in (folder, *folder.resolve().parents) if each.exists())
-    return shutil.disk_usage(existing).free
 
 
 # ---------------------------------------------------------------------- bytes

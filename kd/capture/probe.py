@@ -25,13 +25,13 @@ from kd.capture.estimate import (
     CacheSize,
     CaptureSize,
     Estimate,
-    measure_free_bytes,
     require_capture,
 )
 from kd.capture.plan import CapturePlan, make_provenance, plan_capture
 from kd.capture.shards import RecordReader
 from kd.capture.teacher import Teacher, open_reader
 from kd.config.job import JobConfig
+from kd.files import measure_free_bytes
 from kd.models.precision import name_device, pick_device
 from kd.progress import SILENT, Monitor
 from kd.text.corpus import TEXTS

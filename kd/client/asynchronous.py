@@ -28,7 +28,14 @@ from kd.client.steps import (
 )
 from kd.client.transport import Connection, warn_of_expiry
 from kd.client.wire.accounts import TeamAccount
-from kd.client.wire.caches import CacheDetail, CacheEntry
+from kd.client.wire.caches import (
+    CacheDetail,
+    CacheEntry,
+    CacheRecords,
+    CacheStatistics,
+    CacheUsage,
+    ShardStates,
+)
 from kd.client.wire.files import Artifact, Checkpoint
 from kd.client.wire.history import JobEvent, MetricsHistory
 from kd.client.wire.jobs import Job, Kind, Status
@@ -205,6 +212,36 @@ class AsyncClient:
     async def verify_cache(self, fingerprint: str, *, idempotency_key: str | None = None) -> Job:
         """Create a job that reads every byte of a cache, and fails if one differs."""
         return await self._run(self._operations.verify_cache(fingerprint, idempotency_key))
+
+    async def measure_fidelity(
+        self, fingerprint: str, *, idempotency_key: str | None = None
+    ) -> Job:
+        """Create a job that compares some records with the teacher, and fails if they differ."""
+        return await self._run(self._operations.measure_fidelity(fingerprint, idempotency_key))
+
+    async def cache_statistics(self, fingerprint: str, *, seed: int = 0) -> CacheStatistics:
+        """Return histograms of entropy, entries and kept mass, of a sample that ``seed`` draws."""
+        return await self._run(
+            self._operations.look_at_cache(CacheStatistics, fingerprint, "statistics", seed=seed)
+        )
+
+    async def cache_shards(self, fingerprint: str) -> ShardStates:
+        """Return the state of each shard of a cache: sealed, in work, missing or corrupt."""
+        return await self._run(self._operations.look_at_cache(ShardStates, fingerprint, "shards"))
+
+    async def cache_records(
+        self, fingerprint: str, *, sequence: int = 0, start: int = 0, limit: int = 50
+    ) -> CacheRecords:
+        """Return up to ``limit`` records of one sequence from number ``start`` on, with text."""
+        return await self._run(
+            self._operations.look_at_cache(
+                CacheRecords, fingerprint, "records", sequence=sequence, start=start, limit=limit
+            )
+        )
+
+    async def cache_usage(self, fingerprint: str) -> CacheUsage:
+        """Return the jobs and students of a cache, its last checks, and why it is kept."""
+        return await self._run(self._operations.look_at_cache(CacheUsage, fingerprint, "usage"))
 
     async def delete_cache(self, fingerprint: str) -> None:
         """Remove a cache that no unfinished job writes or reads."""

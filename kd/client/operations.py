@@ -268,6 +268,18 @@ class Operations:
         path = locate_cache(fingerprint) + "/verify"
         return (yield from self.fetch(Job, Request("POST", path, headers=make_key(key))))
 
+    def measure_fidelity(self, fingerprint: str, key: str | None) -> Steps[Job]:
+        """Create a job that compares some records of a cache with its teacher."""
+        path = locate_cache(fingerprint) + "/fidelity"
+        return (yield from self.fetch(Job, Request("POST", path, headers=make_key(key))))
+
+    def look_at_cache(
+        self, model: type[Model], fingerprint: str, what: str, **query: int
+    ) -> Steps[Model]:
+        """Return one view of a cache: its statistics, shards, records or usage."""
+        request = Request("GET", f"{locate_cache(fingerprint)}/{what}", query)
+        return (yield from self.fetch(model, request))
+
     def templates(self) -> Steps[list[Template]]:
         """Return the job files to begin with."""
         return (yield from self.fetch(TemplateList, Request("GET", "/templates"))).data

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from cache.errors import StoreError
+from cache.errors import PotstillError, StoreError
 from kd.addresses import HUB_ID
 from kd.buckets.inputs import (
     bring_files,
@@ -30,6 +30,7 @@ from kd.buckets.inputs import (
     may_look,
     select_files,
 )
+from kd.buckets.snapshots import bring_snapshot
 from kd.config.teacher import TeacherConfig
 from kd.errors import DataError, ModelError
 
@@ -337,16 +338,13 @@ def resolve_model(
             f"model folder {model!r} does not exist.",
             "Check the path; relative paths start at the folder where the run starts.",
         )
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
     patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
     try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=patterns, ignore_patterns=["original/*"]
-            )
-        )
+        return bring_snapshot(model, revision, patterns)
+    except PotstillError:  # whoever follows the download gave up
+        raise
     except GatedRepoError as error:
         raise ModelError(
             f"model {model!r} is gated: {error}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may
 from kd.capture.estimate import make_codec_identity
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
-from kd.files import find_caches
+from kd.files import find_caches, find_existing, measure_free_bytes
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
@@ -421,14 +420,14 @@ def find_disk_problems(home: Path) -> Iterator[Problem]:
 
 def _check_storage(home: Path) -> Iterator[Problem]:
     # The data folder is made later, so the nearest folder that exists is checked.
-    existing = next(folder for folder in (home, *home.resolve().parents) if folder.exists())
+    existing = find_existing(home)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield Problem(
             "",
             f"the data folder {home} cannot be written.",
             "Check its owner and mode, or set KD_HOME.",
         )
-    elif (free := shutil.disk_usage(existing).free) < FREE_BYTES:
+    elif (free := measure_free_bytes(existing)) < FREE_BYTES:
         yield Problem(
             "",
             f"the disk of {home} has {free / 2**20:.0f} MiB left.",

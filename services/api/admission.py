@@ -14,14 +14,13 @@ from redis.exceptions import RedisError
 
 from cache.reading.usage import held
 from cache.remote.bucket import is_stored
-from kd.capture.estimate import measure_free_bytes
 from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.client.wire.problems import QuotaProblem
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
-from kd.files import format_bytes
+from kd.files import format_bytes, measure_free_bytes
 from kd.memory.model_memory import estimate_least_memory
 from kd.preflight.problems import Folders, find_problems
 from services.api.answers.accounts import (

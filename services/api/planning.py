@@ -20,12 +20,12 @@ from kd.capture.estimate import (
     list_measured_files,
     list_teacher_files,
     measure_capture,
-    measure_free_bytes,
 )
 from kd.client.wire.plans import JobEstimate, JobPlan, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, ModelError
+from kd.files import measure_free_bytes
 from kd.memory.devices import DeviceRates, find_device_kind
 from kd.memory.host import read_memory_bytes
 from kd.memory.model_memory import estimate_least_memory, estimate_model_memory

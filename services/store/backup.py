@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -42,6 +41,7 @@ from cache.disk import (
 from cache.errors import PotstillError, StorageError
 from cache.remote.address import PLACE_FILE
 from kd.face.version import read_version
+from kd.files import measure_free_bytes
 from services.store.connection import connect_redis
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
@@ -177,7 +177,7 @@ def _require_new(folder: Path, settings: Settings) -> None:
     needed = SPARE_BYTES + sum(
         sum(list_file_sizes(settings.home / tree).values()) for tree in TREES
     )
-    free = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists())).free
+    free = measure_free_bytes(folder)
     if free < needed:
         detail = f"{folder.parent}: a backup needs {needed} bytes, and {free} are free."
         raise StorageError(detail, "Free space there, or name a folder on another disk.")

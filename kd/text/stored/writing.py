@@ -7,7 +7,6 @@ have written.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from cache.disk import locked, make_folder, remove_path, storage_errors, write_f
 from cache.errors import StorageError
 from cache.records import Sequences
 from kd.errors import DataError
-from kd.files import format_bytes, write_json
+from kd.files import format_bytes, measure_free_bytes, write_json
 from kd.progress import SILENT, Monitor
 from kd.text.mixtures import TextReader
 from kd.text.packing import join_blocks
@@ -144,7 +143,7 @@ def _require_space(folder: Path, order: StoreOrder, done: StoreProgress | None) 
     limits += [order.wanted * layout.sequence_length] if order.wanted is not None else []
     stored = 0 if done is None else done.sequences * layout.sequence_length
     need = (min(limits, default=0) - stored) * layout.bytes_per_token
-    free = shutil.disk_usage(folder).free
+    free = measure_free_bytes(folder)
     if need > free:
         raise StorageError(
             f"{folder}: the tokens of the text take about {format_bytes(need)} more, but only "

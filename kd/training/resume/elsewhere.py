@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cache.errors import CacheCorrupt, StorageError
-from kd.buckets.downloads import Report
+from kd.buckets.counting import Report
 from kd.buckets.runs import HISTORY, StoredCheckpoint, StoredRun, find_other_run, find_own_run
 from kd.config.job import JobConfig
 from kd.errors import Interrupted

@@ -20,9 +20,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample as Line
 from redis.exceptions import RedisError, ResponseError
 
-from kd.capture.estimate import measure_free_bytes
 from kd.client.wire.service import WorkerState
 from kd.face.version import read_version
+from kd.files import measure_free_bytes
 from services.api.guards.request_metrics import RequestMetrics
 from services.settings import STAGES, Settings
 from services.store.jobs.store import JobStore

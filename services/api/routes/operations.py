@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 
 from fastapi import APIRouter, Response
 
-from kd.capture.estimate import measure_free_bytes
 from kd.client.wire.service import (
     Health,
     Limits,
@@ -28,6 +27,7 @@ from kd.client.wire.service import (
     WorkerState,
 )
 from kd.face.version import read_version
+from kd.files import measure_free_bytes
 from kd.preflight.limits import read_allow_list
 from services.api.answers.problems import (
     RETRY_SECONDS,

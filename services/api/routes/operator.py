@@ -32,6 +32,7 @@ from kd.client.wire.operator import (
 )
 from kd.client.wire.service import WorkerState
 from kd.face.version import read_version
+from kd.files import find_existing
 from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import ADMIN
@@ -149,8 +150,7 @@ def _list_rules(limits: AgeLimits) -> Iterator[RetentionRule]:
 
 def read_disk_space(settings: Settings) -> DiskSpace:
     """The disk of the data folder, which may not exist yet."""
-    folders = (settings.home, *settings.home.resolve().parents)
-    usage = shutil.disk_usage(next(each for each in folders if each.exists()))
+    usage = shutil.disk_usage(find_existing(settings.home))
     return DiskSpace(
         total_bytes=usage.total, free_bytes=usage.free, floor_bytes=settings.disk_floor_bytes
     )

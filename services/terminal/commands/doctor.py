@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache.errors import PotstillError
-from kd.capture.estimate import measure_free_bytes
 from kd.client.errors import Refused, Unreachable
+from kd.files import measure_free_bytes
 from services.settings import Settings
 from services.store.embedded import StoreUnavailable, find_binary
 from services.terminal.client import make_client

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from bench.support.harness import Parts, make_config
+from cache.testing import make_cache
 from kd.client import operations
 from kd.client.errors import Refused, TimedOut, Unreachable
 from kd.config.jobfile import parse_config
@@ -95,6 +96,27 @@ def test_the_service_tells_of_itself(api: Parts, connect: Connect) -> None:
         client.cache("0" * 32)
     with pytest.raises(Refused, match="There is nothing at"):
         client.delete_cache("../jobs")
+
+
+def test_a_cache_is_looked_at_and_checked(api: Parts, connect: Connect) -> None:
+    folder = make_cache(api.settings.caches)
+    client = connect(api.settings.server)
+    statistics = client.cache_statistics(folder.name, seed=3)
+    assert (statistics.seed, statistics.whole) == (3, True)
+    shards = client.cache_shards(folder.name)
+    assert set(shards.cells) == {"0"}
+    records = client.cache_records(folder.name, sequence=2, start=4, limit=5)
+    assert (records.sequence, [each.position for each in records.records]) == (2, [*range(4, 9)])
+    assert client.cache_usage(folder.name).jobs == []
+    assert client.measure_fidelity(folder.name).kind == "fidelity"
+    check = client.verify_cache(folder.name, idempotency_key="once")
+    assert client.verify_cache(folder.name, idempotency_key="once").id == check.id
+    usage = client.cache_usage(folder.name)
+    assert [each.kind for each in usage.jobs] == ["verify", "fidelity"]
+    for each in usage.jobs:
+        client.cancel(each.id)
+    client.delete_cache(folder.name)
+    assert client.caches() == []
 
 
 def test_server_and_key_come_from_the_environment(

@@ -81,6 +81,8 @@ class FakeHub:
         self.stall_after_puts: int | None = None
         #: Half of this file is sent, and no more: "close" the connection then, or "stall".
         self.half: tuple[str, str] | None = None
+        #: Seconds in which each file arrives that is no text.
+        self.seconds = 0.0
         #: The next commit is made, but its answer is lost.
         self.lose_answer = False
         self.stalled = threading.Event()
@@ -353,7 +355,15 @@ class FakeHub:
             body = _break_off(content) if how == "close" else self._stall(content)
             return StreamingResponse(body, status, headers)
         self.served[path] += len(content)
+        if self.seconds and len(content) > REGULAR_BYTES:
+            return StreamingResponse(self._trickle(content), status, headers)
         return Response(content, status, headers)
+
+    async def _trickle(self, content: bytes, parts: int = 20) -> AsyncIterator[bytes]:
+        size = -(-len(content) // parts)
+        for start in range(0, len(content), size):
+            yield content[start : start + size]
+            await asyncio.sleep(self.seconds / parts)
 
     async def _stall(self, content: bytes) -> AsyncIterator[bytes]:
         yield content

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -233,8 +232,7 @@ def test_text_that_changes_while_it_is_read_is_refused(source, tmp_path, tokeniz
 def test_a_disk_that_is_too_small_is_refused_before_a_token_is_read(
     source, tmp_path, tokenizer, monkeypatch
 ):
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr("kd.text.stored.writing.shutil.disk_usage", lambda _: usage(8000))
+    monkeypatch.setattr("kd.text.stored.writing.measure_free_bytes", lambda _: 8000)
     with pytest.raises(StorageError, match=r"take about 8\.\d+ KiB more, but only 7\.8") as caught:
         open_text(source, tmp_path / "texts", tokenizer)
     assert "Free space" in caught.value.remedy
