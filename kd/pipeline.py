@@ -14,7 +14,7 @@
 ``run_precompute`` makes the sealed cache, ``run_train`` all that follows it. Three more have no
 place in that line: ``run_search`` trains many students (kd/search/trials.py), ``run_verify``
 compares a sealed cache with its digests, and ``run_fidelity`` with its teacher
-(kd/capture/sealed/recheck.py).
+(kd/capture/fidelity/recheck.py).
 
 The pipeline knows nothing of HTTP, Redis or Celery. Each stage is idempotent: called again with the
 same folders it uses the sealed cache and goes on from the newest checkpoint, so that a job that
@@ -38,9 +38,9 @@ from cache.remote.probe import require_store
 from cache.store import has_manifest, open_cache
 from kd.buckets.inputs import begin_downloads
 from kd.buckets.runs import find_own_run
-from kd.capture.fidelity import TeacherLocation
+from kd.capture.fidelity.live import TeacherLocation
+from kd.capture.fidelity.recheck import recheck_fidelity
 from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
-from kd.capture.sealed.recheck import recheck_fidelity
 from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED

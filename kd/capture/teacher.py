@@ -38,7 +38,9 @@ from cache.store import Cache, locate_lock, open_cache
 from cache.writing.writer import CacheWriter, open_helper
 from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate import estimate_bytes, require_space
-from kd.capture.fidelity import LiveTeacher, judge_fidelity, measure_fidelity
+from kd.capture.fidelity.live import LiveTeacher
+from kd.capture.fidelity.measure import measure_fidelity
+from kd.capture.fidelity.verdict import judge_fidelity
 from kd.capture.growth.extending import adopt_known_shards
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan, make_provenance

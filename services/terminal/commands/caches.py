@@ -124,8 +124,8 @@ def cache_fidelity(
     """Compare records of a cache with its live teacher, and store the result in the cache."""
     from cache.reading.usage import hold_for
     from cache.store import open_cache
-    from kd.capture.fidelity import TeacherLocation
-    from kd.capture.sealed.recheck import recheck_fidelity
+    from kd.capture.fidelity.live import TeacherLocation
+    from kd.capture.fidelity.recheck import recheck_fidelity
     from kd.models.loading import hide_progress_bars
 
     hide_progress_bars()

@@ -23,16 +23,10 @@ from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
 from cache.testing import make_cache
-from kd.capture.fidelity import (
-    LARGEST_Z,
-    FidelityMeasurement,
-    LiveTeacher,
-    TeacherLocation,
-    choose_temperatures,
-    find_out_of_bounds,
-    measure_fidelity,
-    require_fidelity,
-)
+from kd.capture.fidelity.bounds import LARGEST_Z
+from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
+from kd.capture.fidelity.measure import FidelityMeasurement, choose_temperatures, measure_fidelity
+from kd.capture.fidelity.verdict import find_out_of_bounds, require_fidelity
 from kd.capture.sampling import Randomness
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
@@ -330,7 +324,7 @@ def test_a_job_fails_where_records_differ(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_cache(capture(tiny_teacher, tiny_text, tmp_path, threshold=0.02))
-    monkeypatch.setattr("kd.capture.fidelity.LARGEST_Z", 0.0)
+    monkeypatch.setattr("kd.capture.fidelity.bounds.LARGEST_Z", 0.0)
     with pytest.raises(FidelityError, match="bias_z at temperature 1"):
         run_stage("precompute", make_fidelity_job(store, tiny_teacher), tmp_path, tmp_path / "two")
     problems = json.loads((tmp_path / "two" / "fidelity.json").read_text())["problems"]

@@ -26,12 +26,9 @@ from cache.reading.arrays import make_chunk_memory
 from cache.records import Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
 from cache.testing import make_cache, make_identity
-from kd.capture.fidelity import (
-    FidelityMeasurement,
-    LiveTeacher,
-    find_out_of_bounds,
-    measure_fidelity,
-)
+from kd.capture.fidelity.live import LiveTeacher
+from kd.capture.fidelity.measure import FidelityMeasurement, measure_fidelity
+from kd.capture.fidelity.verdict import find_out_of_bounds
 from kd.capture.noise import LARGEST_NOISE, read_together
 from kd.capture.sampling import Randomness
 from kd.errors import FidelityError

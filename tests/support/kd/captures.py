@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kd.capture.fidelity import LiveTeacher
+from kd.capture.fidelity.live import LiveTeacher
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.models.lm_head import find_lm_head

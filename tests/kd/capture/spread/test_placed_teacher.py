@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from cache.store import Cache, open_cache
-from kd.capture.fidelity import LiveTeacher, TeacherLocation, find_out_of_bounds, measure_fidelity
+from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
+from kd.capture.fidelity.measure import measure_fidelity
+from kd.capture.fidelity.verdict import find_out_of_bounds
 from kd.capture.plan import plan_capture
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config

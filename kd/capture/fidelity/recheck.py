@@ -8,14 +8,9 @@ from typing import Any
 
 from cache.manifest import FidelityRow
 from cache.store import Cache, replace_fidelity
-from kd.capture.fidelity import (
-    POSITIONS,
-    REDRAWS,
-    LiveTeacher,
-    TeacherLocation,
-    find_out_of_bounds,
-    measure_fidelity,
-)
+from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
+from kd.capture.fidelity.measure import POSITIONS, REDRAWS, measure_fidelity
+from kd.capture.fidelity.verdict import find_out_of_bounds
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Whether the records of a cache are what the live teacher says of the text."""

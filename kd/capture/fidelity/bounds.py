@@ -1,0 +1,108 @@
+"""What a faithful cache may differ by from its teacher; other weights exceed it by far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, Codec
+from cache.manifest import FidelityRow
+
+#: The largest |z| of a faithful cache; sums.py derives it.
+LARGEST_Z = 8.5
+#: The largest root mean square of |delta log p|, weighted by p, for profiles dense and hidden.
+EXACT_STEP = 2e-2
+#: The same bound for int8, where SmolLM2-135M has 0.03.
+INT8_STEP = 1e-1
+#: The largest error of a tempered log-partition between its knots, as a share of the mass;
+#: kd.capture.knots bounds its mean.
+PARTITION_ERROR = 5e-3
+#: The smallest share of positions at which cache and teacher agree on the most probable token.
+LEAST_AGREEMENT = 0.9
+
+
+@dataclass(frozen=True)
+class FidelityBounds:
+    """The bounds of a faithful cache; other weights or shifted positions exceed them by far."""
+
+    codec: Codec
+    noise: float
+
+    def find_problems(self, row: FidelityRow) -> list[str]:
+        """Return one line for each value of ``row`` that is out of bounds."""
+        limits = {
+            "kept_error": self._kept_error(row),
+            "kl": self._kl(row),
+            "bias_z": LARGEST_Z,
+            "stored_z": LARGEST_Z,
+            "gold_error": self._gold_error(row),
+            "entropy_error": self._entropy_error(row),
+        }
+        measured = {name: getattr(row, name) for name in limits}
+        lines = [
+            f"{name} at temperature {row.temperature:g} is {value:.3g}, "
+            f"but must be at most {limits[name]:.3g}"
+            for name, value in measured.items()
+            if value is not None and not abs(value) <= limits[name]
+        ]
+        if row.top1_agreement is not None and not row.top1_agreement >= LEAST_AGREEMENT:
+            got = f"top1_agreement at temperature {row.temperature:g} is {row.top1_agreement:.3g}"
+            lines.append(f"{got}, but must be at least {LEAST_AGREEMENT:g}")
+        return lines
+
+    def _kept_error(self, row: FidelityRow) -> float:
+        """Bound the error by the rounding step; for tempered add the log-partition's error."""
+        return (
+            math.expm1((find_step(self.codec) + self.noise) / row.temperature)
+            + self._partition_error
+        )
+
+    def _gold_error(self, row: FidelityRow) -> float:
+        """Bound the relative error of the next token's probability.
+
+        It is larger for dense and hidden where p is small. For tempered, the normaliser A adds the
+        rounding of its head tokens.
+        """
+        rare = {
+            "tempered": find_step(self.codec),
+            "dense": EXACT_STEP,
+            "hidden": 2 * find_step(self.codec),
+        }
+        step = KNOWN_STEP + rare.get(self.codec.profile, 0.0)
+        return math.expm1((step + self.noise) / row.temperature) + self._partition_error
+
+    def _kl(self, row: FidelityRow) -> float:
+        """Bound KL by E_p[delta^2] / 2 for errors delta in log p."""
+        step = find_step(self.codec) / row.temperature
+        noise = self.noise / row.temperature
+        return (step**2 + noise**2) / 2 + 1e-6
+
+    def _entropy_error(self, row: FidelityRow) -> float:
+        """Bound the error of the mean entropy.
+
+        A stored entropy is rounded stochastically: the bound is Hoeffding's for a probability of
+        1e-9. Other profiles compute it, so it changes with the log-probabilities.
+        """
+        if self.codec.profile in ("threshold", "topk"):
+            return ENTROPY_STEP * math.sqrt(math.log(2e9) / (2 * row.positions)) + 5 * self.noise
+        return (
+            5 * (find_step(self.codec) + self.noise) / row.temperature + 5 * self._partition_error
+        )
+
+    @property
+    def _partition_error(self) -> float:
+        return PARTITION_ERROR if self.codec.profile == "tempered" else 0.0
+
+
+def find_step(codec: Codec) -> float:
+    """Return the largest error of a stored log-probability, in nats."""
+    if codec.profile in ("threshold", "tempered"):
+        return max(KNOWN_STEP, codec.head_step)
+    if codec.profile == "topk":
+        return TOP_STEP
+    return INT8_STEP if codec.bits == 8 else EXACT_STEP
+
+
+def find_tie_width(codec: Codec) -> float:
+    """Return the difference in nats within which rounding may swap two tokens."""
+    return 2 * find_step(codec) * (4 if codec.profile == "hidden" else 1)

@@ -1,0 +1,124 @@
+"""The teacher of a cache, loaded again, and where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cache.manifest import CacheIdentity
+from cache.records import Sequences
+from cache.store import Cache
+from kd.capture.noise import (
+    ALLOWED_NOISE,
+)
+from kd.config.teacher import TeacherConfig
+from kd.errors import FidelityError
+from kd.models.folder import compute_fingerprint, is_remote_code_allowed, resolve_model
+from kd.models.layers import compute_hidden_states, find_device, require_context
+from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.loading import load_teacher
+from kd.models.precision import pick_device
+from kd.text.batches import make_batch
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """The loaded teacher that records are compared with."""
+
+    model: PreTrainedModel
+    lm_head: LMHead
+
+    @classmethod
+    def load(cls, identity: CacheIdentity, config: TeacherConfig, folder: Path) -> LiveTeacher:
+        """Load the model in ``folder``, in the precision and quantisation of the capture."""
+        # Another precision would differ from the records by more than the bounds allow.
+        captured = identity.teacher
+        update = {"dtype": captured.dtype, "quantization": captured.quantization or None}
+        config = config.model_copy(update=update)
+        model = load_teacher(config, folder, pick_device())
+        require_context(model, identity.data.sequence_length)
+        return cls(model, find_lm_head(model, identity.tokenizer.vocabulary_size))
+
+    @torch.no_grad()
+    def compute_states(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Return hidden states (N, D) and next tokens (N,) of all targets of ``sequences``."""
+        batch = make_batch(sequences, None).to(find_device(self.model))
+        hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
+        return hidden_BLD.flatten(0, 1)[batch.rows_N], batch.gold_N
+
+
+@dataclass(frozen=True)
+class TeacherLocation:
+    """The folder of a cache's teacher.
+
+    ``genuine`` means that it has the weights that were captured.
+    """
+
+    config: TeacherConfig
+    folder: Path
+    genuine: bool
+
+    @classmethod
+    def find(cls, store: Cache, name: str | None, root: Path) -> TeacherLocation:
+        """Find the teacher ``name``, by default the one in the cache's provenance.
+
+        A name is a folder, a GGUF file or a hub id. Raises ``FidelityError`` for a cache whose
+        teacher cannot be run, such as a remote one, and ``ModelError`` where no model is found.
+        """
+        _require_live(store)
+        provenance = store.manifest.provenance
+        path = root / (name or provenance.teacher_name)
+        gguf_file = path.name if path.suffix == ".gguf" else None
+        place = path.parent if gguf_file else path
+        config = TeacherConfig(
+            model=str(place)
+            if place.exists()
+            else _find_hub_id(name or provenance.teacher_name, gguf_file),
+            revision=None if name else provenance.teacher_revision or None,
+            gguf_file=gguf_file,
+            trust_remote_code=is_remote_code_allowed(),
+        )
+        return cls.of_config(store, config)
+
+    @classmethod
+    def of_config(cls, store: Cache, config: TeacherConfig) -> TeacherLocation:
+        """Find the teacher that ``config`` names; raises as ``find`` does."""
+        _require_live(store)
+        # One process runs it here, however many did in the capture.
+        parallel = "device_map" if store.identity.teacher.parallel else "none"
+        folder = resolve_model(config.model, config.revision, config.gguf_file or "*.safetensors")
+        digest = compute_fingerprint(folder, config.gguf_file)
+        return cls(
+            config.model_copy(update={"parallel": parallel}),
+            folder,
+            digest == store.identity.teacher.model_sha256,
+        )
+
+    def require_genuine(self, store: Cache) -> None:
+        """Raise ``FidelityError`` unless the weights are those that were captured."""
+        if not self.genuine:
+            raise FidelityError(
+                f"{store.folder} was captured from other weights than {self.folder} has now.",
+                "Name the teacher of the capture in teacher.model, with its revision.",
+            )
+
+
+def _require_live(store: Cache) -> None:
+    """Raise ``FidelityError`` for a cache whose teacher cannot be run here."""
+    if (kind := store.identity.teacher.dtype) not in ALLOWED_NOISE:
+        raise FidelityError(
+            f"{store.folder} has no live teacher to compare with: its records are {kind}.",
+            "Check its bytes instead: kd cache verify.",
+        )
+
+
+def _find_hub_id(name: str, gguf_file: str | None) -> str:
+    """Return ``owner/model`` of ``owner/model/file.gguf``; without a GGUF file, ``name`` itself.
+
+    The address of a bucket is cut in the same way.
+    """
+    return name if gguf_file is None else name.rpartition("/")[0]

@@ -1,1 +1,0 @@
-"""What is done with a cache after its capture: its fidelity is measured anew."""
