@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 import kd
 from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from tests.support.each import for_each
 
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -192,7 +193,7 @@ def shadows(tree: ast.AST) -> list[str]:
 # Imports
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each(SOURCES, name_of)
 def test_imports_point_one_way(path: Path) -> None:
     assert strangers(tree_of(path), name_of(path)) == []
 
@@ -265,7 +266,7 @@ def against_the_order(tree: ast.AST, module: str) -> list[str]:
     return sorted({name for name in modules_imported(tree) if PLACES[room_of(name)] > own})
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - FACES))
+@for_each(sorted(set(MODULES) - FACES))
 def test_no_import_runs_against_the_order_of_the_rooms(module: str) -> None:
     assert against_the_order(tree_of(MODULES[module]), module) == []
 
@@ -296,7 +297,7 @@ def private_imports(tree: ast.AST) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *BENCHES], ids=name_of)
+@for_each([*SOURCES, *BENCHES], name_of)
 def test_no_private_name_is_imported(path: Path) -> None:
     assert private_imports(tree_of(path)) == []
 
@@ -356,7 +357,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert [each for each in classes if names.count(each[0]) > 1] == []
 
 
-@pytest.mark.parametrize("path", BENCHES, ids=name_of)
+@for_each(BENCHES, name_of)
 def test_benches_import_nothing_from_the_tests(path: Path) -> None:
     assert "tests" not in {name for _, name in imported(tree_of(path))}
 
@@ -466,7 +467,7 @@ def test_git_ignores_none_of_the_packages() -> None:
     assert not [name for name in TOP_LEVEL for glob in ignored if fnmatch.fnmatch(name, glob)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each(SOURCES, name_of)
 def test_every_module_says_what_it_owns(path: Path) -> None:
     assert path.stem not in {"utils", "util", "common", "base", "helpers", "misc", "constants"}
     assert ast.get_docstring(tree_of(path))
@@ -481,7 +482,7 @@ FOLDERS = sorted(
 )
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+@for_each(FOLDERS, name_of)
 def test_no_folder_is_a_hall(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= 16
 
@@ -511,7 +512,7 @@ def too_long(text: str) -> bool:
     return len(text.splitlines()) > LONGEST
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
+@for_each(TESTS, name_of)
 def test_no_test_file_is_too_long(path: Path) -> None:
     assert not too_long(path.read_text(encoding="utf-8"))
 
@@ -534,7 +535,7 @@ def imports_of_test_modules(text: str) -> list[str]:
     return OF_A_TEST_MODULE.findall(text)
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
+@for_each(TESTS, name_of)
 def test_no_test_module_imports_another(path: Path) -> None:
     assert imports_of_test_modules(path.read_text(encoding="utf-8")) == []
 
@@ -556,7 +557,7 @@ def test_an_import_of_a_test_module_is_found(words: tuple[str, str]) -> None:
 PUBLIC = {*kd.__all__, "open_cache", "Client", "AsyncClient"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kd").glob("*.py")), ids=name_of)
+@for_each(sorted((ROOT / "kd").glob("*.py")), name_of)
 def test_nothing_at_the_top_of_kd_takes_a_public_name(path: Path) -> None:
     statements = tree_of(path).body
     defined = {each.name for each in statements if isinstance(each, ast.FunctionDef | ast.ClassDef)}
@@ -566,7 +567,7 @@ def test_nothing_at_the_top_of_kd_takes_a_public_name(path: Path) -> None:
 # Banned names and calls
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each(SOURCES, name_of)
 def test_nothing_unsafe_is_called(path: Path) -> None:
     assert unsafe(tree_of(path)) == []
 
@@ -592,7 +593,7 @@ def test_a_model_s_eval_is_not_unsafe() -> None:
     assert unsafe(ast.parse("model.eval()\nsubprocess.run(words, shell=False)")) == []
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "tests").glob("*.py"))], ids=name_of)
+@for_each([*SOURCES, *sorted((ROOT / "tests").glob("*.py"))], name_of)
 def test_nothing_hides_the_package_cache(path: Path) -> None:
     assert shadows(tree_of(path)) == []
 

@@ -23,6 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
@@ -167,15 +168,14 @@ class Mirror:
             known.work.result()
 
     def _bring_quietly(self, name: str, digest: str) -> None:
-        try:
+        # The reader meets the error and reports it.
+        with suppress(Exception):
             self.bring(name, digest)
             seal = Seal.from_bytes((self.folder / locate_seal(name)).read_bytes(), name)
             here = list_file_sizes(self.folder / name)
             for file, about in seal.files.items():
                 if here.get(file) != about.bytes:
                     self.fetch(f"{name}/{file}", about, seal.digest)
-        except Exception:  # noqa: S110  # the reader meets the error and reports it
-            pass
 
     def fetch(self, path: str, sealed: FileDigest, digest: str | None = None) -> bytes:
         """Get one file of a sealed folder, compare it with its sha256, and keep it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +22,27 @@ def bring_snapshot(model: str, revision: str | None, patterns: list[str]) -> Pat
     """
     from huggingface_hub import snapshot_download
 
-    asked: dict[str, Any] = {
-        "revision": revision,
-        "allow_patterns": patterns,
-        "ignore_patterns": ["original/*"],
-    }
-    count = DownloadCount(model, _sum_missing_bytes(model, asked))
+    ask = partial(
+        snapshot_download,
+        model,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=["original/*"],
+    )
+    count = DownloadCount(model, _sum_missing_bytes(ask))
     found: list[str] = []
 
     def download() -> None:
-        found.append(snapshot_download(model, tqdm_class=_make_bar_class(count), **asked))
+        found.append(ask(tqdm_class=_make_bar_class(count)))
 
     follow_download(count, [download], report_download)
     return Path(found[0])
 
 
-def _sum_missing_bytes(model: str, asked: dict[str, Any]) -> int | None:
+def _sum_missing_bytes(ask: Callable[..., Any]) -> int | None:
     """Sum the bytes that a download would bring; None where the hub does not say."""
-    from huggingface_hub import snapshot_download
-
     try:
-        files = snapshot_download(model, dry_run=True, **asked)
+        files = ask(dry_run=True)
     # The download itself raises it again.
     except Exception:
         return None

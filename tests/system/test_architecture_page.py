@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.paths import ROOT
+from tests.support.each import for_each
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = ("cache", "kd", "services")
@@ -108,18 +109,18 @@ def test_every_row_starts_in_its_own_room() -> None:
     assert strays == []
 
 
-@pytest.mark.parametrize("folder", list_folders())
+@for_each(list_folders())
 def test_every_folder_of_code_is_on_the_map(folder: str) -> None:
     room = folder.strip("/").replace("/", ".")
     assert f"`{folder}`" in PAGE or f"| `{room}` |" in PAGE or folder in ("kd/", "services/")
 
 
-@pytest.mark.parametrize("path", sorted(set(PATH.findall(PAGE))))
+@for_each(sorted(set(PATH.findall(PAGE))))
 def test_every_path_on_the_map_exists(path: str) -> None:
     assert (ROOT / path.rstrip(".")).exists()
 
 
-@pytest.mark.parametrize("name", sorted(set(FULL_NAME.findall(PAGE))))
+@for_each(sorted(set(FULL_NAME.findall(PAGE))))
 def test_every_name_on_the_map_exists(name: str) -> None:
     assert exists(name)
 

@@ -32,6 +32,7 @@ from tests.support.documents import (
     read_document,
     split_commands,
 )
+from tests.support.each import for_each
 
 README_TEXT = read_document(README)
 
@@ -221,7 +222,7 @@ def field_names(schema: dict[str, Any]) -> Iterator[str]:
         yield from part.get("properties", {})
 
 
-@pytest.mark.parametrize("name", sorted(set(field_names(JobConfig.model_json_schema()))))
+@for_each(sorted(set(field_names(JobConfig.model_json_schema()))))
 def test_configuration_lists_every_field(name: str) -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert f"| `{name}` |" in written

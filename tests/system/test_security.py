@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 
 from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from tests.support.each import for_each
 
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -132,14 +133,19 @@ def settings_in(tree: ast.AST) -> Iterator[tuple[int, str, object]]:
                 yield node.lineno, ast.unparse(target).rpartition(".")[2], node.value.value
 
 
+def name_callee(call: ast.Call) -> str:
+    """The name of what a call calls; of ``partial(f, ...)`` that of ``f``."""
+    name = ast.unparse(call.func).rpartition(".")[2]
+    return ast.unparse(call.args[0]).rpartition(".")[2] if name == "partial" and call.args else name
+
+
 def find_unpinned_loads(tree: ast.AST) -> list[str]:
     """Loads that might take the newest version from the hub: no folder, and no revision."""
     return [
         f"{call.lineno}: {ast.unparse(call)[:80]}"
         for call in ast.walk(tree)
         if isinstance(call, ast.Call)
-        and ast.unparse(call.func).rpartition(".")[2]
-        in ("from_pretrained", "load_dataset", "snapshot_download")
+        and name_callee(call) in ("from_pretrained", "load_dataset", "snapshot_download")
         and not PINNED_BY & {keyword.arg for keyword in call.keywords}
         and not (
             call.args and re.search(r"(^|_|\.|\()(folder|path|dir)\b", ast.unparse(call.args[0]))
@@ -147,17 +153,17 @@ def find_unpinned_loads(tree: ast.AST) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", HANDLES_SECRETS, ids=name_of)
+@for_each(HANDLES_SECRETS, name_of)
 def test_secrets_are_compared_in_constant_time(path: Path) -> None:
     assert find_leaking_comparisons(tree_of(path)) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each(SOURCES, name_of)
 def test_no_check_is_switched_off(path: Path) -> None:
     assert find_disabled_checks(tree_of(path)) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each(SOURCES, name_of)
 def test_nothing_is_loaded_without_a_pinned_revision(path: Path) -> None:
     assert find_unpinned_loads(tree_of(path)) == []
 
@@ -215,6 +221,8 @@ def test_a_check_that_is_switched_off_is_found(code: str) -> None:
         ("AutoModel.from_pretrained(name)", 1),
         ("AutoModel.from_pretrained(folder)", 0),
         ("AutoModel.from_pretrained(name, revision=revision)", 0),
+        ("partial(snapshot_download, name)", 1),
+        ("partial(snapshot_download, name, revision=revision)", 0),
         ("load_dataset('org/set')", 1),
         ("load_dataset('parquet', data_files=path)", 0),
     ],

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -25,6 +24,7 @@ from services.api.app import create_app
 from services.settings import Settings
 from services.terminal.explanations import find_entry, list_codes
 from tests.support.commands import kd
+from tests.support.each import for_each
 
 PAGE = (ROOT / HELP_PAGE).read_text(encoding="utf-8")
 SOURCES = sorted(path for top in ("cache", "kd", "services") for path in (ROOT / top).rglob("*.py"))
@@ -137,7 +137,7 @@ def list_messages() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("message", list_messages())
+@for_each(list_messages())
 def test_every_quoted_message_is_in_the_source(message: str) -> None:
     parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
     # The text around a placeholder may be joined to it without a space.
@@ -146,7 +146,7 @@ def test_every_quoted_message_is_in_the_source(message: str) -> None:
     assert any(pattern.search(text) for text in list_texts())
 
 
-@pytest.mark.parametrize("code", list_codes())
+@for_each(list_codes())
 def test_every_entry_is_whole(code: str) -> None:
     entry = find_entry(code)
     assert entry is not None
