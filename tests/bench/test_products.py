@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 
 SIZES = ["--vocabulary", "700", "--width", "128", "--positions", "8"]
 
 
+@pytest.mark.long
 def test_the_tables_of_a_small_head() -> None:
     done = subprocess.run(
         [sys.executable, "bench/products.py", *SIZES],

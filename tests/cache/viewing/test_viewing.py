@@ -17,7 +17,7 @@ from cache.store import Cache, open_cache, open_unchecked
 from cache.testing import fill_cache, make_cache, make_codec, make_identity, make_shard
 from cache.viewing.grid import MOST_CELLS, STATES, find_damaged_shards, read_grid
 from cache.viewing.records import SHOWN_ENTRIES, read_page
-from cache.viewing.sample import ENTRY_BINS, RUNS, choose_runs, sample_cache
+from cache.viewing.sample import ENTRY_BINS, choose_runs, sample_cache
 from cache.viewing.texts import TokenTexts
 from cache.writing.writer import open_writer
 
@@ -53,7 +53,7 @@ def test_a_small_cache_is_sampled_whole(tmp_path, profile):
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_sample_counts_what_its_sequences_hold(tmp_path, profile):
-    store = make_opened(tmp_path, profile, 200)
+    store = make_opened(tmp_path, profile, 100)
     runs = choose_runs(store, 3, 300)
     numbers = [number for run in runs for number in run]
     assert len(numbers) == len(set(numbers)) and 20 <= len(numbers) <= 40
@@ -77,11 +77,11 @@ def test_each_sequence_has_the_same_chance(tmp_path):
 
 
 def test_a_sample_of_long_sequences_reads_few_of_them(tmp_path):
-    store = make_opened(tmp_path, "threshold", 200)
+    store = make_opened(tmp_path, "threshold", 80)
     assert sum(map(len, choose_runs(store, 0, 20))) <= 3
     assert sum(map(len, choose_runs(store, 0, 0))) == 1
-    assert len(choose_runs(store, 0, 10**4)) == 50  # all, a run for each shard
-    assert len(choose_runs(store, 0, 14 * RUNS)) <= 2 * RUNS
+    assert len(choose_runs(store, 0, 10**4)) == 20  # all, a run for each shard
+    assert len(choose_runs(store, 0, 14 * 8)) <= 2 * 8
 
 
 def test_a_damaged_shard_outside_the_sample_does_not_matter(tmp_path):

@@ -337,6 +337,7 @@ def test_the_address_of_a_run_names_its_folder(address: str) -> None:
     assert isinstance(Bucket(StoreAddress.parse(address)), Bucket)
 
 
+@pytest.mark.long
 def test_another_job_goes_on_with_a_run_of_another_disk(
     job: Job, run: StoredRun, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,6 +382,7 @@ def find_slow_disk_warnings(capture: Capture) -> list[str]:
     return [message for message in warnings if "disk of the cache" in message]
 
 
+@pytest.mark.long
 def test_a_disk_that_takes_less_than_the_teacher_gives_is_named_after_the_first_shard(
     make_plan: Callable[..., CapturePlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

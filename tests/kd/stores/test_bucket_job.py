@@ -63,6 +63,7 @@ def test_machines_that_share_a_bucket_alone_make_the_student_of_a_folder(
         assert not any(secret.encode() in data for data in [told, *written, *stored])
 
 
+@pytest.mark.long
 def test_a_cache_in_a_bucket_extends_another_with_the_bytes_of_a_folder(
     job: Job, address: str, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,7 +199,7 @@ def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
         writer.leave_begun()
 
 
-@pytest.mark.parametrize("profile", ["topk", "hidden"])
+@pytest.mark.parametrize("profile", ["hidden", pytest.param("topk", marks=pytest.mark.long)])
 def test_records_of_other_profiles_are_shown(page: Page, api: Parts, profile: str) -> None:
     folder = make_cache(api.settings.caches, make_identity(codec=make_codec(profile)))
     open_page(page, api, folder)

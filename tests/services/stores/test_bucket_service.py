@@ -92,6 +92,7 @@ def command(*words: object, home: Path, store: str) -> subprocess.CompletedProce
     return kd(*words, KD_HOME=str(home), KD_STORE=store)
 
 
+@pytest.mark.long
 def test_the_commands_work_on_the_bucket(address: str, tmp_path: Path) -> None:
     folder = make_cache(bind_caches(tmp_path / "elsewhere", address))
     home = tmp_path / "home"

@@ -30,6 +30,7 @@ def job_file(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_kd_ablate_names_an_axis_that_cannot_run(job_file: Path, tmp_path: Path) -> None:
     done = kd("ablate", job_file, "--axis", "optimizers", "--home", tmp_path / "home")
     assert done.returncode == INVALID and "Did you mean optimisers?" in done.stderr

@@ -81,7 +81,14 @@ def content(folder: Path) -> dict[str, str]:
     return {name: hash_file(folder / name) for name in list_file_sizes(folder)}
 
 
-@pytest.mark.parametrize("profile", ["threshold", "tempered", "topk", "hidden"])
+@pytest.mark.parametrize(
+    "profile",
+    [
+        "threshold",
+        "hidden",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("tempered", "topk")),
+    ],
+)
 def test_it_has_the_bytes_of_a_cache_that_was_captured_whole(
     profile: str, tiny_teacher: Path, tiny_text: Path, texts: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -176,7 +176,7 @@ def test_a_pulled_cache_trains_the_student_that_the_first_one_trains(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["student", "sealed"])
+@pytest.mark.parametrize("kind", ["student", pytest.param("sealed", marks=pytest.mark.long)])
 def test_bytes_go_through_a_xet_store_where_the_hub_has_one(
     kind: str,
     hub: FakeHub,
@@ -198,7 +198,7 @@ def test_bytes_go_through_a_xet_store_where_the_hub_has_one(
     assert content(Path(pulled["folder"])) == content(folder)
 
 
-@pytest.mark.parametrize("kind", ["student", "sealed"])
+@pytest.mark.parametrize("kind", [pytest.param("student", marks=pytest.mark.long), "sealed"])
 def test_a_push_that_was_killed_sends_only_what_is_missing(
     kind: str,
     hub: FakeHub,

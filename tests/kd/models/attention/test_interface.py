@@ -139,6 +139,7 @@ def test_documents_break_no_graph_and_two_graphs_serve_all_of_them(kind: str, ba
     assert compilation.report() == CompileReport(2, ())
 
 
+@pytest.mark.long
 def test_dropout_breaks_no_graph_and_is_drawn_again_where_layers_are_computed_again() -> None:
     found = []
     for how in ("none", "full"):

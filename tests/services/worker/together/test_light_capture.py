@@ -146,7 +146,10 @@ def test_the_view_shows_workers_and_the_progress_of_all(parts: Parts) -> None:
         pytest.param("kill the worker", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("helper", [True, False], ids=["helper", "owner"])
+@pytest.mark.parametrize(
+    "helper",
+    [pytest.param(True, marks=pytest.mark.long, id="helper"), pytest.param(False, id="owner")],
+)
 def test_a_range_of_a_worker_that_is_gone_goes_to_another(
     new_parts: MakeParts, how: str, helper: bool
 ) -> None:
