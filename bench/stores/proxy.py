@@ -28,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -68,7 +68,9 @@ class Proxy:
             protocol_version = "HTTP/1.1"
 
             def handle_any(self) -> None:
-                proxy._handle(self)
+                # A client that was killed or gave up waits for no answer.
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    proxy._handle(self)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
 
