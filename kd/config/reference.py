@@ -1,6 +1,7 @@
-"""Write ``docs/configuration.md`` from the descriptions, bounds and defaults in ``kd.config``.
+"""Describe the fields of a job from their descriptions, bounds and defaults in ``kd.config``.
 
-``make docs`` writes the file; a test compares it with the output of this module. Imports no torch.
+``make docs`` writes ``docs/configuration.md`` with it; a test compares the file with the output of
+this module. ``kd explain`` describes single fields. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from kd.config.job import JobConfig
 
@@ -44,6 +45,57 @@ def render_configuration() -> str:
         for name in places
     ]
     return "\n".join([INTRODUCTION, make_table("The job", schema, definitions), *tables])
+
+
+class FieldHelp(NamedTuple):
+    """A field of a job: its place, what it may be, its default, and what it means."""
+
+    place: str
+    value: str
+    default: str
+    meaning: str
+
+    @classmethod
+    def of(cls, place: str, section: dict[str, Any], definitions: dict[str, Any]) -> FieldHelp:
+        """Describe the last part of ``place``, which is a field of ``section``."""
+        name = place.rpartition(".")[2]
+        field = section["properties"][name]
+        return cls(
+            place,
+            _describe_value(field, definitions).replace("`", "").replace("\\|", "|"),
+            "required"
+            if name in section.get("required", [])
+            else _format_default(field).strip("`–"),
+            " ".join(_find_description(field, definitions).split()),
+        )
+
+
+def explain_field(place: str) -> list[FieldHelp]:
+    """Describe the field at ``place``, such as cache.threshold, and the fields that it holds.
+
+    Numbers of items, as in data.train.0.path, may stand in ``place``. Where several sections may be
+    at one place, the field of each is described. Empty where there is no such field.
+    """
+    schema = JobConfig.model_json_schema()
+    definitions = schema["$defs"]
+    names = [name for name in place.replace("[]", "").split(".") if not name.isdigit()]
+    holders, found = [schema], list[FieldHelp]()
+    for depth, name in enumerate(names, start=1):
+        holders = [each for each in holders if name in each["properties"]]
+        here = ".".join(names[:depth])
+        found = [FieldHelp.of(here, each, definitions) for each in holders]
+        holders = [
+            definitions[_name_section(option)]
+            for each in holders
+            for _, option in _list_held(each["properties"][name])
+            if "$ref" in option
+        ]
+    inner = (
+        FieldHelp.of(f"{here}.{name}", each, definitions)
+        for each in holders
+        for name in each["properties"]
+    )
+    return list(dict.fromkeys([*found, *inner])) if found else []
 
 
 def _walk_sections(

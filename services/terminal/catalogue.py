@@ -37,7 +37,7 @@ CATALOGUE = {
     "example": Help(START, "kd example"),
     "init": Help(START, "kd init job.yaml --teacher teacher-folder --train 'texts/*.txt'"),
     "doctor": Help(START, "kd doctor"),
-    "explain": Help(START, "kd explain tokenizer_mismatch"),
+    "explain": Help(START, "kd explain cache.threshold"),
     "run": Help(RUN, "kd run job.yaml --set train.max_steps=100"),
     "eval": Help(RUN, "kd eval my-run job.yaml"),
     "check": Help(RUN, "kd check job.yaml"),

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +57,7 @@ from services.terminal.console import (
 from services.terminal.exit_codes import FAILED, INVALID, UNREACHABLE
 
 if TYPE_CHECKING:
+    from kd.config.reference import FieldHelp
     from services.settings import Settings
 
 #: Settings of every command: -h, and the width of help where no terminal has one.
@@ -282,11 +285,17 @@ def doctor(home: Home = None, server: Server = None, as_json: AsJson = False) ->
 @app.command()
 def explain(
     code: Annotated[
-        str, typer.Argument(help="Code of an error, such as cache_corrupt. None: list all codes.")
+        str,
+        typer.Argument(
+            metavar="CODE or FIELD",
+            help="Code of an error, such as cache_corrupt, or a field of a job, such as "
+            "cache.threshold. None: list all codes.",
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Explain an error: usual messages, cause, remedy, and how to see it."""
+    """Explain an error, with its cause and remedy, or a field of a job and the fields in it."""
+    from kd.config.reference import explain_field
     from services.terminal.explanations import find_entry, list_codes
 
     if not code:
@@ -294,14 +303,31 @@ def explain(
         print_json(codes) if as_json else out.print("\n".join(codes), markup=False)
         return
     entry = find_entry(code)
+    if entry is None and (fields := explain_field(code)):
+        print_fields(fields) if not as_json else print_json([each._asdict() for each in fields])
+        return
     if entry is None:
         raise typer.BadParameter(
-            f"{code!r} is no code of an error; `kd explain` lists them.", param_hint="CODE"
+            f"{code!r} is neither a code of an error nor a field of a job. `kd explain` lists the "
+            "codes, and `kd explain train` the fields of a section.",
+            param_hint="CODE",
         )
     if as_json:
         print_json({"code": code.replace("-", "_"), "entry": entry})
     else:
         out.print(entry, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_fields(fields: Sequence[FieldHelp]) -> None:
+    """Print each field of a job on a line, and below it what it means."""
+    for each in fields:
+        default = f"; default {each.default}" if each.default not in ("", "required") else ""
+        needed = ", required" if each.default == "required" else ""
+        out.print(f"{each.place}: {each.value}{default}{needed}", markup=False, highlight=False)
+        text = textwrap.fill(
+            each.meaning, min(out.width, 100), initial_indent="    ", subsequent_indent="    "
+        )
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,6 @@
 """Every field refuses values outside its bounds, and has a description."""
 
+import re
 import typing
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from pydantic import BaseModel
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.config.reference import render_configuration
+from kd.config.reference import explain_field, render_configuration
 from tests.support.kd.jobs import (
     COOLING,
     CUT_OUT,
@@ -355,3 +356,33 @@ def test_the_reference_tells_every_section_once_with_all_its_places():
 )
 def test_the_reference_says_what_a_field_of_several_forms_may_be(row):
     assert row in render_configuration()
+
+
+def test_every_field_of_the_reference_can_be_explained():
+    def descend(place):
+        for each in explain_field(place):
+            if each.place != place:
+                yield each.place.rpartition(".")[2]
+                yield from descend(each.place)
+
+    found = {name for section in JobConfig.model_fields for name in (section, *descend(section))}
+    assert found >= set(re.findall(r"^\| `(\w+)` \|", render_configuration(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "default"),
+    [
+        ("cache.threshold", "number ≥ 0.001, ≤ 0.5", "0.04"),
+        ("data.train.path", "text", "required"),
+        ("loss.alpha", "number ≥ 0, ≤ 1 or section", "0.1"),
+    ],
+)
+def test_a_field_is_explained_with_what_it_may_be(place, value, default):
+    found = explain_field(place)[0]
+    assert (found.place, found.value, found.default) == (place, value, default)
+    assert found.meaning
+
+
+@pytest.mark.parametrize("place", ["", "nonsense", "cache.nonsense", "cache.threshold.x"])
+def test_what_is_no_field_has_no_explanation(place):
+    assert explain_field(place) == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,4 +202,15 @@ def test_kd_explain_prints_an_entry_and_lists_the_codes() -> None:
     listed = CliRunner().invoke(app, ["explain"])
     assert listed.stdout.split() == list_codes()
     unknown = CliRunner().invoke(app, ["explain", "nonsense"])
-    assert unknown.exit_code == 2 and "is no code of an error" in unknown.stderr
+    assert unknown.exit_code == 2 and "neither a code of an error nor a field" in unknown.stderr
+
+
+def test_kd_explain_describes_a_field_of_a_job_and_those_of_a_section() -> None:
+    from services.terminal.cli import app
+
+    shown = CliRunner().invoke(app, ["explain", "cache.threshold"])
+    first, meaning, *_ = shown.stdout.splitlines()
+    assert first == "cache.threshold: number ≥ 0.001, ≤ 0.5; default 0.04"
+    assert meaning.startswith("    Profiles threshold and tempered:")
+    listed = json.loads(CliRunner().invoke(app, ["explain", "cache", "--json"]).stdout)
+    assert [each["place"] for each in listed][:2] == ["cache", "cache.profile"]
