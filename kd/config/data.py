@@ -40,7 +40,7 @@ def _find_source_kind(value: Any) -> str:
 
 # With a discriminator pydantic reports errors for the form that was meant, not for both forms.
 TextSource = Annotated[
-    Annotated[str, Tag("str")] | Annotated[DatasetSpec, Tag("DatasetSpec")],
+    Annotated[str, Field(min_length=1), Tag("str")] | Annotated[DatasetSpec, Tag("DatasetSpec")],
     Discriminator(_find_source_kind),
 ]
 #: Sources of one field at most: each of them is looked for when a job is checked.

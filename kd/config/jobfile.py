@@ -218,6 +218,8 @@ def _translate_error(errors: list[Mapping[str, Any]], root: type[BaseModel]) -> 
         )
     if error["type"] == "missing":
         return Problem(pointer, "is required but missing.")
+    if error["type"] == "string_too_short" and error["input"] == "":
+        return Problem(pointer, "is empty; give a value.")
     if error["type"] == "value_error":
         return Problem(pointer, str(error["msg"]).removeprefix("Value error, ") + ".")
     if error["type"] == "string_pattern_mismatch" and (

@@ -1,12 +1,14 @@
 // The page of all caches.
 
 import { get } from "./api.js";
-import { bytes, fill, h, number, table } from "./elements.js";
+import { bytes, fill, h, number, table, time } from "./elements.js";
 import { to } from "./paths.js";
 
 // The server reads the disk for every request, so the pages ask less often.
 const READ_MS = 10_000;
-const LIST_TITLES = ["Fingerprint", "Teacher", "Tokens", "Size", "Bytes per token", "State"];
+const LIST_TITLES = [
+  "Fingerprint", "Teacher", "Profile", "Tokens", "Size", "Bytes per token", "Sealed",
+];
 
 export function cachesPage() {
   const list = h("div");
@@ -16,10 +18,11 @@ export function cachesPage() {
       h("a", { href: to(`/caches/${cache.fingerprint}`) },
         h("code", {}, cache.fingerprint.slice(0, 12))),
       cache.teacher,
+      cache.profile,
       number(cache.tokens),
       bytes(cache.bytes),
       number(cache.bytes_per_token, 3),
-      cache.complete ? "complete" : "not sealed",
+      cache.complete ? time(cache.created) : cache.problem || "not yet",
     ]);
     const empty = h("p", {}, "There are no caches yet.");
     fill(list, rows.length ? table("Caches", LIST_TITLES, rows) : empty);

@@ -27,6 +27,7 @@ export class Resources {
     const newest = new Map((curves ?? []).map(({ name, values }) => [name, values.at(-1)]));
     const sum = (list) => list.reduce((total, each) => total + each.bytes, 0);
     const count = this.checkpoints.length;
+    const gpu = this.device && this.device.kind !== "cpu";
     const pairs = [
       ["Device", this.device && describe(this.device)],
       ["Use of the device (MFU)", percent(newest.get("throughput/mfu"), 1)],
@@ -35,8 +36,8 @@ export class Resources {
       ["Memory at the peak", bytes(newest.get("memory/peak_bytes"))],
       ["Memory of the process", bytes(newest.get("memory/resident_bytes"))],
       ["Waiting for data", percent(newest.get("loader/waited_share"), 1)],
-      ["Steps that waited", percent(newest.get("loader/late_steps"), 1)],
-      ["Batches in pinned memory", percent(newest.get("loader/pinned_share"))],
+      ["Steps that waited over 1 ms", percent(newest.get("loader/late_steps"), 1)],
+      ["Batches in pinned memory", gpu && percent(newest.get("loader/pinned_share"))],
       ["Steps a second", number(newest.get("throughput/steps_per_second"), 3)],
       ["Checkpoints on disk", count ? `${bytes(sum(this.checkpoints))} in ${count}` : null],
       ["Files on disk", files.length ? bytes(sum(files)) : null],

@@ -63,10 +63,19 @@ export function tokensPage() {
     const named = await Promise.all(ids.map((id) => get(`/jobs/${id}`)));
     const known = [...named, ...listed.filter((job) => !ids.includes(job.id))];
     fill(choice, chooser(known.filter((job) => job.kind !== "precompute"), ids));
-    if (ids.length) fill(body, await textOf(named));
+    fill(body, ids.length ? await textOf(named) : introduce(known.length));
     return false;
   }
   return { title: "Tokens", element, refresh };
+}
+
+/** What the page shows once a job is chosen. */
+function introduce(jobs) {
+  return h("p", {}, jobs
+    ? "Choose a job. Its held-out text is coloured token by token: how far the student is from its "
+      + "teacher. Each token opens what both expected."
+    : "No training has succeeded yet. The held-out text of one is shown here, coloured by how far "
+      + "its student is from the teacher.");
 }
 
 /** The two lists of jobs; a choice opens the page anew. */

@@ -87,7 +87,7 @@ def test_a_template_becomes_a_job_and_a_mistake_stands_at_its_field(page: Page, 
     assert yaml.safe_load(read_yaml(page))["teacher"] == {"model": ""}
 
     field(page, "/teacher/model").fill(folder)
-    expect(problem_at(page, "/student/model")).to_contain_text("at least 1 character")
+    expect(problem_at(page, "/student/model")).to_contain_text("is empty; give a value.")
     link = page.locator(".problems").get_by_role("link", name="student.model")
     link.click()
     expect(field(page, "/student/model")).to_be_focused()
