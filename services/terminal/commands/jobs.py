@@ -169,7 +169,15 @@ def jobs_show(job: JobName, server: Server = None, as_json: AsJson = False) -> N
     if as_json:
         print_json(record)
         return
-    print_facts({name: value for name, value in record.items() if name not in ("config", "links")})
+    tables = {"metrics": ["METRIC", "VALUE"], "artifacts": ["FILE", "PATH"]}
+    left_out = {"config", "links", *tables}
+    record["least_memory_bytes"] = record.pop("least_memory", None)
+    print_facts({name: value for name, value in record.items() if name not in left_out})
+    for field, titles in tables.items():
+        if values := record.get(field):
+            out.print()
+            rows = [[name, format_value(value, name)] for name, value in values.items()]
+            print_table(titles, [row for row in rows if row[1]])
 
 
 @jobs_app.command("cancel")
