@@ -62,9 +62,10 @@ from cache.writing.writer import open_writer
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.models.loading import hide_progress_bars
-from kd.text import batches
-from kd.text.batches import CachedRecords, TimedIterator, read_training_batches
+from kd.text.batches import CachedRecords
 from kd.text.shuffling import EpochWindows
+from kd.text.steps import order as ordering
+from kd.text.steps.reading import TimedIterator, read_training_batches
 
 LENGTHS = (512, 2048, 8192)
 #: Tokens of the records that are made before they are repeated.
@@ -442,7 +443,7 @@ def main() -> None:
         sizes = replace(sizes, vocabulary=1000)
         lengths = (32, 64)
         tokens = 8192
-        batches.WINDOW_TOKENS = 2048
+        ordering.WINDOW_TOKENS = 2048
     text = measure(sizes, lengths, tokens, given.rounds)
     print(text)
     if given.out:

@@ -95,7 +95,8 @@ from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.optim.optimizers import make_optimizer
-from kd.text.batches import Batch, CachedRecords, list_step_indices, make_batch
+from kd.text.batches import Batch, CachedRecords, make_batch
+from kd.text.steps.order import list_step_indices
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "kd.capture.teacher", "kd.training.loop"]
 THRESHOLD = 0.04

@@ -81,8 +81,9 @@ from kd.models.tokenizers import load_tokenizer
 from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
 from kd.progress import SILENT, Event, Monitor
-from kd.text.batches import Batch, CachedRecords, PlainText, Source, read_training_batches
+from kd.text.batches import Batch, CachedRecords, PlainText, Source
 from kd.text.corpus import Corpus, load_corpus
+from kd.text.steps.reading import read_training_batches
 from kd.training.loop import train
 
 PLAIN = "cross-entropy, all logits"

@@ -63,7 +63,8 @@ from kd.pipeline import (
     open_source,
 )
 from kd.progress import SILENT, Monitor
-from kd.text.batches import CachedRecords, Source, TimedIterator
+from kd.text.batches import CachedRecords, Source
+from kd.text.steps.reading import TimedIterator
 from kd.tracking.trace import Trace
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.prepare import count_total_steps, prepare

@@ -6,7 +6,7 @@
     tokenise   text                     tokens (S, L)             kd/text/corpus.py
     capture    tokens, teacher          teacher logits            kd/capture/teacher.py
     record     teacher logits           records, sealed cache     kd/capture/recording.py, cache/
-    batch      sealed cache             batches                   kd/text/batches.py
+    batch      sealed cache             batches                   kd/text/steps/
     loss       batches, hidden states   loss, gradient            kd/loss/fused.py
     train      batches, loss            student                   kd/training/loop.py
     report     student, held-out text   report.json, report.md    kd/evaluation/report.py

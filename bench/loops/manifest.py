@@ -42,8 +42,8 @@ from cache.store import open_cache
 from cache.testing import PROVENANCE, make_codec, make_identity, make_records, make_sequences
 from cache.writing.writer import open_writer
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
-from kd.text.batches import (
-    CachedRecords,
+from kd.text.batches import CachedRecords
+from kd.text.steps.order import (
     EpochOrder,
     choose_window,
     list_step_indices,

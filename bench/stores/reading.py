@@ -40,7 +40,8 @@ from cache.shard import Seal
 from cache.shards.names import MANIFEST
 from cache.store import open_cache
 from kd.models.loading import hide_progress_bars
-from kd.text.batches import CachedRecords, TimedIterator, read_training_batches
+from kd.text.batches import CachedRecords
+from kd.text.steps.reading import TimedIterator, read_training_batches
 
 LENGTH = 512
 KINDS = ("disk", "cold", "warm")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from cache.reading.disk import DiskReads
 from kd.checks.watch import WARM_UP, StepSeconds
 from kd.config.job import JobConfig
-from kd.text.batches import count_loader_threads
+from kd.text.steps.reading import count_loader_threads
 
 #: Steps over which rates are taken. Few, so that a slow disk is told at the start of a run.
 STEPS = 10

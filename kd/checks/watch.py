@@ -25,7 +25,7 @@ from typing import Any
 from kd.checks.dead_units import check_dead_units
 from kd.checks.verdict import Verdict, format_names
 from kd.config.job import JobConfig
-from kd.text.batches import count_loader_threads
+from kd.text.steps.reading import count_loader_threads
 
 #: Decay of the moving average: it forgets a loss in about ten steps.
 DECAY = 0.9

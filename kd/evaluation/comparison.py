@@ -27,8 +27,9 @@ from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.precision import float32_products
-from kd.text.batches import Batch, Source, read_validation_batches
+from kd.text.batches import Batch, Source
 from kd.text.bytes import compute_bits_per_byte
+from kd.text.steps.reading import read_validation_batches
 from kd.training.calibration import Calibration
 
 #: Elements of a chunk's (N, V). One such tensor exists for each model, and about five more.

@@ -28,8 +28,9 @@ from kd.loss.targets import Targets
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states
 from kd.parallel.group import ALONE, Group
-from kd.text.batches import Batch, Source, deal_validation_batches
+from kd.text.batches import Batch, Source
 from kd.text.bytes import compute_bits_per_byte
+from kd.text.steps.reading import deal_validation_batches
 from kd.training.calibration import BINS, Calibration
 
 

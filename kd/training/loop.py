@@ -36,7 +36,8 @@ from kd.optim.averaging import use_served_weights
 from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import call_whole
 from kd.progress import Monitor
-from kd.text.batches import Source, TimedIterator
+from kd.text.batches import Source
+from kd.text.steps.reading import TimedIterator
 from kd.tracking.stopwatch import compute_utilisation
 from kd.tracking.trace import Trace
 from kd.tracking.trackers import Trackers, add_trackers

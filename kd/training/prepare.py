@@ -64,7 +64,8 @@ from kd.parallel.stages import StageLoss, keep_owned
 from kd.parallel.strategies import WholeLoss, replicate, shard
 from kd.parallel.values import allocate, receive_values, require_same_parameters
 from kd.progress import Monitor, ProgressMeter
-from kd.text.batches import Source, read_training_batches
+from kd.text.batches import Source
+from kd.text.steps.reading import read_training_batches
 from kd.tracking.metrics import MetricsLog
 from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import Stopwatch, count_flops_per_token

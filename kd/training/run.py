@@ -22,7 +22,8 @@ from kd.optim.averaging import Averager
 from kd.optim.dropout import Dropout
 from kd.parallel.group import Group
 from kd.progress import Monitor, ProgressMeter
-from kd.text.batches import Batch, Source, read_training_batches
+from kd.text.batches import Batch, Source
+from kd.text.steps.reading import read_training_batches
 from kd.tracking.metrics import MetricsLog
 from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import Stopwatch

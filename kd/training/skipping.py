@@ -20,7 +20,8 @@ from kd.checks.verdict import Verdict
 from kd.errors import NotFinite
 from kd.parallel.sharded_files import get_own
 from kd.parallel.strategies import is_sharded, reshard
-from kd.text.batches import Batch, read_step_sequences
+from kd.text.batches import Batch
+from kd.text.steps.reading import read_step_sequences
 from kd.training import checkpoint
 from kd.training.run import Run
 from kd.training.steps import Step, drop_gradients

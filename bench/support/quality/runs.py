@@ -45,8 +45,9 @@ from kd.models.lm_head import find_lm_head
 from kd.models.loading import build_student
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.progress import Monitor
-from kd.text.batches import PlainText, Source, read_validation_batches
+from kd.text.batches import PlainText, Source
 from kd.text.corpus import Corpus
+from kd.text.steps.reading import read_validation_batches
 from kd.training.evaluate import score_positions
 from kd.training.loop import train
 from kd.training.resume.identity import compute_resume_identity

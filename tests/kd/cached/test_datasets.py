@@ -18,14 +18,15 @@ from kd.cached.items import collate, split_batch
 from kd.cached.loss import make_training_batch
 from kd.cached.opening import OpenCache, open_cache
 from kd.config.train import TrainConfig
-from kd.text import batches
-from kd.text.batches import Batch, CachedRecords, make_batch, read_training_batches
+from kd.text.batches import Batch, CachedRecords, make_batch
+from kd.text.steps import order as ordering
+from kd.text.steps.reading import read_training_batches
 from tests.support.kd.own_loops import HELD_OUT, LENGTH, PROFILES, TRAIN
 
 
 @pytest.fixture
 def opened(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> OpenCache:
-    monkeypatch.setattr(batches, "WINDOW_TOKENS", 2 * 4 * LENGTH)
+    monkeypatch.setattr(ordering, "WINDOW_TOKENS", 2 * 4 * LENGTH)
     return open_cache(folders["threshold"])
 
 

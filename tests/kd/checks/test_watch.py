@@ -16,9 +16,10 @@ from kd.checks.watch import AVERAGE_WARM_UP, WARM_UP, WINDOW, StepSeconds, Train
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import TrainingError
-from kd.text.batches import PlainText, TimedIterator, read_training_batches
+from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
+from kd.text.steps.reading import TimedIterator, read_training_batches
 
 BUSY = StepSeconds(0.0, 1.0)
 

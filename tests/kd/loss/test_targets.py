@@ -38,7 +38,8 @@ from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_thresho
 from kd.loss.targets import subtract_target_
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget, decode_lm_head, decode_top
 from kd.models.lm_head import LMHead
-from kd.text.batches import CachedRecords, make_batch, read_training_batches
+from kd.text.batches import CachedRecords, make_batch
+from kd.text.steps.reading import read_training_batches
 
 N = 40
 V = 211

@@ -21,25 +21,24 @@ from cache.testing import make_cache, make_codec, make_identity, make_records, m
 from kd.config.data import DataConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError
-from kd.text.batches import (
-    Batch,
-    CachedRecords,
-    PlainText,
-    TimedIterator,
-    compute_mean_entropies,
-    count_loader_threads,
-    cut_padding,
-    list_step_epochs,
-    list_step_indices,
-    make_batch,
-    order_by_difficulty,
-    order_by_length,
-    read_training_batches,
-    read_validation_batches,
-    shuffle_epoch,
-)
+from kd.text.batches import Batch, CachedRecords, PlainText, make_batch
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, measure_text_lengths, pack_documents
+from kd.text.steps.order import (
+    compute_mean_entropies,
+    list_step_epochs,
+    list_step_indices,
+    order_by_difficulty,
+    order_by_length,
+    shuffle_epoch,
+)
+from kd.text.steps.reading import (
+    TimedIterator,
+    count_loader_threads,
+    cut_padding,
+    read_training_batches,
+    read_validation_batches,
+)
 
 VOCABULARY = 300
 

@@ -8,15 +8,17 @@ import pytest
 from cache.records import Sequences
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError
-from kd.text import batches
-from kd.text.batches import PlainText, list_step_indices, read_training_batches
+from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
+from kd.text.steps import order as ordering
+from kd.text.steps.order import list_step_indices
+from kd.text.steps.reading import read_training_batches
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 1000])
 def test_an_order_that_is_not_listed_visits_each_sequence_once(count, monkeypatch):
     listed = list_step_indices(count, count, 3, 1)
-    monkeypatch.setattr(batches, "LISTED_SEQUENCES", 0)
+    monkeypatch.setattr(ordering, "LISTED_SEQUENCES", 0)
     epochs = [list_step_indices(count, count, 3, epoch) for epoch in range(3)]
     for order in epochs:
         assert sorted(order.tolist()) == list(range(count))
@@ -27,7 +29,7 @@ def test_an_order_that_is_not_listed_visits_each_sequence_once(count, monkeypatc
 
 
 def test_the_order_of_a_huge_epoch_takes_no_memory_of_its_size():
-    count = batches.LISTED_SEQUENCES + 1
+    count = ordering.LISTED_SEQUENCES + 1
     tracemalloc.start()
     try:
         found = [list_step_indices(count, 512, 0, step) for step in (0, 17, count // 512)]
@@ -41,7 +43,7 @@ def test_the_order_of_a_huge_epoch_takes_no_memory_of_its_size():
 
 @pytest.mark.parametrize("order", ["length", "curriculum"])
 def test_an_order_by_content_of_too_many_sequences_is_refused(order, monkeypatch):
-    monkeypatch.setattr(batches, "LISTED_SEQUENCES", 19)
+    monkeypatch.setattr(ordering, "LISTED_SEQUENCES", 19)
     shape = (20, 4)
     text = Sequences(np.zeros(shape, np.uint32), np.zeros(shape, bool), np.zeros(shape, bool))
     source = PlainText(Corpus(text, text.select(slice(0))))

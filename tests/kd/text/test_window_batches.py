@@ -11,9 +11,11 @@ from cache.reading.arrays import ArrayFolder
 from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity
 from kd.config.train import TrainConfig
-from kd.text import batches
-from kd.text.batches import CachedRecords, list_step_indices, make_batch, read_training_batches
+from kd.text.batches import CachedRecords, make_batch
 from kd.text.shuffling import EpochWindows
+from kd.text.steps import order as ordering
+from kd.text.steps.order import list_step_indices
+from kd.text.steps.reading import read_training_batches
 
 TRAIN, HELD_OUT, LENGTH, DRAWS = 30, 3, 16, 3
 
@@ -32,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _windows_of_two_shards(monkeypatch):
-    monkeypatch.setattr(batches, "WINDOW_TOKENS", 2 * 4 * LENGTH)
+    monkeypatch.setattr(ordering, "WINDOW_TOKENS", 2 * 4 * LENGTH)
 
 
 def options(order: str = "windows", **changes) -> TrainConfig:
@@ -104,9 +106,9 @@ def test_a_cache_larger_than_memory_is_decoded_once_an_epoch(folder, monkeypatch
 
 def test_the_order_is_that_of_the_source_on_every_machine(folder):
     """Neither memory nor threads have a part in it."""
-    assert batches.choose_window(CachedRecords(open_cache(folder))) == (4, 2)
+    assert ordering.choose_window(CachedRecords(open_cache(folder))) == (4, 2)
     source = CachedRecords(open_cache(folder, memory_bytes=0))
-    assert batches.choose_window(source) == (4, 2)
+    assert ordering.choose_window(source) == (4, 2)
 
 
 LARGE = {
@@ -128,11 +130,11 @@ def test_a_window_of_any_profile_takes_the_bytes_it_may(name, tmp_path, monkeypa
     whole = store._memory.size
     estimate = source.sequence_bytes
     assert 0.8 * whole < 64 * estimate < 1.25 * whole
-    monkeypatch.setattr(batches, "WINDOW_BYTES", whole // 4)
-    piece, width = batches.choose_window(source)
+    monkeypatch.setattr(ordering, "WINDOW_BYTES", whole // 4)
+    piece, width = ordering.choose_window(source)
     assert piece < 32 and width >= 2
     assert piece * width * estimate <= whole // 4
-    order = batches.choose_epoch_order(source, options(), range(1))(64, 5, 0)
+    order = ordering.choose_epoch_order(source, options(), range(1))(64, 5, 0)
     assert sorted(order[np.arange(64)].tolist()) == list(range(64))
 
 
@@ -149,8 +151,8 @@ def test_a_cache_with_shards_larger_than_memory_is_decoded_little_more_than_once
     quarter = 768 * source.sequence_bytes // 4
     decoded, different = count_decoded(folder, "windows", quarter, monkeypatch)
     assert decoded > 1.5 * different, "by tokens alone"
-    monkeypatch.setattr(batches, "WINDOW_BYTES", quarter // 2)
-    assert batches.choose_window(source) == (12, 8)
+    monkeypatch.setattr(ordering, "WINDOW_BYTES", quarter // 2)
+    assert ordering.choose_window(source) == (12, 8)
     decoded, different = count_decoded(folder, "windows", quarter, monkeypatch)
     assert decoded < 1.3 * different
 

@@ -276,7 +276,8 @@ def test_optimizer_is_adamw(tmp_path: Path) -> None:
     from kd.loss.objective import Objective
     from kd.models.layers import compute_hidden_states
     from kd.models.lm_head import find_lm_head
-    from kd.text.batches import list_step_indices, make_batch
+    from kd.text.batches import make_batch
+    from kd.text.steps.order import list_step_indices
 
     source = make_source()
     batch = make_batch(*source.read(list_step_indices(source.train_count, 4, 42, 0)))

@@ -20,9 +20,10 @@ from kd.errors import Interrupted, NotFinite
 from kd.evaluation.report import make_report, render_report
 from kd.parallel.group import Group
 from kd.progress import Event, Monitor
-from kd.text.batches import PlainText, list_step_indices
+from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
+from kd.text.steps.order import list_step_indices
 from kd.tracking.metrics import read_metrics
 from kd.training.checkpoint import list_checkpoints
 from kd.training.loop import train

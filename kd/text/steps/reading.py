@@ -1,0 +1,181 @@
+"""Read the batches of each step ahead of the loop that takes them, and those of an evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from cache.records import Sequences
+from kd.config.train import TrainConfig
+from kd.parallel.group import ALONE, Group
+from kd.text.batches import Batch, CachedRecords, Source, make_batch
+from kd.text.packing import measure_text_lengths
+from kd.text.steps.order import EpochOrder, choose_epoch_order, list_step_epochs, list_step_indices
+
+Item = TypeVar("Item")
+#: Steps whose shards are fetched from a bucket before they are read.
+FAR_STEPS = 16
+#: Batches of similar length are cut to a multiple of this width. Matrix units are fast at such
+#: widths, and torch.compile compiles for only few of them.
+WIDTH_STEP = 8
+
+
+def read_training_batches(
+    source: Source, options: TrainConfig, steps: range, group: Group = ALONE
+) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of each step that this rank has; epoch e reads draw e.
+
+    If there are loader threads, they read ahead of the consumer. Raises ``ConfigError``, before the
+    first step, if the source lacks what ``options.order`` needs.
+    """
+    arrange = choose_epoch_order(source, options, steps)
+    load = partial(_load_step, source, options, arrange, group)
+    if isinstance(source, CachedRecords) and source.is_far(options):
+        load = partial(_load_far_step, source, options, arrange, load)
+    if workers := count_loader_threads(options):
+        return _read_ahead(load, steps, workers, options.dataloader_prefetch_factor)
+    return (load(step) for step in steps)
+
+
+def count_loader_threads(options: TrainConfig) -> int:
+    """Count the threads that read ahead: the job's number, else one on a GPU and none on a CPU."""
+    wanted = options.dataloader_num_workers
+    return int(torch.cuda.is_available()) if wanted is None else wanted
+
+
+def _load_step(
+    source: Source, options: TrainConfig, arrange: EpochOrder, group: Group, step: int
+) -> list[Batch]:
+    """Load this rank's micro-batches of ``step``: those of all ranks are the whole step."""
+    indices, epochs = (
+        group.deal(each) for each in _list_step_slots(source, options, arrange, step)
+    )
+    size = options.batch_size
+    return [
+        _load_micro_batch(source, options, indices[at : at + size], epochs[at : at + size])
+        for at in range(0, len(indices), size)
+    ]
+
+
+def _load_far_step(
+    source: CachedRecords,
+    options: TrainConfig,
+    arrange: EpochOrder,
+    load: Callable[[int], list[Batch]],
+    step: int,
+) -> list[Batch]:
+    """Load a step from a bucket, and begin to fetch what the steps after it need."""
+    for later in range(step, step + FAR_STEPS):
+        source.store.bring_ahead(_list_step_slots(source, options, arrange, later)[0])
+    return load(step)
+
+
+def _list_step_slots(
+    source: Source, options: TrainConfig, arrange: EpochOrder, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """List the sequences of optimiser step ``step``, and the epoch of each."""
+    count = source.train_count
+    batch = options.batch_size * options.gradient_accumulation_steps
+    return (
+        list_step_indices(count, batch, options.seed, step, arrange),
+        list_step_epochs(count, batch, step),
+    )
+
+
+def read_step_sequences(
+    source: Source, options: TrainConfig, step: int
+) -> Iterator[tuple[int, Batch]]:
+    """Yield the number of each sequence of optimiser step ``step``, and a batch of it alone."""
+    arrange = choose_epoch_order(source, options, range(step, step + 1))
+    slots = _list_step_slots(source, options, arrange, step)
+    for index, epoch in zip(*slots, strict=True):
+        yield int(index), make_batch(*source.read(np.array([index]), np.array([epoch])))
+
+
+def _load_micro_batch(
+    source: Source, options: TrainConfig, indices: np.ndarray, epochs: np.ndarray
+) -> Batch:
+    sequences, records = source.read(indices, epochs)
+    batch = make_batch(cut_padding(sequences) if options.order == "length" else sequences, records)
+    return batch.pin() if options.dataloader_pin_memory and torch.cuda.is_available() else batch
+
+
+def cut_padding(sequences: Sequences) -> Sequences:
+    """Cut off the columns that are padding in all ``sequences``; targets and records stay."""
+    width = max(-(-int(measure_text_lengths(sequences).max()) // WIDTH_STEP), 1) * WIDTH_STEP
+    return Sequences(
+        tokens=sequences.tokens[:, :width],
+        document_start=sequences.document_start[:, :width],
+        target_mask=sequences.target_mask[:, :width],
+    )
+
+
+def _read_ahead(
+    load: Callable[[int], Item], steps: range, workers: int, steps_each: int
+) -> Iterator[Item]:
+    """Yield ``load`` of every step in order, while ``workers`` threads load later steps.
+
+    They are at most ``workers * steps_each`` steps ahead. They live as long as the iterator: epochs
+    do not begin them anew.
+    """
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="batches")
+    ahead = workers * steps_each
+    try:
+        coming = deque(pool.submit(load, step) for step in steps[:ahead])
+        for number in range(len(steps)):
+            ready = coming.popleft()
+            coming.extend(
+                pool.submit(load, step) for step in steps[number + ahead : number + ahead + 1]
+            )
+            yield ready.result()
+    finally:
+        # A consumer that stops early must not wait for steps that nobody will use.
+        pool.shutdown(cancel_futures=True)
+
+
+class TimedIterator(Iterator[Item], Generic[Item]):
+    """An iterator over ``items`` that measures how long its consumer waits.
+
+    ``seconds``: for all items so far. ``last``: for the last item.
+    """
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._items = items
+        self.seconds = 0.0
+        self.last = 0.0
+
+    def __next__(self) -> Item:
+        began = time.perf_counter()
+        item = next(self._items)
+        self.last = time.perf_counter() - began
+        self.seconds += self.last
+        return item
+
+
+def read_validation_batches(source: Source, batch_size: int) -> Iterator[Batch]:
+    """Yield the held-out sequences in order, as batches."""
+    return (batch for _, batch in deal_validation_batches(source, batch_size))
+
+
+def deal_validation_batches(
+    source: Source, batch_size: int, group: Group = ALONE
+) -> Iterator[tuple[bool, Batch]]:
+    """Yield the held-out sequences in order, as batches; the ranks take them in turn.
+
+    All ranks get equally many, because they compute together. A batch that only fills a round comes
+    with False, and does not count.
+    """
+    end = source.train_count + source.validation_count
+    count = -(-source.validation_count // batch_size)
+    for first in range(0, count, group.size):
+        number = first + group.rank
+        start = source.train_count + number % count * batch_size
+        indices = np.arange(start, min(start + batch_size, end))
+        yield number < count, make_batch(*source.read(indices))
