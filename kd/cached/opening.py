@@ -32,6 +32,13 @@ class OpenCache:
     train: CachedSequences
     validation: CachedSequences
 
+    def __repr__(self) -> str:
+        return (
+            f"OpenCache({self.fingerprint[:12]}, profile {self.codec.profile}: {len(self.train)} "
+            f"sequences to train on and {len(self.validation)} held out, of "
+            f"{self.sequence_length} tokens)"
+        )
+
     @property
     def folder(self) -> Path:
         """The folder of the cache."""

@@ -87,6 +87,13 @@ def test_validation_has_the_held_out_sequences(opened: OpenCache) -> None:
         opened.validation[HELD_OUT]
 
 
+def test_an_open_cache_shows_what_it_is(opened: OpenCache) -> None:
+    assert repr(opened) == (
+        f"OpenCache({opened.fingerprint[:12]}, profile threshold: {TRAIN} sequences to train on "
+        f"and {HELD_OUT} held out, of {LENGTH} tokens)"
+    )
+
+
 def test_an_epoch_selects_the_sample_of_the_tail(opened: OpenCache) -> None:
     expected = make_batch(*open_store(opened.folder).read([2], 1)).teacher
     assert_equal(opened.train[2, 1]["records"], expected)
