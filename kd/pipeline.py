@@ -96,6 +96,7 @@ from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
 from kd.training.resume.elsewhere import bring_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
+from kd.training.samples import EvaluationSamples
 from kd.training.uploads import CheckpointUploads
 
 #: What a run folder holds besides the results of the run.
@@ -346,7 +347,10 @@ def run_training(
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     monitor.emit("stage", stage="train", phase="training")
     with CheckpointUploads(run_dir, monitor, group.leads) as uploads:
-        progress = train(config, source, student, vocabulary, run_dir, monitor, group, uploads)
+        progress = train(
+            config, source, student, vocabulary, run_dir, monitor, group, uploads,
+            EvaluationSamples.of(config.evaluation, source, tokenizer),
+        )  # fmt: skip
         weights = collect_weights(student, group) if not group.alone else {}
         # Before the block waits for the last upload: other ranks would wait for this one.
         leave_group(group)

@@ -14,6 +14,7 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,
                  validation_tokens; validation_perplexity_low and _high below 2,000 tokens}
+    samples      {step, texts}: a {prompt, text} of each prompt that the student continued
     plan         {fingerprint} of the cache that the run needs; it may be sealed, partial or missing
     cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused;
                  teacher_quantization, where the teacher's weights were quantised; overruled, where

@@ -29,6 +29,16 @@ class EvaluationConfig(Section):
     prompts: tuple[str, ...] = Field(
         (), max_length=64, description="Prompts; the report shows how each model continues them."
     )
+    samples: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description=(
+            "Beginnings of held-out texts that the student continues by 32 tokens at each "
+            "evaluation of its training; the first of `prompts` take their place. It is left out "
+            "where several devices train the student, or train.compile is on."
+        ),
+    )
     continuations: int = Field(
         5,
         ge=0,

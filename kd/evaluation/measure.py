@@ -22,7 +22,6 @@ from kd.evaluation.comparison import (
     summarise_sums,
 )
 from kd.evaluation.plots import draw_plots
-from kd.evaluation.samples import Prompt, choose_prompts
 from kd.evaluation.side_by_side import (
     ModelCost,
     SampleWriter,
@@ -48,6 +47,7 @@ from kd.text.batches import Source
 from kd.text.bytes import count_held_out_bytes
 from kd.text.ngrams import count_ngrams
 from kd.tracking.metrics import read_metrics
+from kd.training.samples import Prompt, choose_prompts
 
 BEFORE = "student before training"
 STUDENT = "student"

@@ -23,13 +23,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.config.teacher import TeacherConfig
 from kd.evaluation.comparison import CHUNK_ELEMENTS, EvaluatedModel
-from kd.evaluation.samples import Prompt, continue_prompts
 from kd.files import format_bytes
 from kd.memory.model_memory import compute_rounded_share
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
 from kd.models.folder import ModelFolder
 from kd.models.loading import choose_teacher_dtype
 from kd.text.batches import Batch, Source, make_batch
+from kd.training.samples import Prompt, continue_prompts
 
 #: Tokens of the text that is read to measure the speed, at most one sequence more.
 READ_TOKENS = {"cuda": 8192, "cpu": 512}

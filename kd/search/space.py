@@ -64,7 +64,7 @@ def make_trial_job(
     data |= {"depends_on": [], "deadline_seconds": None, "webhook": None}
     data["cache"] |= {"fingerprint": fingerprint}
     data["evaluation"] |= {"teacher": False, "baseline": False, "prompts": [], "tasks": []}
-    data["evaluation"] |= {"continuations": 0}
+    data["evaluation"] |= {"continuations": 0, "samples": 0}
     return parse_config(data)
 
 

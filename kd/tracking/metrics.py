@@ -42,6 +42,10 @@ class MetricsLog:
         """Write the metrics of an evaluation."""
         self._write("evaluation", {"step": step, **values})
 
+    def write_samples(self, step: int, texts: list[dict[str, str]]) -> None:
+        """Write how the student continues prompts at an evaluation."""
+        self._write("samples", {"step": step, "texts": texts})
+
     def write_temperature(self, step: int, values: dict[str, float | None]) -> None:
         """Write the state of a learned temperature, at every step."""
         self._write("temperature", {"step": step, **values})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from cache.errors import PotstillError
 from kd.checks.dead_units import UnitWatch, watching_units
 from kd.checks.verdict import Verdict
 from kd.checks.watch import StepSeconds
@@ -220,13 +221,35 @@ def evaluate_now(run: Run) -> dict[str, Any]:
             group=run.group,
             call=call,
         )
+        texts = write_samples(run)
     if units is not None and units.largest and run.group.leads:
         shares = units.find_dead_shares(run.config.checks.dead_activation)
         found["dead_units"] = sum(shares.values()) / len(shares)
         run.log.write_verdicts(run.progress.step, run.watch.observe_units(shares))
     run.log.write_evaluation(run.progress.step, found)
     run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))
+    if texts:
+        run.log.write_samples(run.progress.step, texts)
     return found
+
+
+def write_samples(run: Run) -> list[dict[str, str]]:
+    """Let the student continue prompts; empty where the job wants none, or it cannot.
+
+    A training is not given up for samples.
+    """
+    # Ranks would have to run together, and a compiled student would compile for another shape.
+    if run.samples is None or not run.group.alone or run.options.compile != "none":
+        return []
+    try:
+        return run.samples.write(run.student, run.loss.lm_head, run.loss.precision, run.device)
+    except PotstillError:
+        raise
+    except Exception as error:  # models raise any class where they cannot read a lone prompt
+        run.samples = None
+        message = f"The student could not continue a prompt: {type(error).__name__}: {error}."
+        run.monitor.warn_once(f"{message} evaluation.samples: 0 leaves this out.")
+        return []
 
 
 def looks_at_units(run: Run) -> bool:

@@ -46,6 +46,7 @@ from kd.training.after_step import after_step, evaluate_now, finish_evaluation
 from kd.training.early_stopping import find_best_step
 from kd.training.prepare import prepare
 from kd.training.run import Run
+from kd.training.samples import EvaluationSamples
 from kd.training.saved.state import TrainingProgress
 from kd.training.skipping import leave_out
 from kd.training.steps import (
@@ -68,10 +69,11 @@ def train(
     monitor: Monitor,
     group: Group = ALONE,
     uploads: CheckpointUploads | None = None,
+    samples: EvaluationSamples | None = None,
 ) -> TrainingProgress:
     """Train ``student`` in place on ``source``, and return the progress at the end.
 
-    ``uploads`` gets each checkpoint that was saved.
+    ``uploads`` gets each checkpoint that was saved. ``samples`` are written at each evaluation.
 
     All ranks of ``group`` call it with the same arguments; their monitors alone may differ.
     Afterwards ``student`` holds the final weights, or the best ones where early stopping asks for
@@ -90,6 +92,7 @@ def train(
 
         run = prepare(config, source, student, vocabulary, run_dir, monitor, trace, group)
         run.uploads = uploads
+        run.samples = samples
         check_start(run)
         finish_evaluation(run)
         run_loop(run)

@@ -31,6 +31,7 @@ from kd.tracking.trace import Trace
 from kd.training.compiling import Compilation
 from kd.training.early_stopping import is_out_of_patience
 from kd.training.lookahead import LookAhead
+from kd.training.samples import EvaluationSamples
 from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.step_loss import StepLoss
 from kd.training.uploads import CheckpointUploads
@@ -77,6 +78,8 @@ class Run:
     clipped: list[nn.Parameter] = field(init=False)
     #: None where the dropout of the student stays as it is.
     dropout: Dropout | None = field(init=False)
+    #: What the student writes at each evaluation; None = nothing.
+    samples: EvaluationSamples | None = None
     #: Where checkpoints are put besides; None = nowhere.
     uploads: CheckpointUploads | None = None
 

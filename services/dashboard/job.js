@@ -12,6 +12,7 @@ import { to } from "./paths.js";
 import { phaseSection, phasesOf } from "./phases.js";
 import { blocks, warnings } from "./report.js";
 import { NAMES as RESOURCES, Resources } from "./resources.js";
+import { samplesSection } from "./samples.js";
 import { Sparklines } from "./sparklines.js";
 import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
@@ -42,7 +43,7 @@ const DRAWN_ABOVE = "curves.png";
 const ABLATION = "ablation/report.json";
 
 export function jobPage(redraw, id) {
-  const names = ["head", "warning", "phases", "trials", "resources", "files", "report", "ablation", "config"];
+  const names = ["head", "warning", "phases", "trials", "resources", "files", "samples", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
   let range = null; // of steps that the charts show, while it is not all of them
   let curves = null; // all of them, thinned
@@ -60,7 +61,7 @@ export function jobPage(redraw, id) {
   const refused = h("p", { class: "error", role: "alert", hidden: true });
   const element = h("div", {},
     parts.warning, parts.head, refused, parts.phases, parts.trials, charts.root, events.root,
-    parts.resources, parts.report, parts.ablation, parts.files, log.root, parts.config);
+    parts.samples, parts.resources, parts.report, parts.ablation, parts.files, log.root, parts.config);
   let version = null;
   let title = id;
   let ended = false;
@@ -150,6 +151,7 @@ export function jobPage(redraw, id) {
     ]);
     events.update(marksOf(story.events));
     drawPhases();
+    fill(parts.samples, samplesSection(story.events));
     const saved = story.events.filter(({ type }) => type === "checkpoint").length;
     fill(parts.resources, await resources.draw(job, curves, saved, files));
     hasTokens = files.some(({ name }) => name === TOKENS);

@@ -3,8 +3,9 @@
 import { get } from "./api.js";
 import { fill, h, number, time } from "./elements.js";
 
-// Events of these types are read; "stage" and "profile" only tell the phases (phases.js).
-const TYPES = "status,warning,check,checkpoint,evaluation,stage,profile";
+// Events of these types are read; "stage" and "profile" only tell the phases (phases.js), and
+// "samples" what the student writes (samples.js).
+const TYPES = "status,warning,check,checkpoint,evaluation,samples,stage,profile";
 // The kinds of marks. Where marks lie on each other, the first kind of this list is shown.
 const KINDS = [
   { name: "alarm", sign: "!", title: "alarms" },

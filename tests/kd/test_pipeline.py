@@ -22,6 +22,7 @@ from kd.files import write_json
 from kd.memory.host import choose_chunk_memory
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
+from kd.tracking.metrics import read_metrics
 from tests.support.kd.tiny import make_tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,6 +115,18 @@ def done(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Done:
 
     torch.set_num_threads(1)
     return Done(job, tmp_path_factory.mktemp("done"))
+
+
+def test_the_student_writes_a_sample_at_each_evaluation(done: Done) -> None:
+    evaluated = [data["step"] for data in done.listener.of("evaluation")]
+    samples = done.listener.of("samples")
+    assert [data["step"] for data in samples] == evaluated == [0, 3, 6]
+    assert len({data["texts"][0]["prompt"] for data in samples}) == 1
+    assert all(len(data["texts"]) == 1 and data["texts"][0]["text"] for data in samples)
+    stored = [
+        line for line in read_metrics(done.run_dir / "metrics.jsonl") if line["type"] == "samples"
+    ]
+    assert [line["texts"] for line in stored] == [data["texts"] for data in samples]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from bench.support.harness import Parts, make_config
 from kd.client.wire.service import Device, WorkerState
 from services.store.jobs.leases import Claim
 from tests.support.services.api import problem, tell
+from tests.support.services.pages import require_fit, take_picture
 
 
 @pytest.fixture
@@ -35,6 +36,23 @@ def train(api: Parts, claim: Claim, first: int, last: int) -> None:
         done = {"done": step, "total": 100, "unit": "steps", "fraction": step / 100}
         metrics = {"step": step, "loss": 5.0 - step / 50}
         tell(api, claim, ("progress", done), ("metrics", metrics))
+
+
+def test_samples_are_shown_as_they_come(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "writing")
+    train(api, claim, 1, 3)
+    page.goto(f"{api.settings.server}/jobs/{claim.id}")
+    expect(page.get_by_role("heading", name="writing")).to_be_visible()
+    expect(page.get_by_role("heading", name="Samples")).to_have_count(0)
+    for step, text in ((0, "the the the"), (2, "said\n  she"), (2, "said\n  he")):
+        texts = [{"prompt": "It was", "text": text}]
+        tell(api, claim, ("samples", {"step": step, "texts": texts}))
+    shown = page.get_by_role("table", name="How the student continues prompt 1")
+    expect(shown.get_by_role("row")).to_contain_text(
+        ["The student writes", "2said\n  he", "0the the the"]
+    )
+    require_fit(page)
+    take_picture(page, "samples")
 
 
 def test_events_are_marks_on_the_curves_and_lines_of_a_list(page: Page, api: Parts) -> None:

@@ -1,5 +1,7 @@
 """Samples: how a model continues a prompt when it always chooses the most probable token.
 
+``EvaluationSamples`` are those of a student in training; the others are of finished models.
+
 Shapes: P prompts of one length, L tokens of each.
 """
 
@@ -15,7 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kd.models.layers import find_device
+from kd.config.evaluation import EvaluationConfig
+from kd.models.layers import compute_hidden_states, find_device
+from kd.models.lm_head import LMHead
+from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size
 from kd.text.batches import Source
 
@@ -23,6 +28,8 @@ from kd.text.batches import Source
 PROMPT_TOKENS = 32
 #: The most tokens of a chat before the answer that a model continues.
 CHAT_TOKENS = 256
+#: Tokens by which a student in training continues a prompt.
+TRAINING_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -144,3 +151,50 @@ def _generate(model: PreTrainedModel, ids_PL: Tensor, rules: GenerationConfig) -
 def _find_first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     tokens = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
     return next(int(token) for token in tokens if token is not None)
+
+
+# ---------------------------------------------------------------------- during training
+
+
+@dataclass(frozen=True)
+class EvaluationSamples:
+    """The prompts that a student continues at each evaluation of its training."""
+
+    prompts: tuple[Prompt, ...]
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of(
+        cls, options: EvaluationConfig, source: Source, tokenizer: PreTrainedTokenizerBase
+    ) -> EvaluationSamples:
+        """Take the first ``options.samples`` prompts of the job, or else of the held-out text."""
+        count = options.samples
+        asked = [Prompt.of(text, tokenizer) for text in options.prompts[:count]]
+        return cls(tuple(asked or choose_prompts(source, tokenizer, count)), tokenizer)
+
+    @torch.no_grad()
+    def write(
+        self, student: PreTrainedModel, lm_head: LMHead, precision: Precision, device: torch.device
+    ) -> list[dict[str, str]]:
+        """Let ``student`` continue each prompt; return the texts, with the keys prompt and text.
+
+        The student runs as in an evaluation, without a cache of keys and values, so that whatever
+        was changed in its layers for the training holds. Every pass has the same shape: causal
+        models see nothing of the tokens that are not written yet.
+        """
+        head = lm_head.refresh(student)
+        context = getattr(student.config, "max_position_embeddings", None) or 2**31
+        texts = []
+        for prompt in self.prompts:
+            ids = prompt.ids[-(context - 1) :][-CHAT_TOKENS:]
+            length = min(len(ids) + TRAINING_TOKENS, context)
+            row_1L = torch.zeros((1, length), dtype=torch.long, device=device)
+            row_1L[0, : len(ids)] = torch.tensor(ids)
+            for place in range(len(ids), length):
+                with precision.autocast():
+                    hidden_1LD = compute_hidden_states(student, row_1L)
+                last_1D = hidden_1LD[0, place - 1 : place].to(precision.dtype)
+                row_1L[0, place] = head.compute_logits(last_1D).argmax(1)[0]
+            found = _read_row(row_1L[0, len(ids) :].tolist(), self.tokenizer)
+            texts.append({"prompt": prompt.text, "text": found.text})
+        return texts

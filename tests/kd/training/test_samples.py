@@ -14,11 +14,21 @@ from transformers import GenerationConfig
 from bench.support.paths import AUSTEN
 from cache.records import Sequences
 from kd.config.evaluation import EvaluationConfig
-from kd.evaluation.samples import Prompt, choose_prompts, continue_prompts
+from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_model
+from kd.models.precision import Precision
 from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
+from kd.training.samples import (
+    TRAINING_TOKENS,
+    EvaluationSamples,
+    Prompt,
+    choose_prompts,
+    continue_prompts,
+)
+from tests.support.kd.students import make_llama
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -48,6 +58,30 @@ def test_a_sample_is_the_most_probable_token_each_time(
     ids = continue_by_hand(model, tokenizer(prompt)["input_ids"], 12, tokenizer.eos_token_id)
     found = continue_prompt(model, tokenizer, prompt, EvaluationConfig(max_new_tokens=12))
     assert found == tokenizer.decode(ids) and found
+
+
+@pytest.mark.parametrize("prompt", ["She was", "Captain Wentworth", ""])
+def test_a_student_in_training_writes_what_it_would_write_at_the_end(
+    model: Any, tokenizer: Any, prompt: str
+) -> None:
+    samples = EvaluationSamples((Prompt.of(prompt, tokenizer),), tokenizer)
+    head = find_lm_head(model, 2048)
+    [found] = samples.write(model, head, Precision.choose("fp32", CPU), CPU)
+    options = EvaluationConfig(max_new_tokens=TRAINING_TOKENS)
+    assert found == {
+        "prompt": prompt,
+        "text": continue_prompt(model, tokenizer, prompt, options),
+    }
+
+
+def test_a_student_in_training_writes_no_more_than_its_context_holds(tokenizer: Any) -> None:
+    student = make_llama(2048, max_position_embeddings=16).eval()
+    head = find_lm_head(student, 2048)
+    options = EvaluationConfig(max_new_tokens=TRAINING_TOKENS)
+    for prompt in ("She was", "She was " * 20):
+        samples = EvaluationSamples((Prompt.of(prompt, tokenizer),), tokenizer)
+        [found] = samples.write(student, head, Precision.choose("fp32", CPU), CPU)
+        assert found["text"] == continue_prompt(student, tokenizer, prompt, options)
 
 
 def test_what_a_model_says_of_its_own_sampling_changes_nothing(model: Any, tokenizer: Any) -> None:
