@@ -99,6 +99,7 @@ def test_the_service_tells_of_itself(api: Parts, connect: Connect) -> None:
 
 
 def test_a_cache_is_looked_at_and_checked(api: Parts, connect: Connect) -> None:
+    api.jobs.redis.flushall()
     folder = make_cache(api.settings.caches)
     client = connect(api.settings.server)
     statistics = client.cache_statistics(folder.name, seed=3)

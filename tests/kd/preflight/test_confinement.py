@@ -381,7 +381,6 @@ def test_patterns_and_folders_inside_are_fine(
     "source, what",
     [
         (".", "includes"),
-        ("", "includes"),
         ("**/*.txt", "includes"),
         ("*.txt", "includes"),  # keys.txt
         (".env*", "includes"),

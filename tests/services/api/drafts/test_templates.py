@@ -31,4 +31,4 @@ def test_only_what_the_user_knows_is_missing(api: Parts) -> None:
             with pytest.raises(ConfigError) as refused:
                 parse_config(parse_yaml(template.text))
             pointers = {each.pointer for each in refused.value.problems}
-            assert pointers <= {"/teacher/model", "/student/model"}
+            assert pointers <= {"/teacher/model", "/student/model", "/data/train/0"}
