@@ -209,6 +209,7 @@ BOUNDS = [
     ("evaluation.prompts", ["text", ["a"] * 65], [[], ["a"] * 64]),
     ("evaluation.max_new_tokens", [0, 4097], [1, 4096]),
     ("evaluation.continuations", [-1, 65], [0, 64]),
+    ("evaluation.samples", [-1, 9], [0, 8]),
     ("evaluation.tasks", [["a"] * 65], [["hellaswag"]]),
     (
         "search.space",
