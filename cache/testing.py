@@ -157,19 +157,21 @@ def make_shard(identity: CacheIdentity, index: int) -> tuple[Sequences, Records]
     return sequences, make_records(seed, sequences.positions, identity.record_codec())
 
 
-def fill_cache(writer: CacheWriter) -> Manifest:
+def fill_cache(writer: CacheWriter, provenance: Provenance = PROVENANCE) -> Manifest:
     """Write every missing shard, the LM head of a hidden cache and the token map, and finish."""
     if writer.identity.codec.profile == "hidden":
         writer.write_lm_head(make_lm_head(writer.identity.tokenizer.vocabulary_size))
     writer.write_token_map(make_token_map(writer.identity.tokenizer.vocabulary_size))
     for index in writer.find_missing_shards():
         writer.write_shard(index, *make_shard(writer.identity, index))
-    return writer.finish(PROVENANCE)
+    return writer.finish(provenance)
 
 
-def make_cache(root: Path, identity: CacheIdentity | None = None) -> Path:
-    """Write a small cache below ``root``; return its folder."""
+def make_cache(
+    root: Path, identity: CacheIdentity | None = None, teacher: str | None = None
+) -> Path:
+    """Write a small cache below ``root``, of the teacher of this name; return its folder."""
     identity = identity or make_identity()
     with open_writer(root, identity) as writer:
-        fill_cache(writer)
+        fill_cache(writer, Provenance(teacher, "", (), {}) if teacher else PROVENANCE)
     return root / identity.fingerprint

@@ -18,7 +18,7 @@ from kd.client import operations
 from kd.client.errors import Refused, TimedOut, Unreachable
 from kd.config.jobfile import parse_config
 from services.store.jobs.leases import Claim
-from tests.support.services.api import running, tell, valid
+from tests.support.services.api import inputs, running, tell, valid
 from tests.support.wire.cutting_proxy import cutting
 
 Connect = Callable[..., Any]
@@ -100,7 +100,7 @@ def test_the_service_tells_of_itself(api: Parts, connect: Connect) -> None:
 
 def test_a_cache_is_looked_at_and_checked(api: Parts, connect: Connect) -> None:
     api.jobs.redis.flushall()
-    folder = make_cache(api.settings.caches)
+    folder = make_cache(api.settings.caches, teacher=inputs(api.settings.home / "inputs"))
     client = connect(api.settings.server)
     statistics = client.cache_statistics(folder.name, seed=3)
     assert (statistics.seed, statistics.whole) == (3, True)

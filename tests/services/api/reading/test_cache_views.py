@@ -16,7 +16,6 @@ import pytest
 from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
 from cache.codec import ENTROPY_STEP
 from cache.inspection import compute_cache_stats
-from cache.manifest import Provenance
 from cache.reading.usage import held
 from cache.shards.names import locate_seal, name_shard
 from cache.store import open_cache
@@ -230,19 +229,9 @@ def test_a_caller_sees_the_jobs_of_its_own_key(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- fidelity
 
 
-def make_cache_of(api: Parts, teacher: str, sequences: int) -> Path:
-    """Make a cache that names this teacher."""
-    identity = make_identity(train_sequences=sequences)
-    with open_writer(api.settings.caches, identity) as writer:
-        for index in writer.find_missing_shards():
-            writer.write_shard(index, *make_shard(identity, index))
-        writer.finish(Provenance(teacher, "", (), {}))
-    return writer.folder
-
-
 def test_fidelity_is_a_job_with_the_teacher_of_the_cache(api: Parts) -> None:
     place = inputs(api.settings.home / "inputs")
-    folder = make_cache_of(api, place, 12)
+    folder = make_cache(api.settings.caches, make_identity(train_sequences=12), place)
     path = f"/caches/{folder.name}/fidelity"
     answer = api.http.post(path, headers={"Idempotency-Key": "f"}, timeout=PATIENCE_SECONDS)
     job = answer.json()
@@ -258,7 +247,7 @@ def test_fidelity_is_a_job_with_the_teacher_of_the_cache(api: Parts) -> None:
 
 def test_fidelity_is_refused_without_a_teacher_or_a_manifest(api: Parts) -> None:
     for sequences, name in ((13, "/nowhere/teacher"), (14, "/nowhere/teacher/tiny.gguf")):
-        folder = make_cache_of(api, name, sequences)
+        folder = make_cache(api.settings.caches, make_identity(train_sequences=sequences), name)
         answer = api.http.post(f"/caches/{folder.name}/fidelity", timeout=PATIENCE_SECONDS)
         assert "/nowhere/teacher'" in str(problem(answer, 422).errors)
     (api.settings.caches / ("d" * 32)).mkdir(exist_ok=True)
