@@ -167,7 +167,7 @@ def is_result(name: str) -> bool:
 
 
 def report_download(stage: str, monitor: Monitor, line: str) -> None:
-    """Report that text or a model comes from a bucket; raise ``Interrupted`` to stop."""
+    """Report that text or a model comes from a bucket or a hub; raise ``Interrupted`` to stop."""
     monitor.emit("stage", stage=stage, phase=line)
     monitor.check("while it downloaded; the files that came whole stay")
 

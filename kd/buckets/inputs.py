@@ -69,7 +69,7 @@ def begin_downloads(home: Path, report: Report = _ignore) -> None:
     _view.begin(report)
 
 
-def report_download(line: str) -> None:
+def forward_report(line: str) -> None:
     """Pass a line about a download on to whoever began it; may raise to give up."""
     _view.report(line)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.buckets.counting import DownloadCount, follow_download
-from kd.buckets.inputs import report_download
+from kd.buckets.inputs import forward_report
 
 #: The name that huggingface_hub gives to the bar of a snapshot's bytes.
 _BYTES_BAR = "huggingface_hub.snapshot_download"
@@ -35,7 +35,7 @@ def bring_snapshot(model: str, revision: str | None, patterns: list[str]) -> Pat
     def download() -> None:
         found.append(ask(tqdm_class=_make_bar_class(count)))
 
-    follow_download(count, [download], report_download)
+    follow_download(count, [download], forward_report)
     return Path(found[0])
 
 

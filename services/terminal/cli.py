@@ -304,7 +304,7 @@ def explain(
         return
     entry = find_entry(code)
     if entry is None and (fields := explain_field(code)):
-        print_fields(fields) if not as_json else print_json([each._asdict() for each in fields])
+        _print_fields(fields) if not as_json else print_json([each._asdict() for each in fields])
         return
     if entry is None:
         raise typer.BadParameter(
@@ -318,7 +318,7 @@ def explain(
         out.print(entry, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_fields(fields: Sequence[FieldHelp]) -> None:
+def _print_fields(fields: Sequence[FieldHelp]) -> None:
     """Print each field of a job on a line, and below it what it means."""
     for each in fields:
         default = f"; default {each.default}" if each.default not in ("", "required") else ""
