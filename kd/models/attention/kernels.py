@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -263,15 +264,22 @@ def get_window(mask: Spans) -> tuple[int, int]:
     return (-1 if mask.window is None else mask.window - 1, 0)
 
 
+#: Before torch 2.12 its kernel takes fewer key heads than query heads without being told.
+_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def run_varlen(
     q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: Spans, scoring: Scoring
 ) -> Tensor:
     """Return torch's variable-length attention, (B, L, H, E)."""
+    grouped: dict[str, Any] = {}
+    if _ASKS_FOR_GROUPS:
+        grouped["enable_gqa"] = q_BHLD.shape[1] != k_BKLD.shape[1]
     found: Any = varlen_attn(
         *_lay_out(q_BHLD, k_BKLD, v_BKLE, mask),
         scale=scoring.scale,
         window_size=get_window(mask),
-        enable_gqa=q_BHLD.shape[1] != k_BKLD.shape[1],
+        **grouped,
     )
     output_BLHE: Tensor = found.unflatten(0, (-1, q_BHLD.shape[2]))
     return output_BLHE

@@ -207,7 +207,7 @@ def varlen(
 ) -> Tensor:
     """Stand for torch's kernel, which a CPU lacks."""
     assert most == int(bounds.diff().max())
-    assert options["enable_gqa"]
+    assert options.get("enable_gqa", True)
     left, right = options["window_size"]
     assert right == 0
     return attend_by_bounds(q, k, v, bounds.tolist(), options["scale"], left)
@@ -235,6 +235,23 @@ def test_kernels_for_rows_of_variable_length_are_told_the_documents(
     inputs = make_inputs()
     ours = attend(torch.nn.Module(), *inputs, mask, Scoring(16**-0.5), None)
     torch.testing.assert_close(ours, attend_densely(*inputs, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["torch 2.12", "torch 2.11"])
+def test_torch_is_told_of_shared_keys_where_it_asks(
+    asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {}
+
+    def run(*tensors: Any, **options: Any) -> Tensor:
+        told.update(options)
+        return varlen(*tensors, **options)
+
+    monkeypatch.setattr(kernels, "choose_kernel", lambda traits: "varlen")
+    monkeypatch.setattr(kernels, "varlen_attn", run)
+    monkeypatch.setattr(kernels, "_ASKS_FOR_GROUPS", asks)
+    attend(torch.nn.Module(), *make_inputs(), FULL, Scoring(16**-0.5), None)
+    assert told.get("enable_gqa") == (True if asks else None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own use, while it compiles
