@@ -31,7 +31,6 @@ from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 from kd.models.layers import find_decoder_layers, list_layer_parameters
 from kd.optim.rare_rows import keep_floor
-from kd.optim.rounded import RoundedAdamW
 from kd.optim.state_size import ParameterShape
 from kd.optim.whole_steps import WholeSteps, needs_whole_steps
 from kd.parallel.limits import WHOLE_OPTIMIZERS
@@ -171,10 +170,18 @@ def _choose_class_and_settings(
     name: str, options: TrainConfig, device: torch.device
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The optimiser's class, and the arguments that ``options`` or this project decide."""
-    adam = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
+    adam: dict[str, Any] = {
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+    }
     if name == "adamw":
-        factory = RoundedAdamW if options.is_pure_bfloat16 else AdamW
-        return factory, {**adam, "fused": True if device.type in _FUSED_DEVICES else None}
+        adam["fused"] = True if device.type in _FUSED_DEVICES else None
+        if not options.is_pure_bfloat16:
+            return AdamW, adam
+        # It needs pytorch_optimizer, which a training in other precisions does not.
+        from kd.optim.rounded import RoundedAdamW
+
+        return RoundedAdamW, adam
     if name == "adamw_8bit":
         require_torchao(NO_TORCHAO)
         from kd.optim.eight_bit import EightBitAdamW
