@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,8 +21,10 @@ from bench.support.paths import AUSTEN
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from bench.support.harness import Parts
-from services.store.embedded import StoreUnavailable, find_binary
+# A machine with a GPU and nothing but torch and transformers runs the tests of `kd` that need it.
+# So what the service needs is imported by the fixtures that start it.
+if TYPE_CHECKING:
+    from bench.support.harness import Parts
 
 # A run draws the examples of the runs before it, so that its verdict says something about the code.
 # `make examples` draws new ones. No example fails because the machine is slow.
@@ -80,6 +82,8 @@ def _frozen() -> None:
 
 @pytest.fixture(scope="session")
 def _server_binary() -> Path:
+    from services.store.embedded import StoreUnavailable, find_binary
+
     try:
         return find_binary()
     except StoreUnavailable as error:
@@ -90,6 +94,8 @@ def _server_binary() -> Path:
 
 @pytest.fixture(scope="session")
 def _shared(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    from bench.support.harness import Parts
+
     parts = Parts(tmp_path_factory.mktemp("parts"))
     yield parts
     parts.close()
@@ -105,6 +111,8 @@ def parts(_shared: Parts) -> Parts:
 @pytest.fixture
 def new_parts(_server_binary: Path, tmp_path: Path) -> Iterator[Callable[..., Parts]]:
     """A function that starts a server with given settings for this test alone."""
+    from bench.support.harness import Parts
+
     made: list[Parts] = []
 
     def make(**settings: Any) -> Parts:
@@ -122,6 +130,8 @@ def service(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
     The tests of a module share them and leave them running.
     """
+    from bench.support.harness import Parts
+
     folder = tmp_path_factory.mktemp("service")
     parts = Parts(
         folder,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 
 PROPERTY = """
 from pathlib import Path

@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench.devices.simulated_child import GO, READY, SIZES, make_identity_of
 from bench.speed import read_cpu_name
 from bench.stores.server import BUCKET, find_weed, run_server
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
 from services.store.jobs.leases import ANY_CAPACITY

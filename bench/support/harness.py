@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from bench.support.warm import SERVICE, ForkedProcess, get_warm_python
 from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
@@ -25,22 +25,7 @@ from services.store.embedded import EmbeddedServer, find_binary, find_free_port
 from services.store.jobs.store import JobStore
 from services.store.queue import make_celery_app, publish_hint
 
-T = TypeVar("T")
 Started = subprocess.Popen[bytes] | ForkedProcess
-
-
-#: Longer than anything here takes on a busy machine: it bounds a failure and measures nothing.
-PATIENCE_SECONDS = 600.0
-
-
-def wait_until(condition: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
-    """Wait for the first true value of ``condition`` and return it."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.03)
-    raise AssertionError(f"not true within {seconds} s")
 
 
 def make_body(name: str, kind: str = "train", **changes: Any) -> dict[str, Any]:

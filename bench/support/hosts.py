@@ -26,8 +26,9 @@ from pathlib import Path
 import httpx
 
 from bench.support.faults import CLONE_NEWNET, find_live_runs, make_inputs, run_command
-from bench.support.harness import Parts, Started, wait_until
+from bench.support.harness import Parts, Started
 from bench.support.judge import find_job_violations
+from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES
 
 WORKERS = ("one", "two", "three")

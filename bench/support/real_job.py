@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.support.faults import PATIENCE_SECONDS, Answer, Cluster, Fault, FaultInjector, Prober
-from bench.support.harness import Parts, wait_until
+from bench.support.faults import Answer, Cluster, Fault, FaultInjector, Prober
+from bench.support.harness import Parts
 from bench.support.judge import (
     ENDS_A_PROCESS,
     check_answers,
@@ -21,6 +21,7 @@ from bench.support.judge import (
     check_versions,
     measure_time_to_ready,
 )
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import hash_file, list_file_sizes
 from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 from kd.config.job import JobConfig

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
 
 
 @pytest.fixture
 def print_page(tmp_path: Path) -> Callable[..., str]:
     """Runs a bench with flags, on one thread, and returns the page that it prints and writes."""
+    from bench.support.waiting import PATIENCE_SECONDS
 
     def run(*command: str) -> str:
         out = tmp_path / "page.md"

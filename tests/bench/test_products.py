@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 
 SIZES = ["--vocabulary", "700", "--width", "128", "--positions", "8"]
 

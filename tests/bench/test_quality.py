@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from bench import quality
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.quality.capture import capture_together
 from bench.support.quality.methods import COUNTED_SEQUENCES, count_entries, make_dense_draws
 from bench.support.quality.rows import DEFAULT_ROWS, FULL, PLAIN, parse_rows
 from bench.support.quality.runs import locate_run, make_student, read_finished
 from bench.support.quality.study import SHARD_SEQUENCES, Study
+from bench.support.waiting import PATIENCE_SECONDS
 from bench.support.warm import MODELS, get_warm_python
 from cache.codec import TOP_STEP, UNKNOWN
 from cache.records import Records, Sequences

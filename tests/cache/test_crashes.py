@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.disk import list_file_sizes, storage_errors
 from cache.errors import CacheIncomplete, StorageError
 from cache.store import read_manifest

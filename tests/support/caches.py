@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarrs  # noqa: F401  # registers its codec pipeline
 
 from bench.support.paths import ROOT
 from cache.disk import list_file_sizes

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.support.harness import PATIENCE_SECONDS, wait_until
 from bench.support.paths import AUSTEN, ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from services.store.embedded import find_free_port
 
 #: Characters of each text of the example.

@@ -17,8 +17,8 @@ import torch
 
 from bench import speed as bench_speed
 from bench import train as bench_train
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.loss.dense import compute_dense_terms
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective

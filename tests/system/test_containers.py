@@ -25,8 +25,9 @@ from packaging.utils import canonicalize_name
 from redis.exceptions import AuthenticationError
 
 import services
-from bench.support.harness import PATIENCE_SECONDS, make_body, wait_until
+from bench.support.harness import make_body
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from services.settings import STAGES
 from services.store.connection import connect_redis
 from services.store.embedded import find_binary, find_free_port

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.real_job import hash_outcome, submit_job
+from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config

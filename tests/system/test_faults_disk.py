@@ -17,10 +17,11 @@ import httpx
 import pytest
 
 from bench.support.faults import small_disk
-from bench.support.harness import PATIENCE_SECONDS, Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.judge import find_job_violations, hash_files, list_written, make_reference
 from bench.support.light_child import LightWork
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheError

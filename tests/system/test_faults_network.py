@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from bench.support.faults import Network
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.judge import find_job_violations, list_written, read_ledger
+from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES
 
 #: How long the worker is cut off.

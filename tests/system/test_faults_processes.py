@@ -18,7 +18,7 @@ from bench.support.faults import (
     RetryingClient,
     make_light_body,
 )
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.judge import (
     LedgerLine,
     check_answers,
@@ -28,6 +28,7 @@ from bench.support.judge import (
     list_written,
     read_ledger,
 )
+from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.worker.heartbeat import BEATS_PER_LEASE
 

@@ -24,7 +24,7 @@ from bench.support.faults import (
     make_light_body,
     small_disk,
 )
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.judge import (
     check_answers,
     find_job_violations,
@@ -32,6 +32,7 @@ from bench.support.judge import (
     read_ledger,
 )
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.connection import connect_redis
 from services.store.embedded import StoreUnavailable, find_binary

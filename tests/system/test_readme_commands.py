@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.support.harness import wait_until
 from bench.support.paths import AUSTEN, ROOT
+from bench.support.waiting import wait_until
 from kd.client.wire.service import Device
 from kd.config.jobfile import load_config, parse_config
 from kd.preflight.problems import Folders, find_problems

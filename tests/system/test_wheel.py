@@ -19,8 +19,8 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
-from bench.support.harness import PATIENCE_SECONDS, wait_until
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.errors import HELP_PAGE
 from kd.config.jobfile import load_config
 from kd.preflight.named_paths import list_relative_paths

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.reading.memory import KeptValues
 
 

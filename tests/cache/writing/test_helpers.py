@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError
 from cache.operations import exclude_captures, find_garbage

@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.codec import Codec
 from cache.errors import StorageError
 from cache.manifest import CacheIdentity

@@ -83,7 +83,7 @@ def count_waits(run: Callable[[], object]) -> int:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("profile", "most"), [("threshold", 3), ("tempered", 4), ("topk", 0)])
 def test_a_gpu_is_waited_for_no_oftener_than_is_counted_on_a_cpu(profile: str, most: int) -> None:
-    """``tests/bench/test_launches.py`` pins the same numbers."""
+    """``tests/bench/gpu/test_launches.py`` pins the same numbers."""
     options = {} if profile == "topk" else {"always_keep": (3,)}
     codec = make_identity(5000, codec=make_codec(profile, **options)).record_codec()
     weight_VD = torch.randn(5000, 64, device="cuda", dtype=torch.bfloat16)

@@ -22,8 +22,8 @@ import torch
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.codec import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
 from cache.manifest import TokenizerProbe
 from cache.records import Sequences

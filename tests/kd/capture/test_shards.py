@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from cache import disk
 from cache.checking.verify import verify_cache
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS, Parts
+from bench.support.harness import Parts
+from bench.support.waiting import PATIENCE_SECONDS
 from bench.support.warm import MODELS, get_warm_python
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from kd.client.errors import Refused, Unreachable, is_transient
 from kd.client.event_decoder import EventDecoder
 from kd.client.retrying import MOST_PAUSE_SECONDS, Backoff

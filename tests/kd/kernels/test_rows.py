@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.kernels.rows import ALIGNMENT, GROUP, count_columns, make_rows
 
 pytestmark = [

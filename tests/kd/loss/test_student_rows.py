@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import kd.loss.fused
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.kernels.available import can_run_kernels
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.errors import ModelError
 from kd.models.folder import compute_fingerprint, resolve_model
 from tests.support.caches import flip

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.errors import ModelError
 from kd.models.folder import ModelFolder
 

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError

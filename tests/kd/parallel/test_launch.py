@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import wait_until
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from kd.errors import ConfigError, Interrupted, NotFinite, RankLost
 from kd.parallel.failures import RankError
 from kd.parallel.launch import FOLDER

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.support.harness import PATIENCE_SECONDS
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.errors import CacheCorrupt
 from cache.manifest import sign_json, verify_json
 from kd.config.train import TrainConfig

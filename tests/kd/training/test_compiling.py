@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.errors import TrainingError
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.models.layers import find_decoder_layers

@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from kd.client.wire.jobs import Job
 from tests.support.services.api import (
     UNLIMITED,

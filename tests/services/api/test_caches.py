@@ -12,7 +12,8 @@ from threading import Thread
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from cache.manifest import FidelityRow
 from cache.reading.usage import exclude_readers, held, locate_use
 from cache.store import replace_fidelity

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from cache.disk import hash_file
 from cache.manifest import sign_json
 from services.api.answers.file_digests import FileDigests

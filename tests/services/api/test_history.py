@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.harness import PATIENCE_SECONDS, Parts
+from bench.support.harness import Parts
+from bench.support.waiting import PATIENCE_SECONDS
 from services.api.answers import event_stream
 from services.api.answers.event_stream import EventHub, JobTail
 from services.api.answers.masked_log import AROUND_BYTES, MaskedLog, mask_secrets

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from bench.support.harness import PATIENCE_SECONDS, Parts
+from bench.support.harness import Parts
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.capture.estimate import measure_capture
 from kd.client.wire.plans import MemoryEstimate
 from kd.client.wire.service import Device, WorkerState

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from redis import Redis
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from services.api.app import create_app
 from services.api.guards import rate_limits
 from services.api.guards.rate_limits import HOLD_SCRIPT, TAKE_SCRIPT

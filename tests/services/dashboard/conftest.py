@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from bench.support.harness import PATIENCE_SECONDS, Parts
+from bench.support.harness import Parts
+from bench.support.waiting import PATIENCE_SECONDS
 from tests.support.services.api import serving
 
 QUIET = [

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import PATIENCE_SECONDS
 from services.store.callers import Caller
 from tests.support.services.api import serving, with_keys
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from services.loops import reconciler

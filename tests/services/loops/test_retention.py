@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
+from bench.support.waiting import wait_until
 from cache.errors import StorageError
 from cache.testing import make_cache
 from services.loops import retention

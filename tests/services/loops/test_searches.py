@@ -17,8 +17,9 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from kd.client.wire.jobs import Job
 from kd.client.wire.service import WorkerState
 from kd.config.jobfile import load_config

@@ -26,7 +26,8 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from standardwebhooks import Webhook, WebhookVerificationError
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from kd.errors import ConfigError
 from services.loops import webhooks
 from services.loops.webhooks import (

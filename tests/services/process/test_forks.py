@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import is_alive, wait_until
+from bench.support.harness import is_alive
+from bench.support.waiting import wait_until
 from bench.support.warm import SERVICE, WarmPython, find_packages, get_warm_python
 
 SECONDS = 120.0

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.support.harness import Parts, make_body, wait_until
+from bench.support.harness import Parts, make_body
+from bench.support.waiting import wait_until
 from services.api.answers.prometheus import METRICS
 from tests.support.collector import Collector, Received
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.errors import Interrupted
 from kd.progress import Event, Monitor
 from services.process import telemetry

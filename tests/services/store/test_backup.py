@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, publish_folder
 from cache.errors import StorageError

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from redis.exceptions import AuthenticationError, RedisError
 
-from bench.support.harness import is_alive, wait_until
+from bench.support.harness import is_alive
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from services.settings import Settings
 from services.store import embedded
 from services.store.connection import connect_redis

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts, is_alive, make_config, wait_until
+from bench.support.harness import Parts, is_alive, make_config
+from bench.support.waiting import wait_until
 from cache.errors import StorageError
 from kd.preflight.limits import AllowedModel
 from services.store.callers import LOCAL_CALLER, Caller

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
+from bench.support.waiting import wait_until
 from cache.remote.address import bind_caches
 from cache.testing import make_cache
 from services.settings import Settings

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from bench.stores.server import KEYS
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
+from bench.support.waiting import wait_until
 from cache.disk import hash_file
 from cache.manifest import sign_json
 from kd.buckets.inputs import begin_downloads, bring_files, list_stored

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from bench.stores.server import KEYS
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from cache.remote.address import bind_caches
 from cache.store import open_cache
 from kd.client.wire.jobs import Job

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import make_config, wait_until
+from bench.support.harness import make_config
+from bench.support.waiting import wait_until
 from services.settings import Settings
 from services.store.audit import AuditLog, AuditQuery
 from services.store.callers import Caller, Quota

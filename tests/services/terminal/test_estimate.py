@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.support.harness import PATIENCE_SECONDS, Parts
+from bench.support.harness import Parts
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from kd.client.wire.plans import JobEstimate
 from tests.support.commands import kd
 

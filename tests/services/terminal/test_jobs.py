@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from kd.client.errors import Refused, Unreachable
 from kd.client.sync import Client
 from kd.client.wire.service import WorkerState

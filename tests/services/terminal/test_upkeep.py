@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, TokenizerProbe
 from cache.store import open_cache, read_manifest

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from kd.memory.host import read_memory_bytes
 from services.store.queue import publish_hint
 from services.worker import devices

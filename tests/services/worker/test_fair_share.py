@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from tests.support.services.runs import MakeParts

@@ -12,9 +12,10 @@ import time
 import pytest
 from redis.exceptions import RedisError
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, wait_until
+from bench.support.harness import Parts, is_alive
 from bench.support.paths import ROOT
 from bench.support.scripted_child import STEPS
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from services.store.queue import QUEUE_PREFIX
 from services.worker import child_process as process
 from services.worker.child_process import SilenceTimer

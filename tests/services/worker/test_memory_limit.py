@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from kd.client.wire.service import Device, WorkerState
 from kd.config.placement import Resources
 from kd.memory.host import read_memory_bytes

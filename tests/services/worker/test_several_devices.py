@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.real_job import hash_outcome
+from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 from tests.support.kd.sharing.processes import find_parent, find_ranks, list_processes
 

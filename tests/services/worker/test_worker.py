@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, is_alive, make_config, wait_until
+from bench.support.harness import Parts, is_alive, make_config
 from bench.support.paths import ROOT
 from bench.support.scripted_child import HOLD, STEPS
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from bench.support.harness import wait_until
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from services.store.embedded import find_free_port
 
 TARGETS = ("api", "worker")

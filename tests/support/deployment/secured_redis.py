@@ -12,8 +12,8 @@ from typing import Any, cast
 from redis import Redis
 from redis.exceptions import RedisError
 
-from bench.support.harness import wait_until
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from services.store.embedded import find_free_port
 
 RECIPE = ROOT / "examples" / "deploy" / "redis"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 
 
 def run_memory_script(script: str, *arguments: str, **environment: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fastapi import Body, Depends, FastAPI
 from fastapi.responses import HTMLResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from bench.support.harness import wait_until
+from bench.support.waiting import wait_until
 from services.api.answers import problems
 from services.api.auditing import Audit
 from services.api.guards.authentication import authenticate, hold_stream, require_scope

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from tests.support.documents import LINKED, list_targets
 
 #: What the builder reads, besides the files that the pages link to.

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS, wait_until
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
 from cache.store import open_cache

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from kd.client.wire.service import Device, WorkerState
 from services.api.auditing import REFUSALS
 from services.store.callers import Caller, Quota

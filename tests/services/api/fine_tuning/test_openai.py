@@ -12,8 +12,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from bench.support.harness import Parts, make_config, wait_until
+from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from kd.client.wire.jobs import Job
 from services.store.callers import Caller
 from services.store.key_file import create_key

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from bench.support.harness import Parts, make_config
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.codec import ENTROPY_STEP
 from cache.inspection import compute_cache_stats
 from cache.reading.usage import held

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import wait_until
 from bench.support.paths import ROOT
+from bench.support.waiting import wait_until
 from cache.errors import StorageError
 from services.settings import Settings
 from services.store.audit import FILE, AuditLog, AuditQuery

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS, Parts, make_config
+from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 from cache.checking.listing import list_caches
 from cache.checking.verify import verify_cache
 from cache.disk import locked

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
 from bench.support.light_child import LightWork
+from bench.support.waiting import wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
 from tests.support.services.runs import MakeParts

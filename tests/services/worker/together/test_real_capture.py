@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.harness import Parts, wait_until
+from bench.support.harness import Parts
+from bench.support.waiting import wait_until
 from cache.disk import list_file_sizes
 from kd.capture.plan import plan_capture
 from kd.capture.teacher import help_capture
