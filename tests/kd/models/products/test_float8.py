@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kd.errors import ConfigError
-from kd.models.products.float8 import multiply_in_float8, require_float8
+from kd.models.products.float8 import CAPABILITY, multiply_in_float8, require_float8
 from tests.support.kd.jobs import JOB, LORA, changed, problems
 from tests.support.kd.quantizers import needs_torchao
 
@@ -19,9 +19,10 @@ TOKENS = torch.arange(64).reshape(2, 32)
 
 
 def compute(student: LlamaForCausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = student(TOKENS).logits.float()
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
+    tokens = TOKENS.to(student.device)
+    with torch.autocast(student.device.type, torch.bfloat16):
+        logits = student(tokens).logits.float()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
     return logits.detach(), {name: p.grad for name, p in student.named_parameters()}
 
 
@@ -44,6 +45,25 @@ def test_layers_multiply_in_float8_at_its_error_and_keep_their_names() -> None:
     assert float((logits - expected).norm() / expected.norm()) < 0.05
     for name, reference in references.items():
         assert float((gradients[name] - reference).norm() / reference.norm()) < 0.2, name
+
+
+@pytest.mark.gpu
+@needs_torchao
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,
+    reason="needs a GPU with products in float8",
+)
+def test_a_gpu_multiplies_in_float8_as_it_is_emulated() -> None:
+    """Both round their factors alike. Only sums differ: those of the GPU are less wide."""
+    torch.manual_seed(0)
+    students = {emulate: LlamaForCausalLM(SHAPE).cuda() for emulate in (False, True)}
+    students[True].load_state_dict(students[False].state_dict())
+    for emulate, student in students.items():
+        assert multiply_in_float8(student, emulate=emulate)
+    (logits, gradients), (expected, references) = compute(students[False]), compute(students[True])
+    assert float((logits - expected).norm() / expected.norm()) < 0.02
+    for name, reference in references.items():
+        assert float((gradients[name] - reference).norm() / reference.norm()) < 0.1, name
 
 
 def test_a_device_without_float8_is_refused_by_name() -> None:
