@@ -11,6 +11,8 @@
 # TEMPERATURE_FLAGS  passed to bench/temperature.py, for example TEMPERATURE_FLAGS="--seeds 1 --steps 100"
 # READER_FLAGS  passed to bench/reader.py, for example READER_FLAGS="--quick"
 # ROOFLINE_FLAGS  passed to bench/roofline.py, for example ROOFLINE_FLAGS="--measure"
+# GPU_PAGES    where `make bench-gpu` writes its pages and logs
+# GPU_FLAGS    passed to bench/gpu/everything.py, for example GPU_FLAGS="--minutes 20 --parts rates"
 # CHAOS_FLAGS  passed to `make chaos`, for example CHAOS_FLAGS="--seed 7 --faults 1000"
 # KD_DOCKER_BUILD_FLAGS  flags of `docker build` in `make test-containers`, for example "--network host"
 # IMAGES       what `make release` does about the images: auto builds them where a Docker engine answers, yes fails
@@ -27,6 +29,8 @@ BENCH_FLAGS ?=
 TEMPERATURE_FLAGS ?=
 READER_FLAGS ?=
 ROOFLINE_FLAGS ?=
+GPU_PAGES   ?= gpu-pages
+GPU_FLAGS   ?=
 CHAOS_FLAGS ?=
 TEST_WORKERS ?= 5
 EXAMPLE_SECONDS ?= 3600
@@ -51,7 +55,7 @@ ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := .ci cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-scale bench-tokens bench-in-part bench-manifest bench-ui \
+.PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-gpu bench-scale bench-tokens bench-in-part bench-manifest bench-ui \
         test-containers chaos test-hosts fuzz examples sbom release audit up clean
 
 help: ## List the targets
@@ -175,6 +179,9 @@ bench-roofline: $(STAMP) ## Print the expected rates of some GPUs; ROOFLINE_FLAG
 bench-kernels: $(STAMP) ## Print launches and waits of the hot path, and the kernels as compiled for some GPUs; needs no GPU
 	$(BIN)/python bench/gpu/launches.py
 	$(BIN)/python bench/gpu/kernel_builds.py
+
+bench-gpu: $(STAMP) ## On a machine with a GPU: its tests, rates, speed, and a job of real size, in 9 minutes
+	$(BIN)/python bench/gpu/everything.py --out $(GPU_PAGES) $(GPU_FLAGS)
 
 bench-scale: $(STAMP) ## Measure what two and four ranks, and as many workers of a capture, gain on this machine
 	$(BIN)/python bench/devices/scale.py $(BENCH_FLAGS)

@@ -32,8 +32,7 @@ from pathlib import Path
 
 import torch
 
-from bench.speed import read_cpu_name
-from bench.support.stage_work import (
+from bench.gpu.stage_work import (
     REAL,
     SMALL,
     Sizes,
@@ -42,6 +41,7 @@ from bench.support.stage_work import (
     count_read_bytes,
     list_stages,
 )
+from bench.speed import read_cpu_name
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, find_device_kind
 from kd.memory.rates import measure_rates
 from kd.memory.training_phase import Place
@@ -190,7 +190,7 @@ def describe_place(device: torch.device) -> Place:
 
 def render_measured(sizes: Sizes, rounds: int) -> str:
     """The expected and the measured rate of each stage on the device at hand."""
-    from bench.support.stage_runs import measure_reader, measure_stage
+    from bench.gpu.stage_runs import measure_reader, measure_stage
 
     device = pick_device()
     place = describe_place(device)

@@ -4,7 +4,7 @@
 
 The numbers are counted and not measured: the code takes its GPU path, with tensors that lie in the
 CPU's memory (``bench.support.launches``). They depend neither on the machine nor on the sizes, but
-on the versions of torch and transformers. ``tests/bench/test_launches.py`` pins them.
+on the versions of torch and transformers. ``tests/bench/gpu/test_launches.py`` pins them.
 
     chunk of a capture   logits to records on their way to the host; profile tempered makes a pass
                          over few rows at a time, and one pass is counted

@@ -1,4 +1,4 @@
-"""Runs the stages of ``bench.support.stage_work`` on the device at hand, with random models."""
+"""Runs the stages of ``bench.gpu.stage_work`` on the device at hand, with random models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bench.gpu.stage_work import Sizes, Stage, make_config
 from bench.speed import (
     DEVICE,
     RECORDS,
@@ -23,7 +24,6 @@ from bench.speed import (
     make_loader_task,
     make_teacher,
 )
-from bench.support.stage_work import Sizes, Stage, make_config
 from bench.support.training import prepare_run, step_by_hand
 from bench.timing import time_run
 from cache.records import Sequences

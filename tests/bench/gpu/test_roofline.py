@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from bench.gpu.stage_work import REAL, SMALL, ModelShape, Sizes, Stage, list_stages
 from bench.roofline import Expected, describe_place, expect, render_expected, render_measured
 from bench.support.paths import ROOT
-from bench.support.stage_work import REAL, SMALL, ModelShape, Sizes, Stage, list_stages
 from kd.memory.devices import DEVICE_KINDS
 from kd.memory.training_phase import Place
 from kd.models.precision import pick_device

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.harness import PATIENCE_SECONDS
 from bench.support.paths import ROOT
+from bench.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None and not os.environ.get("CI"), reason="needs triton"
