@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cache.disk import make_folder, storage_errors
-from kd.capture.estimate import Estimate
+from kd.capture.estimate.job import Estimate
 from kd.capture.plan import resolve_teacher_folder
 from kd.capture.probe import TrialCaches, open_trial
 from kd.config.job import JobConfig

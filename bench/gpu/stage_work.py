@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kd.capture.estimate import estimate_cache_size, make_codec_identity
+from kd.capture.codec_identity import make_codec_identity
+from kd.capture.estimate.storage import estimate_cache_size
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.memory.model_work import count_model_work

@@ -17,7 +17,7 @@ from cache.manifest import (
     TeacherIdentity,
     TokenizerIdentity,
 )
-from kd.capture.estimate import make_codec_identity
+from kd.capture.codec_identity import make_codec_identity
 from kd.capture.remote import hash_remote_teacher
 from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig

@@ -21,12 +21,9 @@ from cache.shard import Seal, make_shard_arrays, write_arrays
 from cache.shards.names import LM_HEAD
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer as open_for_capture
-from kd.capture.estimate import (
-    CacheSize,
-    CaptureSize,
-    Estimate,
-    require_capture,
-)
+from kd.capture.estimate.job import Estimate, require_capture
+from kd.capture.estimate.storage import CacheSize
+from kd.capture.estimate.text import CaptureSize
 from kd.capture.plan import CapturePlan, make_provenance, plan_capture
 from kd.capture.shards import RecordReader
 from kd.capture.teacher import Teacher, open_reader

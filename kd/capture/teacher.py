@@ -37,7 +37,7 @@ from cache.shards.runs import ShardRuns
 from cache.store import Cache, locate_lock, open_cache
 from cache.writing.writer import CacheWriter, open_helper
 from cache.writing.writer import open_writer as open_for_capture
-from kd.capture.estimate import estimate_bytes, require_space
+from kd.capture.estimate.storage import estimate_bytes, require_space
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import measure_fidelity
 from kd.capture.fidelity.verdict import judge_fidelity

@@ -12,14 +12,10 @@ from pathlib import Path
 from cache.codec import Codec
 from cache.errors import PotstillError
 from cache.store import read_manifest
-from kd.capture.estimate import (
-    CaptureSize,
-    estimate_decoded_bytes,
-    estimate_vocabulary_size,
-    make_codec_identity,
-    measure_capture,
-    require_capture,
-)
+from kd.capture.codec_identity import make_codec_identity
+from kd.capture.estimate.job import estimate_vocabulary_size, measure_capture, require_capture
+from kd.capture.estimate.storage import estimate_decoded_bytes
+from kd.capture.estimate.text import CaptureSize
 from kd.config.job import JobConfig
 from kd.files import find_caches
 from kd.memory.host import choose_chunk_memory

@@ -12,7 +12,7 @@ from cache.errors import CacheError, StoreError
 from cache.manifest import CacheIdentity, list_differences
 from kd.addresses import HUB_ID
 from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_look
-from kd.capture.estimate import make_codec_identity
+from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
 from kd.files import find_caches, find_existing, measure_free_bytes

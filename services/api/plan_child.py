@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
 from kd.buckets.inputs import begin_downloads
-from kd.capture.estimate import estimate_by_table
+from kd.capture.estimate.job import estimate_by_table
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.preflight.problems import Folders, require_no_problems

@@ -12,15 +12,15 @@ from typing import Any
 
 from cache.errors import CacheError, PotstillError
 from cache.store import read_manifest
-from kd.capture.estimate import (
-    CacheSize,
-    CaptureSize,
+from kd.capture.estimate.job import (
     Estimate,
     estimate_vocabulary_size,
     list_measured_files,
     list_teacher_files,
     measure_capture,
 )
+from kd.capture.estimate.storage import CacheSize
+from kd.capture.estimate.text import CaptureSize
 from kd.client.wire.plans import JobEstimate, JobPlan, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig

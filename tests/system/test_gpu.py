@@ -628,7 +628,10 @@ def read_scale(run_dir: Path) -> float:
 
 
 def test_fp16_skips_the_steps_whose_gradients_overflow(teacher: Path, tmp_path: Path) -> None:
-    """From the largest scale, each step that overflows halves it and leaves the weights unchanged."""
+    """A step that overflows halves the scale and leaves the weights unchanged.
+
+    The first scale is the largest that the field takes.
+    """
     runs = tmp_path / "runs"
     results = {}
     for name, steps in (("skipped", 4), ("trained", 70)):

@@ -15,7 +15,7 @@ from cache.manifest import CacheIdentity
 from cache.records import Records
 from cache.writing.writer import CacheWriter
 from cache.writing.writer import open_writer as open_for_capture
-from kd.capture.estimate import require_space
+from kd.capture.estimate.storage import require_space
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.teacher import (
     OTHER_CAPTURE,

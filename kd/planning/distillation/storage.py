@@ -21,13 +21,9 @@ from cache.codec import Codec
 from cache.profiles import PROFILES
 from cache.shard import CHUNK_BYTES
 from cache.shards.entries import PIECE_SHARDS
-from kd.capture.estimate import (
-    BYTES_PER_TOKEN,
-    CacheSize,
-    estimate_cache_size,
-    estimate_entries,
-    make_codec_identity,
-)
+from kd.capture.codec_identity import make_codec_identity
+from kd.capture.estimate.storage import CacheSize, estimate_cache_size, estimate_entries
+from kd.capture.estimate.text import BYTES_PER_TOKEN
 from kd.config.cache import CacheConfig
 from kd.planning.distillation.sources import (
     ARRAYS,

@@ -7,7 +7,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from kd.capture.estimate import make_codec_identity
+from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.optimisation.loss_scale import LossScale

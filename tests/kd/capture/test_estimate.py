@@ -22,17 +22,16 @@ from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
 from cache.store import open_cache
 from cache.testing import make_codec, make_identity
-from kd.capture import estimate as estimating
 from kd.capture import probe as trial
-from kd.capture.estimate import (
+from kd.capture.estimate import storage, text
+from kd.capture.estimate.job import Estimate, estimate_by_table
+from kd.capture.estimate.storage import (
     CacheSize,
-    CaptureSize,
-    Estimate,
-    estimate_by_table,
     estimate_bytes,
     estimate_cache_size,
     require_space,
 )
+from kd.capture.estimate.text import CaptureSize
 from kd.capture.plan import plan_capture
 from kd.capture.probe import estimate_by_trial
 from kd.capture.teacher import Teacher
@@ -169,7 +168,7 @@ def write_files(folder: Path) -> Path:
 def test_tokens_are_counted_in_a_sample(
     tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, packing: bool
 ) -> None:
-    monkeypatch.setattr(estimating, "SAMPLE_BYTES", 1 << 16)
+    monkeypatch.setattr(text, "SAMPLE_BYTES", 1 << 16)
     config = job(tiny_teacher, write(tmp_path), {"packing": packing})
     estimate = estimate_by_table(config, Path(), tmp_path)
     corpus = plan_capture(config).corpus
@@ -367,7 +366,8 @@ def test_the_table_needs_no_torch(tiny_teacher: Path, tiny_text: Path, tmp_path:
     path.write_text(job(tiny_teacher, tiny_text, profile="hidden").model_dump_json())
     code = (
         "import sys; from pathlib import Path; from kd.config.jobfile import load_config; "
-        f"from kd.capture.estimate import *; job = load_config(Path({str(path)!r})); "
+        "from kd.capture.estimate.job import estimate_by_table; "
+        f"job = load_config(Path({str(path)!r})); "
         f"found = estimate_by_table(job, Path(), Path({str(tmp_path)!r})); "
         "print(found.positions > 0, {'torch', 'transformers', 'datasets'} & {*sys.modules})"
     )
@@ -413,7 +413,7 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
     store = open_cache(tmp_path / "caches" / fingerprint)
     identity = plan_capture(config).identity
     monkeypatch.setattr(
-        estimating,
+        storage,
         "measure_free_bytes",
         lambda folder: round(store.bytes_per_token * store.manifest.positions),
     )
@@ -424,7 +424,7 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
 def test_a_capture_is_refused_before_its_teacher_is_loaded(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimating, "measure_free_bytes", lambda folder: 10_000)
+    monkeypatch.setattr(storage, "measure_free_bytes", lambda folder: 10_000)
     events: list[Event] = []
     config = job(tiny_teacher, tiny_text)
     with pytest.raises(StorageError, match="is free"):
@@ -440,7 +440,7 @@ def test_what_is_sealed_already_is_not_needed_again(
     identity = plan_capture(config).identity
     store = open_cache(tmp_path / "caches" / fingerprint)
     monkeypatch.setattr(
-        estimating, "measure_free_bytes", lambda folder: store.manifest.positions * 2000
+        storage, "measure_free_bytes", lambda folder: store.manifest.positions * 2000
     )
     require_estimated_space(store.folder, identity, store.manifest.positions)
     with pytest.raises(StorageError):

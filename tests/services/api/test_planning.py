@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from bench.support.harness import Parts
 from bench.support.waiting import PATIENCE_SECONDS
-from kd.capture.estimate import measure_capture
+from kd.capture.estimate.job import measure_capture
 from kd.client.wire.plans import MemoryEstimate
 from kd.client.wire.service import Device, WorkerState
 from kd.config.job import JobConfig

@@ -25,7 +25,7 @@ from services.terminal.console import (
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
-    from kd.capture.estimate import Estimate
+    from kd.capture.estimate.job import Estimate
     from kd.config.job import JobConfig
     from kd.memory.devices import DeviceRates
     from services.settings import Settings
@@ -196,7 +196,7 @@ def _estimate_by_table(
     config: JobConfig, settings: Settings
 ) -> tuple[Estimate | None, dict[str, Any] | None]:
     """Estimate the capture from the table, and the training by arithmetic."""
-    from kd.capture.estimate import estimate_by_table
+    from kd.capture.estimate.job import estimate_by_table
     from services.api.planning import plan_job
 
     capture = (

@@ -1,0 +1,152 @@
+"""Estimate a job's capture before it runs.
+
+by table   counts tokens in a sample of the text; bytes per token were measured once, on another
+teacher
+by trial   counts all tokens; measures bytes and seconds of a few micro-batches
+(``kd.capture.probe``)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kd.capture.codec_identity import make_codec_identity
+from kd.capture.estimate.storage import CacheSize, estimate_cache_size
+from kd.capture.estimate.text import (
+    CaptureSize,
+    TokenCounter,
+    estimate_capture_size,
+    find_teacher_folder,
+    require_width,
+)
+from kd.config.job import JobConfig
+from kd.errors import ConfigError, Problem
+from kd.files import measure_free_bytes
+from kd.text.files import find_files
+
+#: Disk space that must stay free beside the cache, as a share of the cache: estimates err.
+MARGIN = 0.05
+#: Bytes that must stay free for logs, checkpoints and other programs.
+RESERVE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The size and duration of a capture.
+
+    ``seconds``, ``hours`` and ``device`` are None if no teacher was run. ``bytes_per_token``
+    divides all bytes by the positions with a record. ``fits`` says whether the disk has enough free
+    space.
+    """
+
+    method: str
+    tokens: int
+    tokens_counted: bool
+    train_sequences: int
+    validation_sequences: int
+    positions: int
+    shards: int
+    bytes_per_token: float
+    bytes: int
+    free_bytes: int
+    fits: bool
+    seconds: float | None = None
+    hours: float | None = None
+    device: str | None = None
+    held_out: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        work: CaptureSize,
+        storage: CacheSize,
+        shard_sequences: int,
+        free: int,
+        pace: tuple[float, str] | None = None,
+    ) -> Estimate:
+        """Compute the estimate.
+
+        ``pace`` is the seconds per sequence and the device they were measured on.
+        """
+        shards = math.ceil(work.sequences / shard_sequences)
+        size = storage.sum_bytes(work.positions, shards)
+        seconds = None if pace is None else pace[0] * work.sequences
+        return cls(
+            method="table" if pace is None else "trial",
+            tokens=work.sequences * work.sequence_length,
+            tokens_counted=work.counted,
+            train_sequences=work.train_sequences,
+            validation_sequences=work.validation_sequences,
+            positions=work.positions,
+            shards=shards,
+            bytes_per_token=round(size / max(work.positions, 1), 2),
+            bytes=size,
+            free_bytes=free,
+            fits=size * (1 + MARGIN) + RESERVE_BYTES <= free,
+            seconds=None if seconds is None else round(seconds, 1),
+            hours=None if seconds is None else round(seconds / 3600, 3),
+            device=None if pace is None else pace[1],
+            held_out=work.held_out,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the estimate as JSON values."""
+        return asdict(self)
+
+
+def estimate_by_table(config: JobConfig, root: Path, home: Path) -> Estimate:
+    """Estimate a job's capture without running its teacher; relative paths start at ``root``.
+
+    Raises ``ConfigError`` where the job captures nothing, or where only a trial can find its size.
+    """
+    work, storage = measure_capture(config, root)
+    return Estimate.of(work, storage, config.cache.shard_sequences, measure_free_bytes(home))
+
+
+def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSize]:
+    """Return what ``estimate_by_table`` reads from files: the size of the text and of its cache.
+
+    Raises what that function raises.
+    """
+    require_capture(config)
+    tokenizer = TokenCounter.find(config, root)
+    work = estimate_capture_size(config, root, tokenizer)
+    codec = make_codec_identity(config.cache).record_codec(tokenizer.size)
+    width = require_width(config, root) if codec.profile == "hidden" else 0
+    return work, estimate_cache_size(codec, width)
+
+
+def list_measured_files(config: JobConfig, root: Path) -> list[Path]:
+    """List the files on which the result of ``measure_capture`` depends."""
+    texts = {
+        source
+        for source in (*config.data.train, *config.data.validation)
+        if isinstance(source, str)
+    }
+    files = [file for source in texts for file in find_files(source, root)]
+    return files + list_teacher_files(config, root)
+
+
+def list_teacher_files(config: JobConfig, root: Path) -> list[Path]:
+    """List the files in the folder of the teacher's tokenizer, if it is on this machine."""
+    folder = find_teacher_folder(config, root)
+    return [] if folder is None else [file for file in folder.path.iterdir() if file.is_file()]
+
+
+def require_capture(config: JobConfig) -> None:
+    """Raise ``ConfigError`` for a job that captures nothing."""
+    if config.kind == "train" or config.teacher is None:
+        raise ConfigError(
+            [Problem("/kind", f"a job of kind {config.kind} captures nothing to estimate.")]
+        )
+
+
+def estimate_vocabulary_size(config: JobConfig, root: Path) -> int:
+    """Return the vocabulary size of the teacher's tokenizer.
+
+    Where the tokenizer is not on this machine, the size comes from config.json, or is a guess.
+    """
+    return TokenCounter.find(config, root).size
