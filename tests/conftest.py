@@ -52,6 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Parallel test processes share the files. While one waits for a server, another computes. A slow
     file at the end would keep one process busy while the others have nothing left.
     """
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            # Which warnings the libraries of a GPU's machine give is not known here; torch's
+            # compiler warns where TF32 is off, as it must be to compare with float64.
+            item.add_marker(pytest.mark.filterwarnings("default"))
     slow = {item.path for item in items if {"slow", "long"} & item.keywords.keys()}
     files: dict[bool, dict[Path, int]] = {True: {}, False: {}}
     for item in items:

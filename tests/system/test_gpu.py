@@ -1,8 +1,9 @@
 """The GPU's own code paths, against the CPU or float64.
 
-A bare GPU machine needs no installed distribution for these tests:
+A machine with a GPU needs no installed distribution for these tests; bench/gpu/everything.py runs
+them with the others that are marked gpu:
 
-    PYTHONPATH=. python -m pytest --noconftest tests/system/test_gpu.py
+    PYTHONPATH=. python -m pytest tests/system/test_gpu.py
 """
 
 from __future__ import annotations

@@ -24,9 +24,15 @@ from kd.errors import ConfigError, ModelError
 from kd.memory.model_work import count_weight_bytes
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
-from kd.models.loading import load_model, load_teacher, make_quantization_config
+from kd.models.loading import (
+    INT4_GROUP,
+    load_model,
+    load_teacher,
+    make_quantization_config,
+)
 from kd.preflight.problems import Machine, find_problems
 from tests.support.kd.quantizers import needs_torchao
+from tests.support.kd.students import save_teacher
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,12 +202,14 @@ def test_int4_takes_the_packing_of_torch_s_own_kernels(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("quantization, bound", [("int8", 0.05), ("int4", 0.5)])
-def test_a_gpu_computes_nearly_what_plain_weights_do(tiny_teacher, quantization, bound):
+def test_a_gpu_computes_nearly_what_plain_weights_do(tokenizer, tmp_path, quantization, bound):
+    """The teacher is as wide as a group of int4: torchao leaves narrower layers as they are."""
+    teacher = save_teacher(tmp_path, tokenizer, INT4_GROUP, max_position_embeddings=512)
     device = torch.device("cuda")
-    config = TeacherConfig(model=str(tiny_teacher), dtype="bfloat16")
+    config = TeacherConfig(model=str(teacher), dtype="bfloat16")
     tokens_BL = torch.arange(48, device=device)[None]
     found = [
-        compute_hidden_states(load_teacher(each, tiny_teacher, device), tokens_BL).float()
+        compute_hidden_states(load_teacher(each, teacher, device), tokens_BL).float()
         for each in (config.model_copy(update={"quantization": quantization}), config)
     ]
     assert float((found[0] - found[1]).norm() / found[1].norm()) < bound
