@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -126,38 +126,12 @@ def prepare(
     if strategy != "fsdp":
         allocate(student, device)
     compilation = compile_student(student, options.compile, device, strategy == "fsdp")
-    lm_head = lm_head.refresh(student)
-    loss = _make_loss(config, source, student, lm_head, precision, device)
-    # Before anything refers to a parameter: the parts of sharded parameters are new ones.
-    loss_module = _make_loss_module(options, loss, strategy, group, monitor)
-    loss = replace(loss, lm_head=loss.live_head)
-    projections = loss.features.parameters() if loss.features is not None else ()
-    # Where the parameters are, which may be the host while the passes run on a GPU.
-    optimizer = make_optimizer(student, projections, options, student.device)
-    if group.staged:
-        # After the optimiser, whose groups are those of the whole student.
-        loss_module = _cut_student(options, loss, optimizer, group, monitor)
-    average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
-    identity = compute_resume_identity(config, str(source.identity))
-    earlier = find_earlier(config, folder, identity, str(source.identity))
-    began = read_schedule_start(folder)
-    state = _make_state(config, loss, optimizer, average, group, began)
-
-    # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
-    # generators with it.
-    # Ranks draw different dropout.
-    torch.manual_seed(options.seed + group.rank)
-    stored = earlier or Earlier(folder / "checkpoints", identity)
-    for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
-        monitor.emit("warning", message=problem)
-    state.progress.stems = compute_stems(config, str(source.identity))
-    if earlier is not None:
-        state = lengthen(state, config, loss.steps)
-        if group.leads:
-            copy_history(earlier, folder)
-        checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
+    loss = _make_loss(config, source, student, lm_head.refresh(student), precision, device)
+    parts = _Parts.of(options, loss, strategy, group, monitor)
+    state, identity = _restore_state(config, source, parts, folder, group, monitor)
     if options.auto_batch:
-        options = fit_micro_batch(options, source, state, loss, monitor)
+        options = fit_micro_batch(options, source, state, parts.loss, monitor)
+    flops = count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length)
     run = Run(
         config=config,
         options=options,
@@ -165,27 +139,78 @@ def prepare(
         folder=folder,
         monitor=monitor,
         trace=trace,
-        loss=loss,
-        loss_module=loss_module,
+        loss=parts.loss,
+        loss_module=parts.loss_module,
         state=state,
         identity=identity,
         memory=memory,
         compilation=compilation,
-        average=average,
-        look_ahead=_make_look_ahead(loss, source, options, device),
+        average=parts.average,
+        look_ahead=_make_look_ahead(parts.loss, source, options, device),
         watch=_restore_watch(config, state.progress),
         disk_watch=DiskWatch(config, source.disk_reads),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
         log=_open_log(folder if group.leads else None, monitor, state.progress),
-        meter=ProgressMeter(loss.steps, "steps", done=state.progress.step),
-        speed=SpeedMeter(
-            count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length),
-            device,
-            group.size,
-        ),
+        meter=ProgressMeter(parts.loss.steps, "steps", done=state.progress.step),
+        speed=SpeedMeter(flops, device, group.size),
     )
     reset_peak_memory(device)
     return run
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What takes a step: the loss, the module that computes its gradients, and the optimiser."""
+
+    loss: StepLoss
+    loss_module: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: Averager | None
+
+    @classmethod
+    def of(
+        cls,
+        options: TrainConfig,
+        loss: StepLoss,
+        strategy: ParallelStrategy,
+        group: Group,
+        monitor: Monitor,
+    ) -> _Parts:
+        """Make them in the one order that works: each refers to parameters of the one before."""
+        student = loss.student
+        # Before anything refers to a parameter: the parts of sharded parameters are new ones.
+        loss_module = _make_loss_module(options, loss, strategy, group, monitor)
+        loss = replace(loss, lm_head=loss.live_head)
+        projections = loss.features.parameters() if loss.features is not None else ()
+        # Where the parameters are, which may be the host while the passes run on a GPU.
+        optimizer = make_optimizer(student, projections, options, student.device)
+        if group.staged:
+            # After the optimiser, whose groups are those of the whole student.
+            loss_module = _cut_student(options, loss, optimizer, group, monitor)
+        average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
+        return cls(loss, loss_module, optimizer, average)
+
+
+def _restore_state(
+    config: JobConfig, source: Source, parts: _Parts, folder: Path, group: Group, monitor: Monitor
+) -> tuple[TrainState, str]:
+    """Return the state of the newest checkpoint, or a new one, and what a checkpoint must match."""
+    identity = compute_resume_identity(config, str(source.identity))
+    earlier = find_earlier(config, folder, identity, str(source.identity))
+    state = _make_state(config, parts, group, read_schedule_start(folder))
+    # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
+    # generators with it. Ranks draw different dropout.
+    torch.manual_seed(config.require_train().seed + group.rank)
+    stored = earlier or Earlier(folder / "checkpoints", identity)
+    for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
+        monitor.emit("warning", message=problem)
+    state.progress.stems = compute_stems(config, str(source.identity))
+    if earlier is not None:
+        state = lengthen(state, config, parts.loss.steps)
+        if group.leads:
+            copy_history(earlier, folder)
+        checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
+    return state, identity
 
 
 # ---------------------------------------------------------------------- student, loss, optimiser
@@ -396,25 +421,19 @@ def _cut_student(
     return StageLoss(stage, group, options.pipeline.schedule, loss.device)
 
 
-def _make_state(
-    config: JobConfig,
-    loss: StepLoss,
-    optimizer: torch.optim.Optimizer,
-    average: Averager | None,
-    group: Group,
-    schedule_began: int,
-) -> TrainState:
+def _make_state(config: JobConfig, parts: _Parts, group: Group, schedule_began: int) -> TrainState:
     """Make schedule and loss scale, with all that a checkpoint must hold."""
+    loss = parts.loss
     extras: dict[str, nn.Module | None] = {
         "temperature": loss.temperature if loss.temperature.learned else None,
         "features": loss.features,
-        "average": average,
+        "average": parts.average,
         "tail_control": loss.control,
     }
     return TrainState(
         model=loss.student,
-        optimizer=optimizer,
-        scheduler=make_resumed_scheduler(optimizer, config, loss.steps, schedule_began),
+        optimizer=parts.optimizer,
+        scheduler=make_resumed_scheduler(parts.optimizer, config, loss.steps, schedule_began),
         scaler=make_scaler(config.require_train().loss_scale, loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
