@@ -86,7 +86,8 @@ def test_kernels_that_fail_are_one_warning_of_a_run(
     ] * 2, "both stages were run"
     (warning,) = [event.data["message"] for event in events if event.type == "warning"]
     assert all(kernel in warning for kernel in KERNELS)
-    assert "CUDA" in warning, "the cause"
+    # A build of torch without CUDA says so; one with CUDA says that there is no driver.
+    assert "CUDA" in warning or "NVIDIA driver" in warning, "the cause"
     assert "kd doctor" in warning
 
 
