@@ -378,9 +378,11 @@ def _describe_temperature(report: Report) -> str:
 def _describe_cache(report: Report) -> str:
     if report.get("bytes_per_token") is None:
         return ""
+    entries = report["entries_per_token"]  # 0 where a record is no list of entries
     return (
-        f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything counted, "
-        f"for {report['entries_per_token']:.1f} entries per token (`{report['fingerprint']}`)."
+        f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything counted"
+        + (f", for {entries:.1f} entries per token" if entries else "")
+        + f" (`{report['fingerprint']}`)."
         + _describe_overruled(report)
     )
 

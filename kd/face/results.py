@@ -75,7 +75,8 @@ class CacheResult(_Shown):
         yield "teacher", self.job.teacher.model if self.job.teacher else ""
         yield "tokens", f"{self.tokens:,}"
         yield "bytes per token", f"{self.bytes_per_token:.1f}"
-        yield "entries per token", f"{self.entries_per_token:.1f}"
+        if self.entries_per_token:  # none where a record is no list of entries
+            yield "entries per token", f"{self.entries_per_token:.1f}"
         yield "captured", "before this call" if self.reused else "now"
         yield "folder", str(self.folder)
 

@@ -67,7 +67,7 @@ def make_study(config: JobConfig, journal: Journal) -> Study:
     elif known != digest_job(config):
         raise TrainingError(
             "The search in this folder was begun by another job: its configuration differs.",
-            "Use another run folder, or delete this one to start over.",
+            "Give the job another name (or --run-dir), or delete this run folder to start over.",
         )
     return study
 

@@ -192,7 +192,10 @@ def _read_cells(
             raise
         except Exception as error:  # json, gzip and pyarrow raise classes of their own
             detail = f"{where}: row {number + 1} cannot be read: {type(error).__name__}: {error}"
-            raise DataError(detail, "Correct or remove it.") from error
+            remedy = "Correct or remove it."
+            if config.format not in ("auto", "parquet"):
+                remedy += f" data.format {config.format} reads JSON Lines or Parquet."
+            raise DataError(detail, remedy) from error
         if number < start.row:
             continue
         place = start if number == start.row else TextPlace(start.source, start.file, number)

@@ -247,5 +247,5 @@ def _require_same_job(path: Path, content: dict[str, Any], identity: str) -> Non
     if content["identity"] != identity:
         raise TrainingError(
             f"{path} was written by another job: its configuration, data or cache differ.",
-            "Use another run folder, or delete this one to start over.",
+            "Give the job another name (or --run-dir), or delete this run folder to start over.",
         )

@@ -51,14 +51,18 @@ def read_document(document: Path) -> str:
     return document.read_text(encoding="utf-8")
 
 
-def list_blocks(document: Path, language: str) -> list[Block]:
-    """The document's blocks of one language, in their order."""
+def list_all_blocks(document: Path) -> list[Block]:
+    """The document's blocks of all languages, in their order."""
     text = read_document(document)
-    blocks = [
+    return [
         Block(document, number, text.count("\n", 0, match.start()) + 1, match[1], match[2])
         for number, match in enumerate(_FENCE.finditer(text), 1)
     ]
-    return [block for block in blocks if block.language == language]
+
+
+def list_blocks(document: Path, language: str) -> list[Block]:
+    """The document's blocks of one language, in their order."""
+    return [block for block in list_all_blocks(document) if block.language == language]
 
 
 def join_blocks(blocks: list[Block]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -245,14 +244,17 @@ def test_the_commands_of_a_block_run_in_their_order(block: Block, checkout: Chec
     run_block(block, checkout)
 
 
+def test_no_job_of_the_readme_has_the_name_of_the_example() -> None:
+    """`kd run` of both would use one run folder, and refuse the checkpoints of the other."""
+    example = load_config(AUSTEN / "job.yaml")
+    assert example.name not in {job.name for job in README_JOBS}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_jobs_of_the_readme_run(checkout: Checkout) -> None:
     for number, block in enumerate(list_blocks(README, "yaml")):
         (checkout.folder / "job.yaml").write_text(make_small(block.text))
-        # A block above ran another job of this name, whose checkpoints `kd run` would refuse.
-        name = yaml.safe_load(block.text)["name"]
-        shutil.rmtree(checkout.folder / "potstill-data" / "runs" / name, ignore_errors=True)
         for command in ("kd validate job.yaml", "kd run job.yaml", "kd submit job.yaml"):
             assert checkout.require(command), number
 

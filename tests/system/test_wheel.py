@@ -27,6 +27,7 @@ from kd.preflight.named_paths import list_relative_paths
 from services.process.extras import find_missing_packages
 from services.terminal.commands.demo import EXAMPLE
 from tests.support.checkout import TEXT, make_small
+from tests.support.documents import DOCUMENTS, list_all_blocks
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 INCLUDED = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
@@ -38,6 +39,15 @@ def test_the_wheel_carries_all_that_the_demo_s_job_names_and_the_help() -> None:
     named = [each.name for each in list_relative_paths(load_config(ROOT / EXAMPLE), ROOT)]
     assert len(named) == 4
     assert {*named, str(EXAMPLE), HELP_PAGE} == set(INCLUDED)
+
+
+def test_the_documents_name_no_file_of_the_example_that_kd_example_does_not_write() -> None:
+    blocks = [block for page in DOCUMENTS for block in list_all_blocks(page)]
+    named = {
+        name for block in blocks for name in re.findall(r"examples/austen/[\w./-]+", block.text)
+    }
+    assert {str(EXAMPLE), "examples/austen/teacher"} < named
+    assert named <= {source for source in INCLUDED if source.startswith("examples/")}
 
 
 def test_the_missing_packages_of_an_extra_are_named() -> None:

@@ -173,7 +173,7 @@ def _copy_into(mine: dict[str, Tensor], path: Path, file: int, group: Group) -> 
         raise TrainingError(
             f"{single if single.exists() else path} and this run differ in "
             f"{sorted(different)[:5]}.",
-            "Use another run folder, or delete this one to start over.",
+            "Give the job another name (or --run-dir), or delete this run folder to start over.",
         )
     with torch.no_grad():
         if whole and not any(isinstance(each, DTensor) for each in mine.values()):

@@ -251,6 +251,14 @@ NGRAMS = {"counted_tokens": 1000, "unigram_loss": 3.0, "bigram_loss": 2.0}
         ),
         ({"teacher_quantization": "int8"}, "` with its weights in int8: "),
         ({"known_quality": "It closed 98%."}, "- Sampled records: It closed 98%."),
+        (
+            {"bytes_per_token": 19.41, "entries_per_token": 13.2, "fingerprint": "89b9"},
+            "on disk, everything counted, for 13.2 entries per token (`89b9`).",
+        ),
+        (
+            {"bytes_per_token": 553.3, "entries_per_token": 0.0, "fingerprint": "8435"},
+            "- Cache: 553.3 bytes per token on disk, everything counted (`8435`).",
+        ),
     ],
 )
 def test_the_page_says(changes: dict[str, Any], line: str) -> None:

@@ -181,6 +181,13 @@ def test_a_broken_line_gives_its_row(tmp_path, line):
     )  # undecodable bytes are met when a buffer is read
 
 
+def test_plain_text_in_a_format_of_rows_is_told_what_the_format_reads(tmp_path):
+    (tmp_path / "novel.txt").write_text("Persuasion\n", encoding="utf-8")
+    with pytest.raises(DataError) as refused:
+        documents(tmp_path / "novel.txt", format="messages")
+    assert "data.format messages reads JSON Lines or Parquet." in refused.value.remedy
+
+
 def test_a_broken_array_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "a"}, {"text"', encoding="utf-8")
     assert "JSONDecodeError" in refusal(tmp_path / "a.json")

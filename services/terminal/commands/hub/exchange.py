@@ -105,17 +105,24 @@ def pull(
 def find_source(name: str, settings: Settings) -> Path:
     """Find the folder of the student or cache that ``name`` means.
 
-    A path takes precedence, then a run, then a cache. Raises ``HubError`` where there is none.
+    A path takes precedence, then a run, then a cache. Raises ``HubError`` where there is none, and
+    ``ModelError`` for a run without a student.
     """
     from cache.errors import CacheNotFound
     from cache.operations import find_cache
-    from kd.errors import HubError
-    from kd.files import find_run
+    from kd.errors import HubError, ModelError
+    from kd.files import MARK, find_run
 
     path = Path(name)
-    run = path if path.is_dir() else find_run(name, settings.runs)
-    if run is not None:
-        return (run / "student" if (run / "student").is_dir() else run).absolute()
+    found = path if path.is_dir() else find_run(name, settings.runs)
+    if found is not None and (found / "student").is_dir():
+        return (found / "student").absolute()
+    if found is not None and (found != path or (found / MARK).exists()):
+        raise ModelError(
+            f"the run {found} has no student.", "Name a run whose training has finished."
+        )
+    if found is not None:
+        return found.absolute()
     try:
         return find_cache(settings.caches, name).absolute()
     except CacheNotFound as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kd.files import write_json
+from kd.files import MARK, RUN_FORMAT, write_json
 from tests.support.caches import content
 from tests.support.commands import kd
 
@@ -56,3 +56,12 @@ def test_a_student_is_exported_beside_itself(run: Path, tmp_path: Path) -> None:
     assert content(run / "student-merged") == content(run / "student")
     for wrong in (("--to", "onnx"), ("--to", "gguf", "--outtype", "q1")):
         assert kd("export", run, *wrong).returncode == 2
+
+
+def test_a_run_that_has_no_student_is_named_so(tmp_path: Path) -> None:
+    folder = tmp_path / "home" / "runs" / "begun"
+    write_json(folder / MARK, {"format": RUN_FORMAT})
+    for named in ("last", folder):
+        done = kd("export", named, "--to", "merged", "--home", tmp_path / "home")
+        assert done.returncode == 1
+        assert f"the run {folder} has no student." in done.stderr
