@@ -339,11 +339,14 @@ def _describe_quality(report: Report) -> str:
     )
     if report.get("quality_kept") is None:
         return f"- For comparison: {counted}."
-    return (
-        f"- Quality: the student keeps {report['quality_kept']:.1%} of the teacher's, which is "
-        "(unigram − student) / (unigram − teacher) in nats per held-out token; "
-        f"{counted}."
-    )
+    kept = report["quality_kept"]
+    share = "(unigram − student) / (unigram − teacher) in nats per held-out token"
+    if kept < 0:
+        return (
+            "- Quality: the student keeps nothing of the teacher's, because it predicts worse than "
+            f"a unigram ({share} is {kept:.1%}); {counted}."
+        )
+    return f"- Quality: the student keeps {kept:.1%} of the teacher's, which is {share}; {counted}."
 
 
 def _describe_closeness(report: Report) -> str:

@@ -246,6 +246,10 @@ NGRAMS = {"counted_tokens": 1000, "unigram_loss": 3.0, "bigram_loss": 2.0}
             "- Quality: the student keeps 74.5% of the teacher's, ",
         ),
         (
+            {"quality_kept": -0.4, "evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
+            "the student keeps nothing of the teacher's, because it predicts worse than a unigram",
+        ),
+        (
             {"evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
             "a bigram has perplexity 7.39 and a unigram 20.09 on 2,500 held-out tokens.",
         ),
