@@ -21,6 +21,7 @@ from cache.testing import fill_cache, make_cache, make_codec, make_identity
 from cache.writing.writer import open_writer
 from services.store.jobs.leases import EventBatch
 from services.terminal.commands.upkeep import find_embedded_url
+from services.terminal.exit_codes import INVALID
 from tests.support.commands import kd
 
 
@@ -254,3 +255,9 @@ def test_rm_works_without_a_store(home: Path) -> None:
     (home / "caches" / TWO / "manifest.json").unlink()
     assert kd_cache(home, "gc", "--older-than", "0s", "--yes").returncode == 0
     assert names(home) == {TOPK}
+
+
+def test_a_folder_is_not_checked_as_a_bucket(tmp_path: Path) -> None:
+    done = kd("store", "check", str(tmp_path))
+    assert done.returncode == INVALID
+    assert "is a folder, which needs no check" in " ".join(done.stderr.split())

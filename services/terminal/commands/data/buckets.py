@@ -27,10 +27,14 @@ def store_check(
     Small objects are written and deleted. Credentials, region and endpoint come from the usual
     variables of the environment. The exit code is 1 where a property is missing.
     """
-    from cache.remote.address import StoreAddress
+    from cache.remote.address import StoreAddress, is_bucket
     from cache.remote.bucket import Bucket
     from cache.remote.probe import measure_rate, probe
 
+    if not is_bucket(url):
+        raise typer.BadParameter(
+            f"{url!r} is a folder, which needs no check: give a bucket, s3://bucket/prefix"
+        )
     bucket = Bucket(StoreAddress.parse(url), patient=False)
     found = list(probe(bucket))
     put, got = measure_rate(bucket)
