@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TextIO
 from kd.buckets.inputs import bring_files, is_stored_name, list_stored
 from kd.config.data import DataConfig
 from kd.errors import DataError
+from kd.text.rows import drop_absent_fields
 
 #: The formats that format auto knows, by the suffix of a file.
 SUFFIXES = {
@@ -122,7 +123,9 @@ def choose_format(path: Path, config: DataConfig) -> str:
 def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
     """Open the rows of a file that is not plain text."""
     kinds = (choose_format(path, config), find_suffix(path)[1:])
-    return _read_parquet_rows(path) if "parquet" in kinds else _read_json_rows(path)
+    if "parquet" in kinds:
+        return map(drop_absent_fields, _read_parquet_rows(path))
+    return _read_json_rows(path)
 
 
 def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
