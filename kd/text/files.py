@@ -28,8 +28,8 @@ SUFFIXES = {
 }
 #: The suffixes of compressed files; each stands after that of the format.
 PACKED = (".gz", ".zst")
-#: What a file raises that is not UTF-8, not gzip, cut short, or not readable.
-_UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)
+#: What a file raises that is not gzip or zstd, cut short, or not readable.
+_BROKEN = (OSError, EOFError, zlib.error)
 #: Rows that are read at once from a Parquet file.
 _PARQUET_BATCH = 1000
 #: Characters that are read at once from a text file.
@@ -51,7 +51,7 @@ class TextFile:
     note: Callable[[int], None] = _ignore
 
     def read_chunks(self) -> Iterator[str]:
-        """Yield the text in order. Raises ``DataError`` where it is not UTF-8."""
+        """Yield the text in order. Raises ``DataError`` where it cannot be read as UTF-8."""
         try:
             with self.path.open("rb") as raw, _decode(self.path, raw) as file:
                 noted = 0
@@ -59,9 +59,14 @@ class TextFile:
                     yield chunk
                     self.note(raw.tell() - noted)
                     noted = raw.tell()
-        except _UNREADABLE as error:
+        except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.path} is not UTF-8 text: {error}.", "Convert it, or set data.format."
+            ) from None
+        except _BROKEN as error:
+            raise DataError(
+                f"{self.path} cannot be read: {error}.",
+                "Check that the file is whole, and compressed as its suffix says.",
             ) from None
 
 
@@ -133,6 +138,8 @@ def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as raw, _decode(path, raw) as file:
         # A compressed file cannot be read from its beginning again.
         first = file.read(1)
+        while first.isspace():
+            first = file.read(1)
         if first == "[":
             yield from json.loads(first + file.read())
             return
