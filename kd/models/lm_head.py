@@ -190,7 +190,14 @@ def _check_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> None:
     training = model.training
     model.eval()
     tokens_BL = torch.arange(8, device=find_device(model)).remainder(lm_head.vocabulary)[None]
-    z_LV = lm_head.project(compute_hidden_states(model, tokens_BL)[0])
+    hidden_LD = compute_hidden_states(model, tokens_BL)[0]
+    if hidden_LD.shape[1] != lm_head.weight.shape[1]:
+        raise ModelError(
+            f"{name} changes its hidden states between its last norm and its LM head: they have "
+            f"{hidden_LD.shape[1]} numbers, and the LM head reads {lm_head.weight.shape[1]}.",
+            "Use a model whose LM head reads its last hidden states, as Llama's does.",
+        )
+    z_LV = lm_head.project(hidden_LD)
     if not torch.isfinite(z_LV).all():
         raise ModelError(
             f"{name} computes NaN or infinite logits.", "Check its weights, or run it in float32."

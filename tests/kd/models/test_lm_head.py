@@ -169,3 +169,13 @@ def test_a_model_without_a_head_and_a_head_too_narrow_are_refused():
     with pytest.raises(TokenizerMismatch, match="96 output rows, but the tokenizer has 97 tokens"):
         find_lm_head(build("llama tied"), ROWS + 1)
     assert find_lm_head(build("llama tied"), ROWS).vocabulary == ROWS
+
+
+def test_a_model_that_changes_its_hidden_states_before_the_head_is_refused() -> None:
+    """The head of ELECTRA reads a projection to the width of its embeddings."""
+    shape = transformers.ElectraConfig(
+        vocab_size=ROWS, hidden_size=32, embedding_size=16, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="they have 32 numbers, and the LM head reads 16"):
+        find_lm_head(transformers.ElectraForCausalLM(shape), VOCABULARY)
