@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
+from kd.models.attention.isolation import make_small
 from kd.models.layers import compute_hidden_states, find_device, is_hollow
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
@@ -165,6 +166,27 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     if not is_hollow(model):
         _check_lm_head(model, lm_head, name)
     return lm_head
+
+
+def foresee_lm_head(hollow: PreTrainedModel) -> None:
+    """Check what a model does to its logits as training will, before its weights are read.
+
+    A small random model of its class is checked in its place; one that cannot be made smaller is
+    checked when it trains. Raises the errors of ``find_lm_head``, but those about values.
+    """
+    small = make_small(hollow)
+    if small is not None and _gives_finite_logits(small.eval()):
+        find_lm_head(small, count_rows(small))
+
+
+@torch.no_grad()
+def _gives_finite_logits(small: PreTrainedModel) -> bool:
+    """Whether a random model can stand in for another one: not where it cannot run itself."""
+    try:
+        logits_BLV = small(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False).logits
+    except Exception:  # models raise any class where a size does not suit them
+        return False
+    return bool(logits_BLV.isfinite().all())
 
 
 def count_rows(model: PreTrainedModel) -> int:
