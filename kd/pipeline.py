@@ -68,7 +68,7 @@ from kd.memory.one_sequence import require_capture_memory
 from kd.models.attention.isolation import foresee_isolation
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
-from kd.models.lm_head import require_rows
+from kd.models.lm_head import foresee_lm_head, require_rows
 from kd.models.loading import (
     hide_progress_bars,
     load_hollow,
@@ -260,12 +260,14 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
     stages = config.resources.gpus or 1
     if train is not None and train.strategy == "pipeline" and stages > 1:
         require_stages(config.loss, student, stages)
-    # A fresh student is a Llama, and one cut out of the teacher attends as the teacher does.
-    if config.data.packing and config.student.model is not None:
+    # A fresh student is a Llama, and one cut out of the teacher computes as the teacher does.
+    if config.student.model is not None:
         folder = resolve_model(config.student.model, config.student.revision)
         with torch.device("meta"):
             hollow = load_hollow(folder, torch.float32)
-        foresee_isolation(hollow, config.data.sequence_length, monitor)
+        foresee_lm_head(hollow)
+        if config.data.packing:
+            foresee_isolation(hollow, config.data.sequence_length, monitor)
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

@@ -153,9 +153,9 @@ def _require_vocabulary(identity: CacheIdentity) -> None:
     if too_large or codec.k > size:
         field, got = ("always_keep", too_large[0]) if too_large else ("k", codec.k)
         detail = f"{got} is more than the teacher has: its vocabulary is {size} tokens."
-        raise ConfigError(
-            [Problem(f"/cache/{field}", detail, "Ids run from 0; ask the tokenizer for them.")]
-        )
+        ids = "Ids run from 0; ask the tokenizer for them."
+        remedy = ids if too_large else f"Set it to {size} or less."
+        raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
 
 
 def make_provenance(plan: CapturePlan) -> Provenance:

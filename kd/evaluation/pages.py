@@ -110,6 +110,19 @@ _ADVANTAGES = {
     "times_faster_reading": "{:.1f} times the speed of reading",
     "times_faster_writing": "{:.1f} times the speed of writing",
 }
+#: The same of a student that is larger, as one in float32 is beside a quantised GGUF file.
+_DISADVANTAGES = {
+    "times_fewer_parameters": "{:.1f} times as many parameters",
+    "times_smaller_on_disk": "files {:.1f} times as large",
+    "times_less_memory": "{:.1f} times as much memory for its weights",
+}
+
+
+def _format_advantage(key: str, ratio: float) -> str:
+    """Format how many times smaller or faster the student is; below 1, how many times larger."""
+    if 0 < ratio < 1 and key in _DISADVANTAGES:
+        return _DISADVANTAGES[key].format(1 / ratio)
+    return _ADVANTAGES[key].format(ratio)
 
 
 def _format_costs(found: Facts) -> list[str]:
@@ -125,7 +138,7 @@ def _format_costs(found: Facts) -> list[str]:
         for name, cost in costs.items()
     ]
     advantages = found.get("student_is") or {}
-    saved = [form.format(advantages[key]) for key, form in _ADVANTAGES.items() if key in advantages]
+    saved = [_format_advantage(key, advantages[key]) for key in _ADVANTAGES if key in advantages]
     why = found.get("without_teacher")
     return [
         "",

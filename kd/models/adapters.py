@@ -200,7 +200,7 @@ def _choose_targets(name: str, paths: list[str], targets: tuple[str, ...]) -> li
 
     Raises ``ModelError`` where one of ``targets`` matches none.
     """
-    known = sorted({path.rpartition(".")[2] for path in paths})
+    known = sorted(set(map(_name_target, paths)))
     missing = [
         target for target in targets if not any(_is_last_of(path, [target]) for path in paths)
     ]
@@ -211,6 +211,16 @@ def _choose_targets(name: str, paths: list[str], targets: tuple[str, ...]) -> li
             f"It has {', '.join(known) or 'none'}; the LM head and the embeddings get no adapter.",
         )
     return sorted(targets) or known
+
+
+def _name_target(path: str) -> str:
+    """Return the name by which ``student.lora.targets`` can ask for a layer: the last of its path.
+
+    One that is only numbered in a list has the list's name before it: layers of the model have the
+    same numbers.
+    """
+    parts = path.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
 def _is_last_of(path: str, targets: list[str]) -> bool:
@@ -224,7 +234,7 @@ def _require_no_dropout(config: LoraConfig, experts: set[str], layers: set[str])
     Each A B is added to the weights of its expert before they meet an input.
     """
     if config.dropout and experts:
-        names = sorted({path.rpartition(".")[2] for path in layers} - {*_TAKEN})
+        names = sorted({*map(_name_target, layers)} - {*_TAKEN})
         raise ModelError(
             f"student.lora.dropout is {config.dropout}, but adapters of experts "
             f"({min(experts)}) can have none.",
@@ -265,9 +275,7 @@ def _require_placed(student: PreTrainedModel, wanted: set[str]) -> None:
         return
     found = [f"{path} would get none" for path in without[:1]]
     found += [f"{path} would get one" for path in unasked[:1]]
-    names = {path.rpartition(".")[2] for path in wanted & placed} - {
-        path.rpartition(".")[2] for path in without
-    }
+    names = {*map(_name_target, wanted & placed)} - {*map(_name_target, without)}
     possible = f" to [{', '.join(sorted(names))}]" if names else ""
     raise ModelError(
         f"{type(student).__name__} cannot have adapters at exactly the chosen layers: "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
+from kd.models.attention.isolation import make_small
 from kd.models.layers import compute_hidden_states, find_device, is_hollow
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
@@ -167,6 +168,27 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     return lm_head
 
 
+def foresee_lm_head(hollow: PreTrainedModel) -> None:
+    """Check what a model does to its logits as training will, before its weights are read.
+
+    A small random model of its class is checked in its place; one that cannot be made smaller is
+    checked when it trains. Raises the errors of ``find_lm_head``, but those about values.
+    """
+    small = make_small(hollow)
+    if small is not None and _gives_finite_logits(small.eval()):
+        find_lm_head(small, count_rows(small))
+
+
+@torch.no_grad()
+def _gives_finite_logits(small: PreTrainedModel) -> bool:
+    """Whether a random model can stand in for another one: not where it cannot run itself."""
+    try:
+        logits_BLV = small(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False).logits
+    except Exception:  # models raise any class where a size does not suit them
+        return False
+    return bool(logits_BLV.isfinite().all())
+
+
 def count_rows(model: PreTrainedModel) -> int:
     """Return V', the rows of the LM head; without bound where the model has no linear one."""
     layer = model.get_output_embeddings()
@@ -190,7 +212,14 @@ def _check_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> None:
     training = model.training
     model.eval()
     tokens_BL = torch.arange(8, device=find_device(model)).remainder(lm_head.vocabulary)[None]
-    z_LV = lm_head.project(compute_hidden_states(model, tokens_BL)[0])
+    hidden_LD = compute_hidden_states(model, tokens_BL)[0]
+    if hidden_LD.shape[1] != lm_head.weight.shape[1]:
+        raise ModelError(
+            f"{name} changes its hidden states between its last norm and its LM head: they have "
+            f"{hidden_LD.shape[1]} numbers, and the LM head reads {lm_head.weight.shape[1]}.",
+            "Use a model whose LM head reads its last hidden states, as Llama's does.",
+        )
+    z_LV = lm_head.project(hidden_LD)
     if not torch.isfinite(z_LV).all():
         raise ModelError(
             f"{name} computes NaN or infinite logits.", "Check its weights, or run it in float32."

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TextIO
 from kd.buckets.inputs import bring_files, is_stored_name, list_stored
 from kd.config.data import DataConfig
 from kd.errors import DataError
+from kd.text.rows import drop_absent_fields
 
 #: The formats that format auto knows, by the suffix of a file.
 SUFFIXES = {
@@ -27,8 +28,8 @@ SUFFIXES = {
 }
 #: The suffixes of compressed files; each stands after that of the format.
 PACKED = (".gz", ".zst")
-#: What a file raises that is not UTF-8, not gzip, cut short, or not readable.
-_UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)
+#: What a file raises that is not gzip or zstd, cut short, or not readable.
+_BROKEN = (OSError, EOFError, zlib.error)
 #: Rows that are read at once from a Parquet file.
 _PARQUET_BATCH = 1000
 #: Characters that are read at once from a text file.
@@ -50,7 +51,7 @@ class TextFile:
     note: Callable[[int], None] = _ignore
 
     def read_chunks(self) -> Iterator[str]:
-        """Yield the text in order. Raises ``DataError`` where it is not UTF-8."""
+        """Yield the text in order. Raises ``DataError`` where it cannot be read as UTF-8."""
         try:
             with self.path.open("rb") as raw, _decode(self.path, raw) as file:
                 noted = 0
@@ -58,9 +59,14 @@ class TextFile:
                     yield chunk
                     self.note(raw.tell() - noted)
                     noted = raw.tell()
-        except _UNREADABLE as error:
+        except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.path} is not UTF-8 text: {error}.", "Convert it, or set data.format."
+            ) from None
+        except _BROKEN as error:
+            raise DataError(
+                f"{self.path} cannot be read: {error}.",
+                "Check that the file is whole, and compressed as its suffix says.",
             ) from None
 
 
@@ -122,7 +128,9 @@ def choose_format(path: Path, config: DataConfig) -> str:
 def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
     """Open the rows of a file that is not plain text."""
     kinds = (choose_format(path, config), find_suffix(path)[1:])
-    return _read_parquet_rows(path) if "parquet" in kinds else _read_json_rows(path)
+    if "parquet" in kinds:
+        return map(drop_absent_fields, _read_parquet_rows(path))
+    return _read_json_rows(path)
 
 
 def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -130,6 +138,8 @@ def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as raw, _decode(path, raw) as file:
         # A compressed file cannot be read from its beginning again.
         first = file.read(1)
+        while first.isspace():
+            first = file.read(1)
         if first == "[":
             yield from json.loads(first + file.read())
             return

@@ -146,6 +146,23 @@ class TextRow:
         return f"Format {self.format} reads the columns {need}: rename them.{shape}"
 
 
+def drop_absent_fields(row: Any) -> Any:
+    """Return a row of a table without the null fields of the objects in its columns.
+
+    All objects of a column have the same fields there: a call of one tool has the arguments of
+    every tool, and those of the others are null.
+    """
+    if not isinstance(row, dict):
+        return row
+    return {column: _drop_nulls(cell) for column, cell in row.items()}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
+    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def read_cell(cells: Any, place: str, config: DataConfig) -> str | Chat | Completion:
     """Return the document in a row; raises ``DataError`` where it is not of the job's format."""
     if not isinstance(cells, dict):
@@ -234,6 +251,8 @@ def _read_message(row: TextRow, message: Any, what: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise row.refuse_type(what, message, "an object with keys")
     row.require_text(message.get("role"), f"'role' in {what}")
+    # Chat templates ask whether a message has a key, such as tool_calls, and do not expect null.
+    message = {key: each for key, each in message.items() if each is not None or key == "content"}
     if message.get("content") is None and message.get("tool_calls"):
         return message
     return message | {"content": _read_content(row, message.get("content"), f"'content' in {what}")}

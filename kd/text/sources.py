@@ -13,7 +13,7 @@ from kd.addresses import HUB_ID
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.text.files import TextFile, choose_format, find_files, is_saved_dataset, open_rows
-from kd.text.rows import read_cell
+from kd.text.rows import drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
 
 
@@ -58,7 +58,7 @@ def find_documents(
         if isinstance(source, str) and is_saved_dataset(Path(source)):
             source = DatasetSpec(path=source)
         if isinstance(source, DatasetSpec):
-            rows = open_dataset(source, config.streaming)
+            rows = map(drop_absent_fields, open_dataset(source, config.streaming))
             yield from _read_cells(rows, source.path, config, begin)
             continue
         files = find_files(source)

@@ -522,6 +522,26 @@ def test_a_student_that_leaks_is_refused_before_the_capture(job, tokenizer, tmp_
     assert not (tmp_path / "caches").exists()
 
 
+def test_a_student_whose_head_is_not_supported_is_refused_before_the_capture(
+    job, tokenizer, tmp_path
+):
+    import torch
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    torch.manual_seed(0)
+    shape = RecurrentGemmaConfig(
+        vocab_size=2048, hidden_size=16, lru_width=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, block_types=["recurrent", "attention"],
+    )  # fmt: skip
+    RecurrentGemmaForCausalLM(shape).save_pretrained(tmp_path / "capped")
+    tokenizer.save_pretrained(tmp_path / "capped")
+    data = job["data"] | {"packing": False}
+    capped = job | {"student": {"model": str(tmp_path / "capped")}, "data": data}
+    with pytest.raises(ModelError, match="does something to its logits"):
+        run(capped, tmp_path)
+    assert not (tmp_path / "caches").exists()
+
+
 # ---------------------------------------------------------------------- damage
 
 

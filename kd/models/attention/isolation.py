@@ -85,14 +85,17 @@ def foresee_isolation(hollow: PreTrainedModel, sequence_length: int, monitor: Mo
     Raises the error of ``isolate_documents``, and warns as ``warn_of_mask``. A model that cannot
     be made smaller is checked when it trains.
     """
-    small = _make_small(hollow)
+    small = make_small(hollow)
     if small is not None:
         isolate_documents(small)
         warn_of_mask(small, sequence_length, monitor)
 
 
-def _make_small(hollow: PreTrainedModel) -> PreTrainedModel | None:
-    """Make a random model of ``hollow``'s class and width, with a layer of each kind."""
+def make_small(hollow: PreTrainedModel) -> PreTrainedModel | None:
+    """Make a random model of ``hollow``'s class and width, with a layer of each kind.
+
+    It stands in for a model whose weights are not read yet. None where none can be made.
+    """
     text = hollow.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["any"]
     # The last layer too: mixtures of experts often begin after the first layers.

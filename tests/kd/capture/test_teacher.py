@@ -37,7 +37,7 @@ from kd.capture.teacher import Teacher
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.errors import Interrupted
+from kd.errors import ConfigError, Interrupted
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.memory.step_memory import read_resident_memory
@@ -373,6 +373,23 @@ def test_what_changes_the_bytes_changes_the_fingerprint(
         job.model_dump(mode="json") | {section: getattr(job, section).model_dump() | {field: value}}
     )
     assert plan_capture(other).identity.fingerprint != plan_capture(job).identity.fingerprint
+
+
+@pytest.mark.parametrize(
+    "cache, remedy",
+    [
+        ({"profile": "topk", "k": 4096}, "Set it to {size} or less"),
+        ({"always_keep": [4096]}, "ask the tokenizer"),
+    ],
+)
+def test_tokens_that_the_teacher_does_not_have_are_refused_with_what_to_set(
+    job: JobConfig, cache: dict[str, Any], remedy: str
+) -> None:
+    size = plan_capture(job).identity.tokenizer.vocabulary_size
+    asked = parse_config(job.model_dump(mode="json") | {"cache": cache})
+    with pytest.raises(ConfigError, match="4096 is more than the teacher has") as caught:
+        plan_capture(asked)
+    assert remedy.format(size=size) in str(caught.value)
 
 
 def test_a_teacher_in_half_precision_has_the_codec_version_of_logits_in_float32(

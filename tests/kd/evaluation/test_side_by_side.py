@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from kd.evaluation import side_by_side
 from kd.evaluation.comparison import TEACHER
 from kd.evaluation.measure import BASELINE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.model_card import write_provenance
-from kd.evaluation.side_by_side import find_reason_without
+from kd.evaluation.pages import format_closing_sections
+from kd.evaluation.side_by_side import ModelCost, find_reason_without
 from kd.files import read_json, write_json
 from kd.models.folder import ADAPTER_FOLDER, ModelFolder
 from kd.models.loading import load_model
@@ -101,6 +103,16 @@ def test_teacher_and_student_are_measured_on_this_device(done: Any, job: dict[st
     assert found["student_is"]["times_smaller_on_disk"] == pytest.approx(ratio, abs=1e-3)
     page = (done.run / "report.md").read_text(encoding="utf-8")
     assert "## On this device" in page and f"files {ratio:.1f} times smaller" in page
+
+
+def test_a_student_whose_files_are_larger_is_not_called_smaller() -> None:
+    """As one in float32 is beside a teacher in a GGUF file."""
+    cost = asdict(ModelCost(parameters=100, disk_bytes=100))
+    ratios = {"times_fewer_parameters": 3.5, "times_smaller_on_disk": 0.625}
+    found = {"costs": {TEACHER: cost}, "student_is": ratios}
+    lines = format_closing_sections({"evaluation": found})
+    said = "the student has 3.5 times fewer parameters, files 1.6 times as large."
+    assert said in "\n".join(lines)
 
 
 def test_both_continue_the_same_five_texts(done: Any) -> None:

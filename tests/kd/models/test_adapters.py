@@ -10,6 +10,8 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -97,6 +99,24 @@ def test_an_adapter_of_every_linear_layer_but_the_head() -> None:
         f"mlp.{x}_proj" for x in ("gate", "up", "down")
     }
     assert with_one == {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in own}
+
+
+def test_linear_layers_of_a_list_are_told_from_decoder_layers_of_the_same_numbers() -> None:
+    """Gemma 3n holds altup_projections.0 and .1 beside layers.0 and .1."""
+    shape = Gemma3nTextConfig(
+        vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size=32, head_dim=16,
+        intermediate_size=[48, 48], num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, hidden_size_per_layer_input=8, laurel_rank=4,
+        num_kv_shared_layers=0, activation_sparsity_pattern=[0.0, 0.0],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    student = Gemma3nForCausalLM(shape).eval()
+    layers = adapters.find_linear_layers(student)
+    before = logits_of(student)
+    adapters.add_adapters(student, LoraConfig(rank=2))
+    named = dict(student.named_modules())
+    assert all(hasattr(named[path], "lora_A") for path in layers)
+    assert torch.equal(logits_of(student), before)
 
 
 def test_only_the_targets_asked_for_are_adapted() -> None:

@@ -1,5 +1,6 @@
 """The LM head of many architectures, real but tiny: our logits equal the model's own."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import (
 from kd.errors import ModelError, TokenizerMismatch
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states
-from kd.models.lm_head import BLOCK_TOKENS, LMHead, find_lm_head
+from kd.models.lm_head import BLOCK_TOKENS, LMHead, find_lm_head, foresee_lm_head
 from tests.support.kd.zoo import (
     FALCON_H1,
     LLAMA,
@@ -169,3 +170,42 @@ def test_a_model_without_a_head_and_a_head_too_narrow_are_refused():
     with pytest.raises(TokenizerMismatch, match="96 output rows, but the tokenizer has 97 tokens"):
         find_lm_head(build("llama tied"), ROWS + 1)
     assert find_lm_head(build("llama tied"), ROWS).vocabulary == ROWS
+
+
+def test_a_model_that_changes_its_hidden_states_before_the_head_is_refused() -> None:
+    """The head of ELECTRA reads a projection to the width of its embeddings."""
+    shape = transformers.ElectraConfig(
+        vocab_size=ROWS, hidden_size=32, embedding_size=16, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="they have 32 numbers, and the LM head reads 16"):
+        find_lm_head(transformers.ElectraForCausalLM(shape), VOCABULARY)
+
+
+def test_a_head_that_is_not_supported_is_foreseen_without_the_weights() -> None:
+    """RecurrentGemma caps its logits under a name that no other model has."""
+    capped = transformers.RecurrentGemmaConfig(
+        vocab_size=ROWS, hidden_size=32, lru_width=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, block_types=["recurrent", "attention"],
+    )  # fmt: skip
+    with torch.device("meta"):
+        hollow = AutoModelForCausalLM.from_config(capped)
+        known = AutoModelForCausalLM.from_config(build("gemma2 low cap").config)
+    with pytest.raises(ModelError, match="RecurrentGemmaForCausalLM does something to its logits"):
+        foresee_lm_head(hollow)
+    foresee_lm_head(known)
+
+
+def test_a_model_whose_stand_in_cannot_run_is_left_to_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama untied")
+    for found in (torch.tensor(float("nan")), None):
+
+        def compute(*args: Any, found: Any = found, **kwargs: Any) -> Any:
+            if found is None:
+                raise IndexError("a size does not suit it")
+            return SimpleNamespace(logits=found)
+
+        monkeypatch.setattr(type(model), "forward", compute)
+        foresee_lm_head(model)

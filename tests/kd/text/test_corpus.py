@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,11 @@ def test_plain_text_in_a_format_of_rows_is_told_what_the_format_reads(tmp_path):
     assert "data.format messages reads JSON Lines or Parquet." in refused.value.remedy
 
 
+def test_an_array_may_have_white_space_before_it(tmp_path):
+    (tmp_path / "a.json").write_text("\ufeff\r\n  " + json.dumps(ROWS, indent=1), encoding="utf-8")
+    assert documents(tmp_path / "a.json") == TEXTS
+
+
 def test_a_broken_array_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "a"}, {"text"', encoding="utf-8")
     assert "JSONDecodeError" in refusal(tmp_path / "a.json")
@@ -233,7 +239,8 @@ def test_a_gz_file_that_is_not_gzip_or_torn_is_refused(tmp_path):
     packed = pa.compress(b'{"text": "a"}\n' * 99, codec="zstd", asbytes=True)
     (tmp_path / "e.jsonl.zst").write_bytes(packed[:-9])
     for name in ("a.txt.gz", "b.txt.gz", "c.jsonl.gz", "d.txt.zst", "e.jsonl.zst"):
-        assert name in refusal(tmp_path / name)
+        found = refusal(tmp_path / name)
+        assert name in found and "cannot be read" in found and "UTF-8" not in found
 
 
 def test_a_dataset_that_is_not_there_is_refused(tmp_path, hub_caches):

@@ -87,6 +87,37 @@ def test_a_call_of_tools_needs_no_content(tmp_path):
     assert documents(path, format="messages")[0].messages[1] == call
 
 
+def make_call(name: str, **arguments: str) -> dict:
+    """Return a message that calls a tool."""
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def test_a_key_of_a_message_that_is_null_is_as_one_that_is_missing(tmp_path):
+    null = [each | {"tool_calls": None, "name": None} for each in (QUESTION, ANSWER)]
+    path = write(tmp_path, "a.jsonl", [{"messages": null}])
+    assert documents(path, format="messages")[0].messages == [QUESTION, ANSWER]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_a_table_gives_each_call_its_own_arguments_and_each_tool_its_own_parameters(tmp_path, kind):
+    """In a table every object of a column has the fields of all, and null where it has none."""
+    calls = [make_call("weather", city="Bath"), make_call("look_up", word="rain")]
+    tools = [
+        {"function": {"name": "weather", "parameters": {"city": {"type": "string"}}}},
+        {"function": {"name": "look_up", "parameters": {"word": {"type": "string"}}}},
+    ]
+    found = [{"messages": [QUESTION, call, ANSWER], "tools": tools} for call in calls]
+    if kind == "saved":
+        path = tmp_path / "saved"
+        datasets.Dataset.from_list(found).save_to_disk(path)
+    else:
+        path = write(tmp_path, "a.parquet", found)
+    chats = documents(path, format="messages")
+    assert [chat.messages for chat in chats] == [[QUESTION, call, ANSWER] for call in calls]
+    assert [chat.tools for chat in chats] == [tools, tools]
+
+
 def test_only_the_completion_is_learned(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path, "a.parquet", [PAIR])
     (pair,) = documents(path, format="prompt_completion")
