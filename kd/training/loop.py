@@ -23,6 +23,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -107,6 +108,7 @@ def check_start(run: Run) -> None:
     """
     if run.progress.first_evaluation is None:
         run.progress.first_evaluation = evaluate_now(run)
+        warn_of_empty_evaluation(run, run.progress.first_evaluation)
     tokens = run.config.checks.parity_tokens
     if not tokens:
         return
@@ -115,6 +117,25 @@ def check_start(run: Run) -> None:
     if run.progress.step == 0:
         run.log.write_verdicts(0, [verdict])
     verdict.require()
+
+
+def warn_of_empty_evaluation(run: Run, found: dict[str, Any]) -> None:
+    """Warn where sequences are held out and none of them has a token to predict.
+
+    The first token of a document and of a sequence has none before it in its sequence.
+    """
+    count = run.source.validation_count
+    if count == 0 or "validation_loss" in found:
+        return
+    run.monitor.emit(
+        "warning",
+        message=(
+            f"Held-out sequences: {count}, and none has a token to predict. So this run has no "
+            "held-out loss: its report has no perplexity, and neither early stopping nor the "
+            "schedule reduce_lr_on_plateau acts. Give data.validation, or raise "
+            "data.validation_fraction."
+        ),
+    )
 
 
 def compare_losses(run: Run, tokens: int) -> Verdict:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,6 +22,9 @@ from kd.loss.targets import Targets
 from kd.models.precision import Precision
 from kd.optim.schedules import make_scheduler
 from kd.progress import Event, Monitor
+from kd.text.batches import PlainText
+from kd.text.corpus import Corpus
+from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
 from kd.training import checkpoint
 from kd.training.loop import train
@@ -72,6 +76,18 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, st
     assert progress.step == 8
     lines = [read_history(tmp_path / name) for name in ("cut", "whole")]
     assert lines[0] == lines[1], "no line lost, doubled or different"
+
+
+def test_a_held_out_part_without_a_token_to_predict_is_told(tmp_path: Path) -> None:
+    job = make_job()
+    words = [Document(np.array([3], np.uint32))] * job.data.sequence_length
+    source = PlainText(Corpus(make_source().corpus.train, pack_documents(words, job.data)))
+    events: list[Event] = []
+    train(job, source, make_student(), VOCABULARY, tmp_path / "run", Monitor(events.append))
+    (warning,) = [event.data["message"] for event in events if event.type == "warning"]
+    assert warning.startswith("Held-out sequences: 1, and none has a token to predict.")
+    run(job, tmp_path / "other", Monitor(events.append))
+    assert sum(event.type == "warning" for event in events) == 1
 
 
 def test_killed_before_any_checkpoint_begins_its_history_anew(tmp_path: Path) -> None:
