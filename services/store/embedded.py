@@ -237,13 +237,18 @@ def find_free_port() -> int:
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen on this port."""
-    with socket.socket() as probe:
+    return find_bind_error(port, host) is None
+
+
+def find_bind_error(port: int, host: str) -> OSError | None:
+    """Return the error that a server would get that listens on this port; None if it could."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
