@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from redis.exceptions import RedisError
 
-from cache.disk import try_lock
+from cache.disk import storage_errors, try_lock, write_file
 from cache.errors import PotstillError
 from services.settings import Settings
 from services.store.connection import connect_redis
@@ -113,14 +113,15 @@ class EmbeddedServer:
     """A server of our own, on the loopback address and with a password."""
 
     def __init__(self, folder: Path, binary: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = (folder / "owner.lock").open("w")
-        self._owned = try_lock(self._lock)
-        self._password = self._read_or_create("password", lambda: secrets.token_urlsafe(24))
-        self._port = self._read_or_create("port", lambda: str(find_free_port()))
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (folder / "owner.lock").open("w")
+            self._owned = try_lock(self._lock)
+            self._password = self._read_or_create("password", lambda: secrets.token_urlsafe(24))
+            self._port = self._read_or_create("port", lambda: str(find_free_port()))
 
     @property
     def url(self) -> str:
@@ -220,11 +221,13 @@ class EmbeddedServer:
         return Path(folder).resolve() == self._folder.resolve()
 
     def _read_or_create(self, name: str, make: Callable[[], str]) -> str:
-        """Read a file that only its owner can read. A missing file is created."""
+        """Read a file that only its owner can read. A missing or empty file is written.
+
+        It is empty where a disk was full when an earlier version began to write it.
+        """
         path = self._folder / name
-        if not path.exists():
-            path.touch(mode=0o600)
-            path.write_text(make())
+        if not path.exists() or not path.stat().st_size:
+            write_file(path, make().encode(), mode=0o600)
         return path.read_text()
 
 
