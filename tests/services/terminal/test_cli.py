@@ -473,7 +473,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.long
 def test_up_runs_everything_and_one_signal_stops_it(
     up: tuple[subprocess.Popen[str], str], job_file: Callable[..., Path], number: signal.Signals
