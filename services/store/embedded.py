@@ -149,9 +149,15 @@ class EmbeddedServer:
         self._launch()
 
     def ensure(self) -> None:
-        """Start the server again if it has died, with the same port and data."""
+        """Start the server again if it has died, with the same port and data.
+
+        A process that used the server of another one becomes its owner once that one has ended.
+        """
         alive = self._process is not None and self._process.poll() is None
-        if self._owned and not alive and not self._answers():
+        if alive or self._answers():
+            return
+        self._owned = self._owned or try_lock(self._lock)
+        if self._owned:
             self._launch()
 
     def stop(self) -> None:

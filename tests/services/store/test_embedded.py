@@ -98,6 +98,24 @@ def test_files_that_a_full_disk_left_empty_are_written_again(folder: Path) -> No
         server.stop()
 
 
+def test_who_used_the_server_of_another_process_goes_on_with_it(
+    server: EmbeddedServer, folder: Path
+) -> None:
+    with connect_redis(server.url) as client:
+        client.set("x", "1")
+    other = EmbeddedServer(folder, find_binary())
+    other.start()
+    server.stop()
+    try:
+        other.ensure()
+        with connect_redis(other.url) as client:
+            assert client.get("x") == "1"
+    finally:
+        other.stop()
+    with pytest.raises(RedisError), connect_redis(other.url) as client:
+        client.ping()
+
+
 WRITES = 40_000
 
 
