@@ -53,6 +53,7 @@ from services.terminal.console import (
     print_error,
     print_json,
     print_table,
+    write_any_letters,
 )
 from services.terminal.exit_codes import FAILED, INVALID, UNREACHABLE
 
@@ -398,6 +399,7 @@ def main() -> None:
     With -v the traceback is printed too.
     """
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
+    write_any_letters()
     try:
         app()
     except PotstillError as error:
