@@ -141,7 +141,9 @@ local function count(name, labels, amount)
   redis.call('HINCRBYFLOAT', 'kd:counters', sample(name, labels), amount or 1)
 end
 
+-- A time that the clock says is negative, because it was set back, counts as none: a sum only grows.
 local function observe(name, labels, seconds)
+  seconds = math.max(seconds, 0)
   count(name .. '_sum', labels, seconds)
   count(name .. '_count', labels)
   for _, bound in ipairs(SECONDS) do
