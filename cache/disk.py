@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,11 +67,14 @@ def make_folder(folder: Path) -> None:
         sync_path(folder.parent)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whole or not at all and durably; replace what was there."""
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write ``data`` to ``path``, whole or not at all and durably; replace what was there.
+
+    ``mode`` says who may read and write the file, less what the process's umask forbids.
+    """
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

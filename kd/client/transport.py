@@ -41,7 +41,7 @@ class Connection:
         self._key = key or os.environ.get("KD_API_KEY")
         self._on_expiry = on_expiry
         self._warned = False
-        if not self.server.startswith(("http://", "https://")):
+        if not _is_address(self.server):
             raise Unreachable(
                 f"The address of the server is {self.server!r}, which is no URL.",
                 f"Write it like {DEFAULT_SERVER}: the argument server, or KD_SERVER.",
@@ -87,3 +87,11 @@ class Connection:
             f"No server answers at {self.server}: {detail}.",
             "Start one with `kd up`, or name another with --server or KD_SERVER.",
         )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)

@@ -196,7 +196,7 @@ function cellsOf(job, curves, button) {
     etaOf(job),
     number(metrics.loss),
     curves.of(job),
-    heldOut(metrics),
+    h("span", { class: "wrapped" }, heldOut(metrics)),
     runs ? number(progress.tokens_per_second, 3) : null,
     time(job.created_at),
   ];

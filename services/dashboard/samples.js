@@ -14,10 +14,13 @@ export function samplesSection(events) {
   if (!steps.length) return null;
   const prompts = known.get(steps[0]).map(({ prompt }) => prompt);
   return [h("h2", {}, "Samples"), ...prompts.map((prompt, at) => [
-    h("p", { class: "written" }, prompt, " …"),
+    h("p", { class: "written" }, shorten(prompt), " …"),
     table(`How the student continues prompt ${at + 1}`, ["Step", "The student writes"],
       steps.slice(0, SHOWN).map((step) => [
-        String(step), h("span", { class: "written" }, known.get(step)[at]?.text ?? ""),
+        String(step), h("span", { class: "written" }, shorten(known.get(step)[at]?.text ?? "")),
       ])),
   ]).flat()];
 }
+
+/** The text, with the number of line breaks in place of many: a young student may write nothing else. */
+const shorten = (text) => text.replace(/\n{3,}/g, (breaks) => `↵×${breaks.length}\n`);

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from redis.exceptions import RedisError
 
-from cache.disk import try_lock
+from cache.disk import storage_errors, try_lock, write_file
 from cache.errors import PotstillError
 from services.settings import Settings
 from services.store.connection import connect_redis
@@ -113,14 +113,15 @@ class EmbeddedServer:
     """A server of our own, on the loopback address and with a password."""
 
     def __init__(self, folder: Path, binary: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = (folder / "owner.lock").open("w")
-        self._owned = try_lock(self._lock)
-        self._password = self._read_or_create("password", lambda: secrets.token_urlsafe(24))
-        self._port = self._read_or_create("port", lambda: str(find_free_port()))
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (folder / "owner.lock").open("w")
+            self._owned = try_lock(self._lock)
+            self._password = self._read_or_create("password", lambda: secrets.token_urlsafe(24))
+            self._port = self._read_or_create("port", lambda: str(find_free_port()))
 
     @property
     def url(self) -> str:
@@ -148,9 +149,15 @@ class EmbeddedServer:
         self._launch()
 
     def ensure(self) -> None:
-        """Start the server again if it has died, with the same port and data."""
+        """Start the server again if it has died, with the same port and data.
+
+        A process that used the server of another one becomes its owner once that one has ended.
+        """
         alive = self._process is not None and self._process.poll() is None
-        if self._owned and not alive and not self._answers():
+        if alive or self._answers():
+            return
+        self._owned = self._owned or try_lock(self._lock)
+        if self._owned:
             self._launch()
 
     def stop(self) -> None:
@@ -220,11 +227,13 @@ class EmbeddedServer:
         return Path(folder).resolve() == self._folder.resolve()
 
     def _read_or_create(self, name: str, make: Callable[[], str]) -> str:
-        """Read a file that only its owner can read. A missing file is created."""
+        """Read a file that only its owner can read. A missing or empty file is written.
+
+        It is empty where a disk was full when an earlier version began to write it.
+        """
         path = self._folder / name
-        if not path.exists():
-            path.touch(mode=0o600)
-            path.write_text(make())
+        if not path.exists() or not path.stat().st_size:
+            write_file(path, make().encode(), mode=0o600)
         return path.read_text()
 
 
@@ -237,13 +246,18 @@ def find_free_port() -> int:
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen on this port."""
-    with socket.socket() as probe:
+    return find_bind_error(port, host) is None
+
+
+def find_bind_error(port: int, host: str) -> OSError | None:
+    """Return the error that a server would get that listens on this port; None if it could."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

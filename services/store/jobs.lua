@@ -75,6 +75,7 @@
 -- Times are milliseconds of this server's clock. Commands are those of Redis 6.2. No cluster: keys are computed.
 
 local FORMAT = '2'
+local LONGEST_LEASE = 2 * 3600 * 1000  -- no lease is longer: KD_LEASE_SECONDS is at most half of it
 local DAY = 24 * 60 * 60
 local EVENTS = 10000
 local HINTS = 32  -- kept in a queue of Celery: each wakes one idle worker
@@ -141,7 +142,9 @@ local function count(name, labels, amount)
   redis.call('HINCRBYFLOAT', 'kd:counters', sample(name, labels), amount or 1)
 end
 
+-- A time that the clock says is negative, because it was set back, counts as none: a sum only grows.
 local function observe(name, labels, seconds)
+  seconds = math.max(seconds, 0)
   count(name .. '_sum', labels, seconds)
   count(name .. '_count', labels)
   for _, bound in ipairs(SECONDS) do
@@ -936,7 +939,10 @@ local function mended(id, lease)
   if ACTIVE[status] then
     local devices = get(id, 'devices')
     if devices then redis.call('HSETNX', 'kd:devices:' .. team_of(id), id, devices) end
-    return redis.call('ZADD', 'kd:leases', 'NX', now + lease, id) == 1
+    local ends = tonumber(redis.call('ZSCORE', 'kd:leases', id) or math.huge)
+    if ends <= now + LONGEST_LEASE then return false end
+    redis.call('ZADD', 'kd:leases', now + lease, id)
+    return true
   end
   if status == 'queued' and not is_queued(id, stage) then
     queue(id)
@@ -953,7 +959,8 @@ end
 
 -- mend(start, count, lease_ms) -> {the next start, id, ...}: open jobs that had lost their lease, their place in the
 -- queue, or the end of a dependency. Every transition writes all of these at once, so that only damage to Redis's data
--- or a script that failed half-way can lose them.
+-- or a script that failed half-way can lose them. A lease beyond the longest one was given before the clock was set back:
+-- it would hold the job of a dead worker until that time comes again.
 function transitions.mend(start, count, lease)
   local ids = redis.call('ZRANGE', 'kd:open', start, start + count - 1)
   local found = {#ids == tonumber(count) and start + count or 0}
@@ -972,7 +979,7 @@ function transitions.hints(stage, age)
   redis.call('LTRIM', 'kd:celery:' .. stage, 0, HINTS - 1)
   if redis.call('LLEN', 'kd:celery:' .. stage) > 0 then return ids end
   for _, id in ipairs(redis.call('ZRANGE', 'kd:queue:' .. stage, 0, 99)) do
-    if now - get(id, 'dispatched_at') >= tonumber(age) then
+    if math.abs(now - get(id, 'dispatched_at')) >= tonumber(age) then  -- later than now: the clock was set back
       redis.call('HSET', key(id), 'dispatched_at', now)
       count('kd_reconciler_republished_total', {})
       ids[#ids + 1] = id

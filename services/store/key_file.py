@@ -19,6 +19,7 @@ admin   also see the jobs and caches of every key
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -276,7 +277,10 @@ def _append(path: Path, entry: dict[str, Any]) -> None:
             wait_for_lock(handle)
             size = os.fstat(handle).st_size
             torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            os.write(handle, b"\n" * torn + line)
+            line = b"\n" * torn + line
+            if os.write(handle, line) < len(line):  # the disk took a part
+                os.ftruncate(handle, size)  # with half a line no key would be accepted any more
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(handle)
         finally:
             os.close(handle)

@@ -53,6 +53,7 @@ from services.terminal.console import (
     print_error,
     print_json,
     print_table,
+    write_any_letters,
 )
 from services.terminal.exit_codes import FAILED, INVALID, UNREACHABLE
 
@@ -166,7 +167,7 @@ def up(
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
-            notes.print("stopping; a running job saves its state first")
+            _say("stopping; a running job saves its state first")
 
 
 @app.command()
@@ -331,7 +332,7 @@ def _print_fields(fields: Sequence[FieldHelp]) -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line to stderr. It is lost if stderr is a file on a full disk."""
+    """Print a line to stderr. It is lost where a full disk or a closed terminal takes none."""
     with suppress(OSError):
         notes.print(text, markup=False)
 
@@ -374,14 +375,22 @@ def _print_report(report: dict[str, Any], as_json: bool) -> None:
 
 
 def _interrupt_on_signals() -> None:
-    """Make SIGINT and SIGTERM raise KeyboardInterrupt.
+    """Make SIGINT, SIGTERM and the end of the terminal (SIGHUP) raise KeyboardInterrupt.
 
-    SIGINT is set too, because a shell starts background jobs with SIGINT ignored.
+    SIGINT is set too, because a shell starts background jobs with SIGINT ignored. An ignored
+    SIGHUP stays so: `nohup` asks for it. A terminal may send SIGHUP twice, and the second one is
+    no second Ctrl-C, which would stop at once.
     """
     import signal
 
+    def hang_up(*_: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def main() -> None:
@@ -390,6 +399,7 @@ def main() -> None:
     With -v the traceback is printed too.
     """
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
+    write_any_letters()
     try:
         app()
     except PotstillError as error:

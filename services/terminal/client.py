@@ -39,8 +39,11 @@ def locate_page(server: str, job_id: str) -> str:
 def find_job(client: Client, name: str) -> Job:
     """Return the job whose id is ``name`` or begins with it; the newest one for ``last``.
 
-    Raises ``Refused`` if no job or several jobs match.
+    Raises ``Refused`` if no job or several jobs match. An empty ``name``, as of a variable of a
+    shell that is not set, matches none: else it would name the only job of a service.
     """
+    if name in ("", "job_"):
+        raise Refused(404, "The name of the job is empty.", "Give an id: see `kd jobs ls`.")
     full = name if name.startswith("job_") else f"job_{name}"
     if len(full) == ID_LENGTH:
         return client.job(full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -246,5 +247,13 @@ def _format_duration(seconds: float) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON value for programs."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print a JSON value for programs; where the locale cannot write all letters, as escapes."""
+    escaped = not (sys.stdout.encoding or "").lower().startswith("utf")
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=escaped) + "\n")
+
+
+def write_any_letters() -> None:
+    """Let stdout and stderr write a ``?`` for a letter that the encoding of the locale lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")

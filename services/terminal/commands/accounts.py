@@ -93,7 +93,7 @@ def audit(
 
     filters: dict[str, Any] = {"actor": actor, "action": action, "target": target}
     if since is not None:
-        start = datetime.now(UTC) - timedelta(seconds=parse_age(since))
+        start = datetime.now(UTC) - timedelta(seconds=parse_age(since, "--since"))
         filters["after"] = start.isoformat(timespec="milliseconds")
     with connect(server) as client:
         entries = list(islice(_read_entries(client, min(limit, 1000), filters), limit))

@@ -10,6 +10,7 @@ it is killed. Only the job store then lives on, and the next ``kd up`` adopts it
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -29,7 +30,7 @@ from services.process.extras import WORKER, find_missing_packages
 from services.process.lasting_loops import keep_running
 from services.settings import Settings, make_address
 from services.store.connection import connect_redis
-from services.store.embedded import StoreUnavailable, find_free_port, is_port_free, provide_redis
+from services.store.embedded import StoreUnavailable, find_bind_error, find_free_port, provide_redis
 from services.store.formats import require_known_records
 from services.worker.child_process import build_module_command, build_package_environment
 
@@ -148,13 +149,25 @@ def _describe_missing(names: list[str]) -> str:
 
 
 def _choose_port(settings: Settings) -> Settings:
-    if settings.port and not is_port_free(settings.port, settings.host):
-        raise StartError(
-            f"Port {settings.port} of {settings.host} is in use.",
-            "Stop the program that listens there, or use another port: --port 0 finds a free one.",
-        )
+    if settings.port:
+        _require_port(settings.port, settings.host)
     port = settings.port or find_free_port()
     return settings.model_copy(update={"port": port, "server": make_address(settings.host, port)})
+
+
+def _require_port(port: int, host: str) -> None:
+    error = find_bind_error(port, host)
+    if error is None:
+        return
+    if error.errno == errno.EADDRINUSE:
+        raise StartError(
+            f"Port {port} of {host} is in use.",
+            "Stop the program that listens there, or use another port: --port 0 finds a free one.",
+        )
+    raise StartError(
+        f"The API cannot listen on port {port} of {host}: {error.strerror}.",
+        "Give an address of this machine with --host, or another port with --port.",
+    )
 
 
 def _require_store(url: str) -> None:

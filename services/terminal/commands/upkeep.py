@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from functools import partial
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 #: Characters of the longest bar of a histogram.
 BAR_WIDTH = 40
 SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+#: A hundred years: no time lies further back, and a longer age may reach no year that has a number.
+LONGEST_AGE_SECONDS = 36_525 * 86_400
 #: Seconds to wait for the job store, which need not run.
 STORE_TIMEOUT = 1.0
 
@@ -323,11 +326,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 64 else f"{text[:61]}..."
 
 
-def parse_age(text: str) -> float:
-    """Return the seconds of an age such as 90m, 12h, 7d or 2w."""
+def parse_age(text: str, option: str = "--older-than") -> float:
+    """Return the seconds of an age such as 90m, 12h, 7d or 2w, which ``option`` has."""
     found = re.fullmatch(r"(\d+)([smhdw])", text)
-    if found is None:
+    seconds = int(found[1]) * SECONDS_OF_UNIT[found[2]] if found else math.inf
+    if seconds > LONGEST_AGE_SECONDS:
         raise typer.BadParameter(
-            f"{text!r} is not an age: write 90m, 12h, 7d or 2w", param_hint="--older-than"
+            f"{text!r} is not an age: write 90m, 12h, 7d or 2w", param_hint=option
         )
-    return int(found[1]) * SECONDS_OF_UNIT[found[2]]
+    return seconds

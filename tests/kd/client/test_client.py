@@ -125,9 +125,10 @@ def test_server_and_key_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("KD_SERVER", api.settings.server)
     assert connect().health().status == "ok"
-    monkeypatch.setenv("KD_SERVER", "localhost:8000")
-    with pytest.raises(Unreachable, match="no URL"):
-        connect()
+    for wrong in ("localhost:8000", "http://[::1", "http://127.0.0.1:one", "https://"):
+        monkeypatch.setenv("KD_SERVER", wrong)
+        with pytest.raises(Unreachable, match="no URL"):
+            connect()
 
 
 # ---------------------------------------------------------------------- lost connections

@@ -637,6 +637,19 @@ def test_every_page_fits_the_screen_of_a_phone(
 
 
 @in_browser
+@pytest.mark.parametrize("width", [360, 1440])
+def test_a_name_and_an_error_without_spaces_break(browser: Browser, api: Parts, width: int) -> None:
+    claim = claim_job(api, "n" * 63)
+    error = {"type": "data_error", "detail": "/a-long-path" * 40, "remedy": "x" * 400}
+    api.jobs.finish(claim, "failed", error=error)
+    tab = browser.new_page(viewport={"width": width, "height": 700})
+    open_page(tab, api, f"jobs/{claim.id}")
+    expect(tab.get_by_role("alert")).to_contain_text("/a-long-path")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.close()
+
+
+@in_browser
 def test_an_absent_server_is_reported_and_asked_again(page: Page, api: Parts) -> None:
     open_page(page, api, f"jobs/{api.jobs.create(make_config('away')).id}")
     expect(page.get_by_role("heading", level=1)).to_have_text("away")

@@ -53,6 +53,9 @@ def test_samples_are_shown_as_they_come(page: Page, api: Parts) -> None:
     )
     require_fit(page)
     take_picture(page, "samples")
+    texts = [{"prompt": "It was", "text": "\n" * 32 + "it"}]
+    tell(api, claim, ("samples", {"step": 4, "texts": texts}))
+    expect(shown.get_by_role("row").nth(1)).to_contain_text("↵×32")
 
 
 def test_events_are_marks_on_the_curves_and_lines_of_a_list(page: Page, api: Parts) -> None:

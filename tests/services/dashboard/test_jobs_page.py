@@ -64,6 +64,22 @@ def test_trials_are_folded_below_their_search(page: Page, api: Parts) -> None:
     expect(page.get_by_role("button", name="Trials of study")).to_have_count(0)
 
 
+def test_the_table_fits_a_wide_window(page: Page, api: Parts) -> None:
+    claim = running(api, labels={"team": "fiction"})
+    held = {"validation_perplexity": 2053.0, "validation_tokens": 38_250,
+            "validation_perplexity_low": 2015.0, "validation_perplexity_high": 2092.0}  # fmt: skip
+    tell(api, claim, ("stage", {"stage": "train", "phase": "scoring single tokens"}))
+    tell(api, claim, ("evaluation", held))
+    tell(api, claim, *(("metrics", {"step": step, "loss": 4.708}) for step in range(1, 4)))
+    done = {"done": 1, "total": 4, "unit": "steps", "fraction": 0.25, "eta_seconds": 5000.0}
+    tell(api, claim, ("progress", done))
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(f"{api.settings.server}/jobs")
+    expect(page.get_by_role("row").nth(1)).to_contain_text("2,015 to 2,092")
+    table = page.locator(".scroll")
+    assert table.evaluate("each => each.scrollWidth - each.clientWidth") <= 0
+
+
 def test_a_row_has_the_curve_of_its_loss(page: Page, api: Parts) -> None:
     claim = running(api)
     tell(api, claim, *(("metrics", {"step": step, "loss": 5.0 - step / 250}) for step in

@@ -83,6 +83,39 @@ def test_a_restart_keeps_data_port_and_password(server: EmbeddedServer, folder: 
         again.stop()
 
 
+def test_files_that_a_full_disk_left_empty_are_written_again(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("password", "port"):
+        (folder / name).touch(mode=0o600)
+    server = EmbeddedServer(folder, find_binary())
+    try:
+        server.start()
+        with connect_redis(server.url) as client:
+            assert client.ping()
+        assert (folder / "password").stat().st_size
+        assert stat.S_IMODE((folder / "password").stat().st_mode) == 0o600
+    finally:
+        server.stop()
+
+
+def test_who_used_the_server_of_another_process_goes_on_with_it(
+    server: EmbeddedServer, folder: Path
+) -> None:
+    with connect_redis(server.url) as client:
+        client.set("x", "1")
+    other = EmbeddedServer(folder, find_binary())
+    other.start()
+    server.stop()
+    try:
+        other.ensure()
+        with connect_redis(other.url) as client:
+            assert client.get("x") == "1"
+    finally:
+        other.stop()
+    with pytest.raises(RedisError), connect_redis(other.url) as client:
+        client.ping()
+
+
 WRITES = 40_000
 
 
@@ -247,5 +280,6 @@ def test_the_order_of_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_free_ports_are_free() -> None:
     port = find_free_port()
     assert is_port_free(port)
+    assert is_port_free(port, "::1")
     with connect_socket(port):
         assert not is_port_free(port)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from bench.support.harness import Parts
 from bench.support.paths import ROOT
+from cache.errors import StorageError
 from services.api.guards import rate_limits
 from services.api.guards.authentication import UnsafeBind, is_loopback, require_safe_bind
 from services.settings import Settings
@@ -161,6 +163,21 @@ def test_a_line_that_a_crash_cut_off_is_named_and_not_glued_to_the_next(file: Pa
     file.write_text(whole.rstrip("\n"))  # only the newline was lost
     create_key(file, "bob", ["read"])
     assert [key.name for key in read_keys(file)] == ["alice", "bob"]
+
+
+def test_a_key_of_which_the_disk_takes_a_part_is_not_made(file: Path) -> None:
+    create_key(file, "first", ["read"])
+    before = file.read_bytes()
+    soft, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # as on a full disk: the first bytes of the line are written, the others are not
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, most))
+        with pytest.raises(StorageError):
+            create_key(file, "second", ["read"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, most))
+    assert file.read_bytes() == before
+    create_key(file, "second", ["read"])
+    assert [key.name for key in read_keys(file)] == ["first", "second"]
 
 
 def test_keys_that_are_made_at_once_are_all_there(file: Path) -> None:

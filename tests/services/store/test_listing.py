@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -221,6 +222,18 @@ def test_the_script_counts_what_it_does(jobs: JobStore) -> None:
     }
     assert buckets["+Inf"] == buckets["1"] == 1
     assert sorted(buckets.values()) == list(buckets.values()), "a bucket holds those below it"
+
+
+def test_a_clock_that_is_set_back_lessens_no_sum(jobs: JobStore) -> None:
+    job_id = queued(jobs)
+    tomorrow = int((time.time() + 86_400) * 1000)
+    jobs.redis.hset(f"kd:job:{job_id}", "queued_at", tomorrow)
+    claim = jobs.claim(job_id, "train", "w", 5)
+    jobs.redis.hset(f"kd:job:{job_id}", "started_at", tomorrow)
+    jobs.finish(claim, "succeeded")
+    found = counted(jobs)
+    assert found["kd_job_queue_wait_seconds_sum"] == found["kd_job_duration_seconds_sum"] == 0
+    assert found["kd_job_duration_seconds_count"] == 1
 
 
 def test_a_job_that_never_ran_has_no_duration(jobs: JobStore) -> None:

@@ -123,6 +123,10 @@ def test_quota_and_audit_show_what_a_caller_may_see(tmp_path: Path) -> None:
             ["ann", "auth.forbidden", "GET", "/audit"],
             ["ann", "job.delete", job_id, "done"],
         ]
+        for wrong in ("yesterday", "9999999w"):
+            refused = kd("audit", "--since", wrong, **there, KD_API_KEY=keys["root"])
+            assert refused.returncode == 2
+            assert f"Invalid value for --since: '{wrong}' is not an age" in refused.stderr
         found = json.loads(ok("root", "audit", "--action", "job", "--json").stdout)
         assert [(entry["actor"], entry["target"]) for entry in found] == [("ann", job_id)]
         assert len(json.loads(ok("root", "audit", "--limit", "1", "--json").stdout)) == 1

@@ -473,7 +473,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.long
 def test_up_runs_everything_and_one_signal_stops_it(
     up: tuple[subprocess.Popen[str], str], job_file: Callable[..., Path], number: signal.Signals
@@ -543,6 +543,12 @@ def test_up_reports_a_port_or_store_that_it_cannot_use(service: Parts, tmp_path:
     assert done.returncode == 1
     assert "is in use" in done.stderr
     assert "--port 0" in done.stderr
+    # No machine has this address: it is for documents.
+    keys = {"KD_API_KEYS_FILE": str(tmp_path / "keys")}
+    assert kd("keys", "new", "me", **keys).returncode == 0
+    done = kd("up", "--host", "192.0.2.1", "--port", "8000", "--home", tmp_path, **keys)
+    assert done.returncode == 1
+    assert "cannot listen on port 8000 of 192.0.2.1: Cannot assign" in done.stderr
     done = kd("up", "--port", "0", "--home", tmp_path, KD_REDIS_URL="redis://:secret@127.0.0.1:9/0")
     assert done.returncode == 1
     assert "KD_REDIS_URL" in done.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import sys
 from io import StringIO
 
 import pytest
@@ -92,3 +95,19 @@ def test_values_are_formatted_for_people(name: str, value: object, text: str) ->
 def test_facts_have_names_and_no_empty_lines(capsys: pytest.CaptureFixture[str]) -> None:
     print_facts({"free_bytes": 2048, "device": None, "fits": False})
     assert capsys.readouterr().out == "free  2.0 KiB\nfits  no\n"
+
+
+def test_a_locale_without_a_letter_gets_escapes_or_question_marks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for encoding, shown in (("ascii", "text ?"), ("latin-1", "text ?"), ("utf-8", "text 茶")):
+        written = io.BytesIO()
+        stream = io.TextIOWrapper(written, encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        console.write_any_letters()
+        console.print_json({"name": "茶🍵"})
+        stream.write("text 茶")
+        stream.flush()
+        text = written.getvalue().decode(encoding)
+        assert text.endswith(shown)
+        assert json.loads(text.removesuffix(shown)) == {"name": "茶🍵"}

@@ -239,5 +239,8 @@ def test_a_whole_id_is_looked_up_and_a_part_of_one_is_found(shell: Shell) -> Non
             find_job(client, "job_zzz")
         with pytest.raises(Refused, match="There is no"):
             find_job(client, "../../caches/" + "x" * 13)
+        for nothing in ("", "job_"):  # it would name the only job
+            with pytest.raises(Refused, match="is empty"):
+                find_job(client, nothing)
     with pytest.raises(Unreachable), Client("http://127.0.0.1:1", patience=0) as nobody:
         find_job(nobody, "last")
