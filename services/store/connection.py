@@ -44,6 +44,11 @@ def connect_redis(url: str, timeout: float = 2.0) -> Redis:
     return cast(Redis, found)
 
 
+def describe_silence(error: Exception) -> str:
+    """Say as the end of a sentence why a job store does not answer: the library's own words."""
+    return str(error).rstrip(".")
+
+
 def connect_events(url: str) -> redis.asyncio.Redis:
     """Return a client for streams of events, with time-outs that are longer than their polls."""
     options: dict[str, Any] = {

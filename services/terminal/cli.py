@@ -141,7 +141,9 @@ def kd(
 @app.command()
 def up(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 = any free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free one.")
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=1, help="How many workers to run; each runs one stage at a time.")
     ] = 1,
@@ -173,7 +175,7 @@ def up(
 @app.command()
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")] = None,
     as_json: LogAsJson = False,
 ) -> None:
     """Run only the API; KD_REDIS_URL names the job store."""

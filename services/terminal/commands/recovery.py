@@ -73,7 +73,7 @@ def connect_store(settings: Settings) -> Iterator[JobStore]:
     """Connect to the job store. Raises ``StoreUnavailable`` if there is none or it is silent."""
     from redis.exceptions import RedisError
 
-    from services.store.connection import connect_redis
+    from services.store.connection import connect_redis, describe_silence
     from services.store.embedded import StoreUnavailable
     from services.store.jobs.store import JobStore
 
@@ -85,7 +85,9 @@ def connect_store(settings: Settings) -> Iterator[JobStore]:
         try:
             client.ping()
         except RedisError as error:
-            raise StoreUnavailable(f"The job store does not answer: {error}.", remedy) from None
+            raise StoreUnavailable(
+                f"The job store does not answer: {describe_silence(error)}.", remedy
+            ) from None
         yield JobStore(client, settings.max_attempts)
 
 
