@@ -79,15 +79,20 @@ def format_closing_sections(report: Facts) -> list[str]:
 
 
 def _format_checks(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line with the checks that passed, and a line with the step for each objection."""
+    """One line with the checks that passed, and a line with the step for each objection.
+
+    What to do about it stands in the first line of each check.
+    """
     # A spike is shown even where the run recovered from it.
     wrong = [verdict for verdict in verdicts if not verdict["ok"] or verdict["check"] == "spike"]
     sound = ", ".join(
         dict.fromkeys(verdict["check"] for verdict in verdicts if verdict not in wrong)
     )
-    lines = [
-        f"- Step {verdict['step']:,}, {verdict['check']}: {verdict['message']}" for verdict in wrong
-    ]
+    remedies = {verdict["check"]: verdict.get("remedy") or "" for verdict in reversed(wrong)}
+    lines = []
+    for verdict in wrong:
+        said = f"{verdict['message']} {remedies.pop(verdict['check'], '')}".rstrip()
+        lines.append(f"- Step {verdict['step']:,}, {verdict['check']}: {said}")
     return [
         *([f"- Checks passed: {sound}."] if sound else []),
         *(["", "## Checks", "", *lines] if lines else []),

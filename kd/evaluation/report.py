@@ -174,7 +174,7 @@ def _read_checks_and_profile(run: EvaluationContext) -> Report:
     """The verdicts of the run's checks, and its profile of time and memory."""
     lines = read_metrics(run.training / "metrics.jsonl")
     verdicts = [
-        {key: line[key] for key in ("step", "check", "ok", "message")}
+        {key: line[key] for key in ("step", "check", "ok", "message", "remedy")}
         for line in lines
         if "check" in line
     ]

@@ -283,8 +283,14 @@ def test_a_roll_back_is_listed_among_the_checks() -> None:
         },
     ]
     page = render_report(BARE | {"checks": verdicts})
-    assert "Step 40, spike: Back to step 40 with half the rate." in page
+    assert "Step 40, spike: Back to step 40 with half the rate.\n" in page
     assert "- Checks passed: parity." in page
+
+
+def test_what_to_do_about_an_alarm_is_said_once() -> None:
+    alarm = {"check": "clipping", "ok": False, "message": "Clipped.", "remedy": "Lower the rate."}
+    page = render_report(BARE | {"checks": [alarm | {"step": step} for step in (3, 9)]})
+    assert "- Step 3, clipping: Clipped. Lower the rate.\n- Step 9, clipping: Clipped.\n" in page
 
 
 def test_the_teacher_is_the_one_whose_records_were_read(trained: Trained, tmp_path: Path) -> None:
