@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kd.errors import ModelError
+from cache.errors import PotstillError
+from kd.errors import ModelError, format_first_line
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
 from kd.models.depth import cut_fields
 from kd.models.layers import compute_hidden_states, find_device
@@ -69,7 +71,7 @@ def isolate_documents(model: PreTrainedModel) -> None:
         if use_packed_attention(model) and all(_computes_as_alone(model, each) for each in trials):
             return
         use_own_attention(model)
-        if not all(_isolates(model, each) for each in trials):
+        if not _isolates_in_all(model, trials):
             raise ModelError(
                 f"{type(model).__name__} attends across the documents of a packed sequence.",
                 "Set data.packing to false, or use a model whose attention follows position_ids.",
@@ -197,6 +199,19 @@ def _measure_rounding(model: PreTrainedModel, trial: _Trial, alone: Tensor) -> f
         return float((trial.read_packed(model) - alone).abs().max())
     except Exception:
         return 0.0
+
+
+def _isolates_in_all(model: PreTrainedModel, trials: Sequence[_Trial]) -> bool:
+    try:
+        return all(_isolates(model, each) for each in trials)
+    except (PotstillError, torch.OutOfMemoryError):
+        raise
+    # The model's own code may raise anything, for example where its sizes do not fit each other.
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot read packed sequences: {format_first_line(error)}",
+            "Check the sizes in its config.json, or set data.packing to false.",
+        ) from error
 
 
 def _isolates(model: PreTrainedModel, trial: _Trial) -> bool:

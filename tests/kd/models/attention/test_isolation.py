@@ -118,6 +118,15 @@ def test_a_leak_outside_the_attention_is_found() -> None:
         isolate_documents(model)
 
 
+def test_a_model_that_cannot_compute_is_refused_by_name() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
+    model.model.layers[0].self_attn.o_proj = torch.nn.Linear(7, 7)
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot read packed sequences") as caught:
+        isolate_documents(model)
+    assert "shapes cannot be multiplied" in caught.value.detail
+    assert "config.json" in caught.value.remedy
+
+
 @pytest.mark.parametrize("distance", [16, 100])
 @torch.no_grad()
 def test_a_leak_from_far_back_is_found(distance: int) -> None:
