@@ -6,6 +6,7 @@
     rates       bench/roofline.py --measure: each stage beside its expected rate
     speed       bench/speed.py: capture, step, LM head and loader, beside plain torch
     reference   bench/gpu/reference_run.py: one job with a teacher of 1B parameters
+    chunks      bench/gpu/chunk_sizes.py: a capture with more logits in memory at a time
 
 It needs a checkout, not an installation, and no network. A part that fails, or that has no time
 left, does not end the others. Each writes all that it prints to FOLDER/PART.log, and a bench its
@@ -49,6 +50,7 @@ def list_commands(out: Path) -> dict[str, list[str]]:
         "rates": ["bench/roofline.py", "--measure"],
         "speed": ["bench/speed.py"],
         "reference": ["bench/gpu/reference_run.py"],
+        "chunks": ["bench/gpu/chunk_sizes.py"],
     }
     commands = {"tests": ["-m", "pytest", "-q", "-m", "gpu", *find_test_files()]}
     if importlib.util.find_spec("xdist") is not None:

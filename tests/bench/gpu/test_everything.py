@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu import chunk_sizes
 from bench.gpu.everything import find_test_files, list_commands, run_part
 from bench.gpu.reference_run import widen_vocabulary
+from bench.gpu.stage_work import ModelShape, Sizes
 from bench.support.paths import AUSTEN, ROOT
 from bench.support.waiting import PATIENCE_SECONDS
+from kd.capture.recording import LOGIT_ELEMENTS
 from kd.models.tokenizers import load_tokenizer
 
 #: Packages of the project that a machine for benches need not have.
@@ -23,7 +26,7 @@ LACKING = (
     "pytorch_optimizer", "redis", "rich", "schedulefree", "structlog", "typer", "uvicorn",
     "pydantic_settings",
 )  # fmt: skip
-BENCHES = ("bench.speed", "bench.roofline", "bench.gpu.reference_run")
+BENCHES = ("bench.speed", "bench.roofline", "bench.gpu.reference_run", "bench.gpu.chunk_sizes")
 WITHOUT = f"""
 import importlib, sys
 
@@ -49,7 +52,7 @@ def test_the_benches_need_no_package_but_those_that_the_page_names() -> None:
 
 def test_every_part_has_a_command_and_each_file_with_gpu_tests_is_run(tmp_path: Path) -> None:
     commands = list_commands(tmp_path)
-    assert list(commands) == ["tests", "rates", "speed", "reference"]
+    assert list(commands) == ["tests", "rates", "speed", "reference", "chunks"]
     for command in commands.values():
         assert command[0] == "-m" or (ROOT / command[0]).is_file()
     assert "tests/system/test_gpu.py" in commands["tests"]
@@ -102,3 +105,22 @@ def test_a_reference_run_prints_both_phases_beside_their_forecast(
         assert of_peak == "-", "the peak of this CPU is not known"
     assert "Failed: none." in page
     assert "V = 8,192" in page
+
+
+def test_a_smaller_chunk_is_read_in_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's rows differ in nothing but the logits that are in memory at a time."""
+    sizes = Sizes(
+        {"tiny": ModelShape(2, 64, 128, 4, 2, tied=False)},
+        student="tiny",
+        vocabulary=512,
+        document=16,
+        row=32,
+        tokens=64,
+        head=(64, 32, 512),
+    )
+    monkeypatch.setitem(LOGIT_ELEMENTS, "cpu", 8 * 512)
+    rows = chunk_sizes.measure(sizes, 1)
+    assert [row[:2] for row in rows] == [
+        [f"{512 * count:,}", f"{count}"] for count in (8, 16, 32, 64)
+    ]
+    assert LOGIT_ELEMENTS["cpu"] == 8 * 512
