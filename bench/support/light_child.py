@@ -30,6 +30,7 @@ from cache.checking.verify import verify_cache
 from cache.disk import make_folder, write_file
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity
+from cache.remote.probe import require_store
 from cache.store import Cache, open_cache
 from cache.testing import PROVENANCE, make_codec, make_identity, make_shard, make_token_map
 from cache.writing.writer import CacheWriter, open_helper, open_writer
@@ -99,6 +100,8 @@ def run_stage(
     if config.name.startswith(POISON):
         os.kill(os.getpid(), signal.SIGKILL)
     monitor.emit("stage", stage=stage, phase="working")
+    # As kd.pipeline does: a bucket that does not answer is told after some ten seconds.
+    require_store(find_caches(home, None), stage == "precompute")
     work = LightWork.of(config.name)
     run = {"precompute": precompute, "train": train}[stage]
     result = run(work, home, run_dir, monitor, ledger)

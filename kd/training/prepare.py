@@ -127,7 +127,7 @@ def prepare(
         allocate(student, device)
     compilation = compile_student(student, options.compile, device, strategy == "fsdp")
     loss = _make_loss(config, source, student, lm_head.refresh(student), precision, device)
-    parts = _Parts.of(options, loss, strategy, group, monitor)
+    parts = _StepParts.of(options, loss, strategy, group, monitor)
     state, identity = _restore_state(config, source, parts, folder, group, monitor)
     if options.auto_batch:
         options = fit_micro_batch(options, source, state, parts.loss, monitor)
@@ -159,7 +159,7 @@ def prepare(
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _StepParts:
     """What takes a step: the loss, the module that computes its gradients, and the optimiser."""
 
     loss: StepLoss
@@ -175,7 +175,7 @@ class _Parts:
         strategy: ParallelStrategy,
         group: Group,
         monitor: Monitor,
-    ) -> _Parts:
+    ) -> _StepParts:
         """Make them in the one order that works: each refers to parameters of the one before."""
         student = loss.student
         # Before anything refers to a parameter: the parts of sharded parameters are new ones.
@@ -192,7 +192,12 @@ class _Parts:
 
 
 def _restore_state(
-    config: JobConfig, source: Source, parts: _Parts, folder: Path, group: Group, monitor: Monitor
+    config: JobConfig,
+    source: Source,
+    parts: _StepParts,
+    folder: Path,
+    group: Group,
+    monitor: Monitor,
 ) -> tuple[TrainState, str]:
     """Return the state of the newest checkpoint, or a new one, and what a checkpoint must match."""
     identity = compute_resume_identity(config, str(source.identity))
@@ -421,7 +426,9 @@ def _cut_student(
     return StageLoss(stage, group, options.pipeline.schedule, loss.device)
 
 
-def _make_state(config: JobConfig, parts: _Parts, group: Group, schedule_began: int) -> TrainState:
+def _make_state(
+    config: JobConfig, parts: _StepParts, group: Group, schedule_began: int
+) -> TrainState:
     """Make schedule and loss scale, with all that a checkpoint must hold."""
     loss = parts.loss
     extras: dict[str, nn.Module | None] = {

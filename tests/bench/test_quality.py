@@ -117,8 +117,8 @@ def read_losses(work: Path) -> dict[str, list[float]]:
 
 
 def list_times(work: Path) -> dict[Path, int]:
-    """When each file was written, but for the sums that are removed when a cache is sealed."""
-    files = (path for path in work.rglob("*") if path.is_file())
+    """When each file was written, but for what is removed when a cache is sealed."""
+    files = (path for path in work.rglob("*") if path.is_file() and path.suffix != ".writers")
     return {path: path.stat().st_mtime_ns for path in files if TAIL_SUMS not in path.parts}
 
 

@@ -91,7 +91,7 @@ def test_ten_kills_change_no_byte(novels, tmp_path):
         child.kill()
         child.communicate()
         shards.append(len(list((tmp_path / "cut").glob("*/shards/000/*.json"))))
-    assert shards == sorted(shards) and len(set(shards)) > 5, "each attempt went on"
+    assert shards == sorted(shards) and len(set(shards)) > 3, "each attempt went on"
     assert finish(start(novels, tmp_path / "cut", 4096))[:2] == expected[:2]
     assert read_files(tmp_path / "cut") == read_files(tmp_path / "whole")
 
