@@ -41,7 +41,7 @@ from bench.gpu.stage_work import (
     count_read_bytes,
     list_stages,
 )
-from bench.speed import read_cpu_name
+from bench.speed import name_machine
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, find_device_kind
 from kd.memory.rates import measure_rates
 from kd.memory.training_phase import Place
@@ -194,7 +194,7 @@ def render_measured(sizes: Sizes, rounds: int) -> str:
 
     device = pick_device()
     place = describe_place(device)
-    lines = [*make_heading(device, place, sizes, rounds), ""]
+    lines = [*make_heading(place, sizes, rounds), ""]
     lines += [f"| {' | '.join(MEASURED_COLUMNS)} |", "|---|---|" + "--:|" * 5]
     for stage in list_stages(sizes):
         print(f"measuring: {stage.name}", file=sys.stderr, flush=True)
@@ -212,14 +212,13 @@ def render_measured(sizes: Sizes, rounds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def make_heading(device: torch.device, place: Place, sizes: Sizes, rounds: int) -> list[str]:
+def make_heading(place: Place, sizes: Sizes, rounds: int) -> list[str]:
     """The lines about the machine, its rates and the sizes."""
     rates = place.rates
-    name = torch.cuda.get_device_name(device) if place.is_gpu else read_cpu_name()
     source = "the maker's" if rates.name in DEVICE_KINDS else "measured"
     machine = (
-        f"Machine: {name}, torch {torch.__version__}, {torch.get_num_threads()} threads on "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start."
+        f"Machine: {name_machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads "
+        f"on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start."
     )
     about_rates = (
         f"Rates ({source}): {place.auto} products "

@@ -632,7 +632,7 @@ def measure_memory_alone(name: str, sizes: BenchmarkSizes, variant: str) -> floa
 
 def make_heading(machine: Machine, sizes: BenchmarkSizes) -> list[str]:
     """The lines about the machine and about the sizes."""
-    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else read_cpu_name()
+    device = name_machine()
     positions, width, vocabulary = sizes.head
     about_machine = (
         f"Machine: {device}, torch {torch.__version__}, {torch.get_num_threads()} threads on "
@@ -650,6 +650,11 @@ def make_heading(machine: Machine, sizes: BenchmarkSizes) -> list[str]:
 
 def format_shape(shape: tuple[int, int]) -> str:
     return f"{shape[0]}x{shape[1]}"
+
+
+def name_machine() -> str:
+    """Return the name of the GPU, or of the processor where there is none."""
+    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else read_cpu_name()
 
 
 def read_cpu_name() -> str:

@@ -25,12 +25,12 @@ import torch
 
 from bench.gpu.stage_runs import run_capture
 from bench.gpu.stage_work import REAL, SMALL, Sizes, list_stages
-from bench.speed import read_cpu_name
+from bench.speed import name_machine
 from bench.timing import MIB, interleave
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.memory.step_memory import read_peak_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars
-from kd.models.precision import name_device, pick_device
+from kd.models.precision import pick_device
 
 #: The sizes that are tried, as multiples of the constant.
 MULTIPLES = (1, 2, 4, 8)
@@ -91,9 +91,8 @@ def main() -> None:
     hide_progress_bars()
     device = pick_device()
     sizes = SMALL if arguments.small or device.type == "cpu" else REAL
-    where = read_cpu_name() if device.type == "cpu" else name_device(device)
     lines = [
-        f"Machine: {where}, torch {torch.__version__}. {sizes}",
+        f"Machine: {name_machine()}, torch {torch.__version__}. {sizes}",
         "",
         "| chunk, logits | positions | tokens/s | speed (least-most) | memory, MiB |",
         "|--:|--:|--:|--:|--:|",

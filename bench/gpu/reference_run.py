@@ -38,7 +38,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.gpu.stage_work import REAL, SMALL, Sizes, make_config
-from bench.speed import read_cpu_name
+from bench.speed import name_machine
 from bench.support.paths import AUSTEN
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
@@ -46,8 +46,8 @@ from kd.forecast import estimate_job
 from kd.memory.phases import PhaseForecast
 from kd.memory.step_memory import read_peak_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars
-from kd.models.precision import name_device, pick_device
-from kd.models.products.float8 import CAPABILITY
+from kd.models.precision import pick_device
+from kd.models.products.float8 import has_float8
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
@@ -205,11 +205,6 @@ def make_row(
     ]
 
 
-def has_float8(device: torch.device) -> bool:
-    """Whether ``device`` has products in float8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability() >= CAPABILITY
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -259,13 +254,15 @@ def main() -> None:
         say("the teacher is saved")
         job = make_job(teacher, sizes, arguments.steps or sizes.steps)
         lines = run_job(job, home)
-    where = read_cpu_name() if device.type == "cpu" else name_device(device)
     teacher_name = next(iter(sizes.models.teachers))
     models = (
         f"Teacher of {teacher_name}, V = {sizes.models.vocabulary:,}; sequences of "
         f"{sizes.models.document:,} tokens; student {json.dumps(sizes.student)}."
     )
-    text = "\n".join([f"Machine: {where}, torch {torch.__version__}.", models, "", *lines]) + "\n"
+    text = (
+        "\n".join([f"Machine: {name_machine()}, torch {torch.__version__}.", models, "", *lines])
+        + "\n"
+    )
     sys.stdout.write(text)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")

@@ -41,7 +41,8 @@ from kd.loss.sparse_targets import SparseTarget, decode_tempered
 from kd.loss.targets import Targets
 from kd.loss.whole_targets import decode_lm_head
 from kd.models.lm_head import LMHead, SplitLMHead
-from kd.models.products.float8 import CAPABILITY
+from kd.models.precision import pick_device
+from kd.models.products.float8 import has_float8
 from kd.models.products.split import can_split
 from kd.models.products.wide import sums_wide
 from kd.models.tokenizers import load_tokenizer
@@ -608,10 +609,7 @@ def test_a_job_of_every_profile_captures_and_learns(
 
 
 @needs_torchao
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,
-    reason="needs a GPU with products in float8",
-)
+@pytest.mark.skipif(not has_float8(pick_device()), reason="needs a GPU with products in float8")
 def test_a_job_in_float8_learns_as_one_in_bfloat16_does(teacher: Path, tmp_path: Path) -> None:
     ends = []
     for name, fp8 in (("bf16", False), ("fp8", True)):

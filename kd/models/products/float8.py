@@ -21,9 +21,14 @@ CAPABILITY = (8, 9)
 TILE = 16
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether ``device`` has products in float8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability() >= CAPABILITY
+
+
 def require_float8(device: torch.device) -> None:
     """Raise ``ConfigError`` where ``device`` has no products in float8."""
-    if device.type == "cuda" and torch.cuda.get_device_capability() >= CAPABILITY:
+    if has_float8(device):
         return
     raise ConfigError(
         [

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import chunk_sizes
-from bench.gpu.everything import find_test_files, list_commands, run_part
+from bench.gpu.everything import PARTS, find_test_files, list_commands, run_part
 from bench.gpu.reference_run import widen_vocabulary
-from bench.gpu.stage_work import ModelShape, Sizes
 from bench.support.paths import AUSTEN, ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.models.tokenizers import load_tokenizer
+from tests.support.stages import TINY
 
 #: Packages of the project that a machine for benches need not have.
 LACKING = (
@@ -52,7 +52,7 @@ def test_the_benches_need_no_package_but_those_that_the_page_names() -> None:
 
 def test_every_part_has_a_command_and_each_file_with_gpu_tests_is_run(tmp_path: Path) -> None:
     commands = list_commands(tmp_path)
-    assert list(commands) == ["tests", "rates", "speed", "reference", "chunks"]
+    assert tuple(commands) == PARTS
     for command in commands.values():
         assert command[0] == "-m" or (ROOT / command[0]).is_file()
     assert "tests/system/test_gpu.py" in commands["tests"]
@@ -64,7 +64,7 @@ def test_every_part_has_a_command_and_each_file_with_gpu_tests_is_run(tmp_path: 
     [
         ("print('a line')", PATIENCE_SECONDS, "done"),
         ("print('a line'); raise SystemExit(3)", PATIENCE_SECONDS, "failed 3"),
-        ("print('a line', flush=True); import time; time.sleep(600)", 3.0, "no time"),
+        ("print('a line', flush=True); import time; time.sleep(600)", 8.0, "no time"),
     ],
 )
 def test_a_part_tells_how_it_ended_and_leaves_what_it_printed(
@@ -109,17 +109,8 @@ def test_a_reference_run_prints_both_phases_beside_their_forecast(
 
 def test_a_smaller_chunk_is_read_in_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's rows differ in nothing but the logits that are in memory at a time."""
-    sizes = Sizes(
-        {"tiny": ModelShape(2, 64, 128, 4, 2, tied=False)},
-        student="tiny",
-        vocabulary=512,
-        document=16,
-        row=32,
-        tokens=64,
-        head=(64, 32, 512),
-    )
     monkeypatch.setitem(LOGIT_ELEMENTS, "cpu", 8 * 512)
-    rows = chunk_sizes.measure(sizes, 1)
+    rows = chunk_sizes.measure(TINY, 1)
     assert [row[:2] for row in rows] == [
         [f"{512 * count:,}", f"{count}"] for count in (8, 16, 32, 64)
     ]

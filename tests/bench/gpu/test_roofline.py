@@ -7,23 +7,15 @@ import math
 import pytest
 import torch
 
-from bench.gpu.stage_work import REAL, SMALL, ModelShape, Sizes, Stage, list_stages
+from bench.gpu.stage_work import REAL, SMALL, ModelShape, Stage, list_stages
 from bench.roofline import Expected, describe_place, expect, render_expected, render_measured
 from bench.support.paths import ROOT
 from kd.memory.devices import DEVICE_KINDS
 from kd.memory.training_phase import Place
 from kd.models.precision import pick_device
+from tests.support.stages import TINY
 
 PAGE = ROOT / "docs/benchmarks/gpu.md"
-TINY = Sizes(
-    {"tiny": ModelShape(2, 64, 128, 4, 2, tied=False)},
-    student="tiny",
-    vocabulary=512,
-    document=16,
-    row=32,
-    tokens=64,
-    head=(64, 32, 512),
-)
 #: Positions with a target are one fewer than tokens in each document.
 TOLERANCE = 2 / REAL.document
 

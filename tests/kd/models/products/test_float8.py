@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kd.errors import ConfigError
-from kd.models.products.float8 import CAPABILITY, multiply_in_float8, require_float8
+from kd.models.precision import pick_device
+from kd.models.products.float8 import has_float8, multiply_in_float8, require_float8
 from tests.support.kd.jobs import JOB, LORA, changed, problems
 from tests.support.kd.quantizers import needs_torchao
 
@@ -49,10 +50,7 @@ def test_layers_multiply_in_float8_at_its_error_and_keep_their_names() -> None:
 
 @pytest.mark.gpu
 @needs_torchao
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,
-    reason="needs a GPU with products in float8",
-)
+@pytest.mark.skipif(not has_float8(pick_device()), reason="needs a GPU with products in float8")
 def test_a_gpu_multiplies_in_float8_as_it_is_emulated() -> None:
     """Both round their factors alike. Only sums differ: those of the GPU are less wide."""
     torch.manual_seed(0)
