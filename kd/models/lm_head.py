@@ -132,6 +132,11 @@ class SplitLMHead(LMHead):
         return room_NV
 
 
+def is_plain(weight: Tensor) -> bool:
+    """Whether ``weight`` holds its numbers as they are. Quantised weights are other classes."""
+    return weight.is_floating_point() and type(weight) is Tensor
+
+
 def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     """Return the LM head of ``model``, checked against the model's own logits where it has values.
 
@@ -147,7 +152,7 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
             f"{name} has no linear LM head (found {type(layer).__name__}).",
             "Use a causal language model.",
         )
-    if not layer.weight.is_floating_point() or type(layer.weight.data) is not Tensor:
+    if not is_plain(layer.weight.data):
         raise ModelError(
             f"the LM head of {name} is quantised, but records are its logits.",
             "Use a model whose LM head has plain weights.",
