@@ -4,7 +4,8 @@ SFTTrainer and a teacher to distil from.
 Format: the YAML file of TRL's scripts (``--config``), whose keys are the fields of ScriptArguments,
 ModelConfig, and DistillationConfig, GKDConfig or SFTConfig. beta 0 is KL(teacher || student), beta
 1 the reverse, and between them the generalised Jensen-Shannon divergence, with the teacher's weight
-beta in the mixture, as ours.
+beta in the mixture, as ours. The temperature of DistillationTrainer is that of its divergence too;
+that of GKDTrainer is of the texts that the student writes alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OTHER_FIELDS = ("beta", "reward_funcs", "num_generations", "reward_model_path", 
 COMMON = TRAINER_DEFAULTS | {"bf16": True, "gradient_checkpointing": True}
 #: The defaults of DistillationConfig, and those of GKDConfig and SFTConfig.
 DISTILLATION = COMMON | {"learning_rate": 1e-6, "beta": 1.0, "temperature": 1.0}
-GKD = COMMON | {"learning_rate": 2e-5, "beta": 0.5, "temperature": 0.9}
+GKD = COMMON | {"learning_rate": 2e-5, "beta": 0.5, "temperature": 1.0}
 SFT = COMMON | {"learning_rate": 2e-5}
 _ON_POLICY = (
     "the student writes no texts here: it learns on those of the dataset. Let the teacher write "
@@ -218,6 +219,8 @@ def _name_dataset(path: Any, name: Any, split: Any) -> dict[str, Any]:
 
 def _read_loss(fields: Fields, draft: Draft, trainer: _Script) -> None:
     beta = fields.take_number("beta", trainer.defaults["beta"])
+    if trainer is _GKD:
+        fields.dismiss("temperature", "that of the student's own texts; GKD's loss has 1.")
     temperature = fields.take_number("temperature", trainer.defaults["temperature"])
     draft.put("loss.alpha", 0.0)
     if draft.job["teacher"].get("backend") == "http":

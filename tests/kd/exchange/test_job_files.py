@@ -509,6 +509,17 @@ def test_fine_tuning_of_trl_gets_a_teacher() -> None:
     assert mixed.job["data"]["train"] == ["a.jsonl"]
 
 
+def test_the_temperature_of_gkd_is_not_that_of_its_loss() -> None:
+    found = change("trl, GKD", beta=0.0)
+    job = parse_config(found.job)
+    assert (job.loss.divergence, job.loss.temperature) == ("forward_kl", 1.0)
+    assert job.cache.profile == "threshold"
+    assert "GKD's loss has 1" in remarks_of(found)["temperature"]
+    # DistillationTrainer divides the logits of its loss by it.
+    there = change("trl, GKD", lmbda=None, max_new_tokens=None)
+    assert parse_config(there.job).loss.temperature == 0.7
+
+
 def test_the_defaults_are_those_of_the_installed_trl() -> None:
     trl = pytest.importorskip("trl")
     gkd = pytest.importorskip("trl.experimental.gkd")
