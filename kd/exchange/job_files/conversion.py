@@ -15,7 +15,7 @@ from kd.exchange.job_files import axolotl, distillkit, trl
 from kd.exchange.job_files.draft import Draft, Remark
 
 #: The reader of each tool's file, by the tool's name.
-TOOLS: dict[str, Callable[[Any, Draft], None]] = {
+TOOLS: dict[str, Callable[[Any, Draft, str | None], None]] = {
     "distillkit": distillkit.read_job,
     "axolotl": axolotl.read_job,
     "trl": trl.read_job,
@@ -34,11 +34,11 @@ class Conversion(NamedTuple):
         return comments + yaml.safe_dump(self.job, sort_keys=False, allow_unicode=True)
 
 
-def convert_file(path: Path, tool: str) -> Conversion:
+def convert_file(path: Path, tool: str, teacher: str | None = None) -> Conversion:
     """Read the file of ``tool`` and return our job.
 
-    Raises ``ConfigError`` if the tool is not known, the file is not YAML, or the job that it would
-    give is not valid.
+    ``teacher`` is the model to distil from, for a file of plain fine-tuning. Raises ``ConfigError``
+    if the tool is not known, the file is not YAML, or the job that it would give is not valid.
     """
     if tool not in TOOLS:
         raise ConfigError(
@@ -54,16 +54,18 @@ def convert_file(path: Path, tool: str) -> Conversion:
         raise ConfigError(
             [Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}.")]
         ) from None
-    return convert_job(data, tool)
+    return convert_job(data, tool, teacher)
 
 
-def convert_job(data: Any, tool: str) -> Conversion:
+def convert_job(data: Any, tool: str, teacher: str | None = None) -> Conversion:
     """Return our job for the parsed file of a tool.
 
-    Raises ``ConfigError`` with every field of the job that is missing or out of bounds.
+    Raises ``ConfigError`` where the file trains by another method than distillation or names no
+    teacher and ``teacher`` is not given, and with every field of the job that is missing or out of
+    bounds.
     """
     draft = Draft()
-    TOOLS[tool](data, draft)
+    TOOLS[tool](data, draft, teacher)
     job = {name: draft.job[name] for name in JobConfig.model_fields if name in draft.job}
     parse_config(job)
     return Conversion(job, tuple(draft.remarks))
