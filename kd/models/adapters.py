@@ -150,7 +150,9 @@ def load_adapters(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if mine.keys() != tensors.keys():
         strange = ", ".join(sorted(mine.keys() ^ tensors.keys())[:3])
         raise ModelError(
-            f"the adapters in {folder} are not for {type(base).__name__}: they differ in {strange}."
+            f"the adapters in {folder} are not for {type(base).__name__}: they differ in "
+            f"{strange}.",
+            "Load the base model that its adapter_config.json names.",
         )
     with torch.no_grad():
         for name, tensor in mine.items():

@@ -65,7 +65,13 @@ class Fields:
         if not isinstance(data, Mapping):
             where = prefix.rstrip(".") or "the file"
             raise ConfigError(
-                [Problem("", f"{where} must be a mapping of fields, but got {data!r:.60}.")]
+                [
+                    Problem(
+                        "",
+                        f"{where} must be a mapping of fields, but got {data!r:.60}.",
+                        "Check that --from names the tool whose file it is.",
+                    )
+                ]
             )
         self._data = {str(name): value for name, value in data.items() if value is not None}
         self._draft = draft
@@ -93,7 +99,13 @@ class Fields:
             return float(value) if isinstance(value, str) else value
         except ValueError:
             raise ConfigError(
-                [Problem("", f"{self.name(name)} must be a number, but got {value!r:.60}.")]
+                [
+                    Problem(
+                        "",
+                        f"{self.name(name)} must be a number, but got {value!r:.60}.",
+                        "Write the number itself.",
+                    )
+                ]
             ) from None
 
     def section(self, name: str) -> Fields:
