@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.support.harness import make_config
+from services.loops.teams import TeamRules
+from services.settings import Settings
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity, Claim, EventBatch
 from services.store.jobs.store import JobStore
@@ -400,3 +403,40 @@ def test_a_run_of_before_prices_has_no_cost(jobs: JobStore) -> None:
     assert job is not None and job.cost is None
     assert job.device_seconds == pytest.approx(10, abs=1)
     assert json.loads(job.model_dump_json())["cost"] is None
+
+
+# ---------------------------------------------------------------------- records without teams
+
+
+def forget_teams(jobs: JobStore, *job_ids: str) -> None:
+    """Leave the records as a version without teams has written them."""
+    jobs.redis.delete("kd:owners", "kd:teams", "kd:measured")
+    for job_id in job_ids:
+        jobs.redis.hdel(f"kd:job:{job_id}", "team")
+
+
+def test_the_bytes_of_an_owner_count_before_its_first_job_of_a_version_with_teams(
+    jobs: JobStore, tmp_path: Path
+) -> None:
+    home = Settings(home=tmp_path)
+    job_id = jobs.create(make_config("quick", "distill"), Caller("ada:1", named_team="nlp")).id
+    claim = jobs.claim(job_id, "precompute", "w", 60)
+    assert claim is not None
+    event = {"type": "cache", "data": {"fingerprint": "e" * 32}}
+    jobs.beat(claim, 60, EventBatch(1, (event,)))
+    for folder, size in ((home.caches / ("e" * 32), 700), (home.run_dir(job_id), 50)):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(bytes(size))
+    forget_teams(jobs, job_id)
+    TeamRules(jobs, home).step()
+    (account,) = jobs.read_accounts()
+    assert (account.team, account.disk) == ("ada:1", TeamBytes(caches=700, runs=50))
+
+
+def test_an_owner_whose_team_is_known_keeps_it(jobs: JobStore) -> None:
+    for name, team in (("ada", "nlp"), ("eve", "eve")):
+        jobs.create(make_config("quick"), Caller(name, named_team=team))
+    assert jobs.name_owners() == []
+    jobs.redis.hdel("kd:owners", "eve")
+    assert jobs.name_owners() == ["eve"] and jobs.name_owners() == []
+    assert jobs.redis.hgetall("kd:owners") == {"ada": "nlp", "eve": "eve"}
