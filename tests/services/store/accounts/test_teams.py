@@ -264,6 +264,29 @@ def test_a_lost_worker_is_charged_until_its_last_beat(jobs: JobStore) -> None:
     assert account_of(jobs, "ann").devices == 0
 
 
+@pytest.mark.parametrize("end", ["beat", "finish"])
+def test_a_machine_that_slept_is_charged_until_the_end_of_the_lease(
+    jobs: JobStore, end: str
+) -> None:
+    job_id = queued(jobs, caller=ANN, resources={"gpus": 2})
+    claim = take(jobs, Capacity(2, price=3.0))
+    # The last beat was long ago, and its lease ended a minute later.
+    age(jobs, claim, 10_000)
+    jobs.redis.zincrby("kd:leases", -10_000 * 1000, job_id)
+    assert jobs.beat(claim, 60, NOTHING) == "go" if end == "beat" else jobs.finish(claim, "failed")
+    job = jobs.get(job_id)
+    assert job is not None and job.cost is not None
+    assert job.device_seconds == pytest.approx(2 * 60, abs=2)
+    assert job.cost.amount == pytest.approx(2 * 60 / 3600 * 3.0, abs=0.01)
+    assert account_of(jobs, "ann").today == pytest.approx(2 * 60, abs=2)
+    if end == "beat":
+        age(jobs, claim, 30)
+        jobs.beat(claim, 60, NOTHING)
+        later = jobs.get(job_id)
+        assert later is not None
+        assert later.device_seconds == pytest.approx(2 * 90, abs=2), "each gap for itself"
+
+
 def test_a_job_that_waits_for_another_process_holds_no_device(jobs: JobStore) -> None:
     queued(jobs, caller=ANN)
     claim = take(jobs)
