@@ -131,7 +131,8 @@ class LoraConfig(Section):
         (),
         description=(
             "Names of the linear layers and of the experts' weights (gate_up_proj, down_proj) that "
-            "get adapters; default all but the LM head. Routers get none."
+            "get adapters; default all but the LM head. Routers get none, and of state-space "
+            "mixers (Mamba) only in_proj does."
         ),
     )
     base: Literal["float32", "bfloat16"] = Field(

@@ -56,7 +56,8 @@ class TeacherConfig(Section):
             "Round the weights of the linear layers to int8 or int4 as they are read (pip install "
             "'potstill[quantization]'); embeddings, LM head, norms and experts stay in dtype. The "
             "cache is then that of another teacher. int4 computes in bfloat16, on a GPU of the "
-            "Ampere generation or later."
+            "Ampere generation or later; 128 numbers share a scale, or 64 or 32 where only they "
+            "divide the input width of a layer, and layers that none divides stay in bfloat16."
         ),
     )
     parallel: Literal["none", "device_map", "tensor", "fsdp"] = Field(

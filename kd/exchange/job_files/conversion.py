@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from kd.config.job import JobConfig
-from kd.config.jobfile import parse_config, parse_yaml
+from kd.config.jobfile import make_yaml_problem, parse_config, parse_yaml
 from kd.errors import ConfigError, Problem
 from kd.exchange.job_files import axolotl, distillkit, trl
 from kd.exchange.job_files.draft import Draft, Remark
@@ -42,7 +42,7 @@ def convert_file(path: Path, tool: str, teacher: str | None = None) -> Conversio
     """
     if tool not in TOOLS:
         raise ConfigError(
-            [Problem("", f"--from is {tool!r}, but only {', '.join(TOOLS)} can be read.")]
+            [Problem("", f"--from is {tool!r}.", f"It must be one of {', '.join(TOOLS)}.")]
         )
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
@@ -51,9 +51,7 @@ def convert_file(path: Path, tool: str, teacher: str | None = None) -> Conversio
             [Problem("", f"{path} cannot be read: {error}.", "Give the path of a YAML file.")]
         ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(
-            [Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}.")]
-        ) from None
+        raise ConfigError([make_yaml_problem("", str(path), error)]) from None
     return convert_job(data, tool, teacher)
 
 

@@ -86,7 +86,13 @@ class Fields:
         if not isinstance(data, Mapping):
             where = prefix.rstrip(".") or "the file"
             raise ConfigError(
-                [Problem("", f"{where} must be a mapping of fields, but got {data!r:.60}.")]
+                [
+                    Problem(
+                        "",
+                        f"{where} must be a mapping of fields, but got {data!r:.60}.",
+                        "Check that --from names the tool whose file it is.",
+                    )
+                ]
             )
         self._data = {
             str(name): _parse_flag(value) for name, value in data.items() if value is not None
@@ -153,7 +159,9 @@ class Fields:
         """Take a mapping out; an empty one if it is not given."""
         return Fields(self.take(name, {}), self._draft, f"{self.name(name)}.")
 
-    def refuse(self, name: str, detail: str, remedy: str = "") -> ConfigError:
+    def refuse(
+        self, name: str, detail: str, remedy: str = "Correct this field of the file."
+    ) -> ConfigError:
         """Return the error that names a field of the file."""
         return ConfigError([Problem("", f"{self.name(name)} {detail}", remedy)])
 

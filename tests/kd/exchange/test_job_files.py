@@ -596,7 +596,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         convert_file(path, "trl")
     with pytest.raises(ConfigError, match="cannot be read"):
         convert_file(tmp_path / "none.yaml", "trl")
-    with pytest.raises(ConfigError, match="only distillkit, axolotl, trl"):
+    with pytest.raises(ConfigError, match="one of distillkit, axolotl, trl"):
         convert_file(path, "unsloth")
 
 

@@ -15,9 +15,11 @@ from kd.models.attention.isolation import (
     _make_trials,
     foresee_isolation,
     isolate_documents,
+    make_small,
     warn_of_mask,
 )
 from kd.models.layers import compute_hidden_states
+from kd.models.lm_head import foresee_lm_head
 from kd.progress import SILENT, Monitor
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import LEAKS, LLAMA, PACKS, build
@@ -214,7 +216,11 @@ def test_a_model_is_judged_by_its_shape_as_by_its_weights(kind: str) -> None:
         hollow = build(kind)
     told: list[str] = []
     before = torch.random.get_rng_state()
-    foresee_isolation(hollow, 16384, Monitor(lambda event: told.append(event.data["message"])))
+    small = make_small(hollow)
+    assert small is not None
+    # As before a capture: the same model is checked for its logits first.
+    foresee_lm_head(small)
+    foresee_isolation(small, 16384, Monitor(lambda event: told.append(event.data["message"])))
     assert torch.equal(torch.random.get_rng_state(), before)
     whole = build(kind)
     isolate_documents(whole)
@@ -225,5 +231,7 @@ def test_a_model_is_judged_by_its_shape_as_by_its_weights(kind: str) -> None:
 def test_a_leak_is_seen_without_the_weights(kind: str) -> None:
     with torch.device("meta"):
         hollow = build(kind)
+    small = make_small(hollow)
+    assert small is not None
     with pytest.raises(ModelError, match="attends across the documents"):
-        foresee_isolation(hollow, 64, SILENT)
+        foresee_isolation(small, 64, SILENT)
