@@ -33,6 +33,7 @@ from services.process.lasting_loops import flush_restarts, keep_running_async
 from services.settings import SEARCH, STAGES, Settings
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
+from services.store.jobs.script import is_own_mistake
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
 
@@ -133,11 +134,12 @@ class Reconciler:
 
 
 def _do(duty: Callable[[], None]) -> None:
+    """Do one duty. A mistake in it must not keep the others from theirs."""
     try:
         duty()
-    except RedisError:
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, RedisError) and not is_own_mistake(error):
+            raise
         log.exception("%s failed", getattr(duty, "__qualname__", duty))
 
 

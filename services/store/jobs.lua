@@ -439,7 +439,9 @@ local function died(id, failure)
   local attempt, before, limit, status = unpack(
     redis.call('HMGET', key(id), 'attempt', 'attempts_before', 'max_attempts', 'status'))
   count('kd_job_attempts_total', {'reason', cjson.decode(failure).type})
-  if status ~= 'cancelling' and attempt - before >= tonumber(limit) then
+  -- Where a number is damaged, this was the last attempt.
+  local used = (tonumber(attempt or '') or math.huge) - (tonumber(before or '') or 0)
+  if status ~= 'cancelling' and used >= (tonumber(limit or '') or 0) then
     return move(id, 'failed', 'error', failure)
   end
   emit(id, 'warning', cjson.encode({message = cjson.decode(failure).detail}))
@@ -626,11 +628,21 @@ function changes.retry(id)
   return get(id, 'status')
 end
 
-function changes.delete(id, status)
+-- Take a job off every list. A job that has ended is in none but the indexes; one whose status is damaged may be in any,
+-- and without its record it would be in the way of the others.
+local function unlist(id)
+  for status in pairs(ALLOWED) do index(id, status, 'remove') end
+  index(id, '*', 'remove')
+  for _, stage in ipairs(STAGES) do unqueue(id, stage) end
+  for _, name in ipairs({'kd:open', 'kd:leases', 'kd:deadlines'}) do redis.call('ZREM', name, id) end
+  redis.call('HDEL', 'kd:devices:' .. team_of(id), id)
+  drop_board(id)
+end
+
+function changes.delete(id)
   let_go(id)
   for _, other in ipairs(decode(id, 'depends_on') or {}) do redis.call('SREM', key(other, 'dependents'), id) end
-  index(id, status, 'remove')
-  index(id, '*', 'remove')
+  unlist(id)
   weigh(get(id, 'owner') or '', -(tonumber(get(id, 'record_bytes') or '') or 0))
   for _, part in ipairs(HISTORY) do redis.call('DEL', key(id, part)) end
   redis.call('DEL', key(id), key(id, 'waits'), key(id, 'dependents'))
@@ -786,6 +798,27 @@ function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or '', stage}
 end
 
+-- Errors that a damaged record causes, in the words of the server and of Lua. Any other error is no matter of one record: a
+-- server that is full, or must not write, refuses a command in every record.
+local DAMAGE = {'WRONGTYPE', 'not an integer', 'not a valid float', 'attempt to ', 'bad argument', 'Expected ',
+  'must be strings or integers'}
+
+-- Call a function for one record. Returns whether it is sound, and the result or the text of the error.
+local function guard(act, ...)
+  local sound, found = pcall(act, ...)
+  if sound then return true, found end
+  local text = type(found) == 'table' and found.err or tostring(found)
+  for _, words in ipairs(DAMAGE) do
+    if string.find(text, words, 1, true) then return false, text end
+  end
+  error(string.match(text, '^%u+ ') and {err = text} or found, 0)  -- as a table it keeps its code, such as OOM
+end
+
+local function waits_in(id, stage)
+  local status, waits_for = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
+  return status == 'queued' and waits_for == stage
+end
+
 -- The first queued job of a team that fits.
 local function first_fit(stage, team, gpus, memory)
   local start = 0
@@ -793,10 +826,19 @@ local function first_fit(stage, team, gpus, memory)
     local ids = redis.call('ZRANGE', 'kd:queue:' .. stage .. ':' .. team, start, start + 99)
     if #ids == 0 then return end
     for _, id in ipairs(ids) do
-      if fits(id, gpus, memory) then return id end
+      if waits_in(id, stage) and fits(id, gpus, memory) then return id end
     end
     start = start + #ids
   end
+end
+
+-- A queued job whose record is damaged ends, so that it does not keep workers from the jobs behind it.
+local function fail_damaged(id, stage, text)
+  local failure = {type = 'unreadable_record', detail = 'The record of this job is damaged: ' .. text,
+    remedy = 'Delete the job, and submit it again.'}
+  guard(move, id, 'failed', 'error', cjson.encode(failure))
+  unqueue(id, stage)
+  redis.call('ZREM', 'kd:leases', id)
 end
 
 -- claim_next(stages, worker, lease_ms, gpus, memory, price) -> as claim, for the first job that fits, of the first team in
@@ -816,7 +858,12 @@ function transitions.claim_next(stages, worker, lease, gpus, memory, price)
   end)
   for _, each in ipairs(line) do
     local id = first_fit(each.stage, each.team, gpus, memory)
-    if id then return transitions.claim(id, each.stage, worker, lease, gpus, memory, price) end
+    while id do
+      local sound, claim = guard(transitions.claim, id, each.stage, worker, lease, gpus, memory, price)
+      if sound then return claim end
+      fail_damaged(id, each.stage, claim)
+      id = first_fit(each.stage, each.team, gpus, memory)
+    end
   end
   return false
 end
@@ -895,18 +942,34 @@ end
 
 -- ---------------------------------------------------------------- from the reconciler
 
+-- The reconciler's steps take many jobs in one call. One whose record is damaged must not stop the others: its error is
+-- caught, and the step's list lets it go.
+local function take_back(id, failure)
+  -- Nobody knows how long a lost worker went on after its last beat, so this time is not charged.
+  redis.call('HSET', key(id), 'charged_at', now)
+  -- The driver of a search keeps no state, so its death costs no attempt.
+  if get(id, 'stage') == 'search' then stopped(id) else died(id, failure) end
+  redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
+end
+
 -- expire(error) -> ids of jobs whose lease had expired
 function transitions.expire(failure)
   local ids = redis.call('ZRANGEBYSCORE', 'kd:leases', '-inf', now, 'LIMIT', 0, 100)
   for _, id in ipairs(ids) do
     count('kd_lease_expirations_total', {})
-    -- Nobody knows how long a lost worker went on after its last beat, so this time is not charged.
-    redis.call('HSET', key(id), 'charged_at', now)
-    -- The driver of a search keeps no state, so its death costs no attempt.
-    if get(id, 'stage') == 'search' then stopped(id) else died(id, failure) end
-    redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
+    if not ACTIVE[get(id, 'status')] or not guard(take_back, id, failure) then redis.call('ZREM', 'kd:leases', id) end
   end
   return ids
+end
+
+local function stop_late(id, failure)
+  local status = get(id, 'status')
+  if status == 'running' or status == 'pausing' then
+    redis.call('HSET', key(id), 'verdict', failure)
+    move(id, 'cancelling', 'reason', 'deadline_exceeded')
+  elseif ALLOWED[status] then
+    move(id, 'failed', 'error', failure, 'reason', 'deadline_exceeded')
+  end
 end
 
 -- due(error) -> ids of jobs whose deadline has passed
@@ -914,13 +977,7 @@ function transitions.due(failure)
   local ids = redis.call('ZRANGEBYSCORE', 'kd:deadlines', '-inf', now, 'LIMIT', 0, 100)
   for _, id in ipairs(ids) do
     redis.call('ZREM', 'kd:deadlines', id)
-    local status = get(id, 'status')
-    if status == 'running' or status == 'pausing' then
-      redis.call('HSET', key(id), 'verdict', failure)
-      move(id, 'cancelling', 'reason', 'deadline_exceeded')
-    else
-      move(id, 'failed', 'error', failure, 'reason', 'deadline_exceeded')
-    end
+    guard(stop_late, id, failure)
   end
   return ids
 end
@@ -965,7 +1022,8 @@ function transitions.mend(start, count, lease)
   local ids = redis.call('ZRANGE', 'kd:open', start, start + count - 1)
   local found = {#ids == tonumber(count) and start + count or 0}
   for _, id in ipairs(ids) do
-    if mended(id, lease) then found[#found + 1] = id end
+    local sound, missed = guard(mended, id, lease)
+    if sound and missed then found[#found + 1] = id end
   end
   return found
 end
@@ -979,7 +1037,10 @@ function transitions.hints(stage, age)
   redis.call('LTRIM', 'kd:celery:' .. stage, 0, HINTS - 1)
   if redis.call('LLEN', 'kd:celery:' .. stage) > 0 then return ids end
   for _, id in ipairs(redis.call('ZRANGE', 'kd:queue:' .. stage, 0, 99)) do
-    if math.abs(now - get(id, 'dispatched_at')) >= tonumber(age) then  -- later than now: the clock was set back
+    local sent = tonumber(get(id, 'dispatched_at') or '') or 0
+    if not waits_in(id, stage) then
+      redis.call('ZREM', 'kd:queue:' .. stage, id)  -- its record is damaged or gone
+    elseif math.abs(now - sent) >= tonumber(age) then  -- later than now: the clock was set back
       redis.call('HSET', key(id), 'dispatched_at', now)
       count('kd_reconciler_republished_total', {})
       ids[#ids + 1] = id

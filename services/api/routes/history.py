@@ -168,7 +168,7 @@ def job_metrics(
         str | None,
         Query(
             description="Only these metrics, separated by commas; by default all. grad_norm/* "
-            "means all whose names begin with grad_norm/."
+            "means all whose names begin with grad_norm/.",
         ),
     ] = None,
     after_step: Annotated[

@@ -155,6 +155,16 @@ def test_one_duty_that_fails_does_not_stop_the_others(
     assert hinted(parts) == 1 and parts.jobs.redis.exists("kd:reconciler")
 
 
+def test_a_script_that_fails_at_one_record_does_not_stop_the_other_duties(
+    parts: Parts, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts.jobs.redis.set("kd:deadlines", "no sorted set")
+    make_old(parts, parts.jobs.create(make_config("quick")).id)
+    Reconciler(parts.jobs, parts.queue, settings).step()
+    assert "WRONGTYPE" in caplog.text
+    assert hinted(parts) == 1 and parts.jobs.redis.exists("kd:reconciler")
+
+
 def test_redis_away_ends_the_round(settings: Settings) -> None:
     store = JobStore(connect_redis("redis://127.0.0.1:1/0"))
     with pytest.raises(RedisError):
