@@ -4,8 +4,8 @@ twice a second   lost hints are sent again
                  changed rules of fair share and quotas reach the job store
                  expired leases and passed deadlines take effect
                  some open jobs get back a lost lease, place in the queue or end of a dependency
-every minute     the caches and runs of each team are measured
-                 queued jobs whose cache is gone from the disk capture it again, or fail
+every minute     queued jobs whose cache is gone from the disk capture it again, or fail
+                 the caches and runs of each team are measured (services/loops/teams.py)
 once a day       what the rules of retention name is removed (services/loops/retention.py)
 
 Several copies may run at once: every step may be repeated.
@@ -68,10 +68,11 @@ class Reconciler:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        # A slow receiver of webhooks, or a long removal, does not hold up the rounds.
+        # A slow receiver of webhooks, a slow disk, or a long removal does not hold up the rounds.
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_running_async("reconciler", self._rounds))
             group.create_task(keep_running_async("webhooks", self._webhooks.run))
+            group.create_task(keep_running_async("sizes", self._teams.run))
             group.create_task(keep_running_async("retention", self._retention.run))
 
     async def _rounds(self) -> None:
