@@ -214,17 +214,7 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
         detail = f"This Idempotency-Key created {created.id} from another body."
         raise ApiProblem(422, detail, "Use a new Idempotency-Key.", "key-reused")
     if created.outcome == "quota":
-        detail = (
-            f"{created.detail} jobs of this key have not ended, and it may have"
-            f" {settings.quota_open_jobs}."
-        )
-        quota = QuotaProblem(
-            what="open_jobs",
-            limit=settings.quota_open_jobs,
-            used=int(created.detail),
-            frees_up="when one of its jobs ends",
-        )
-        raise _make_quota_problem(detail, "Wait for one to end, or cancel one.", quota)
+        raise make_open_jobs_problem(int(created.detail), settings)
     if created.outcome == "record_quota":
         most = settings.quota_record_bytes
         detail = (
@@ -243,6 +233,16 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
         raise ConfigError(
             [Problem(pointer, f"the job cannot wait for {created.id}, which is {created.detail}.")]
         )
+
+
+def make_open_jobs_problem(used: int, settings: Settings) -> ApiProblem:
+    """Return the 429 for a key that has ``used`` open jobs, and may have no more."""
+    most = settings.quota_open_jobs
+    return _make_quota_problem(
+        f"{used} jobs of this key have not ended, and it may have {most}.",
+        "Wait for one to end, or cancel one.",
+        QuotaProblem(what="open_jobs", limit=most, used=used, frees_up="when one of its jobs ends"),
+    )
 
 
 def make_bytes_problem(account: TeamAccount, needed: int = 0) -> ApiProblem:

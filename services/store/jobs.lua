@@ -711,14 +711,19 @@ function transitions.show(...)
   return {jobs, workers(), durations()}
 end
 
--- change(cancel | pause | resume | retry | delete, id)
+-- change(cancel | pause | resume | retry | delete, id, max_open or '')
 --   -> {done | already, the status now} | {illegal, the status now, an action that it allows, ...} | {unknown, ''}
-function transitions.change(action, id)
-  local status, parent = unpack(redis.call('HMGET', key(id), 'status', 'parent'))
+--    | {quota, the status now, open jobs}: a retry would open one more job than its owner may have
+function transitions.change(action, id, max_open)
+  local status, parent, owner = unpack(redis.call('HMGET', key(id), 'status', 'parent', 'owner'))
   if not status then return {'unknown', ''} end
   local actions = allowed(status, parent)
   for _, each in ipairs(actions) do
-    if each == action then return {'done', changes[action](id, status)} end
+    if each == action then
+      local limit = action == 'retry' and tonumber(max_open or '')
+      if limit and open_jobs(owner or '') >= limit then return {'quota', status, tostring(open_jobs(owner or ''))} end
+      return {'done', changes[action](id, status)}
+    end
   end
   if ALREADY[action] and ALREADY[action][status] then return {'already', status} end
   return {'illegal', status, unpack(actions)}
