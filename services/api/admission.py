@@ -245,20 +245,23 @@ def make_open_jobs_problem(used: int, settings: Settings) -> ApiProblem:
     )
 
 
-def make_bytes_problem(account: TeamAccount, needed: int = 0) -> ApiProblem:
+def make_bytes_problem(
+    account: TeamAccount, needed: int = 0, what: str = "The cache of this job"
+) -> ApiProblem:
     """Return the 429 for a team whose caches, runs and files take too much of the disk.
 
-    ``needed`` is about the size of the cache that a new job would add.
+    ``needed`` is about the size of ``what`` would be added.
     """
     use = account.bytes
     limit = use.limit or 0.0
-    more = f" The cache of this job needs about {format_bytes(needed)}." if needed else ""
-    known = " If its cache is on the disk already, name it: cache.fingerprint." if needed else ""
+    more = f" {what} needs about {format_bytes(needed)}." if needed else ""
+    known = " If its cache is on the disk already, name it: cache.fingerprint."
     return _make_quota_problem(
         f"Caches and runs of team {account.team} take {format_bytes(use.used)}, and its quota is"
         f" {format_bytes(limit)}.{more}",
         "Delete caches (DELETE /caches/{fingerprint}), or jobs with their files (DELETE"
-        f" /jobs/{{id}}?artifacts=true). The disk is measured every minute.{known}",
+        " /jobs/{id}?artifacts=true). The disk is measured every minute."
+        + (known if needed and what.startswith("The cache") else ""),
         QuotaProblem(what="bytes", limit=limit, used=use.used, frees_up=use.frees_up),
     )
 
