@@ -169,7 +169,7 @@ class CaptureHelp:
         elif code < 0:
             failure = describe_kill(-code, WHERE, "", log_file)
         else:
-            failure = describe_crash(code, WHERE, log_file)
+            failure = describe_crash(code, WHERE, log_file, child.hide)
         return self._describe_failure(failure)
 
     def _describe_failure(self, failure: Failure) -> str:
