@@ -405,6 +405,13 @@ local function each_trial(id, action)
   for _, trial in ipairs(redis.call('HVALS', key(id, 'trials'))) do transitions.change(action, trial) end
 end
 
+-- A trial that is cancelled because its search ended says so: a retry of the search goes on with it.
+local function stop_trials(id)
+  for _, trial in ipairs(redis.call('HVALS', key(id, 'trials'))) do
+    if transitions.change('cancel', trial)[1] == 'done' then redis.call('HSET', key(trial), 'stopped_with', id) end
+  end
+end
+
 -- The consequences of an end: open trials are cancelled, and dependents go on or are cancelled.
 function ended(id, status)
   local kind, started = unpack(redis.call('HMGET', key(id), 'kind', 'started_at'))
@@ -412,7 +419,7 @@ function ended(id, status)
   if status == 'succeeded' then
     observe('kd_job_device_seconds', {'kind', kind}, (get(id, 'device_ms') or 0) / 1000)
   end
-  each_trial(id, 'cancel')
+  stop_trials(id)
   for _, other in ipairs(redis.call('SMEMBERS', key(id, 'dependents'))) do settling[#settling + 1] = {other, id} end
   if status == 'succeeded' then redis.call('DEL', key(id, 'dependents')) end
   keep(id, 'EXPIRE')
@@ -613,7 +620,7 @@ end
 
 function changes.retry(id)
   rewind(id)
-  redis.call('HDEL', key(id), 'started_at', 'finished_at', 'verdict')
+  redis.call('HDEL', key(id), 'started_at', 'finished_at', 'verdict', 'stopped_with')
   redis.call('HSET', key(id), 'attempts_before', get(id, 'attempt'), 'fresh', '1', 'error', 'null')
   redis.call('ZADD', 'kd:open', get(id, 'created_us'), id)
   keep(id, 'PERSIST')
