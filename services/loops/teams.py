@@ -72,7 +72,14 @@ class TeamRules:
             self._stopping.set()  # the thread could not be cancelled
 
     def measure_if_due(self) -> None:
-        """Measure the disk, unless this or another API has done so within the last minute."""
+        """Measure the disk, unless this or another API has done so within the last minute.
+
+        The first call names the teams of owners whose jobs a version without teams has made.
+        """
+        if not self._owners_have_teams:
+            if found := self._store.name_owners():
+                log.info("%d owners of jobs of an earlier version have a team now", len(found))
+            self._owners_have_teams = True
         if self._store.redis.set(NEXT, "1", nx=True, ex=MEASURE_SECONDS):
             try:
                 self._store.write_bytes(self.measure())
@@ -80,14 +87,7 @@ class TeamRules:
                 self._store.redis.delete(NEXT)
 
     def step(self) -> None:
-        """Write the rules if they have changed.
-
-        The first step names the teams of owners whose jobs a version without teams has made.
-        """
-        if not self._owners_have_teams:
-            if found := self._store.name_owners():
-                log.info("%d owners of jobs of an earlier version have a team now", len(found))
-            self._owners_have_teams = True
+        """Write the rules if they have changed."""
         settings = self._settings
         half_life = settings.fair_share_half_life_seconds
         history = settings.retain_events_days * DAY_SECONDS

@@ -457,7 +457,7 @@ def test_the_bytes_of_an_owner_count_before_its_first_job_of_a_version_with_team
         folder.mkdir(parents=True)
         (folder / "file").write_bytes(bytes(size))
     forget_teams(jobs, job_id)
-    TeamRules(jobs, home).step()
+    TeamRules(jobs, home).measure_if_due()
     (account,) = jobs.read_accounts()
     assert (account.team, account.disk) == ("ada:1", TeamBytes(caches=700, runs=50))
 
