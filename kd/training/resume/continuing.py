@@ -20,8 +20,10 @@ from cache.disk import make_folder, storage_errors
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem, TrainingError
+from kd.files import whole_folder
 from kd.optim.schedules import Plateau, make_scheduler
 from kd.training import checkpoint
+from kd.training.early_stopping import find_best_step
 from kd.training.resume.identity import compute_stems
 from kd.training.saved.state import TrainState
 
@@ -126,6 +128,44 @@ def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
             progress.schedule_began = progress.step
             state = replace(state, scheduler=_hold(state, config, steps))
     return state
+
+
+def forget_lost_best(earlier: Earlier, state: TrainState, options: TrainConfig) -> str | None:
+    """Let the evaluations so far count for nothing where the weights of the best one are lost.
+
+    Early stopping would need them at the end. The earlier run kept them only if it stopped early
+    too. Returns a warning, None where nothing is lost. All ranks call it.
+    """
+    progress = state.progress
+    best = find_best_step(progress, options)
+    # The newest checkpoint is there: the run goes on from it.
+    if best is None or best == progress.step:
+        return None
+    if state.group.share(checkpoint.locate_checkpoint(earlier.checkpoints, best).is_dir()):
+        return None
+    progress.best_loss = None
+    progress.best_step = 0
+    return (
+        f"The earlier run was best at step {best}, of which it kept no checkpoint: early stopping "
+        f"chooses among the evaluations after step {progress.step}."
+    )
+
+
+def bring_best(config: JobConfig, run_dir: Path, state: TrainState) -> None:
+    """Copy the best checkpoint of the run that this one continues, where early stopping needs it.
+
+    Call it after the first checkpoint is saved: a run without one would go on from the best.
+    """
+    best = find_best_step(state.progress, config.require_train())
+    if best is None or config.resume is None or config.resume.run is None:
+        return
+    here = checkpoint.locate_checkpoint(run_dir / "checkpoints", best)
+    named = run_dir.parent / config.resume.run / "checkpoints"
+    there = checkpoint.locate_checkpoint(named, best)
+    if state.group.leads and there.is_dir() and not here.is_dir():
+        with whole_folder(here) as partial:
+            shutil.copytree(there, partial, dirs_exist_ok=True)
+    state.group.wait()
 
 
 def _raise_rates(state: TrainState, peak: float | None = None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from torch import Tensor
 
 from kd.errors import ConfigError, Interrupted, TrainingError
@@ -125,6 +126,37 @@ def test_a_run_that_early_stopping_ended_goes_on(tmp_path: Path) -> None:
     assert ended < 30
     run(tmp_path / "run", 31, {"schedule": "extend"}, **{**stopping, "early_stopping_patience": 50})
     assert len(rates(tmp_path / "run")) == 31
+
+
+#: At this rate the evaluation after the first step is the best.
+WORSE = {**FLAT, "learning_rate": 3.0, "eval_steps": 1, "save_total_limit": 1}
+
+
+def test_a_longer_run_keeps_the_best_weights_of_the_run_that_it_continues(tmp_path: Path) -> None:
+    stopping = {**WORSE, "early_stopping_patience": 50}
+    first = run(tmp_path / "first", 6, **stopping)
+    assert same(run(tmp_path / "second", 9, {"run": "first"}, **stopping), first)
+    # It is stopped as soon as its first checkpoint is there, and finds the best once more.
+    with pytest.raises(Interrupted):
+        run(tmp_path / "third", 9, {"run": "first"}, stop_after(7), **stopping)
+    assert same(run(tmp_path / "third", 9, {"run": "first"}, **stopping), first)
+
+
+def test_best_weights_that_the_earlier_run_did_not_keep_count_for_nothing(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    heard = Monitor(
+        lambda event: event.type == "warning" and warnings.append(event.data["message"])
+    )
+    run(tmp_path / "run", 6, **WORSE)
+    stopping = {**WORSE, "early_stopping_patience": 50}
+    kept = run(tmp_path / "run", 9, {"schedule": "extend"}, heard, **stopping)
+    assert any("best at step 1, of which it kept no checkpoint" in each for each in warnings)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    best = min((7, 8, 9), key=losses.__getitem__)
+    assert losses[best] > losses[1]
+    path = tmp_path / "run" / "checkpoints" / f"step-{best:08d}" / "model.safetensors"
+    assert same(load_file(path), kept)
 
 
 @pytest.mark.parametrize(
