@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 from cache.disk import make_folder, storage_errors
 from kd.config.job import JobConfig
@@ -116,9 +117,9 @@ def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
     progress.evaluation_due = False
     match config.resume.schedule:
         case "extend":
-            progress.schedule_began = 0
             if not isinstance(state.scheduler, Plateau):  # it depends on no length
                 state = replace(state, scheduler=_repeat(state, config, steps))
+            progress.schedule_began = 0
         case "restart":
             progress.schedule_began = progress.step
             _raise_rates(state, config.require_train().peak_learning_rate)
@@ -173,34 +174,40 @@ def _raise_rates(state: TrainState, peak: float | None = None) -> None:
 
     ``peak`` is another peak of the first group, whose share the other groups keep.
     """
-    groups = state.optimizer.param_groups
+    peaks = _list_peaks(state)
     scale = 1.0
     if peak is not None:
-        scale = peak * state.progress.learning_rate_factor / _read_peak(groups[0])
-    for group in groups:
-        group["lr"] = group["initial_lr"] = _read_peak(group) * scale
+        scale = peak * state.progress.learning_rate_factor / peaks[0]
+    for group, own in zip(state.optimizer.param_groups, peaks, strict=True):
+        group["lr"] = group["initial_lr"] = own * scale
 
 
-def _read_peak(group: dict[str, Any]) -> float:
-    # OneCycleLR begins below its peak.
-    return float(group.get("max_lr", group["initial_lr"]))
+def _list_peaks(state: TrainState) -> list[float]:
+    """List the peak of every group's rate, as roll-backs have lowered it."""
+    # OneCycleLR begins below its peak. After it the groups of another schedule keep its peak.
+    key = "max_lr" if isinstance(state.scheduler, OneCycleLR) else "initial_lr"
+    rates = zip(state.optimizer.param_groups, state.scheduler.base_lrs, strict=True)
+    # ReduceLROnPlateau leaves no peak in the groups.
+    return [float(group.get(key, group.get("initial_lr", base))) for group, base in rates]
 
 
 def _repeat(state: TrainState, config: JobConfig, steps: int) -> Any:
     """Make the schedule of ``steps`` steps, at the step where the run stands."""
+    # The schedule does not count steps that overflowed, nor batches that were left out.
+    taken = state.progress.schedule_began + state.scheduler.last_epoch
     _raise_rates(state)
     scheduler = make_scheduler(state.optimizer, config.require_train(), steps)
     with warnings.catch_warnings():
         # torch wants a step of the optimiser before each; they were taken by the earlier run.
         warnings.simplefilter("ignore", UserWarning)
-        for _ in range(state.progress.step):
+        for _ in range(taken):
             scheduler.step()
     return scheduler
 
 
 def _hold(state: TrainState, config: JobConfig, steps: int) -> Any:
     groups = state.optimizer.param_groups
-    rate, peak = float(groups[0]["lr"]), _read_peak(groups[0])
+    rate, peak = float(groups[0]["lr"]), _list_peaks(state)[0]
     if rate < LEAST_SHARE * peak:
         raise TrainingError(
             f"resume.schedule constant would train at a rate of {rate:.3g}, to which "
