@@ -17,6 +17,7 @@ from tests.support.kd.shared_training import (
     farthest,
     make_shared_job,
     train_alone,
+    train_and_list_temperatures,
     train_half,
     train_student,
 )
@@ -84,6 +85,20 @@ def test_two_ranks_make_the_student_of_one(
     for own, other in zip(evaluations(one), evaluations(two), strict=True):
         assert other == pytest.approx(own, rel=1e-4)
     assert farthest(one, two) < 1e-4
+
+
+def test_ranks_that_draw_other_dropout_look_ahead_to_one_temperature(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    learned = {"mode": "lookahead", "interval": 1, "init": 1.5, "min": 1.0, "max": 2.0}
+    job = change(
+        job, train={"dropout": 0.3, "strategy": "ddp"}, loss={"temperature": learned},
+        cache={"profile": "tempered"},
+    )  # fmt: skip
+    folder = str(tmp_path / "two")
+    one, other = run_ranks(2, train_and_list_temperatures, job, caches["tempered"], folder)
+    assert len(set(one)) > 4
+    assert one == other
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from cache.store import open_cache
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
+from kd.loss.temperature import TemperatureControl
 from kd.models.loading import build_hollow_student, build_student
 from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
@@ -143,6 +144,21 @@ def train_half(
     half = job | {"train": job["train"] | {"loss_scale": {"initial": 2.0**30}}}
     with mock.patch.object(Precision, "choose", return_value=Precision("cpu", torch.float16)):
         return train_student(group, half, *arguments, **options)
+
+
+def train_and_list_temperatures(group: Group, *arguments: Any) -> list[float]:
+    """Train, and return the temperature with which this rank began each step."""
+    found: list[float] = []
+    track = TemperatureControl.track
+
+    def listen(control: TemperatureControl, step: int) -> float | torch.Tensor:
+        temperature = track(control, step)
+        found.append(float(temperature))
+        return temperature
+
+    with mock.patch.object(TemperatureControl, "track", listen):
+        train_student(group, *arguments)
+    return found
 
 
 def train_alone(*arguments: Any, **options: Any) -> dict[str, Any]:
