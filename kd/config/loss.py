@@ -183,7 +183,7 @@ class LossConfig(Section):
         le=4.0,
         description=(
             "Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the "
-            "weights are scaled to mean 1 in each micro-batch. Above 0 uncertain tokens count more."
+            "weights are scaled to mean 1 in each step. Above 0 uncertain tokens count more."
         ),
     )
     tail_control: bool = Field(

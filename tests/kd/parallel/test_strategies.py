@@ -101,6 +101,22 @@ def test_ranks_that_draw_other_dropout_look_ahead_to_one_temperature(
     assert one == other
 
 
+def test_weights_of_tokens_do_not_depend_on_how_a_step_is_cut(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    job = change(job, loss={"entropy_weighting": 2.0, "alpha": 0.3})
+    cache = caches["threshold"]
+    found = []
+    for size in (8, 1):
+        cut = change(job, train={"batch_size": size, "gradient_accumulation_steps": 8 // size})
+        folder = str(tmp_path / f"{size}")
+        found.append(train_alone(cut, cache, folder, dtype="float64"))
+    found += run_ranks(2, train_student, cut, cache, str(tmp_path / "two"), "float64")[:1]
+    for other in found[1:]:
+        assert curve(other, "kd_loss") == pytest.approx(curve(found[0], "kd_loss"), rel=1e-7)
+        assert farthest(found[0], other) < 1e-6
+
+
 @pytest.mark.slow
 def test_ddp_follows_one_process_to_nine_digits_in_float64(
     job: Job, caches: dict[str, str], tmp_path: Path
