@@ -103,7 +103,7 @@ class StepLoss:
         if self.control is None or not isinstance(targets.teacher, SparseTarget):
             return None
         self.control.observe(hidden_ND)
-        return self.control.correct(targets.teacher)
+        return self.control.correct(targets.teacher) if self.control.applies else None
 
     def _run_student(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The student's hidden states (N, D), and the balance loss of its routers if it has one."""

@@ -132,6 +132,7 @@ def forward_backward(run: Run, step: Step) -> None:
     run.student.train()
     if run.loss.control is not None:
         run.loss.control.forget()
+        run.loss.control.applies = not is_in_curriculum(run, step)
     # On the device and in float64: no micro-batch waits for the device, and long sums stay exact.
     sums = torch.zeros(4, device=run.device, dtype=torch.float64)
 
@@ -151,6 +152,13 @@ def forward_backward(run: Run, step: Step) -> None:
             add_gradients(run, step, compute_share)
     sums = run.group.add_(sums)
     step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
+
+
+def is_in_curriculum(run: Run, step: Step) -> bool:
+    """Whether the sequences of the step come in the order of the teacher's entropy."""
+    options = run.options
+    first = step.number * options.sequences_per_step
+    return options.order == "curriculum" and first < run.source.train_count
 
 
 def add_gradients(run: Run, step: Step, compute_share: Callable[[Batch], Tensor]) -> None:
