@@ -19,6 +19,7 @@ from tests.support.kd.shared_training import (
     train_alone,
     train_and_list_temperatures,
     train_half,
+    train_on_few_targets,
     train_student,
 )
 
@@ -99,6 +100,20 @@ def test_ranks_that_draw_other_dropout_look_ahead_to_one_temperature(
     one, other = run_ranks(2, train_and_list_temperatures, job, caches["tempered"], folder)
     assert len(set(one)) > 4
     assert one == other
+
+
+def test_a_step_is_a_mean_over_its_tokens_where_some_ranks_have_none(tmp_path: Path) -> None:
+    whole = train_on_few_targets(ALONE, str(tmp_path / "whole"), 4)
+    losses = curve(whole)
+    assert losses.count(0.0) == 1, "one step has no target at all"
+    found = [train_on_few_targets(ALONE, str(tmp_path / "parts"), 1)]
+    for strategy in ("ddp", "fsdp"):
+        folder = str(tmp_path / strategy)
+        found += run_ranks(2, train_on_few_targets, folder, 1, strategy)[:1]
+    for other in found:
+        for name in ("loss", "grad_norm", "tokens"):
+            assert curve(other, name) == pytest.approx(curve(whole, name), rel=1e-6)
+        assert farthest(whole, other) < 1e-6
 
 
 def test_weights_of_tokens_do_not_depend_on_how_a_step_is_cut(
