@@ -183,7 +183,7 @@ class LossConfig(Section):
         le=4.0,
         description=(
             "Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the "
-            "weights are scaled to mean 1 in each micro-batch. Above 0 uncertain tokens count more."
+            "weights are scaled to mean 1 in each step. Above 0 uncertain tokens count more."
         ),
     )
     tail_control: bool = Field(
@@ -192,7 +192,7 @@ class LossConfig(Section):
             "Profile threshold: take most of the noise of the sampled tails out of the gradient of "
             "the LM head, by the mean tail that the cache holds. The gradient keeps its mean. A "
             "cache without a mean tail (merged, imported, or of an earlier version), a frozen LM "
-            "head and entropy_weighting train without."
+            "head, entropy_weighting and the first epoch of train.order curriculum train without."
         ),
     )
     features: FeatureConfig = Field(
