@@ -63,6 +63,8 @@ def install() -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    # Otherwise Module.to would give a parameter the data of another class.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     # torch.library drops the registrations with the object that holds them.
     torch.cuda.simulated = register_factories()  # type: ignore[attr-defined]
 
@@ -77,7 +79,7 @@ def adapt_product() -> None:
 
     kernels.describe_kernel_failure = lambda device: "the GPU is simulated"
     plain = lm_head.is_plain
-    lm_head.is_plain = lambda weight: plain(getattr(weight, "inner", weight))
+    lm_head.is_plain = lambda weight: plain(getattr(weight, "cpu_tensor", weight))
 
 
 def _read_capability() -> tuple[int, int]:

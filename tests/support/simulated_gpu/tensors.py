@@ -52,39 +52,31 @@ class DevicesMixed(RuntimeError):
 
 
 class SimulatedTensor(Tensor):
-    """A tensor on ``cuda:0`` whose values are those of the CPU tensor ``inner``."""
+    """A tensor on ``cuda:0`` whose values are those of the CPU tensor ``cpu_tensor``."""
 
-    inner: Tensor
+    cpu_tensor: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> SimulatedTensor:
+    def __new__(cls, cpu_tensor: Tensor) -> SimulatedTensor:
         made: SimulatedTensor = Tensor._make_wrapper_subclass(
             cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            cpu_tensor.size(),
+            strides=cpu_tensor.stride(),
+            storage_offset=cpu_tensor.storage_offset(),
+            dtype=cpu_tensor.dtype,
             device=DEVICE,
-            layout=inner.layout,
+            layout=cpu_tensor.layout,
             requires_grad=False,
             dispatch_sizes_strides_policy="sizes",
         )
-        made.inner = inner
+        made.cpu_tensor = cpu_tensor
         return made
 
     def __repr__(self, **_: Any) -> str:
-        return f"SimulatedTensor({self.inner})"
-
-    # With these, ``Module.to`` swaps tensors, which keeps the parts of a subclass.
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], *_: Any) -> SimulatedTensor:
-        return SimulatedTensor(parts["inner"])
+        return f"SimulatedTensor({self.cpu_tensor})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        made: Tensor = SimulatedTensor(self.inner.detach().clone())
+        made: Tensor = SimulatedTensor(self.cpu_tensor.detach().clone())
         if isinstance(self, nn.Parameter):
             made = nn.Parameter(made, self.requires_grad)
         memo[id(self)] = made.requires_grad_(self.requires_grad)
@@ -98,7 +90,7 @@ class SimulatedTensor(Tensor):
 
     def tolist(self) -> Any:
         WAITS["tolist"] += 1
-        return self.inner.tolist()
+        return self.cpu_tensor.tolist()
 
     def numpy(self, **_: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
@@ -110,13 +102,13 @@ class SimulatedTensor(Tensor):
         raise RuntimeError("only CPU tensors can be pinned")
 
     def record_stream(self, stream: Any) -> None:
-        streams.record(self.inner)
+        streams.record(self.cpu_tensor)
 
     def storage(self) -> Any:
-        return self.inner.storage()
+        return self.cpu_tensor.storage()
 
     def untyped_storage(self) -> Any:
-        return self.inner.untyped_storage()
+        return self.cpu_tensor.untyped_storage()
 
     @property
     def data(self) -> Tensor:
@@ -125,7 +117,7 @@ class SimulatedTensor(Tensor):
     @data.setter
     def data(self, values: SimulatedTensor) -> None:
         _data.__set__(self, values)
-        self.inner = values.inner
+        self.cpu_tensor = values.cpu_tensor
 
 
 _data: Any = Tensor.data
@@ -135,7 +127,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do the operation ``func`` as the device would."""
     namespace, name, is_metadata = _describe(func)
     if is_metadata:
-        return func(args[0].inner, *args[1:], **kwargs)
+        return func(args[0].cpu_tensor, *args[1:], **kwargs)
     if namespace == "torch_attn":
         return varlen.compute(func, args, kwargs, SimulatedTensor)
     special = _SPECIAL.get(name)
@@ -158,13 +150,13 @@ def _describe(func: Any) -> tuple[str, str, bool]:
 def _compute_inside(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to = kwargs.get("device")
     inner = {**kwargs, "device": _CPU} if to is not None else kwargs
-    found = func(*_change(args, _take_inner), **_change(inner, _take_inner))
+    found = func(*_change(args, _take_cpu_tensor), **_change(inner, _take_cpu_tensor))
     if to is not None and torch.device(to).type == "cpu":
         return found
     if not func._schema.is_mutable:
         return _change(found, SimulatedTensor)
     # An operation in place returns the tensor that it was given.
-    given = {id(_take_inner(each)): each for each in _list_tensors((args, kwargs))}
+    given = {id(_take_cpu_tensor(each)): each for each in _list_tensors((args, kwargs))}
     return _change(
         found, lambda each: given[id(each)] if id(each) in given else SimulatedTensor(each)
     )
@@ -192,8 +184,8 @@ def _list_tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def _take_inner(tensor: Tensor) -> Tensor:
-    return tensor.inner if isinstance(tensor, SimulatedTensor) else tensor
+def _take_cpu_tensor(tensor: Tensor) -> Tensor:
+    return tensor.cpu_tensor if isinstance(tensor, SimulatedTensor) else tensor
 
 
 def _require_one_device(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -224,14 +216,14 @@ def _to_copy(
     to = torch.device(device) if device is not None else source.device
     if to.type == "cuda":
         if there:
-            return SimulatedTensor(func(source.inner, **options))
+            return SimulatedTensor(func(source.cpu_tensor, **options))
         streams.send_to_device(source, non_blocking)
         return SimulatedTensor(func(source, **options))
     if not there:
         return func(source, **options)
     if non_blocking:
         raise streams.CudaMisused("a copy that does not block went to memory that is not pinned")
-    found = func(source.inner, **options)
+    found = func(source.cpu_tensor, **options)
     made = torch.empty_like(found)
     streams.bring_to_host(made, found, non_blocking=False)
     return made
@@ -240,17 +232,17 @@ def _to_copy(
 def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, SimulatedTensor):
         assert isinstance(source, SimulatedTensor)
-        streams.bring_to_host(target, source.inner, non_blocking)
+        streams.bring_to_host(target, source.cpu_tensor, non_blocking)
     elif isinstance(source, SimulatedTensor):
-        target.inner.copy_(source.inner)
+        target.cpu_tensor.copy_(source.cpu_tensor)
     else:
         streams.send_to_device(source, non_blocking)
-        target.inner.copy_(source)
+        target.cpu_tensor.copy_(source)
     return target
 
 
 def _detach(func: Any, tensor: SimulatedTensor) -> Tensor:
-    return SimulatedTensor(func(tensor.inner))
+    return SimulatedTensor(func(tensor.cpu_tensor))
 
 
 def _record_stream(func: Any, tensor: SimulatedTensor, stream: Any) -> None:
@@ -258,7 +250,7 @@ def _record_stream(func: Any, tensor: SimulatedTensor, stream: Any) -> None:
 
 
 def _set_storage(func: Any, tensor: SimulatedTensor, storage: Any) -> Tensor:
-    tensor.inner = torch.empty(0, dtype=tensor.inner.dtype).set_(storage)
+    tensor.cpu_tensor = torch.empty(0, dtype=tensor.cpu_tensor.dtype).set_(storage)
     return tensor
 
 
@@ -269,7 +261,7 @@ def _choose_attention(func: Any, *_: Any, **__: Any) -> int:
 
 def _count_whole_numbers(func: Any, tensor: SimulatedTensor, *args: Any, **options: Any) -> Tensor:
     """Compute a histogram; that of whole numbers exists on a GPU alone."""
-    counts = func(tensor.inner.double(), *args, **options)
+    counts = func(tensor.cpu_tensor.double(), *args, **options)
     return SimulatedTensor(counts.to(tensor.dtype))
 
 
@@ -278,11 +270,11 @@ def _multiply_wide(name: str, *args: Any, **options: Any) -> Tensor:
     dtype = options.pop("out_dtype", None) or next(
         each for each in args if isinstance(each, torch.dtype)
     )
-    factors = [each.inner.to(dtype) for each in args if isinstance(each, Tensor)]
+    factors = [each.cpu_tensor.to(dtype) for each in args if isinstance(each, Tensor)]
     product = getattr(aten, name).default(*factors, **options)
     if out is None:
         return SimulatedTensor(product)
-    out.inner.copy_(product)
+    out.cpu_tensor.copy_(product)
     return out
 
 

@@ -52,10 +52,9 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], wrap: Callable[[Tensor
 
 
 def _take(tensor: Any) -> Tensor:
-    inner = getattr(tensor, "inner", None)
-    if inner is None:
+    if not hasattr(tensor, "cpu_tensor"):
         raise RuntimeError("variable-length attention takes tensors of the GPU alone")
-    return inner
+    return tensor.cpu_tensor
 
 
 def _require_kernel(q_THD: Tensor, bounds_C: Tensor, longest: int) -> None:
