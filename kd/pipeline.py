@@ -222,7 +222,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     Where several workers capture it, one of them does this, and the others help with the shards.
     """
     planned = plan_capture(config, monitor, home / TEXTS)
-    monitor.check("after the text was read; no shard was begun")
+    monitor.check("after the text was read; no shard was started")
     if monitor.ranges is not None and monitor.ranges.terms is not None:
         caches = find_caches(home, config.cache.store)
         help_capture(planned, caches, monitor.ranges.terms, monitor)

@@ -130,8 +130,8 @@ class CacheConfig(Section):
         None,
         max_length=1024,
         description=(
-            "Where the cache lies: a folder, or a bucket of S3, s3://bucket/prefix. Null = "
-            "KD_STORE, else the folder caches of KD_HOME. The bytes and the fingerprint of the "
+            "Where the cache is stored: a folder, or an S3 bucket, s3://bucket/prefix. Null = "
+            "KD_STORE, or else the folder caches of KD_HOME. The bytes and the fingerprint of the "
             "cache do not depend on it."
         ),
     )

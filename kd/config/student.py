@@ -183,7 +183,7 @@ class StudentConfig(Section):
             )
         if self.revision is not None and self.model is None:
             raise ValueError(
-                "student.revision is that of a hub model, but student.model is not given"
+                "student.revision names a revision of a hub model, but student.model is not given"
             )
         # Adapters leave the weights frozen, and random weights would never be trained.
         if self.lora is not None and self.init is not None:

@@ -425,7 +425,7 @@ class TrainConfig(Section):
         if self.compile != "none":
             raise ValueError(
                 f"train.dropout changes at every step, for which train.compile {self.compile} "
-                "would compile anew: set train.compile to none, or train.dropout to a number"
+                "would compile again: set train.compile to none, or train.dropout to a number"
             )
         return self
 

@@ -174,13 +174,13 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
             "/resources/workers",
             f"the processes of teacher.parallel {parallel} capture together, and no other worker "
             f"can help them, but workers is {config.resources.workers}.",
-            "Set it to 1, or teacher.parallel to none or device_map.",
+            "Set it to 1, or set teacher.parallel to none or device_map.",
         )
     if devices == 1 and parallel in SHARED:
         yield Problem(
             "/teacher/parallel",
             f"{parallel} shares the teacher among several devices, but the job has one.",
-            "Set resources.gpus to 2 or more, or it to device_map.",
+            "Set resources.gpus to 2 or more, or set this field to device_map.",
         )
     elif devices > 1 and (config.train is None or set(config.stages) == {"precompute"}):
         if parallel == "none":

@@ -131,8 +131,8 @@ def warn_of_empty_evaluation(run: Run, found: dict[str, Any]) -> None:
         "warning",
         message=(
             f"Held-out sequences: {count}, and none has a token to predict. So this run has no "
-            "held-out loss: its report has no perplexity, and neither early stopping nor the "
-            "schedule reduce_lr_on_plateau acts. Give data.validation, or raise "
+            "held-out loss: its report has no perplexity, and early stopping and the schedule "
+            "reduce_lr_on_plateau have no effect. Give data.validation, or raise "
             "data.validation_fraction."
         ),
     )

@@ -63,7 +63,7 @@ def read_run(folder: Path) -> FoundRun:
     written = read_json(folder / "config.json")
     if written is None:
         raise RunFolderError(
-            f"{folder} has no config.json: its run had not begun, and nothing can be restored.",
+            f"{folder} has no config.json: its run had not started, and nothing can be restored.",
             "Remove it with `kd gc`, and submit the job again.",
         )
     config = parse_config(written)

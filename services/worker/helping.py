@@ -127,8 +127,8 @@ class CaptureHelp:
             )
         if own["place"] != theirs["place"]:
             raise OtherCapture(
-                f"Its caches lie in {own['place']}, and those of the worker that leads the capture "
-                f"in {theirs['place']}.",
+                f"Its caches are in {own['place']}, and the caches of the worker that leads the "
+                f"capture are in {theirs['place']}.",
                 "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
             )
 

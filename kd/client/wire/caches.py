@@ -202,7 +202,7 @@ class CacheCheck(View):
     problems: list[str] = Field(
         description="What was found, 20 lines at most; empty for a sound cache."
     )
-    outdated: bool = Field(False, description="Whether the cache was sealed anew since then.")
+    outdated: bool = Field(False, description="Whether the cache was sealed again since then.")
 
 
 class CacheUsage(View):

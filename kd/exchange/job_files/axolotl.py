@@ -41,10 +41,10 @@ _REASONS = REASONS | {
     "dataset_prepared_path": "not needed: the cache keeps the tokens.",
     "skip_prepare_dataset": "not needed: the cache keeps the tokens.",
     "pad_to_sequence_len": "not needed: with data.packing sequences are full.",
-    "chat_template": "the template is that of the tokenizer.",
-    "model_type": "the architecture is that of the model's own config.json.",
-    "tokenizer_type": "the tokenizer is that of the model's folder.",
-    "special_tokens": "special tokens are those of the tokenizer; change them in its folder.",
+    "chat_template": "the tokenizer's own template is used.",
+    "model_type": "the architecture in the model's config.json is used.",
+    "tokenizer_type": "the tokenizer in the model's folder is used.",
+    "special_tokens": "the tokenizer's special tokens are used; change them in its folder.",
     "kd_normalize_topk": "the mass of the rest is one bucket here; nothing is renormalised.",
     "kd_compiled_kernel": "not needed: the loss has its own kernels.",
     "kd_online_max_new_tokens": "the teacher generates nothing here; it scores the text.",
@@ -187,7 +187,7 @@ def _read_source(fields: Fields, draft: Draft, online: bool) -> Any:
     fields.close(
         {
             "logprobs_field": "`kd cache import` reads the column logprobs: rename it.",
-            "ds_type": "not needed: a file's suffix tells its format.",
+            "ds_type": "not needed: the suffix of a file says its format.",
             "roles_to_train": "data.assistant_only_loss: the assistant's tokens are learned.",
             "train_on_eos": "the end of an answer is learned.",
         }

@@ -35,7 +35,7 @@ def bring_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) ->
 
     def report(line: str) -> None:
         monitor.emit("stage", stage=stage, phase=line)
-        monitor.check("before the run went on here")
+        monitor.check("before the run was continued here")
 
     summary = run_dir / CACHE_SUMMARY
     if not summary.exists() and (found := run.read_files().get(CACHE_SUMMARY)) is not None:

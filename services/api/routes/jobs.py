@@ -165,8 +165,8 @@ def validate_job(
         str | None,
         Query(
             max_length=64,
-            description="Devices to plan the training for: 8xh100, h100 or cpu. Default: those of "
-            "a worker that trains.",
+            description="Devices to plan the training for: 8xh100, h100 or cpu. Default: the "
+            "devices of a worker that trains.",
         ),
     ] = None,
 ) -> JobPlan:

@@ -21,7 +21,7 @@ WORKER_LOST_ERROR = {
 DEADLINE_ERROR = {
     "type": "deadline_exceeded",
     "detail": "The job had not ended when its deadline passed.",
-    "remedy": "Retry it with a longer deadline_seconds; it goes on from its last checkpoint.",
+    "remedy": "Retry it with a longer deadline_seconds; it continues from its last checkpoint.",
 }
 
 

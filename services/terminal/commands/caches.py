@@ -100,7 +100,7 @@ def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = 
     else:
         print_error(
             "\n".join(problems),
-            f"Delete {folder} and run the job again; it captures the cache anew.",
+            f"Delete {folder} and run the job again; it captures the cache again.",
         )
     raise typer.Exit(UNVERIFIED if problems else 0)
 

@@ -284,7 +284,7 @@ def test_the_devices_at_which_a_limit_is_full_make_it_full() -> None:
     )
     assert (before, after) == ("teacher", "objects written")
     said = plan(ask())["saturation"][1]
-    assert f"More devices fill objects written, at {at:,} devices." in said
+    assert f"With more devices the next limit is objects written, at {at:,} devices." in said
     small = plan(ask(devices="2048xh100"), "cache.shard_sequences=16")["saturation"][1]
     assert "bound by objects written" in small and "More devices do not help." in small
 
