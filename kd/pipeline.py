@@ -65,10 +65,10 @@ from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.memory.host import choose_chunk_memory
 from kd.memory.one_sequence import require_capture_memory
-from kd.models.attention.isolation import foresee_isolation
+from kd.models.attention.isolation import precheck_isolation
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
-from kd.models.lm_head import foresee_lm_head, require_rows
+from kd.models.lm_head import precheck_lm_head, require_rows
 from kd.models.loading import (
     hide_progress_bars,
     load_hollow,
@@ -94,7 +94,7 @@ from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
-from kd.training.resume.elsewhere import bring_run, keeping_checkpoint
+from kd.training.resume.elsewhere import fetch_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
 from kd.training.samples import EvaluationSamples
 from kd.training.uploads import CheckpointUploads
@@ -130,7 +130,7 @@ def run_stage(
     begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
-    bring_run(config, run_dir, stage, monitor)
+    fetch_run(config, run_dir, stage, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:
         require_store(find_caches(home, config.cache.store), "precompute" in config.stages)
@@ -265,9 +265,9 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
         folder = resolve_model(config.student.model, config.student.revision)
         with torch.device("meta"):
             hollow = load_hollow(folder, torch.float32)
-        foresee_lm_head(hollow)
+        precheck_lm_head(hollow)
         if config.data.packing:
-            foresee_isolation(hollow, config.data.sequence_length, monitor)
+            precheck_isolation(hollow, config.data.sequence_length, monitor)
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

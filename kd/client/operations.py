@@ -273,7 +273,7 @@ class Operations:
         path = locate_cache(fingerprint) + "/fidelity"
         return (yield from self.fetch(Job, Request("POST", path, headers=make_key(key))))
 
-    def look_at_cache(
+    def view_cache(
         self, model: type[Model], fingerprint: str, what: str, **query: int
     ) -> Steps[Model]:
         """Return one view of a cache: its statistics, shards, records or usage."""

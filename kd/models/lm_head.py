@@ -168,7 +168,7 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     return lm_head
 
 
-def foresee_lm_head(hollow: PreTrainedModel) -> None:
+def precheck_lm_head(hollow: PreTrainedModel) -> None:
     """Check what a model does to its logits as training will, before its weights are read.
 
     A small random model of its class is checked in its place; one that cannot be made smaller is

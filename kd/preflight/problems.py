@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kd.buckets.inputs import looking_away
+from kd.buckets.inputs import avoiding_buckets
 from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
@@ -96,7 +96,7 @@ def find_problems(
         *_find_resource_problems(config),
     ]
     if folders is not None:
-        with nullcontext() if folders.asked else looking_away():
+        with nullcontext() if folders.asked else avoiding_buckets():
             found += _find_folder_problems(config, folders)
     if machine is not None:
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)

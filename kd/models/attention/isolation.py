@@ -80,7 +80,7 @@ def isolate_documents(model: PreTrainedModel) -> None:
         model.train(training)
 
 
-def foresee_isolation(hollow: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
+def precheck_isolation(hollow: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
     """Check a model as training will, before its weights are read: it may be on the device meta.
 
     A model of its class with random weights, few layers and few tokens is checked in its place.

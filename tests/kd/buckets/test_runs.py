@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     newest = run.list_checkpoints()[-1]
     run.bucket.put(newest.files["model.safetensors"].name, b"other bytes")
     with pytest.raises(CacheCorrupt, match=r"model\.safetensors differs"):
-        run.bring_checkpoint(run.list_checkpoints()[-1], tmp_path / "x", lambda _: None)
+        run.fetch_checkpoint(run.list_checkpoints()[-1], tmp_path / "x", lambda _: None)
     events: list[Event] = []
     run_stage("train", config, two, locate_run(two), Monitor(events.append))
     warnings = [each.data["message"] for each in events if each.type == "warning"]

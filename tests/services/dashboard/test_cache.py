@@ -196,7 +196,7 @@ def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
         expect(page.get_by_text("8 missing", exact=True)).to_be_visible()
         expect(page.get_by_role("heading", name="Checks")).to_be_hidden()
         check_page(page, "capture")
-        writer.leave_begun()
+        writer.clear_unfinished()
 
 
 @pytest.mark.parametrize("profile", ["hidden", pytest.param("topk", marks=pytest.mark.long)])

@@ -13,8 +13,8 @@ from kd.models.attention.interface import use_packed_attention
 from kd.models.attention.isolation import (
     _computes_as_alone,
     _make_trials,
-    foresee_isolation,
     isolate_documents,
+    precheck_isolation,
     warn_of_mask,
 )
 from kd.models.layers import compute_hidden_states
@@ -214,7 +214,7 @@ def test_a_model_is_judged_by_its_shape_as_by_its_weights(kind: str) -> None:
         hollow = build(kind)
     told: list[str] = []
     before = torch.random.get_rng_state()
-    foresee_isolation(hollow, 16384, Monitor(lambda event: told.append(event.data["message"])))
+    precheck_isolation(hollow, 16384, Monitor(lambda event: told.append(event.data["message"])))
     assert torch.equal(torch.random.get_rng_state(), before)
     whole = build(kind)
     isolate_documents(whole)
@@ -226,4 +226,4 @@ def test_a_leak_is_seen_without_the_weights(kind: str) -> None:
     with torch.device("meta"):
         hollow = build(kind)
     with pytest.raises(ModelError, match="attends across the documents"):
-        foresee_isolation(hollow, 64, SILENT)
+        precheck_isolation(hollow, 64, SILENT)
