@@ -164,11 +164,11 @@ class AsyncClient:
         return await self._run(self._operations.act("pause", job))
 
     async def resume(self, job: JobRef) -> Job:
-        """Queue a paused job again; it goes on from its saved state."""
+        """Queue a paused job again; it continues from its saved state."""
         return await self._run(self._operations.act("resume", job))
 
     async def retry(self, job: JobRef) -> Job:
-        """Queue a failed or cancelled job again; it goes on from its saved state."""
+        """Queue a failed or cancelled job again; it continues from its saved state."""
         return await self._run(self._operations.act("retry", job))
 
     async def delete(self, job: JobRef, *, artifacts: bool = False) -> None:
@@ -248,7 +248,7 @@ class AsyncClient:
         return await self._run(self._operations.delete(locate_cache(fingerprint)))
 
     async def templates(self) -> list[Template]:
-        """Return the job files to begin with: YAML, in which models and texts are empty."""
+        """Return the templates of job files: YAML, in which models and texts are empty."""
         return await self._run(self._operations.templates())
 
     async def workers(self) -> list[Worker]:
@@ -260,7 +260,7 @@ class AsyncClient:
         return await self._run(self._operations.quotas())
 
     async def health(self) -> Health:
-        """Return a sign of life of the server; needs no key."""
+        """Return the health of the server; needs no key."""
         return await self._run(self._operations.health())
 
     async def version(self) -> Version:

@@ -164,11 +164,11 @@ class Client:
         return self._run(self._operations.act("pause", job))
 
     def resume(self, job: JobRef) -> Job:
-        """Queue a paused job again; it goes on from its saved state."""
+        """Queue a paused job again; it continues from its saved state."""
         return self._run(self._operations.act("resume", job))
 
     def retry(self, job: JobRef) -> Job:
-        """Queue a failed or cancelled job again; it goes on from its saved state."""
+        """Queue a failed or cancelled job again; it continues from its saved state."""
         return self._run(self._operations.act("retry", job))
 
     def delete(self, job: JobRef, *, artifacts: bool = False) -> None:
@@ -246,7 +246,7 @@ class Client:
         return self._run(self._operations.delete(locate_cache(fingerprint)))
 
     def templates(self) -> list[Template]:
-        """Return the job files to begin with: YAML, in which models and texts are empty."""
+        """Return the templates of job files: YAML, in which models and texts are empty."""
         return self._run(self._operations.templates())
 
     def workers(self) -> list[Worker]:
@@ -258,7 +258,7 @@ class Client:
         return self._run(self._operations.quotas())
 
     def health(self) -> Health:
-        """Return a sign of life of the server; needs no key."""
+        """Return the health of the server; needs no key."""
         return self._run(self._operations.health())
 
     def version(self) -> Version:

@@ -32,7 +32,7 @@ class JobEstimate(View):
     )
     hours: float | None = None
     device: str | None = Field(None, description="Device of the trial.")
-    held_out: str = Field("", description="Which sequences are held out, and why so many.")
+    held_out: str = Field("", description="Which sequences are held out, and why this many.")
     cost: Cost | None = Field(
         None, description="Estimated cost of the job; null without a price or an earlier job."
     )
@@ -89,12 +89,12 @@ class JobPlan(View):
 
 
 class Template(View):
-    """A job file to begin with."""
+    """A template of a job file."""
 
     name: str
     title: str = Field(description="What its job does, in one sentence.")
     text: str = Field(
-        description="YAML with comments. What only the user knows is an empty text: models, texts."
+        description="YAML with comments. Models and texts, which only the user knows, are empty."
     )
 
 
