@@ -345,7 +345,7 @@ def parse_answer(model: type[Model], answer: Answer) -> Model:
         place = ".".join(map(str, first["loc"])) or "the body"
         raise Refused(
             answer.status,
-            f"The answer is no {model.__name__} of Potstill's API: {place}: {first['msg']}.",
+            f"The response is not a {model.__name__} of Potstill's API: {place}: {first['msg']}.",
             "Check the address of the server, and that client and server have one version.",
         ) from None
 

@@ -217,7 +217,7 @@ class LossConfig(Section):
     def _mode_or_schedule(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and ("mode" in value) == ("schedule" in value):
             raise ValueError(
-                "a temperature that is no number has the key mode (it is learned) or schedule "
+                "a temperature that is not a number has the key mode (it is learned) or schedule "
                 "(it goes from start to end), "
                 + (
                     "not both"

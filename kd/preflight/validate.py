@@ -173,7 +173,7 @@ def _check_model(
         elif os.environ.get("HF_HUB_OFFLINE") == "1" and not _is_in_hub_cache(model, root):
             yield Problem(
                 pointer,
-                f"{model!r} is no local folder, and the hub is offline and has no local copy of "
+                f"{model!r} is not a local folder, and the hub is offline and has no local copy of "
                 "it.",
                 _explain_root(root),
             )

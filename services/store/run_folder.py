@@ -52,7 +52,7 @@ def read_run(folder: Path) -> FoundRun:
     """
     if not JOB_ID.fullmatch(folder.name):
         raise RunFolderError(
-            f"{folder} is not the folder of a job: its name is no job id.",
+            f"{folder} is not the folder of a job: its name is not a job id.",
             "Name a folder below KD_HOME/runs whose name begins with job_.",
         )
     if is_held(folder):

@@ -61,7 +61,7 @@ def _find_distillation(job: KnownJob) -> JobRecord:
     if job.kind != KIND:
         raise ApiProblem(
             404,
-            f"{job.id} is no job of distillation but of kind {job.kind}.",
+            f"{job.id} is not a job of distillation, but of kind {job.kind}.",
             f"GET {job.links.self} shows it.",
         )
     return job
@@ -208,7 +208,7 @@ def list_fine_tuning_checkpoints(
     if after is not None:
         step = after.removeprefix(f"{job.id}-")
         if not step.isdecimal():
-            raise ApiProblem(400, f"after: {after!r} is no checkpoint of {job.id}.")
+            raise ApiProblem(400, f"after: {after!r} is not a checkpoint of {job.id}.")
         every = [each for each in every if each.step_number < int(step)]
     data = every[:limit]
     return FineTuningCheckpointList(

@@ -187,7 +187,7 @@ def _parse_size(text: str) -> int:
         found: int = TypeAdapter(size).validate_python(text)
     except ValidationError:
         raise typer.BadParameter(
-            f"{text!r} is no size: write 500GiB, or a number of bytes.", param_hint="--bytes"
+            f"{text!r} is not a size: write 500GiB, or a number of bytes.", param_hint="--bytes"
         ) from None
     return found
 

@@ -100,7 +100,7 @@ def _require_own_folder(settings: Settings, folder: Path) -> Path:
     runs = (settings.home / "runs").resolve()
     if found.parent != runs or not found.is_dir():
         raise RunFolderError(
-            f"{folder} is no folder below {runs}.",
+            f"{folder} is not a folder below {runs}.",
             "Name the folder of a job there, or another data folder with --home.",
         )
     return found

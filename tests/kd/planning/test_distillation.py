@@ -380,12 +380,12 @@ def test_a_model_is_read_from_its_config_alone(tmp_path: Path) -> None:
 
 
 def test_a_model_that_nothing_tells_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder on this machine"):
+    with pytest.raises(ConfigError, match="is neither a folder on this machine"):
         read_model("org/unknown", tmp_path, "/teacher")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no config"):
         read_model("empty", tmp_path, "/teacher")
-    with pytest.raises(ConfigError, match="1M is no size of a Llama"):
+    with pytest.raises(ConfigError, match="1M is not a size of a Llama"):
         read_model("1M", tmp_path, "/teacher")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text('{"model_type": "nothing-known"}')

@@ -129,7 +129,7 @@ def find_source(name: str, settings: Settings) -> Path:
         return find_cache(settings.caches, name).absolute()
     except CacheNotFound as error:
         raise HubError(
-            f"{name!r} is no folder, no run and no single cache in {settings.home}.",
+            f"{name!r} is neither a folder, nor a run, nor a single cache in {settings.home}.",
             "`kd cache ls` lists caches; the runs are the folders in runs of KD_HOME.",
         ) from error
 

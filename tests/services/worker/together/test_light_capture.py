@@ -236,7 +236,7 @@ def test_a_worker_with_another_store_is_refused_by_name(parts: Parts, tmp_path: 
         return next(iter(texts), None)
 
     message = wait_until(find_warning)
-    assert "helps with this capture no more: Its caches lie in folder-" in message
+    assert "helps with this capture no more: Its caches are in folder-" in message
     assert "KD_STORE" in message
     require_right(parts, job_id, "light-9-30-150")
 
