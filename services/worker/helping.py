@@ -170,7 +170,7 @@ class CaptureHelp:
 
     def _describe_failure(self, failure: Failure) -> str:
         what = f"{failure['detail']} {failure.get('remedy', '')}".strip()
-        return f"Worker {self._worker} helps with this capture no more: {what}"
+        return f"Worker {self._worker} no longer helps with this capture: {what}"
 
 
 def count_workers(config: JobConfig) -> int | None:
