@@ -56,7 +56,7 @@ CODE  := .ci cache kd services tests $(wildcard bench examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format docs site bench bench-reader bench-dataloader bench-capture bench-forecast bench-scale-model bench-plan bench-cache bench-bias bench-quality bench-train bench-temperature bench-products bench-service bench-roofline bench-kernels bench-gpu bench-scale bench-tokens bench-in-part bench-manifest bench-ui \
-        test-containers chaos test-hosts fuzz examples sbom release audit up clean
+        test-simulated-gpu test-containers chaos test-hosts fuzz examples sbom release audit up clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -186,6 +186,9 @@ bench-gpu: $(STAMP) ## On a machine with a GPU: its tests, rates, speed, and a j
 bench-scale: $(STAMP) ## Measure what two and four ranks, and as many workers of a capture, gain on this machine
 	$(BIN)/python bench/devices/scale.py $(BENCH_FLAGS)
 	$(BIN)/python bench/devices/capture_workers.py
+
+test-simulated-gpu: $(STAMP) ## Run the tests marked gpu on a simulated GPU: no kernels of Triton (C++ compiler, 10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.simulated_gpu -m pytest -n 0 -m gpu -k "not the_kernels" $(TEST_FLAGS) tests/system/test_gpu.py tests/kd
 
 test-containers: $(STAMP) ## Build the images and run the example through Compose, with kills (a Docker engine; half an hour)
 	KD_TEST_CONTAINERS=1 $(BIN)/pytest -n 0 -s tests/system/deployment/test_engine.py

@@ -76,8 +76,9 @@ def choose_codec_version(profile: str, bits: int, dtype: str = "") -> int:
 class TeacherIdentity:
     """The teacher: sha256 of its weights as they are stored, and the dtype of its forward pass.
 
-    ``quantization`` is int8 or int4 where its weights were quantised when they were loaded, and
-    ``parallel`` says how they were spread over several devices; each is empty where they were not.
+    ``quantization`` names how its weights were quantised when they were loaded
+    (docs/formats.md), and ``parallel`` says how they were spread over several
+    devices; each is empty where they were not.
     """
 
     model_sha256: str

@@ -18,9 +18,12 @@ PotstillError (cache.errors)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache.errors import PotstillError
+
+#: The remedy for several problems of a configuration.
+_SEVERAL = "Change each of these fields; what to do stands after it."
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,18 @@ class Problem:
 
 
 class ConfigError(PotstillError):
-    """The configuration is refused; ``problems`` lists everything that is wrong with it."""
+    """The configuration is refused; ``problems`` lists everything that is wrong with it.
+
+    The remedy is that of the one problem. Of several ones each stands beside its problem.
+    """
 
     type = "invalid_config"
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(map(str, problems)))
+        if len(problems) == 1:
+            super().__init__(str(replace(problems[0], remedy="")), problems[0].remedy)
+        else:
+            super().__init__("; ".join(map(str, problems)), _SEVERAL)
         self.problems = problems
 
 

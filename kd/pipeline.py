@@ -65,7 +65,7 @@ from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.memory.host import choose_chunk_memory
 from kd.memory.one_sequence import require_capture_memory
-from kd.models.attention.isolation import precheck_isolation
+from kd.models.attention.isolation import make_small, precheck_isolation
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
 from kd.models.lm_head import precheck_lm_head, require_rows
@@ -265,9 +265,12 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
         folder = resolve_model(config.student.model, config.student.revision)
         with torch.device("meta"):
             hollow = load_hollow(folder, torch.float32)
-        precheck_lm_head(hollow)
-        if config.data.packing:
-            precheck_isolation(hollow, config.data.sequence_length, monitor)
+        # Made once for both: that takes seconds for a wide model.
+        small = make_small(hollow)
+        if small is not None:
+            precheck_lm_head(small)
+        if small is not None and config.data.packing:
+            precheck_isolation(small, config.data.sequence_length, monitor)
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

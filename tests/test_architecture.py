@@ -73,7 +73,7 @@ EXCEPTIONS = {
     # Each uses the extra that holds torchao: an optimiser of 8 bits, float8, rounded teachers.
     "kd/optim/eight_bit.py": {"torchao"},
     "kd/models/products/float8.py": {"torchao"},
-    "kd/models/loading.py": {"torchao"},
+    "kd/models/quantization/rounding.py": {"torchao"},
     # This trainer is TRL's with another loss; the extra trl has it.
     "kd/cached/sft.py": {"trl"},
     # Only this file holds kernels that a GPU compiles.

@@ -152,7 +152,10 @@ class StoredRun:
         state = verify_json((folder / STATE).read_bytes(), f"{self}/{found.name}/{STATE}")
         for name, digest in state["sha256"].items():
             if not (folder / name).is_file() or hash_file(folder / name) != digest:
-                raise CacheCorrupt(f"{self}/{found.name}/{name} differs from what was saved.")
+                raise CacheCorrupt(
+                    f"{self}/{found.name}/{name} differs from what was saved.",
+                    f"Delete the checkpoint {self}/{found.name}: an older one is taken.",
+                )
 
     def read_history(self, found: StoredCheckpoint) -> bytes:
         """Read the history of the run up to a checkpoint; empty where there is none."""

@@ -23,7 +23,7 @@ from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
 from kd.models.folder import compute_fingerprint, require_allowed_remote_code, resolve_model
-from kd.models.loading import choose_teacher_dtype
+from kd.models.loading import choose_quantization, choose_teacher_dtype
 from kd.models.precision import pick_device
 from kd.models.tokenizers import (
     PROBE_TEXTS,
@@ -139,7 +139,7 @@ def _identify_teacher(config: JobConfig, folder: Path, monitor: Monitor) -> Teac
     return TeacherIdentity(
         digest,
         str(dtype).removeprefix("torch."),
-        quantization=config.teacher.quantization or "",
+        quantization=choose_quantization(config.teacher, folder),
         # Sums over several devices are rounded otherwise than those of one.
         parallel="" if config.teacher.parallel == "none" else config.teacher.parallel,
     )

@@ -67,6 +67,7 @@ from kd.models.layers import (
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import float32_products, pick_device
+from kd.models.quantization.rounding import describe_plain_layers
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, make_token_map
 from kd.progress import SILENT, Monitor, RangeTerms, ShardRanges
 from kd.text.batches import make_batch
@@ -248,12 +249,19 @@ def open_reader(
         teacher = Teacher.load(plan)
         if plan.config.data.packing:
             warn_of_mask(teacher.model, plan.config.data.sequence_length, monitor)
+        warn_of_plain_layers(teacher.model, plan.identity.teacher.quantization, monitor)
         yield fit_recorder(teacher, plan, writer, monitor, knots)
         return
     with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as remote:
         length = plan.config.data.sequence_length
         remote.require_same_tokenizer(encode_probes(plan.tokenizer, PROBE_TEXTS), length)
         yield remote
+
+
+def warn_of_plain_layers(model: PreTrainedModel, quantization: str, monitor: Monitor) -> None:
+    """Warn if a quantisation leaves layers of the teacher as they are."""
+    if (plain := describe_plain_layers(model, quantization)) is not None:
+        monitor.warn_once(plain)
 
 
 def fit_recorder(

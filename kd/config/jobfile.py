@@ -112,9 +112,13 @@ def read_job_file(path: Path) -> Any:
             [Problem("", f"{path} cannot be read: {error}.", "Give the path of a UTF-8 YAML file.")]
         ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(
-            [Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}.")]
-        ) from None
+        raise ConfigError([make_yaml_problem("", str(path), error)]) from None
+
+
+def make_yaml_problem(pointer: str, what: str, error: yaml.YAMLError) -> Problem:
+    """Return the problem of ``what``, a file or a value, which is not YAML."""
+    detail = f"{what} is not valid YAML: {' '.join(str(error).split())}."
+    return Problem(pointer, detail, "Mend it there; a text with : or # needs quotation marks.")
 
 
 def parse_yaml(text: str) -> Any:
@@ -169,12 +173,7 @@ def apply_overrides(data: Any, overrides: Iterable[str]) -> Any:
             data = set_value(data, keys, parse_yaml(text))
         except yaml.YAMLError as error:
             raise ConfigError(
-                [
-                    Problem(
-                        "/" + "/".join(keys),
-                        f"override {override!r} is not valid YAML: {' '.join(str(error).split())}.",
-                    )
-                ]
+                [make_yaml_problem("/" + "/".join(keys), f"override {override!r}", error)]
             ) from None
     return data
 
@@ -205,11 +204,22 @@ def translate_errors(
     return [_translate_error(same, root) for same in forms_of.values()]
 
 
+def _suggest_reading(path: list[Any], root: type[BaseModel]) -> str:
+    """Name what describes the field at ``path``; ``root`` is the model that refused the data."""
+    if root is not JobConfig:
+        return "GET /openapi.json describes the fields."
+    names = [part for part in path if isinstance(part, str)]
+    if not names:
+        return "docs/configuration.md describes the fields."
+    return f"`kd explain {'.'.join(names[:2])}` describes the field."
+
+
 def _translate_error(errors: list[Mapping[str, Any]], root: type[BaseModel]) -> Problem:
     """Describe the problem at one place; ``errors`` has one error for each form that was tried."""
     error = errors[0]
     path, section, _ = _walk_location(error["loc"], root)
     pointer = "".join("/" + escape_pointer(part) for part in path)
+    reading = _suggest_reading(path, root)
     if error["type"] == "extra_forbidden" and section is not None:
         return Problem(
             pointer,
@@ -217,16 +227,16 @@ def _translate_error(errors: list[Mapping[str, Any]], root: type[BaseModel]) -> 
             _suggest_known(path[-1], list(section.model_fields), "keys"),
         )
     if error["type"] == "missing":
-        return Problem(pointer, "is required but missing.")
+        return Problem(pointer, "is required but missing.", reading)
     if error["type"] == "string_too_short" and error["input"] == "":
-        return Problem(pointer, "is empty; give a value.")
+        return Problem(pointer, "is empty; give a value.", reading)
     if error["type"] == "value_error":
-        return Problem(pointer, str(error["msg"]).removeprefix("Value error, ") + ".")
+        return Problem(pointer, str(error["msg"]).removeprefix("Value error, ") + ".", reading)
     if error["type"] == "string_pattern_mismatch" and (
         words := PATTERNS_IN_WORDS.get(error["ctx"]["pattern"])
     ):
         return Problem(
-            pointer, f"{words}, but got {error['input']!r}.", _suggest_fingerprint(error)
+            pointer, f"{words}, but got {error['input']!r}.", _suggest_fingerprint(error) or reading
         )
     first, *others = map(_translate_message, errors)
     # "Input should be a number, or a section": the words before the second form are not repeated.
@@ -238,9 +248,8 @@ def _translate_error(errors: list[Mapping[str, Any]], root: type[BaseModel]) -> 
         else ""
     )
     choices = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
-    return Problem(
-        pointer, f"{message}{shown}.", _suggest_known(got, choices) if isinstance(got, str) else ""
-    )
+    known = _suggest_known(got, choices) if isinstance(got, str) else ""
+    return Problem(pointer, f"{message}{shown}.", known or reading)
 
 
 def _suggest_fingerprint(error: Mapping[str, Any]) -> str:

@@ -135,7 +135,8 @@ class LoraConfig(Section):
         (),
         description=(
             "Names of the linear layers and of the experts' weights (gate_up_proj, down_proj) that "
-            "get adapters; default all except the LM head. Routers get none."
+            "get adapters; default all except the LM head. Routers get none, and in state-space "
+            "mixers (Mamba) only in_proj gets one."
         ),
     )
     base: Literal["float32", "bfloat16"] = Field(

@@ -56,7 +56,9 @@ class TeacherConfig(Section):
             "Round the weights of the linear layers to int8 or int4 while they are loaded (pip "
             "install 'potstill[quantization]'). Embeddings, LM head, norms and experts stay in "
             "dtype. A quantised teacher has a cache of its own. int4 computes in bfloat16, on a "
-            "GPU of the Ampere generation or later."
+            "GPU of the Ampere generation or later; 128 numbers share a scale, or 64 or 32 if only "
+            "these divide the input width of a layer. Layers whose width none of them divides stay "
+            "in bfloat16."
         ),
     )
     parallel: Literal["none", "device_map", "tensor", "fsdp"] = Field(

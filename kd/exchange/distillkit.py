@@ -274,7 +274,7 @@ def _to_bytes(values: NDArray[Any], dtype: Float) -> NDArray[np.uint8]:
         return (
             np.ascontiguousarray(values.astype(_NUMPY[dtype]))
             .view(np.uint8)
-            .reshape(len(values), -1)
+            .reshape(len(values), values.shape[1] * _get_byte_width(dtype))
         )
 
 

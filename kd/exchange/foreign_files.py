@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,11 @@ from kd.errors import DataError
 
 #: Rows of a Parquet file in memory at once.
 BATCH_ROWS = 16
+#: Suffix of the files that ``save_to_disk`` of ``datasets`` writes, and the beginning of their
+#: names; ``datasets`` keeps others beside them that it can make again.
+ARROW, ARROW_NAME = ".arrow", "data-"
+#: Files beside them that describe the data set.
+_ABOUT = ("state.json", "dataset_info.json", "dataset_dict.json")
 #: The beginning of the names of files with held-out sequences, here and in ``datasets``.
 HELD_OUT = "validation"
 
@@ -21,10 +26,11 @@ HELD_OUT = "validation"
 def find_foreign_files(
     paths: Sequence[Path], suffixes: tuple[str, ...]
 ) -> tuple[list[Path], list[Path]]:
-    """Return the training files and the held-out files (named ``validation*``) at ``paths``.
+    """Return the training files and the held-out files at ``paths``.
 
-    Folders are searched. Raises ``DataError`` for a path that does not exist and for a folder
-    without files of ``suffixes``.
+    Folders are searched. Held-out files are named ``validation*``; of a data set that
+    ``save_to_disk`` wrote, their folder is, which is named after its split. Raises ``DataError``
+    for a path that does not exist and for a folder without files of ``suffixes``.
     """
     files: list[Path] = []
     for path in paths:
@@ -40,12 +46,18 @@ def find_foreign_files(
                 "Check the path and the format.",
             )
         files += found
-    held_out = [file for file in files if file.name.startswith(HELD_OUT)]
+    held_out = [file for file in files if _get_split(file).startswith(HELD_OUT)]
     return [file for file in files if file not in held_out], held_out
 
 
 def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
+    if path.name in _ABOUT or (path.suffix == ARROW and not path.name.startswith(ARROW_NAME)):
+        return False
     return path.is_file() and path.name.removesuffix(".gz").endswith(suffixes)
+
+
+def _get_split(path: Path) -> str:
+    return path.parent.name if path.suffix == ARROW else path.name
 
 
 def hash_content(files: Sequence[Path]) -> str:
@@ -87,25 +99,45 @@ def read_parquet_batches(
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number of the first row and a ``pyarrow.RecordBatch``, for a few rows at a time.
 
-    Reads only the named columns, or all if none is named. Raises ``DataError`` for a file that is
-    not Parquet or lacks a needed column.
+    Reads only the named columns, or all if none is named, and files of Arrow too. Raises
+    ``DataError`` for a file of another form, and for one that lacks a needed column.
     """
     import pyarrow
-    import pyarrow.parquet
 
+    open_file = _open_arrow if path.suffix == ARROW else _open_parquet
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        known = file.schema_arrow.names
+        known, read = open_file(path)
         if missing := [name for name in needed if name not in known]:
             detail = f"{path} has no column {', '.join(missing)}; its columns: {', '.join(known)}."
             raise DataError(detail, "Check the format.")
         first = 1
-        columns = [name for name in (*needed, *optional) if name in known] or None
-        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+        for batch in read([name for name in (*needed, *optional) if name in known] or known):
             yield first, batch
             first += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
         raise _make_parquet_error(path, error) from error
+
+
+#: The names of a file's columns, and what reads some of them.
+_Opened = tuple[list[str], Callable[[list[str]], Iterator[Any]]]
+
+
+def _open_parquet(path: Path) -> _Opened:
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    return file.schema_arrow.names, lambda columns: file.iter_batches(BATCH_ROWS, columns=columns)
+
+
+def _open_arrow(path: Path) -> _Opened:
+    import pyarrow
+
+    reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+    return reader.schema.names, lambda columns: (
+        batch.slice(first, BATCH_ROWS).select(columns)
+        for batch in reader
+        for first in range(0, len(batch), BATCH_ROWS)
+    )
 
 
 def read_parquet_metadata(path: Path) -> tuple[dict[bytes, bytes], list[str]]:
@@ -126,15 +158,16 @@ def read_parquet_metadata(path: Path) -> tuple[dict[bytes, bytes], list[str]]:
 def _make_parquet_error(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} cannot be read: {type(error).__name__}: {error}",
-        "Check that it is a complete Parquet file.",
+        "Check that it is a complete file of Parquet, or of Arrow.",
     )
 
 
 def read_dict_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a JSON Lines or Parquet file as Python values, for formats with deeply
-    nested lists.
+    """Yield the rows of a file of JSON Lines, Parquet or Arrow as Python values.
+
+    For formats with deeply nested lists.
     """
-    if not path.name.endswith(".parquet"):
+    if not path.name.endswith((".parquet", ARROW)):
         yield from read_json_rows(path)
         return
     for first, batch in read_parquet_batches(path):

@@ -55,9 +55,9 @@ from kd.progress import SILENT, Monitor, ProgressMeter
 
 FORMATS = ("distillkit", "vllm", "axolotl", "parquet")
 _SUFFIXES = {
-    "distillkit": (".parquet",),
+    "distillkit": (".parquet", ".arrow"),
     "vllm": (".jsonl", ".json"),
-    "axolotl": (".jsonl", ".json", ".parquet"),
+    "axolotl": (".jsonl", ".json", ".parquet", ".arrow"),
     "parquet": (".parquet",),
 }
 #: The most entries in a shard, unless a single sequence has more.
@@ -239,6 +239,15 @@ def _cut_row(row: Row, length: int | None) -> Iterator[Row]:
         )
 
 
+def _find_remedies(request: ImportRequest) -> dict[str, str]:
+    """What to do about records of position t that belong to token t or t + 2."""
+    if request.format != "axolotl":
+        return {}
+    if request.ahead:
+        return {"t": "Import them without --ahead."}
+    return {"t + 2": "Import them with --ahead."}
+
+
 @dataclass
 class ImportStatistics:
     """The results of the first reading: counts of sequences, the largest sizes, and a hash of the
@@ -277,7 +286,7 @@ class ImportStatistics:
                     )
                 monitor.check("while checking the records")
         survey.sha256 = digest.hexdigest()
-        alignment.require(map(str, source.request.paths))
+        alignment.require(map(str, source.request.paths), _find_remedies(source.request))
         survey._hold_out(source.request)
         return survey
 

@@ -8,7 +8,7 @@ Shapes: L tokens of a row, N positions with a record, K entries of a record.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -270,9 +270,11 @@ class Alignment:
         self.found = (self.found[0] + hits[0], self.found[1] + hits[1], self.found[2] + hits[2])
         self.records += len(inner)
 
-    def require(self, names: Iterable[str]) -> None:
+    def require(self, names: Iterable[str], remedies: Mapping[str, str] | None = None) -> None:
         """Raise ``DataError`` if shifting the records by one position predicts the text clearly
         better.
+
+        ``remedies`` = what to do about records of position t that belong to token "t" or "t + 2".
         """
         before, here, after = self.found
         worst = max(before, after)
@@ -284,5 +286,7 @@ class Alignment:
                 f"{', '.join(names)}: the records are off by one. The record of position t belongs "
                 f"to token t + 1, but contains it in only {shares[1]} of all places, "
                 f"and token {place} in {shares[0 if place == 't' else 2]}.",
-                "Give the records of the token that follows each position.",
+                (remedies or {}).get(
+                    place, "Give the records of the token that follows each position."
+                ),
             )

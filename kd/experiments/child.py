@@ -91,7 +91,9 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
             -code,
         )
     if code:
-        raise TrainingError(f"The process of this run ended with code {code}: see {LOG}.")
+        raise TrainingError(
+            f"The process of this run ended with code {code}.", f"Its end is in {LOG}."
+        )
 
 
 def main() -> None:

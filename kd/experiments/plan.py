@@ -116,4 +116,6 @@ def make_plan_of_axes(
 def _require_some(axis: Axis, rows: list[AblationRow]) -> None:
     if all(row.digest is None for row in rows):
         why = " ".join(dict.fromkeys(row.refusal for row in rows))
-        raise ConfigError([Problem("", f"axis {axis.name} has no setting that can run: {why}")])
+        detail = f"axis {axis.name} has no setting that can run: {why}"
+        remedy = "Name other settings with --axis, or change the job."
+        raise ConfigError([Problem("", detail, remedy)])

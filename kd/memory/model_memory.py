@@ -12,6 +12,7 @@ from kd.config.job import JobConfig
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.models.folder import ModelFolder
+from kd.models.quantization.groups import choose_int4_group
 from kd.optim.state_size import (
     AVERAGE_NUMBER_BYTES,
     ParameterShape,
@@ -88,7 +89,12 @@ def compute_rounded_share(folder: ModelFolder, quantization: str, item_bytes: in
     """Compute the bytes of weights with rounded layers, as a share of ``item_bytes`` a number."""
     shapes = folder.read_text_shapes()
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    rounded = sum(sizes[name] for name in shapes if _is_layer_matrix(name, shapes[name]))
+    rounded = sum(
+        sizes[name]
+        for name, shape in shapes.items()
+        if _is_layer_matrix(name, shape)
+        and (quantization != "int4" or choose_int4_group(shape[1]) is not None)
+    )
     bits = {"int8": 8, "int4": 4}[quantization]
     return 1 - rounded / max(sum(sizes.values()), 1) * (1 - bits / (8 * item_bytes))
 

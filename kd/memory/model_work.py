@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from kd.memory.work import ModelWork, count_forward_bytes, find_expert_share
 from kd.models.adapters import find_expert_weights, has_adapters
 from kd.models.layers import find_decoder_layers
-from kd.models.loading import INT4_GROUP
+from kd.models.quantization.groups import choose_int4_group
+from kd.models.quantization.rounding import find_rounded_layers
 
 #: Rows in int4 are filled up to a multiple of this.
 _INT4_TILE = 1024
@@ -51,12 +52,7 @@ def count_weight_bytes(model: PreTrainedModel, item_bytes: int, quantization: st
     whole = item_bytes * sum(parameter.numel() for parameter in model.parameters())
     if quantization is None:
         return whole
-    head = model.get_output_embeddings()
-    shapes = [
-        module.weight.shape
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not head
-    ]
+    shapes = [layer.weight.shape for layer in find_rounded_layers(model).values()]
     saved = (
         item_bytes * rows * width - _count_rounded_bytes(rows, width, item_bytes, quantization)
         for rows, width in shapes
@@ -86,11 +82,12 @@ def _count_numbers(module: nn.Module) -> int:
 def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: str) -> int:
     if quantization == "int8":
         return rows * (width + item_bytes)
-    # Rows of other widths stay as they are; torch's kernels want full tiles.
-    if width % INT4_GROUP:
+    group = choose_int4_group(width)
+    if group is None:
         return item_bytes * rows * width
+    # torch's kernels want full tiles.
     width = -(-width // _INT4_TILE) * _INT4_TILE
-    return rows * (width // 2 + 2 * item_bytes * width // INT4_GROUP)
+    return rows * (width // 2 + 2 * item_bytes * width // group)
 
 
 def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int) -> int:

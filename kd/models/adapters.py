@@ -7,6 +7,9 @@ stay where other code expects them. The base and its LM head are frozen; A and B
 The experts of a layer are no linear layers but two tensors (experts, out, in), such as
 ``mlp.experts.down_proj``. Each expert gets an A and a B of its own. Routers stay frozen.
 
+State-space mixers (Mamba, and hybrids such as Jamba and Falcon-H1) call their ``in_proj`` alone.
+Their kernels read the weights of the other layers, so an adapter there would have no effect.
+
 Importing peft takes a second, so only the functions that need it import it.
 """
 
@@ -34,6 +37,9 @@ _PREFIX = "base_model.model."
 #: Names of linear layers that peft takes for the experts alone, in a mixture of experts. It would
 #: leave out the layers of these names in dense MLPs and shared experts.
 _TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+#: Linear layers of state-space mixers whose weights are read without a call of the layer: by
+#: ``mamba_inner_fn`` and ``mamba_split_conv1d_scan_combined``, and dt_proj everywhere.
+_READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")
 
 
 def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
@@ -48,6 +54,7 @@ def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedMode
     name = type(student).__name__
     layers = find_linear_layers(student)
     experts = find_expert_weights(student)
+    _require_called(student, config.targets)
     targets = _choose_targets(name, [*layers, *experts], config.targets)
     wanted = {path for path in [*layers, *experts] if _is_last_of(path, targets)}
     _require_no_dropout(config, wanted & experts, wanted - experts)
@@ -143,7 +150,9 @@ def load_adapters(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if mine.keys() != tensors.keys():
         strange = ", ".join(sorted(mine.keys() ^ tensors.keys())[:3])
         raise ModelError(
-            f"the adapters in {folder} are not for {type(base).__name__}: they differ in {strange}."
+            f"the adapters in {folder} are not for {type(base).__name__}: they differ in "
+            f"{strange}.",
+            "Load the base model that its adapter_config.json names.",
         )
     with torch.no_grad():
         for name, tensor in mine.items():
@@ -167,17 +176,49 @@ def list_trained_parameters(student: nn.Module) -> list[nn.Parameter]:
 def find_linear_layers(student: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the layers that may have an adapter, by path: every linear layer except the LM head.
 
-    The loss reads the weight of the LM head itself, and would not see an adapter. Routers that are
-    linear layers return several tensors, so an adapter cannot be added to what they return.
+    The loss reads the weight of the LM head itself, and would not see an adapter, and so do
+    state-space mixers. Routers that are linear layers return several tensors, so an adapter cannot
+    be added to what they return.
     """
     lm_head = student.get_output_embeddings()
+    read = _find_read_layers(student)
     return {
         name: module
         for name, module in student.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not lm_head
+        and name not in read
         and "Router" not in type(module).__name__
     }
+
+
+def _find_read_layers(student: PreTrainedModel) -> set[str]:
+    """Return the paths of the linear layers whose weights a state-space mixer reads itself."""
+    # Only these mixers have both the logarithm of A and D; those of gated delta rules have no D.
+    mixers = (
+        (path, module)
+        for path, module in student.named_modules()
+        if hasattr(module, "A_log") and hasattr(module, "D")
+    )
+    return {
+        f"{path}.{name}"
+        for path, mixer in mixers
+        for name in _READ_BY_MIXERS
+        if isinstance(getattr(mixer, name, None), nn.Linear)
+    }
+
+
+def _require_called(student: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    """Raise ``ModelError`` where one of ``targets`` names layers that a mixer never calls."""
+    read = _find_read_layers(student)
+    wrong = [each for each in targets if any(_is_last_of(path, [each]) for path in read)]
+    if wrong:
+        names = sorted(set(map(_name_target, find_linear_layers(student))))
+        raise ModelError(
+            f"student.lora.targets: adapters at {', '.join(wrong)} of {type(student).__name__} "
+            "would have no effect, because its state-space mixers read these weights themselves.",
+            f"Leave the field out, or choose from {', '.join(names)}.",
+        )
 
 
 def find_expert_weights(student: PreTrainedModel) -> set[str]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
-from kd.models.attention.isolation import make_small
 from kd.models.layers import compute_hidden_states, find_device, is_hollow
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
@@ -132,6 +131,11 @@ class SplitLMHead(LMHead):
         return room_NV
 
 
+def is_plain(weight: Tensor) -> bool:
+    """Whether ``weight`` holds its numbers as they are. Quantised weights are other classes."""
+    return weight.is_floating_point() and type(weight) is Tensor
+
+
 def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     """Return the LM head of ``model``, checked against the model's own logits where it has values.
 
@@ -147,7 +151,7 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
             f"{name} has no linear LM head (found {type(layer).__name__}).",
             "Use a causal language model.",
         )
-    if not layer.weight.is_floating_point() or type(layer.weight.data) is not Tensor:
+    if not is_plain(layer.weight.data):
         raise ModelError(
             f"the LM head of {name} is quantised, but records are its logits.",
             "Use a model whose LM head has plain weights.",
@@ -168,14 +172,13 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     return lm_head
 
 
-def precheck_lm_head(hollow: PreTrainedModel) -> None:
+def precheck_lm_head(small: PreTrainedModel) -> None:
     """Check what a model does to its logits as training will, before its weights are read.
 
-    A small random model of its class is checked in its place; one that cannot be made smaller is
-    checked when it trains. Raises the errors of ``find_lm_head``, but those about values.
+    ``small`` is checked in its place (``kd.models.attention.isolation.make_small``). Raises the
+    errors of ``find_lm_head``, but those about values.
     """
-    small = make_small(hollow)
-    if small is not None and _gives_finite_logits(small.eval()):
+    if _gives_finite_logits(small.eval()):
         find_lm_head(small, count_rows(small))
 
 

@@ -24,7 +24,6 @@ from transformers import (
     TorchAoConfig,
 )
 
-from kd.config.extras import NO_QUANTIZER, require_torchao
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import ConfigError, ModelError, format_first_line
@@ -41,9 +40,10 @@ from kd.models.inheritance import cut_hollow_student, cut_student
 from kd.models.precision import (
     choose_weight_dtype,
     pick_device,
-    require_quantization,
     round_parameters,
 )
+from kd.models.quantization.groups import name_quantization
+from kd.models.quantization.rounding import make_quantization_config, read_widths
 from kd.models.spread.device_map import Places
 from kd.models.spread.leading import find_leader
 from kd.models.spread.sharding import make_places, require_shareable, settle_part
@@ -59,12 +59,15 @@ def hide_progress_bars() -> None:
 # ---------------------------------------------------------------------- the teacher
 
 
-def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> PreTrainedModel:
+def load_teacher(
+    config: TeacherConfig, folder: Path, device: torch.device, captured: str | None = None
+) -> PreTrainedModel:
     """Load the teacher, frozen, in evaluation mode and in its own precision.
 
     It gives its hidden states on ``device``, where its LM head is. All of it is there, unless
     ``teacher.parallel`` spreads it. One that is made for several processes is placed by accelerate
-    where no other process follows this one.
+    where no other process follows this one. ``captured`` is the name of the quantisation in the
+    identity of a cache, whose teacher is loaded again.
     """
     leader = find_leader()
     if config.parallel in SHARED and leader is not None:
@@ -72,7 +75,7 @@ def load_teacher(config: TeacherConfig, folder: Path, device: torch.device) -> P
         model = load_part(config, folder, device, leads=True)
         leader.lead_reading(model)
         return model
-    how = _plan_reading(config, folder, device)
+    how = _plan_reading(config, folder, device, captured)
     if config.parallel == "none":
         return read_model(folder, how).eval().requires_grad_(False)
     places = Places.of(config)
@@ -106,14 +109,38 @@ def require_shareable_teacher(config: TeacherConfig, size: int) -> None:
     require_shareable(config, hollow, size)
 
 
-def _plan_reading(config: TeacherConfig, folder: Path, device: torch.device) -> ReadingPlan:
+def _plan_reading(
+    config: TeacherConfig, folder: Path, device: torch.device, captured: str | None = None
+) -> ReadingPlan:
+    rounding = None
+    if config.quantization is not None:
+        widths = _read_widths(config, folder)
+        name = captured or name_quantization(config.quantization, widths.values())
+        rounding = make_quantization_config(name, widths, device)
     return ReadingPlan(
         choose_teacher_dtype(config, folder, device),
         device,
         config.gguf_file,
         require_allowed_remote_code(config),
-        config.quantization,
+        rounding,
     )
+
+
+def choose_quantization(config: TeacherConfig, folder: Path) -> str:
+    """Return the name of the teacher's quantisation in a cache's identity; "" for plain weights."""
+    if config.quantization is None:
+        return ""
+    return name_quantization(config.quantization, _read_widths(config, folder).values())
+
+
+def _read_widths(config: TeacherConfig, folder: Path) -> dict[str, int]:
+    """Return the input widths of the layers that may be rounded; only int4 depends on them."""
+    if config.quantization != "int4":
+        return {}
+    with torch.device("meta"):
+        return read_widths(
+            load_hollow(folder, torch.bfloat16, None, require_allowed_remote_code(config))
+        )
 
 
 def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
@@ -242,8 +269,6 @@ def _make_fresh_llama(
 
 
 CPU = torch.device("cpu")
-#: Numbers of a row in int4 that share a scale and an offset.
-INT4_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -251,7 +276,7 @@ class ReadingPlan:
     """How the files of a model are read: into which precision, and onto which device.
 
     ``gguf_file`` is read in place of safetensors. ``trust_remote_code`` runs the model's own code.
-    ``quantization`` rounds the weights of linear layers, all but the LM head's. ``places`` are the
+    ``rounding`` rounds the weights of linear layers, all but the LM head's. ``places`` are the
     arguments of transformers' ``from_pretrained`` that spread the weights over several devices.
     """
 
@@ -259,7 +284,7 @@ class ReadingPlan:
     device: torch.device = CPU
     gguf_file: str | None = None
     trust_remote_code: bool = False
-    quantization: str | None = None
+    rounding: TorchAoConfig | None = None
     places: Mapping[str, Any] | None = None
 
     def list_arguments(self) -> dict[str, Any]:
@@ -270,28 +295,10 @@ class ReadingPlan:
         source: dict[str, Any] = {"use_safetensors": True}
         if self.gguf_file:
             source = {"gguf_file": self.gguf_file}
-        elif self.quantization:
-            source["quantization_config"] = make_quantization_config(self.quantization, self.device)
+        elif self.rounding is not None:
+            source["quantization_config"] = self.rounding
         places = {"device_map": {"": self.device}} if self.places is None else self.places
         return {"dtype": self.dtype, **places, **source}
-
-
-def make_quantization_config(quantization: str, device: torch.device) -> TorchAoConfig:
-    """Return transformers' configuration that rounds linear layers, the LM head left out.
-
-    int8 has one scale for each row of a weight, and its products are computed in the dtype of the
-    model. int4 has a scale and an offset for each 128 numbers of a row. Raises ``ConfigError``
-    where torchao is missing, or ``device`` cannot compute with int4.
-    """
-    require_torchao(NO_QUANTIZER)
-    require_quantization(quantization, device)
-    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
-
-    if quantization == "int8":
-        return TorchAoConfig(Int8WeightOnlyConfig())
-    # The one packing whose products are kernels of torch itself.
-    asked = Int4WeightOnlyConfig(INT4_GROUP, int4_packing_format="tile_packed_to_4d")
-    return TorchAoConfig(asked)
 
 
 def load_model(folder: Path, dtype: torch.dtype, gguf_file: str | None = None) -> PreTrainedModel:
@@ -318,7 +325,7 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
             f"the model in {folder} cannot be loaded: {format_first_line(error)}", remedy
         ) from error
     _forget_gguf(model)
-    if how.quantization is not None:
+    if how.rounding is not None:
         _require_rounded_layers(model)
     return model
 
@@ -326,7 +333,7 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
 def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
     if how.gguf_file is None:
         folder.require_readable_weights()
-        if how.quantization is not None:
+        if how.rounding is not None:
             folder.require_plain_weights(ROUNDS_PLAIN_WEIGHTS)
         if how.places is not None:
             folder.require_plain_weights(SPREADS_PLAIN_WEIGHTS)
@@ -344,7 +351,7 @@ def _require_rounded_layers(model: PreTrainedModel) -> None:
     if all(type(parameter.data) is torch.Tensor for parameter in model.parameters()):
         raise ModelError(
             f"{type(model).__name__} has no linear layers that teacher.quantization could round.",
-            "Remove the field.",
+            "Remove the field, or set it to int8 where it is int4.",
         )
 
 

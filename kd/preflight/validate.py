@@ -276,7 +276,7 @@ def _is_in_hub_cache(model: str, root: Path) -> bool:
 
 
 def _explain_root(root: Path) -> str:
-    return f"Relative paths are taken from {root.resolve()}."
+    return f"Check the path: relative ones are taken from {root.resolve()}."
 
 
 # ---------------------------------------------------------------------- sealed caches

@@ -60,7 +60,8 @@ _NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% end
 class Chat:
     """The messages of a chat ({role, content, ...}), and the JSON schemas of its tools, if any.
 
-    ``learned_from``: the number of messages before the first that may be learned.
+    ``learned_from``: the number of messages before the first that may be learned. A message of the
+    assistant with ``weight`` 0 is not learned either, as in OpenAI's files for fine-tuning.
     """
 
     messages: list[Any]
@@ -81,6 +82,15 @@ class Chat:
                 "Convert it, or remove the column.",
             )
         return tools or None
+
+    def is_learned(self, number: int) -> bool:
+        """Whether message ``number`` is one of the assistant that may be learned."""
+        message = self.messages[number]
+        return bool(
+            message.get("role") == "assistant"
+            and number >= self.learned_from
+            and message.get("weight", 1)
+        )
 
     def take_first(self, count: int) -> Chat:
         """Return the chat's first ``count`` messages."""
@@ -149,17 +159,36 @@ def _render_for_training(
         return _render(chat, tokenizer)[0], None
     if _GENERATION.search(_get_template(chat, tokenizer)):
         text, spans = _render(chat, tokenizer, marked=True)
-        if chat.learned_from:
+        if not all(message.get("weight", 1) for message in chat.messages):
+            spans = _drop_unlearned(chat, spans, tokenizer)
+        elif chat.learned_from:
             _, known = _render(chat.take_first(chat.learned_from), tokenizer, marked=True)
             spans = spans[len(known) :]
     else:
         text, _ = _render(chat, tokenizer)
         spans = [
             _find_answer(chat, number, text, place, tokenizer)
-            for number, message in enumerate(chat.messages)
-            if message["role"] == "assistant" and number >= chat.learned_from
+            for number in range(len(chat.messages))
+            if chat.is_learned(number)
         ]
     return text, spans
+
+
+def _drop_unlearned(
+    chat: Chat, spans: list[Span], tokenizer: PreTrainedTokenizerBase
+) -> list[Span]:
+    """Leave out the spans between markers of the messages that are not learned.
+
+    A message has the spans that it adds to those of the messages before it.
+    """
+    kept: list[Span] = []
+    before = 0
+    for number, message in enumerate(chat.messages):
+        if message["role"] == "assistant":
+            _, known = _render(chat.take_first(number + 1), tokenizer, marked=True)
+            kept += spans[before : len(known)] if chat.is_learned(number) else []
+            before = len(known)
+    return kept
 
 
 def _require_learned(trained: np.ndarray, place: str) -> None:

@@ -251,6 +251,11 @@ def _read_message(row: TextRow, message: Any, what: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise row.refuse_type(what, message, "an object with keys")
     row.require_text(message.get("role"), f"'role' in {what}")
+    if message.get("weight") not in (None, 0, 1):
+        raise DataError(
+            f"{row.place}: 'weight' in {what} is {message['weight']!r}, but must be 0 or 1.",
+            "0 = the message is not learned. Leave it out to learn the message.",
+        )
     # Chat templates ask whether a message has a key, such as tool_calls, and do not expect null.
     message = {key: each for key, each in message.items() if each is not None or key == "content"}
     if message.get("content") is None and message.get("tool_calls"):

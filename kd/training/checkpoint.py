@@ -130,7 +130,9 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
         try:
             content = _load_verified_state(path)
         except (OSError, CacheCorrupt) as error:
-            problems.append(f"checkpoint {path.name} is damaged and was skipped: {error}")
+            # An older one is taken at once, so nobody has to do anything.
+            what = error.detail if isinstance(error, CacheCorrupt) else error
+            problems.append(f"checkpoint {path.name} is damaged and was skipped: {what}")
             continue
         _require_same_job(path, content, identity)
         restore(path, content, state)
@@ -239,7 +241,10 @@ def _load_verified_state(path: Path) -> dict[str, Any]:
     content = read_state(path)
     for name, digest in content["sha256"].items():
         if hash_file(path / name) != digest:
-            raise CacheCorrupt(f"{name} differs from what was saved.")
+            raise CacheCorrupt(
+                f"{name} differs from what was saved.",
+                "Delete the checkpoint: an older one is taken.",
+            )
     return content
 
 

@@ -241,7 +241,13 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
     if created.outcome == "bad_dependency":
         pointer = f"/depends_on/{config.depends_on.index(created.id)}"
         raise ConfigError(
-            [Problem(pointer, f"the job cannot wait for {created.id}, which is {created.detail}.")]
+            [
+                Problem(
+                    pointer,
+                    f"the job cannot wait for {created.id}, which is {created.detail}.",
+                    "Name jobs that will end or have succeeded; GET /jobs lists them.",
+                )
+            ]
         )
 
 

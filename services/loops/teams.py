@@ -41,9 +41,17 @@ class TeamRules:
         self._keys = None if file is None else KeyFile(file)
         # Sealed caches do not change, so their size is read once.
         self._sealed = dict[str, int]()
+        self._owners_have_teams = False
 
     def step(self) -> None:
-        """Write the rules if they have changed, and measure the disk if it is time."""
+        """Write the rules if they have changed, and measure the disk if it is time.
+
+        The first step names the teams of owners whose jobs a version without teams has made.
+        """
+        if not self._owners_have_teams:
+            if found := self._store.name_owners():
+                log.info("%d owners of jobs of an earlier version have a team now", len(found))
+            self._owners_have_teams = True
         settings = self._settings
         half_life = settings.fair_share_half_life_seconds
         history = settings.retain_events_days * DAY_SECONDS

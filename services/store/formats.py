@@ -133,7 +133,10 @@ def _rewrite_place(each: Format, place: Place) -> None:
         each.rewriters[number](place)
         before, number = number, each.read(place)
         if number <= before:
-            raise UpgradeError(f"The rewriter of {each.name} {before} left it at {number}.")
+            raise UpgradeError(
+                f"The rewriter of {each.name} {before} left it at {number}.",
+                "This is a mistake in Potstill. Go on with the version before, and report it.",
+            )
 
 
 def _require_stopped(data: Data) -> None:

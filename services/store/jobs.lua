@@ -71,7 +71,8 @@
 -- Fair share: a worker takes a job of the team that holds the fewest devices now; among equals, of the team that used the
 -- fewest device-seconds recently, where a use counts half as much after each half-life; among these, of the team whose
 -- first job is the oldest. Priority orders the jobs of one team. A team above a quota gets no devices.
--- Accounts: a beat, and the end of a claim, charge a job and its team for the devices that it held since the last charge.
+-- Accounts: a beat, and the end of a claim, charge a job and its team for the devices that it held since the last charge,
+-- until the end of its lease at most.
 -- Times are milliseconds of this server's clock. Commands are those of Redis 6.2. No cluster: keys are computed.
 
 local FORMAT = '2'
@@ -259,12 +260,14 @@ local function book(team, found, ...)
   if quota and not before then warn_all(team, found, quota) end
 end
 
--- Charge a job and its team for the devices that it held since the last charge.
+-- Charge a job and its team for the devices that it held since the last charge, but for no time after the end of its lease:
+-- where a beat comes later, the machine of the job store or of the worker may have slept.
 local function charge(id)
   local team, owner, devices, since, spent, price, cost = unpack(redis.call(
     'HMGET', key(id), 'team', 'owner', 'devices', 'charged_at', 'device_ms', 'price', 'cost'))
   if not devices then return end
-  local more = math.max(now - since, 0) * devices
+  local held = math.min(now, tonumber(redis.call('ZSCORE', 'kd:leases', id) or now))
+  local more = math.max(held - since, 0) * devices
   redis.call('HSET', key(id), 'charged_at', now, 'device_ms', string.format('%.0f', (spent or 0) + more))
   if price then
     redis.call('HSET', key(id), 'cost', string.format('%.9f', (cost or 0) + more / 3600000 * price))
@@ -842,9 +845,9 @@ end
 function transitions.beat(id, fence, lease, batch, fields, ...)
   if not holds(id, fence) then return 'fenced' end
   local pairs = {...}
+  charge(id)  -- before the lease gets another end
   redis.call('ZADD', 'kd:leases', now + lease, id)
   set(id, 'heartbeat_at', now)
-  charge(id)
   if tonumber(batch) > tonumber(get(id, 'batch')) then
     redis.call('HSET', key(id), 'batch', batch)
     for i = 1, 2 * fields, 2 do

@@ -95,7 +95,10 @@ def audit_command(settings: Settings, action: str, target: str, **more: Any) -> 
     try:
         AuditLog(settings).write(f"os:{user}", action, target, **more)
     except (StorageError, OSError) as error:
-        print_error(f"The audit log was not written: {error}", "")
+        print_error(
+            f"The audit log was not written: {error}",
+            "The command was carried out; make room in KD_HOME/audit, or let it be written.",
+        )
 
 
 def write_new_file(path: Path, text: str) -> None:

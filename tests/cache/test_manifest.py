@@ -157,6 +157,8 @@ def test_only_a_quantised_teacher_changes_the_format():
     assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
     assert CacheIdentity.from_json(json.loads(json.dumps(identity.to_json()))) == identity
     assert identity.teacher.describe_precision() == "float32, weights in int8"
+    groups = [changed(**{"teacher.quantization": name}) for name in ("int4", "int4-group-64")]
+    assert len({each.fingerprint for each in groups}) == 2
 
 
 def test_a_spread_teacher_changes_the_format_and_only_its_own_fingerprint():

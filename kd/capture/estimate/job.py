@@ -140,7 +140,13 @@ def require_capture(config: JobConfig) -> None:
     """Raise ``ConfigError`` for a job that captures nothing."""
     if config.kind == "train" or config.teacher is None:
         raise ConfigError(
-            [Problem("/kind", f"a job of kind {config.kind} captures nothing to estimate.")]
+            [
+                Problem(
+                    "/kind",
+                    f"a job of kind {config.kind} captures nothing to estimate.",
+                    "Set it to distill or precompute, with a teacher.",
+                )
+            ]
         )
 
 

@@ -264,17 +264,15 @@ class _TextSampler:
             tokens = self.tokenizer.count(str(row.get(data.text_column) or "")) + 1
             return self._measure_documents(tokens, tokens, 1.0)
         # A chat template adds about 4 tokens to each message.
-        messages = [
-            (each.get("role"), self.tokenizer.count(str(each.get("content") or "")) + 4)
-            for each in content.messages
+        counts = [
+            self.tokenizer.count(str(each.get("content") or "")) + 4 for each in content.messages
         ]
         learned = sum(
             count
-            for place, (role, count) in enumerate(messages)
-            if (role == "assistant" and place >= content.learned_from)
-            or not data.assistant_only_loss
+            for number, count in enumerate(counts)
+            if content.is_learned(number) or not data.assistant_only_loss
         )
-        return self._measure_documents(sum(count for _, count in messages), learned, 1.0)
+        return self._measure_documents(sum(counts), learned, 1.0)
 
     def _measure_documents(self, tokens: float, learned: float, count: float) -> _TextSize:
         return _TextSize(

@@ -22,6 +22,7 @@ from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
+from kd.models.quantization.groups import read_quantization
 from kd.text.batches import make_batch
 
 
@@ -37,9 +38,9 @@ class LiveTeacher:
         """Load the model in ``folder``, in the precision and quantisation of the capture."""
         # Another precision would differ from the records by more than the bounds allow.
         captured = identity.teacher
-        update = {"dtype": captured.dtype, "quantization": captured.quantization or None}
-        config = config.model_copy(update=update)
-        model = load_teacher(config, folder, pick_device())
+        quantization = read_quantization(captured.quantization)
+        config = config.model_copy(update={"dtype": captured.dtype, "quantization": quantization})
+        model = load_teacher(config, folder, pick_device(), captured.quantization)
         require_context(model, identity.data.sequence_length)
         return cls(model, find_lm_head(model, identity.tokenizer.vocabulary_size))
 

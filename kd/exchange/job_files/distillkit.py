@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from kd.errors import ConfigError, Problem
 from kd.exchange.job_files.draft import (
     UNKNOWN_FINGERPRINT,
     Draft,
     Fields,
     describe_source,
 )
-from kd.exchange.job_files.training import REASONS, TRAINER_DEFAULTS, make_name, write_training
+from kd.exchange.job_files.training import (
+    REASONS,
+    TRAINER_DEFAULTS,
+    make_name,
+    write_training,
+    write_warmup,
+)
 
 #: Defaults of TRL's SFTConfig, with which DistillKit trains.
 DEFAULTS = TRAINER_DEFAULTS | {
@@ -25,29 +32,45 @@ DEFAULTS = TRAINER_DEFAULTS | {
 DIVERGENCES = {"kl": "forward_kl", "jsd": "jsd", "tvd": "total_variation"}
 FEATURES = {"hs_cosine": "cosine", "hs_mse": "mse"}
 #: The losses of a file that names none.
-DEFAULT_LOSSES = [{"function": "cross_entropy", "weight": 0.5}, {"function": "kl", "weight": 0.5}]
+DEFAULT_LOSSES: list[dict[str, Any]] = [
+    {"function": "cross_entropy", "weight": 0.5},
+    {"function": "kl", "weight": 0.5},
+]
 
 
-def read_job(data: Any, draft: Draft) -> None:
-    """Write the job of a parsed file into the draft."""
+def read_job(data: Any, draft: Draft, teacher: str | None = None) -> None:
+    """Write the job of a parsed file into the draft. A file has a teacher of its own."""
     fields = Fields(data, draft)
+    if teacher is not None:
+        raise ConfigError(
+            [Problem("", "the file has a teacher of its own.", "Leave out --teacher.")]
+        )
+    for name in ("model", "teacher", "dataset"):
+        if name not in fields:
+            raise fields.refuse(name, "is missing.", "Give a job file of DistillKit.")
     path = fields.take("output_path")
     draft.put("name", make_name(path or fields.take("project_name", "distillkit")))
     trusted = fields.take("trust_remote_code", False)
-    if (model := fields.take("model")) is not None:
-        draft.put("student.model", model)
+    draft.put("student.model", fields.take("model"))
     length = fields.take("sequence_length")
-    offline = _read_teacher(fields.section("teacher"), draft, trusted)
+    source = fields.section("teacher")
+    entries = source.take("top_k")
+    offline = _read_teacher(source, draft, trusted)
     _read_losses(fields, draft, offline)
+    if entries is not None:
+        _write_entries(source, draft, entries)
     _read_data(fields.section("dataset"), draft, offline)
     arguments = fields.section("training_args")
     if not offline:
         draft.put("data.text_column", arguments.take("dataset_text_field", "text"))
         draft.put("data.packing", arguments.take("packing", False))
+        # DistillKit writes a chat as one text, and learns all of it.
+        draft.put("data.assistant_only_loss", False)
         draft.put("data.sequence_length", arguments.take("max_length", length))
     elif length is not None:
         fields.remark("sequence_length", "is an option of `kd cache import` for longer rows.")
     write_training(arguments, draft, DEFAULTS)
+    write_warmup(arguments, draft)
     arguments.close(REASONS)
     fields.close(
         REASONS
@@ -76,7 +99,9 @@ def _read_teacher(fields: Fields, draft: Draft, trusted: bool) -> bool:
             "the older polynomial codec cannot be imported; a sample of the teacher must be taken.",
         )
         fields.dismiss(
-            "logprob_compressor", "`kd cache import` reads it from compression_config.yaml."
+            "logprob_compressor",
+            "`kd cache import` reads it from compression_config.yaml beside the records, or from "
+            "the file of --config.",
         )
         fields.close()
         return True
@@ -84,14 +109,6 @@ def _read_teacher(fields: Fields, draft: Draft, trusted: bool) -> bool:
     draft.put("teacher.model", fields.take("path"))
     if trusted:
         draft.put("teacher.trust_remote_code", True)
-    if (entries := fields.take("top_k")) is not None:
-        draft.put("cache.profile", "topk")
-        draft.put("cache.k", entries)
-        fields.remark(
-            "top_k",
-            "the rest of the mass is one more bucket here. Profile threshold is unbiased, and needs"
-            " fewer bytes.",
-        )
     arguments = fields.section("kwargs")
     dtype = arguments.take("torch_dtype", arguments.take("dtype", "auto"))
     draft.put("teacher.dtype", str(dtype).removeprefix("torch."))
@@ -100,13 +117,26 @@ def _read_teacher(fields: Fields, draft: Draft, trusted: bool) -> bool:
     return False
 
 
+def _write_entries(teacher: Fields, draft: Draft, entries: Any) -> None:
+    if draft.job.get("cache", {}).get("profile") == "hidden":
+        teacher.remark("top_k", "not used: profile hidden, which the loss needs, is exact.")
+        return
+    draft.put("cache.profile", "topk")
+    draft.put("cache.k", entries)
+    teacher.remark(
+        "top_k",
+        "the rest of the mass is one more bucket here. Profile threshold is unbiased, and needs"
+        " fewer bytes.",
+    )
+
+
 def _read_losses(fields: Fields, draft: Draft, offline: bool) -> None:
     """Write alpha, the divergence, its temperature and the matching of hidden states."""
-    losses = fields.take("loss_functions", DEFAULT_LOSSES)
+    if "loss_functions" not in fields:
+        fields.set("loss_functions", DEFAULT_LOSSES)
     weights = {"cross_entropy": 0.0, "divergence": 0.0, "features": 0.0}
-    for place, each in enumerate(losses):
-        loss = Fields(each, draft, f"loss_functions[{place}].")
-        function, weight = loss.take("function"), loss.take_number("weight", 0.0)
+    for loss in fields.take_sections("loss_functions"):
+        function, weight = str(loss.take("function")), loss.take_number("weight", 0.0)
         if function in DIVERGENCES and not weights["divergence"]:
             weights["divergence"] = weight
             _read_divergence(loss, draft, function, offline)
@@ -142,11 +172,13 @@ def _read_divergence(loss: Fields, draft: Draft, function: str, offline: bool) -
     draft.put("loss.divergence", DIVERGENCES[function])
     draft.put("loss.temperature", temperature)
     if function != "kl" or temperature != 1.0:
-        draft.put("cache", {"profile": "hidden"})
+        draft.put("cache.profile", "hidden")
         loss.remark("function", "needs a cache of profile hidden, which the job has.")
 
 
 def _read_data(fields: Fields, draft: Draft, offline: bool) -> None:
+    if "train_dataset" not in fields:
+        raise fields.refuse("train_dataset", "is missing.", "Give a job file of DistillKit.")
     for name, ours in {"train_dataset": "train", "eval_dataset": "validation"}.items():
         if name not in fields:
             continue

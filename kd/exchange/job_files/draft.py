@@ -5,6 +5,7 @@ Each field is taken once. A field that nobody takes gets a remark, so that none 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from kd.errors import ConfigError, Problem
 
 #: The remark of a field that no rule knows.
 NO_COUNTERPART = "has no counterpart here."
+#: Builders of ``datasets`` that read files of a form that we read.
+FILE_BUILDERS = ("json", "parquet", "text")
 #: Stands where the fingerprint of an imported cache belongs, until the user writes it there.
 UNKNOWN_FINGERPRINT = "0" * 32
 
@@ -27,10 +30,27 @@ class Remark(NamedTuple):
         return f"{self.field}: {self.text}"
 
 
+def list_files(path: Any, files: list[Any], split: Any) -> list[str]:
+    """The files that ``load_dataset(path, data_files=files)`` reads whole with one of its builders
+    for files; none where ``path`` is another dataset, or where a part of the rows is taken.
+    """
+    if path not in FILE_BUILDERS or split not in (None, "train"):
+        return []
+    return [str(each) for each in files]
+
+
 def describe_source(source: Mapping[str, Any]) -> str:
     """A dataset in a sentence: its path, and in brackets what else is given."""
     more = ", ".join(f"{name} {value}" for name, value in source.items() if name != "path")
     return f"{source.get('path')} ({more})" if more else str(source.get("path"))
+
+
+def _parse_flag(value: Any) -> Any:
+    return (
+        {"true": True, "false": False}.get(value.lower(), value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 class Draft:
@@ -50,7 +70,8 @@ class Draft:
 
 
 class Fields:
-    """The fields of one mapping of the other tool's file. null counts as not given.
+    """The fields of one mapping of the other tool's file. null counts as not given, and the texts
+    "true" and "false" as flags.
 
     ``aliases`` gives the file's own names of fields that the rules know by other names.
     """
@@ -65,9 +86,17 @@ class Fields:
         if not isinstance(data, Mapping):
             where = prefix.rstrip(".") or "the file"
             raise ConfigError(
-                [Problem("", f"{where} must be a mapping of fields, but got {data!r:.60}.")]
+                [
+                    Problem(
+                        "",
+                        f"{where} must be a mapping of fields, but got {data!r:.60}.",
+                        "Check that --from names the tool whose file it is.",
+                    )
+                ]
             )
-        self._data = {str(name): value for name, value in data.items() if value is not None}
+        self._data = {
+            str(name): _parse_flag(value) for name, value in data.items() if value is not None
+        }
         self._draft = draft
         self._prefix = prefix
         self._aliases = aliases or {}
@@ -86,19 +115,55 @@ class Fields:
         """Take a field out and return its value; the default if it is not given."""
         return self._data.pop(self._own(name), default)
 
+    def take_all(self) -> dict[str, Any]:
+        """Take all fields out."""
+        taken, self._data = self._data, {}
+        return taken
+
+    def set(self, name: str, value: Any) -> None:
+        """Go on as if the file gave ``value``."""
+        self._data[self._own(name)] = value
+
     def take_number(self, name: str, default: float | None = None) -> Any:
         """Take a number; ``1e-5``, which YAML reads as text, is one."""
         value = self.take(name, default)
         try:
-            return float(value) if isinstance(value, str) else value
+            number = float(value) if isinstance(value, str) else value
         except ValueError:
-            raise ConfigError(
-                [Problem("", f"{self.name(name)} must be a number, but got {value!r:.60}.")]
-            ) from None
+            number = value
+        if number is None or (
+            isinstance(number, int | float)
+            and not isinstance(number, bool)
+            and math.isfinite(number)
+        ):
+            return number
+        raise self.refuse(name, f"must be a number, but got {value!r:.60}.")
+
+    def take_list(self, name: str) -> list[Any]:
+        """Take a list out; empty if it is not given. A mapping or a text is a list of one."""
+        value = self.take(name, [])
+        if isinstance(value, str | Mapping):
+            return [value]
+        if not isinstance(value, list):
+            raise self.refuse(name, f"must be a list, but got {value!r:.60}.")
+        return value
+
+    def take_sections(self, name: str) -> list[Fields]:
+        """Take a list of mappings out; an empty one if it is not given."""
+        return [
+            Fields(each, self._draft, f"{self.name(name)}[{place}].")
+            for place, each in enumerate(self.take_list(name))
+        ]
 
     def section(self, name: str) -> Fields:
         """Take a mapping out; an empty one if it is not given."""
         return Fields(self.take(name, {}), self._draft, f"{self.name(name)}.")
+
+    def refuse(
+        self, name: str, detail: str, remedy: str = "Correct this field of the file."
+    ) -> ConfigError:
+        """Return the error that names a field of the file."""
+        return ConfigError([Problem("", f"{self.name(name)} {detail}", remedy)])
 
     def remark(self, name: str, text: str) -> None:
         """Say something of a field."""

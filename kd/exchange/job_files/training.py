@@ -6,7 +6,7 @@ Where a default of the other tool differs from ours, the job states theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from kd.config.train import TrainConfig
@@ -24,14 +24,18 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 #: Optimisers of other tools by our names; what they do with paged memory is left out.
 OPTIMISERS = {
     "adamw": ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit",
-              "paged_adamw"),
-    "adamw_8bit": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+              "paged_adamw", "adamw_apex_fused", "optimi_adamw", "flash_adamw"),
+    "adamw_8bit": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit",
+                   "ao_adamw_8bit"),
     "adafactor": ("adafactor",),
-    "lion": ("lion", "lion_32bit", "lion_pytorch", "paged_lion_32bit"),
+    "lion": ("lion", "lion_32bit", "lion_pytorch", "paged_lion_32bit", "lion_8bit",
+             "paged_lion_8bit", "flash_lion"),
     "muon": ("muon",),
     "schedule_free": ("schedule_free_adamw",),
 }  # fmt: skip
-#: Fields of the same meaning.
+#: Schedules of other tools by our names.
+SCHEDULES = {"one_cycle": "onecycle"}
+#: Numbers of the same meaning.
 SAME = {
     "learning_rate": "learning_rate",
     "per_device_train_batch_size": "batch_size",
@@ -42,12 +46,15 @@ SAME = {
     "adam_epsilon": "adam_epsilon",
     "max_grad_norm": "max_grad_norm",
     "seed": "seed",
-    "tf32": "tf32",
-    "auto_find_batch_size": "auto_batch",
     "save_total_limit": "save_total_limit",
     "early_stopping_patience": "early_stopping_patience",
     "dataloader_num_workers": "dataloader_num_workers",
     "dataloader_prefetch_factor": "dataloader_prefetch_factor",
+}
+#: Flags of the same meaning. "auto", which means that the hardware decides, is our default.
+FLAGS = {
+    "tf32": "tf32",
+    "auto_find_batch_size": "auto_batch",
     "dataloader_pin_memory": "dataloader_pin_memory",
 }
 #: Why fields that begin with these texts have no counterpart.
@@ -61,17 +68,24 @@ REASONS = {
     "logging_strategy": "metrics are reported every train.logging_steps steps.",
     "resume_from_checkpoint": "a stopped run continues automatically from its newest checkpoint.",
     "deepspeed": "several GPUs: resources.gpus and train.strategy (ddp, fsdp or pipeline).",
-    "fsdp": "several GPUs: resources.gpus and train.strategy fsdp.",
+    "fsdp": "several GPUs: resources.gpus, train.strategy fsdp, and train.fsdp_offload.",
     "remove_unused_columns": "not needed: only the columns of data.format are read.",
     "dataset_num_proc": "not needed: the text is tokenized once, when the cache is made.",
     "attn_implementation": "not needed: the fastest attention that is there is used.",
     "use_flash_attention": "not needed: the fastest attention that is there is used.",
     "flash_attention": "not needed: the fastest attention that is there is used.",
     "use_liger_kernel": "not needed: LM head and loss are fused here.",
+    "ddp_": "several GPUs: resources.gpus and train.strategy ddp.",
+    "padding_free": "not needed: with data.packing sequences are full.",
+    "packing_strategy": "documents longer than a sequence are cut, and others are not.",
+    "eval_packing": "held-out sequences are packed as those for training.",
+    "chat_template": "the template is that of the tokenizer.",
     "per_device_eval_batch_size": "evaluation takes train.batch_size sequences at a time.",
     "trust_remote_code": "only a teacher's code can be run: teacher.trust_remote_code.",
     "run_name": "the job's name is its name in trackers.",
 }
+#: The remark of frozen weights that the other tool quantises.
+NOT_QUANTISED = "the frozen weights are not quantised; where a GPU has bfloat16 they are in it."
 _SCHEDULES = get_args(TrainConfig.model_fields["lr_scheduler_type"].annotation)
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
@@ -83,6 +97,12 @@ def write_training(fields: Fields, draft: Draft, defaults: Mapping[str, Any]) ->
         value = fields.take_number(name, defaults.get(name))
         if value is not None:
             draft.put(f"train.{ours}", value)
+    for name, ours in FLAGS.items():
+        value = fields.take(name, "auto")
+        if value != "auto":
+            draft.put(f"train.{ours}", value)
+    if fields.take("group_by_length", False):
+        draft.put("train.order", "length")
     _write_schedule(fields, draft, defaults)
     _write_optimiser(fields, draft)
     _write_precision(fields, draft, defaults)
@@ -105,6 +125,7 @@ def _write_length(fields: Fields, draft: Draft, defaults: Mapping[str, Any]) -> 
 
 def _write_schedule(fields: Fields, draft: Draft, defaults: Mapping[str, Any]) -> None:
     name = str(fields.take("lr_scheduler_type", defaults["lr_scheduler_type"]))
+    name = SCHEDULES.get(name, name)
     if name in _SCHEDULES:
         draft.put("train.lr_scheduler_type", name)
     else:
@@ -114,10 +135,10 @@ def _write_schedule(fields: Fields, draft: Draft, defaults: Mapping[str, Any]) -
         )
     if arguments := fields.take("lr_scheduler_kwargs"):
         draft.put("train.lr_scheduler_kwargs", arguments)
-    _write_warmup(fields, draft)
 
 
-def _write_warmup(fields: Fields, draft: Draft) -> None:
+def write_warmup(fields: Fields, draft: Draft, count: Callable[[float], int] = math.ceil) -> None:
+    """Write the warm-up, after the schedule; ``count`` rounds a share of the steps to steps."""
     steps, share = fields.take_number("warmup_steps", 0), fields.take_number("warmup_ratio", 0.0)
     name = "warmup_steps" if steps else "warmup_ratio"
     if 0 < steps < 1:  # transformers reads it as a share of the run
@@ -135,7 +156,7 @@ def _write_warmup(fields: Fields, draft: Draft) -> None:
         )
         return
     if share and not steps:
-        steps = math.ceil(share * total)
+        steps = count(share * total)
     if steps:
         draft.put("train.warmup_steps", int(steps))
 
@@ -147,6 +168,10 @@ def _write_optimiser(fields: Fields, draft: Draft) -> None:
         fields.remark("optim", f"{name} is not known; train.optim is adamw.")
     elif ours != "adamw":
         draft.put("train.optim", ours)
+    if ours == "lion":  # the Trainer gives it AdamW's betas; ours are arguments of its own
+        train = dict(draft.job["train"])
+        betas = {"beta1": train.pop("adam_beta1", 0.9), "beta2": train.pop("adam_beta2")}
+        draft.put("train", train | {"optim_args": betas})
     if ours == "schedule_free":
         draft.put("train.lr_scheduler_type", "constant")
         fields.remark("optim", "needs no schedule; train.lr_scheduler_type is constant.")
@@ -154,12 +179,12 @@ def _write_optimiser(fields: Fields, draft: Draft) -> None:
 
 
 def _write_precision(fields: Fields, draft: Draft, defaults: Mapping[str, Any]) -> None:
-    bf16 = fields.take("bf16", defaults.get("bf16", False))
     fp16 = fields.take("fp16", False)
-    if bf16 == "auto":
-        precision = "auto"
-    elif fp16:
+    bf16 = fields.take("bf16", False if fp16 else defaults.get("bf16", False))
+    if fp16 and bf16 in (False, "auto"):
         precision = "fp16"
+    elif bf16 == "auto":
+        precision = "auto"
     else:
         precision = "bf16" if bf16 else "fp32"
     draft.put("train.precision", precision)
@@ -169,11 +194,21 @@ def _write_memory(fields: Fields, draft: Draft, defaults: Mapping[str, Any]) -> 
     recompute = fields.take("gradient_checkpointing", defaults.get("gradient_checkpointing", False))
     if recompute:
         draft.put("train.gradient_checkpointing", "full")
-    if isinstance(recompute, str):
-        fields.remark("gradient_checkpointing", f"{recompute} is as full here.")
+    offload = str(recompute).startswith("offload") or bool(
+        fields.take("activation_offloading", False)
+    )
     mode = fields.take("torch_compile_mode", "default")
-    if fields.take("torch_compile", False):
-        draft.put("train.compile", "default" if mode == "default" else mode)
+    if compiled := fields.take("torch_compile", False):
+        if mode != "default" and draft.job["train"].get("gradient_accumulation_steps", 1) > 1:
+            fields.remark(
+                "torch_compile_mode", f"{mode} cannot accumulate gradients here: default."
+            )
+            mode = "default"
+        draft.put("train.compile", mode)
+    if offload and compiled:
+        fields.remark("activation_offloading", "cannot reach into compiled layers: left out.")
+    elif offload:
+        draft.put("train.activation_offload", True)
 
 
 def _write_interval(fields: Fields, draft: Draft, name: str) -> None:
@@ -187,29 +222,44 @@ def _write_interval(fields: Fields, draft: Draft, name: str) -> None:
 
 
 def _write_trackers(fields: Fields, draft: Draft) -> None:
-    names = fields.take("report_to", [])
-    names = [names] if isinstance(names, str) else list(names)
+    names = fields.take_list("report_to")
     if known := [name for name in names if name in _TRACKERS]:
         draft.put("train.report_to", known)
     if unknown := [str(name) for name in names if name not in (*_TRACKERS, "none")]:
         fields.remark("report_to", f"not known: {', '.join(unknown)}.")
 
 
-def write_adapters(fields: Fields, draft: Draft, dropout: float) -> None:
-    """Write section ``student.lora`` from the fields that begin with ``lora_``."""
+def write_adapters(fields: Fields, draft: Draft, dropout: float, everywhere: bool = False) -> None:
+    """Write section ``student.lora`` from the fields that begin with ``lora_``, after ``train``.
+
+    ``everywhere`` = all linear layers get adapters, besides those that the file names.
+    """
     draft.put("student.lora", {"dropout": fields.take_number("lora_dropout", dropout)})
     for name, ours in {"lora_r": "rank", "lora_alpha": "alpha"}.items():
         if (value := fields.take_number(name)) is not None:
             draft.put(f"student.lora.{ours}", value)
     targets = fields.take("lora_target_modules")
-    if isinstance(targets, list):
+    if everywhere:  # so it is here by default
+        pass
+    elif isinstance(targets, list):
         draft.put("student.lora.targets", targets)
-    elif targets not in (None, "all-linear"):
+    elif targets is None:
+        fields.remark(
+            "lora_target_modules",
+            "peft has a default for each architecture; here all linear layers get adapters.",
+        )
+    elif targets != "all-linear":
         fields.remark("lora_target_modules", "a pattern; student.lora.targets lists names.")
     for name in ("load_in_4bit", "load_in_8bit"):
         if fields.take(name, False):
-            fields.remark(name, "the frozen weights are not quantised; they are in bfloat16.")
-            draft.put("student.lora.base", "bfloat16")
+            fields.remark(name, NOT_QUANTISED)
+            write_lean_base(draft)
+
+
+def write_lean_base(draft: Draft) -> None:
+    """Hold frozen weights in bfloat16 where the job computes in it."""
+    if draft.job["train"]["precision"] in ("auto", "bf16"):
+        draft.put("student.lora.base", "bfloat16")
 
 
 def make_name(path: Any) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,12 @@ class _Work:
         self.heads = q_KGlD.shape[0] * q_KGlD.shape[1]
         self.sink_dtype = None if sink_KG is None else sink_KG.dtype
         self.sink_KG11 = None if sink_KG is None else sink_KG.to(self.dtype)[..., None, None]
-        self.generator = torch.Generator(q_KGlD.device).manual_seed(seed)
+        self.seed = seed
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The random numbers of the dropout. Without dropout none is made."""
+        return torch.Generator(self.q_KGlD.device).manual_seed(self.seed)
 
     def take(self, each_KlD: Tensor, places: slice) -> Tensor:
         """Return some keys or values, for all query heads, in the precision of the sums."""

@@ -80,23 +80,22 @@ def isolate_documents(model: PreTrainedModel) -> None:
         model.train(training)
 
 
-def precheck_isolation(hollow: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
-    """Check a model as training will, before its weights are read: it may be on the device meta.
+def precheck_isolation(small: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
+    """Check a model as training will, before its weights are read.
 
-    A model of its class with random weights, few layers and few tokens is checked in its place.
-    Raises the error of ``isolate_documents``, and warns as ``warn_of_mask``. A model that cannot
-    be made smaller is checked when it trains.
+    ``small`` is checked in its place (``make_small``), and may use another attention afterwards.
+    Raises the error of ``isolate_documents``, and warns as ``warn_of_mask``.
     """
-    small = make_small(hollow)
-    if small is not None:
-        isolate_documents(small)
-        warn_of_mask(small, sequence_length, monitor)
+    isolate_documents(small)
+    warn_of_mask(small, sequence_length, monitor)
 
 
 def make_small(hollow: PreTrainedModel) -> PreTrainedModel | None:
-    """Make a random model of ``hollow``'s class and width, with a layer of each kind.
+    """Make a random model of ``hollow``'s class and width, with few tokens and a layer of each
+    kind.
 
-    It stands in for a model whose weights are not read yet. None where none can be made.
+    It stands in for a model whose weights are not read yet, which may be on the device meta. None
+    where none can be made: such a model is checked when it trains.
     """
     text = hollow.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["any"]

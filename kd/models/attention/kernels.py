@@ -145,7 +145,8 @@ def attend(
         groups = q_BHLD.shape[1] // k_BKLD.shape[1]
         k_BKLD, v_BKLE = (each.repeat_interleave(groups, dim=1) for each in (k_BKLD, v_BKLE))
     if kernel == "plain":
-        return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2)
+        # Some of torch's kernels write (B, H, L, E), and models view the output as (B, L, H E).
+        return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2).contiguous()
     if kernel == "varlen":
         return run_varlen(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
     if kernel == "flash":

@@ -99,7 +99,7 @@ def _fetch_checkpoints(
         try:
             _bring(run, found, folder, report)
         except CacheCorrupt as error:
-            monitor.emit("warning", message=f"{error} An older checkpoint is taken.")
+            monitor.emit("warning", message=f"{error.detail} An older checkpoint is taken.")
             continue
         write_text(run_dir / HISTORY, run.read_history(found).decode())
         break

@@ -67,6 +67,9 @@ HEADERS = {
     503: {"Retry-After": "Seconds to wait."},
 }
 
+#: The remedy where only the description of an operation says what it takes.
+_READ_SCHEMA = "GET /openapi.json describes what each operation takes."
+
 log = logging.getLogger("potstill.api")
 
 
@@ -166,7 +169,7 @@ async def _on_problem(request: Request, error: Any) -> Response:
 
 async def _on_config_error(request: Request, error: Any) -> Response:
     count = f"{len(error.problems)} problems: " if len(error.problems) > 1 else ""
-    problem = ApiProblem(422, count + error.detail, errors=error.problems)
+    problem = ApiProblem(422, count + error.detail, error.remedy, errors=error.problems)
     return respond_with_problem(request, problem)
 
 
@@ -201,15 +204,20 @@ def _translate_validation_error(error: RequestValidationError, root: type[BaseMo
     problems = [*outside, *translate_errors(inside, root)]
     parameters = [problem.detail for item in items if (problem := _find_parameter_problem(item))]
     if len(parameters) == len(items):
-        return ApiProblem(422, " ".join(parameters), slug="invalid-parameter", errors=problems)
-    return ApiProblem(422, "; ".join(map(str, problems)), errors=problems)
+        return ApiProblem(
+            422, " ".join(parameters), _READ_SCHEMA, "invalid-parameter", errors=problems
+        )
+    whole = ConfigError(problems)
+    return ApiProblem(422, whole.detail, whole.remedy, errors=problems)
 
 
 def _find_parameter_problem(item: Mapping[str, Any]) -> Problem | None:
     """Return the problem of a path, query or header parameter; None for an error of the body."""
     if item["loc"][0] == "body":
         return None
-    return Problem("", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.")
+    return Problem(
+        "", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.", _READ_SCHEMA
+    )
 
 
 def _find_request_problem(item: Mapping[str, Any]) -> Problem | None:
@@ -270,7 +278,7 @@ def _translate_http_exception(request: Request, error: HTTPException) -> ApiProb
         )
     if error.status_code == 404:
         return ApiProblem(404, f"There is nothing at {path}.", "GET /openapi.json lists all paths.")
-    return ApiProblem(error.status_code, str(error.detail), headers=error.headers)
+    return ApiProblem(error.status_code, str(error.detail), _READ_SCHEMA, headers=error.headers)
 
 
 def _find_allowed_methods(request: Request) -> set[str]:

@@ -162,7 +162,8 @@ def _find_file(
 def _require_same_form(training: TrainingFile, validation: TrainingFile) -> None:
     if training.form != validation.form:
         detail = f"its lines have the form {validation.form}, those of training_file have"
-        raise ConfigError([Problem("/validation_file", f"{detail} {training.form}.")])
+        remedy = "Upload it in the form of training_file."
+        raise ConfigError([Problem("/validation_file", f"{detail} {training.form}.", remedy)])
 
 
 def translate_problems(error: ConfigError) -> ConfigError:

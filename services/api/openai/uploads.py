@@ -47,7 +47,9 @@ async def receive_file(
                     await to_thread(form.feed, bytes(waiting))
                     waiting.clear()
         except ClientDisconnect:
-            raise ApiProblem(400, "The upload ended before the whole file had arrived.") from None
+            raise ApiProblem(
+                400, "The upload ended before the whole file had arrived.", "Send it again."
+            ) from None
         await to_thread(form.feed, bytes(waiting))
         return await to_thread(form.finish)
 
@@ -133,7 +135,8 @@ class UploadForm:
         if self.name is not None:
             self.values[self.name] += piece
             if len(self.values[self.name]) > _MOST_VALUE_BYTES:
-                raise ApiProblem(413, f"The field {self.name} is too long.")
+                detail = f"The field {self.name} has more than {_MOST_VALUE_BYTES} bytes."
+                raise ApiProblem(413, detail, "Give a shorter value.")
             return
         if self.pending.bytes + len(piece) > self.limit:
             detail = f"The file is larger than {self.limit} bytes."

@@ -208,7 +208,11 @@ def list_fine_tuning_checkpoints(
     if after is not None:
         step = after.removeprefix(f"{job.id}-")
         if not step.isdecimal():
-            raise ApiProblem(400, f"after: {after!r} is not a checkpoint of {job.id}.")
+            raise ApiProblem(
+                400,
+                f"after: {after!r} is not a checkpoint of {job.id}.",
+                "Give the id of a checkpoint of this list.",
+            )
         every = [each for each in every if each.step_number < int(step)]
     data = every[:limit]
     return FineTuningCheckpointList(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -101,6 +101,30 @@ class Teams(ScriptedStore):
                 if name := team or owner:
                     found[job_id] = name
         return found
+
+    def name_owners(self) -> list[str]:
+        """Make each owner without a team a team of its own; returns these owners.
+
+        They are those whose jobs were all made by a version without teams. It may be repeated.
+        """
+        known = set(cast(list[str], self.redis.hkeys("kd:owners")))
+        # Of an index the end is a status, and "*" is all owners.
+        names = [
+            *(key.rpartition(":")[0] for key in self._scan("kd:index:*")),
+            *self._scan("kd:caches:*"),
+        ]
+        found = sorted({*names} - {"*", ""} - known)
+        for owner in found:
+            pipeline = self.redis.pipeline(transaction=True)
+            pipeline.sadd("kd:teams", owner)
+            pipeline.hsetnx("kd:owners", owner, owner)
+            pipeline.execute()
+        return found
+
+    def _scan(self, pattern: str) -> Iterator[str]:
+        """Yield what stands for the star at the end of ``pattern`` in each key that matches it."""
+        for key in self.redis.scan_iter(pattern, count=1000):
+            yield str(key)[len(pattern) - 1 :]
 
     def list_team_caches(self) -> dict[str, set[str]]:
         """Each team -> the fingerprints of the caches that its jobs made or read."""

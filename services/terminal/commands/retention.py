@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,72 +32,120 @@ SHOWN_KEPT = 10
 
 app = typer.Typer()
 
+OlderThan = Annotated[
+    str | None,
+    typer.Option(
+        help="Age, instead of the age in the settings: 90m, 12h, 7d, 2w. It applies to the kinds "
+        "that you name; if you name none, to leftovers."
+    ),
+]
+Caches = Annotated[
+    bool | None,
+    typer.Option("--caches/--no-caches", help="Sealed caches that nothing has read."),
+]
+Texts = Annotated[
+    bool | None,
+    typer.Option("--texts/--no-texts", help="Token stores that nothing has read."),
+]
+Runs = Annotated[
+    bool | None,
+    typer.Option("--runs/--no-runs", help="Ended jobs: record, run folder and student."),
+]
+Checkpoints = Annotated[
+    bool | None,
+    typer.Option(
+        "--checkpoints/--no-checkpoints",
+        help="Checkpoints of ended jobs beyond the newest; --keep says how many stay.",
+    ),
+]
+Keep = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Checkpoints that an ended job keeps; 0 = none if its student is saved.",
+    ),
+]
+Events = Annotated[
+    bool | None,
+    typer.Option("--events/--no-events", help="Events and metrics of ended jobs, in Redis."),
+]
+Logs = Annotated[bool | None, typer.Option("--logs/--no-logs", help="Logs of ended jobs.")]
+Files = Annotated[
+    bool | None,
+    typer.Option("--files/--no-files", help="Uploaded files that no job names."),
+]
+Imports = Annotated[
+    bool | None,
+    typer.Option("--imports/--no-imports", help="Models and data that `import kd` saved."),
+]
+Leftovers = Annotated[
+    bool | None,
+    typer.Option(
+        "--leftovers/--no-leftovers",
+        help="What crashes left: incomplete caches, runs without a record. Age: 7d.",
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force/--no-force",
+        help="Also remove what an unfinished job or the card of a kept student names, but never "
+        "what a process captures, reads or writes now.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class RemovalRequest:
+    """Which rules one call applies.
+
+    ``kinds``: whether each kind is asked for; None = its options are not given. ``age`` in seconds
+    and ``keep``, a number of checkpoints, stand in place of those of the settings; None = those.
+    """
+
+    kinds: dict[str, bool | None]
+    age: float | None
+    keep: int | None
+
+    def choose_limits(self, settings: Settings) -> AgeLimits:
+        """Return the rules of the settings, as the options of this call change them."""
+        from services.store.retention.rules import AgeLimits
+
+        limits = AgeLimits.of_gc(settings)
+        named = [kind for kind, wanted in self.kinds.items() if wanted]
+        if not named:
+            kinds = [kind for kind, wanted in self.kinds.items() if wanted is None]
+            aged = limits if self.age is None else replace(limits, leftovers=self.age)
+            return aged.only(kinds)
+        limits = limits.only(named)
+        if self.age is not None:
+            limits = limits.with_age(named, self.age)
+        if self.keep is not None:
+            kept = self.keep or None
+            limits = replace(limits, checkpoints=kept, student_checkpoints=bool(kept))
+        for kind in named:
+            if not limits.has(kind):
+                needed = "--keep" if kind == "checkpoints" else "--older-than"
+                raise typer.BadParameter(
+                    f"the settings have no rule for {kind}: add {needed}", param_hint=f"--{kind}"
+                )
+        return limits
+
 
 @app.command()
 def gc(
-    older_than: Annotated[
-        str | None,
-        typer.Option(
-            help="Age, instead of the age in the settings: 90m, 12h, 7d, 2w. It applies to the "
-            "kinds that you name; if you name none, to leftovers."
-        ),
-    ] = None,
-    caches: Annotated[
-        bool | None,
-        typer.Option("--caches/--no-caches", help="Sealed caches that nothing has read."),
-    ] = None,
-    texts: Annotated[
-        bool | None,
-        typer.Option("--texts/--no-texts", help="Token stores that nothing has read."),
-    ] = None,
-    runs: Annotated[
-        bool | None,
-        typer.Option("--runs/--no-runs", help="Ended jobs: record, run folder and student."),
-    ] = None,
-    checkpoints: Annotated[
-        bool | None,
-        typer.Option(
-            "--checkpoints/--no-checkpoints",
-            help="Checkpoints of ended jobs beyond the newest; --keep says how many stay.",
-        ),
-    ] = None,
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Checkpoints that an ended job keeps; 0 = none if its student is saved.",
-        ),
-    ] = None,
-    events: Annotated[
-        bool | None,
-        typer.Option("--events/--no-events", help="Events and metrics of ended jobs, in Redis."),
-    ] = None,
-    logs: Annotated[
-        bool | None, typer.Option("--logs/--no-logs", help="Logs of ended jobs.")
-    ] = None,
-    files: Annotated[
-        bool | None,
-        typer.Option("--files/--no-files", help="Uploaded files that no job names."),
-    ] = None,
-    imports: Annotated[
-        bool | None,
-        typer.Option("--imports/--no-imports", help="Models and data that `import kd` saved."),
-    ] = None,
-    leftovers: Annotated[
-        bool | None,
-        typer.Option(
-            "--leftovers/--no-leftovers",
-            help="What crashes left: incomplete caches, runs without a record. Age: 7d.",
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force/--no-force",
-            help="Also remove what an unfinished job or the card of a kept student names, but "
-            "never what a process captures, reads or writes now.",
-        ),
-    ] = False,
+    older_than: OlderThan = None,
+    caches: Caches = None,
+    texts: Texts = None,
+    runs: Runs = None,
+    checkpoints: Checkpoints = None,
+    keep: Keep = None,
+    events: Events = None,
+    logs: Logs = None,
+    files: Files = None,
+    imports: Imports = None,
+    leftovers: Leftovers = None,
+    force: Force = False,
     yes: Yes = False,
     home: Home = None,
     as_json: AsJson = False,
@@ -110,41 +159,47 @@ def gc(
     """
     from services.store.retention.collection import find_items, look
 
-    chosen = {
-        "caches": caches,
-        "texts": texts,
-        "runs": runs,
-        "checkpoints": checkpoints if checkpoints is not None or keep is None else True,
-        "events": events,
-        "logs": logs,
-        "files": files,
-        "imports": imports,
-        "leftovers": leftovers,
-    }
+    request = RemovalRequest(
+        kinds={
+            "caches": caches,
+            "texts": texts,
+            "runs": runs,
+            "checkpoints": checkpoints if checkpoints is not None or keep is None else True,
+            "events": events,
+            "logs": logs,
+            "files": files,
+            "imports": imports,
+            "leftovers": leftovers,
+        },
+        age=None if older_than is None else parse_age(older_than),
+        keep=keep,
+    )
     settings = make_settings(home=home)
-    age = None if older_than is None else parse_age(older_than)
-    limits = _choose_limits(settings, chosen, age, keep)
+    limits = request.choose_limits(settings)
     with connect_store(settings) as store:
-        found = find_items(look(settings, store, limits, force))
+        # Twice: a job may begin, or a student be saved, while the command asks.
+        look_now = partial(look, settings, store, limits, force)
+        found = find_items(look_now())
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
-        if not as_json:
-            _print_items(free, kept)
-        if free and not yes and not as_json:
+        if as_json:
+            gone, needed = _remove_shown(free, look_now()) if yes else (free, [])
+            _print_json(yes, gone, kept + needed)
+            return
+        _print_items(free, kept)
+        if not free:
+            return
+        if not yes:
             typer.confirm("Remove them?", abort=True, err=True)
-        gone: list[Item] = []
-        if yes or (free and not as_json):
-            # A job may have begun, or a student been saved, while the command asked.
-            gone, needed = _remove_shown(free, look(settings, store, limits, force))
-            kept += needed
-            if not as_json:
-                _print_kept(needed)
-    if as_json:
-        items = [item.to_json() for item in (gone if yes else free)]
-        print_json({"removed": yes, "items": items, "kept": [item.to_json() for item in kept]})
-    elif free:
-        total = sum(item.bytes for item in gone)
-        out.print(f"{len(gone)} of {len(free)} removed, {total} bytes")
+        gone, needed = _remove_shown(free, look_now())
+        _print_kept(needed)
+    out.print(f"{len(gone)} of {len(free)} removed, {sum(item.bytes for item in gone)} bytes")
+
+
+def _print_json(removed: bool, items: list[Item], kept: list[Item]) -> None:
+    parts = {"items": items, "kept": kept}
+    shown = {name: [item.to_json() for item in part] for name, part in parts.items()}
+    print_json({"removed": removed, **shown})
 
 
 def _remove_shown(shown: list[Item], scene: Scene) -> tuple[list[Item], list[Item]]:
@@ -160,31 +215,6 @@ def _remove_shown(shown: list[Item], scene: Scene) -> tuple[list[Item], list[Ite
         audit_command(scene.settings, "retention.remove", item.name, **item.describe())
 
     return remove_items(still, scene, note)
-
-
-def _choose_limits(
-    settings: Settings, chosen: dict[str, bool | None], age: float | None, keep: int | None
-) -> AgeLimits:
-    """The rules of the settings, as the options of one call change them."""
-    from services.store.retention.rules import AgeLimits
-
-    limits = AgeLimits.of_gc(settings)
-    named = [kind for kind, wanted in chosen.items() if wanted]
-    if not named:
-        kinds = [kind for kind, wanted in chosen.items() if wanted is None]
-        return (limits if age is None else replace(limits, leftovers=age)).only(kinds)
-    limits = limits.only(named)
-    if age is not None:
-        limits = limits.with_age(named, age)
-    if keep is not None:
-        limits = replace(limits, checkpoints=keep or None, student_checkpoints=bool(keep))
-    for kind in named:
-        if not limits.has(kind):
-            needed = "--keep" if kind == "checkpoints" else "--older-than"
-            raise typer.BadParameter(
-                f"the settings have no rule for {kind}: add {needed}", param_hint=f"--{kind}"
-            )
-    return limits
 
 
 def _print_items(free: list[Item], kept: list[Item]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import apply_overrides, load_config, parse_config, parse_yaml
 from kd.config.loss import LossConfig
 from kd.config.optimisation.rates import SCHEDULER_KWARGS, Scheduler
+from kd.config.reference import explain_field
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.train import OPTIMIZER_ARGUMENTS, Optimizer, TrainConfig
 from kd.errors import ConfigError, Problem
@@ -82,7 +84,46 @@ def test_every_problem_is_reported_at_once():
 
 def test_a_problem_reads_as_a_sentence_with_its_place():
     (found,) = problems(changed("train.batch_size", 0))
-    assert str(found) == "train.batch_size: Input should be greater than or equal to 1, but got 0."
+    wrong = "Input should be greater than or equal to 1, but got 0."
+    remedy = "`kd explain train.batch_size` describes the field."
+    assert str(found) == f"train.batch_size: {wrong} {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("train.batch_size", 0),
+        ("train.max_steps", None),
+        ("train.learning_rate", "fast"),
+        ("loss.temperature", {"start": 2.0}),
+        ("loss.temperature.mode", "guess"),
+        ("data.train", []),
+        ("data.train.1", {"paht": "x"}),
+        ("data.train.1", ""),
+        ("student", {"lora": {"rank": 0}}),
+        ("cache.fingerprint", "x"),
+        ("kind", "distil"),
+        ("nonsense", 1),
+        ("train", [1]),
+    ],
+)
+def test_every_problem_of_a_field_says_what_to_do(path, value):
+    found = problems(changed(path, value))
+    assert found
+    for each in found:
+        assert each.remedy, each
+        if command := re.search("`kd explain ([a-z0-9_.]+)`", each.remedy):
+            assert explain_field(command[1]), each
+
+
+def test_the_remedy_of_a_configuration_is_that_of_its_problem():
+    one = Problem("/train/max_steps", "it is 0.", "Set it to 1.")
+    alone = ConfigError([one])
+    assert (alone.detail, alone.remedy) == ("train.max_steps: it is 0.", "Set it to 1.")
+    assert str(alone) == str(one)
+    both = ConfigError([one, Problem("/kind", "it is x.", "Set it to train.")])
+    parts = "train.max_steps: it is 0. Set it to 1.; kind: it is x. Set it to train."
+    assert both.detail == parts and both.remedy
 
 
 def test_a_mistake_in_a_dataset_spec_is_not_blamed_on_the_other_form_of_a_source():
@@ -385,7 +426,12 @@ def test_an_unknown_key_in_an_override_is_refused_like_any_other():
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("5f1d", "`kd cache info 5f1d` prints it."), ("5F1D" * 8, ""), ("caches/5f1d", ""), ("", "")],
+    [
+        ("5f1d", "`kd cache info 5f1d` prints it."),
+        ("5F1D" * 8, "`kd explain cache.fingerprint` describes the field."),
+        ("caches/5f1d", "`kd explain cache.fingerprint` describes the field."),
+        ("", "`kd explain cache.fingerprint` describes the field."),
+    ],
 )
 def test_a_fingerprint_is_given_whole(name, remedy):
     (found,) = problems({"kind": "verify", "cache": {"fingerprint": name}})
@@ -400,7 +446,8 @@ def test_what_a_name_may_hold_is_said(name):
         "1 to 63 lower-case letters, digits, dots, dashes and underscores, "
         "the first a letter or a digit"
     )
-    assert found == Problem("/name", f"must be {allowed}, but got {name!r}.")
+    remedy = "`kd explain name` describes the field."
+    assert found == Problem("/name", f"must be {allowed}, but got {name!r}.", remedy)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

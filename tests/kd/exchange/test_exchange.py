@@ -104,7 +104,7 @@ def compressions(draw: Any) -> Compression:
     )
     return Compression(
         d=draw(st.integers(k + 1, 300_000)), k=k, exact_k=exact_k, exact_dtype=draw(dtypes),
-        term_dtype="float64", polynomial_terms=terms if exact_k < k else None, residual_bins=bins,
+        term_dtype="float64", polynomial_terms=terms, residual_bins=bins,
         delta_encoding=draw(st.booleans()), normalize_t=True,
     )  # fmt: skip
 

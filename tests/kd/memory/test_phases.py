@@ -185,8 +185,6 @@ def test_rounded_layers_take_a_byte_a_number_and_a_scale_a_row() -> None:
     numbers = sum(each.weight.numel() for each in layers)
     rows = sum(each.out_features for each in layers)
     assert count_weight_bytes(model, 4, "int8") == plain - 3 * numbers + 4 * rows
-    # A row of 64 numbers is too short for a group of int4, and stays.
-    assert count_weight_bytes(model, 2, "int4") == count_weight_bytes(model, 2, None)
 
 
 def test_rows_in_int4_take_half_a_byte_a_number_and_four_bytes_a_group() -> None:
@@ -199,6 +197,17 @@ def test_rows_in_int4_take_half_a_byte_a_number_and_four_bytes_a_group() -> None
     numbers = 4 * 1024**2 + 3 * 1024 * 2048
     saved = count_weight_bytes(model, 2, None) - count_weight_bytes(model, 2, "int4")
     assert saved == 2 * numbers - (numbers // 2 + 4 * numbers // 128)
+
+
+def test_no_group_of_int4_divides_a_row_of_100_numbers_and_it_stays(tmp_path: Path) -> None:
+    model = make_llama(width=100, intermediate_size=96)
+    saved = count_weight_bytes(model, 2, None) - count_weight_bytes(model, 2, "int4")
+    # A row of 96 numbers has tiles for 1,024 of them, and a group for each 32.
+    assert saved == 2 * 100 * (2 * 96 - (1024 // 2 + 4 * 1024 // 32))
+    model.save_pretrained(tmp_path)
+    numbers = sum(each.numel() for each in model.parameters())
+    share = compute_rounded_share(ModelFolder(tmp_path), "int4", 2)
+    assert share == pytest.approx(1 - 0.75 * 2 * 96 * 100 / numbers)
 
 
 def test_the_share_of_rounded_weights_is_known_by_the_shapes_in_the_files(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    JambaConfig,
+    JambaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -144,8 +148,75 @@ def test_a_target_that_matches_nothing_is_refused_with_those_that_there_are(targ
 
 
 def test_a_model_that_peft_cannot_adapt_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"MambaForCausalLM cannot have adapters at .*out_proj"):
-        adapters.add_adapters(build("mamba"), LoraConfig())
+    """peft refuses layers named out_proj by the model's type alone."""
+    student = build("opt")
+    student.config.model_type = "mamba"
+    with pytest.raises(ModelError, match=r"OPTForCausalLM cannot have adapters at .*out_proj"):
+        adapters.add_adapters(student, LoraConfig())
+
+
+#: Models with state-space mixers, and the linear layers that may have adapters.
+MIXERS = {
+    "mamba": "in_proj",
+    "mamba2": "in_proj",
+    "falcon-h1": "down_proj, gate_proj, in_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+    "jamba": "down_proj, gate_proj, in_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+}
+
+
+def make_mixer(kind: str) -> PreTrainedModel:
+    """Return a model with state-space mixers, two layers deep."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    if kind == "mamba2":
+        return Mamba2ForCausalLM(
+            Mamba2Config(**shape, num_heads=8, head_dim=8, state_size=4, n_groups=1, chunk_size=8)
+        )
+    if kind == "jamba":
+        attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
+        places = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+        return JambaForCausalLM(
+            JambaConfig(**shape, **attention, **places, num_experts=1, mamba_d_state=4)
+        )
+    return build(kind)
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_state_space_mixers_have_adapters_where_their_layers_are_called(
+    kind: str, tmp_path: Path
+) -> None:
+    plain = make_mixer(kind).eval()
+    before = logits_of(plain)
+    student = adapters.add_adapters(copy.deepcopy(plain), LoraConfig(rank=2))
+    torch.testing.assert_close(logits_of(student), before, rtol=1e-6, atol=1e-6)
+    with_one = {
+        name.split(".lora_A")[0].rpartition(".")[2]
+        for name, _ in student.named_parameters()
+        if "lora_A" in name
+    }
+    assert ", ".join(sorted(with_one)) == MIXERS[kind]
+    randomise(student).train()
+    compute_hidden_states(student, TOKENS_BL).square().sum().backward()
+    for parameter in adapters.list_trained_parameters(student):
+        assert parameter.grad is not None and bool(parameter.grad.abs().sum())
+    after = logits_of(student.eval())
+    adapters.save_adapters(student, tmp_path, "the/base")
+    again = adapters.load_adapters(copy.deepcopy(plain), tmp_path)
+    torch.testing.assert_close(logits_of(again), after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [("mamba", "dt_proj"), ("mamba", "x_proj"), ("mamba2", "out_proj"), ("jamba", "dt_proj")],
+)
+def test_a_target_that_a_mixer_never_calls_is_refused_with_those_that_would_do(
+    kind: str, target: str
+) -> None:
+    student = make_mixer(kind)
+    with pytest.raises(ModelError, match=f"adapters at {target} of .* no effect") as caught:
+        adapters.add_adapters(student, LoraConfig(targets=("in_proj", target)))
+    assert f"choose from {MIXERS[kind]}." in caught.value.remedy
+    assert not adapters.has_adapters(student)
 
 
 def mixture(kind: str) -> PreTrainedModel:

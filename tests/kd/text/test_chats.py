@@ -75,6 +75,32 @@ def learned(chat: Chat, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [tokenizer.decode([token for token, _ in run]) for is_trained, run in runs if is_trained]
 
 
+@pytest.mark.parametrize("template", [UNMARKED, MARKED_WITH_END], ids=["prefixes", "markers"])
+def test_answers_of_weight_0_are_not_learned(bytes_tokenizer, template):
+    bytes_tokenizer.chat_template = template
+    chat = talk("Hi", "A mistake", "No", "Better", "Why", "So it is")
+    for weights, expected in (
+        ((0, 1, None), ["Better<|end|>", "So it is<|end|>"]),
+        ((None, 0, 0), ["A mistake<|end|>"]),
+    ):
+        for message, weight in zip(chat.messages[1::2], weights, strict=True):
+            message.pop("weight", None)
+            message.update({} if weight is None else {"weight": weight})
+        assert learned(chat, bytes_tokenizer) == expected
+    # Of a prompt and a completion, the prompt's answers are not learned, whatever they weigh.
+    completion = Chat(chat.messages, learned_from=2)
+    with pytest.raises(DataError, match="no token of the assistant to learn"):
+        learned(completion, bytes_tokenizer)
+    chat.messages[5].pop("weight")
+    assert learned(completion, bytes_tokenizer) == ["So it is<|end|>"]
+    for message in chat.messages:
+        message["weight"] = 0
+    with pytest.raises(DataError, match="no token of the assistant to learn"):
+        encode_chat(chat, "row", bytes_tokenizer, assistant_only=True)
+    _, trained = encode_chat(chat, "row", bytes_tokenizer, assistant_only=False)
+    assert trained is None
+
+
 TALKS = [
     ("Hi", "Good", "More", "Better"),
     ("Hi", " Good", "More", " Better"),

@@ -169,6 +169,8 @@ IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image", "image": "
         ("auto", {"text": "half \ud800 pair"}, r"character 6 of 'text' is '\ud800', half"),
         ("messages", {"messages": [QUESTION | {"content": IMAGE}]},
          "part 2 of 'content' in message 1 of 'messages' is of type 'image': only text"),
+        ("messages", {"messages": [QUESTION, ANSWER | {"weight": 0.5}]},
+         "'weight' in message 2 of 'messages' is 0.5, but must be 0 or 1"),
         ("messages", {"messages": [QUESTION, {"role": "assistant", "content": None}]},
          "'content' in message 2 of 'messages' is null"),
         ("messages", {"messages": [QUESTION | {"content": 5}]},

@@ -215,6 +215,14 @@ def test_every_problem_is_listed(http: httpx.Client, text: str) -> None:
     assert {error.pointer for error in document.errors} == {"/name", "/x", "/data/sequence_length"}
 
 
+def test_a_text_that_is_not_there_has_a_remedy(http: httpx.Client, text: str) -> None:
+    job = valid("quick", text) | {"data": {"train": f"{text}/gone.txt", "sequence_length": 64}}
+    document = problem(http.post("/jobs", json=job), 422)
+    (found,) = document.errors
+    assert found.pointer == "/data/train/0" and "no file matches" in document.detail
+    assert document.remedy == found.remedy and document.remedy.startswith("Check the path")
+
+
 def test_a_value_that_fits_no_form_is_one_problem(http: httpx.Client, text: str) -> None:
     wrong = valid("quick", text) | {"train": {"max_steps": 1, "gradient_checkpointing": "ful"}}
     (found,) = problem(http.post("/jobs", json=wrong), 422).errors

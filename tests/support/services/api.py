@@ -45,7 +45,10 @@ def valid(name: str, text: str, kind: str = "train", **changes: Any) -> dict[str
 
 
 def problem(response: httpx.Response, status: int, slug: str | None = None) -> ProblemDetails:
-    """Check that the response is a problem document with this status, and return the document."""
+    """Check that the response is a problem document with this status, and return the document.
+
+    It and each wrong field say what to do.
+    """
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document = ProblemDetails.model_validate(response.json())
@@ -53,6 +56,7 @@ def problem(response: httpx.Response, status: int, slug: str | None = None) -> P
     assert document.instance == response.request.url.path
     assert document.request_id == response.headers["x-request-id"]
     assert slug is None or document.type == f"urn:potstill:problem:{slug}"
+    assert document.remedy and all(each.remedy for each in document.errors), document
     return document
 
 

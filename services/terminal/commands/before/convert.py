@@ -12,6 +12,12 @@ from services.terminal.console import AsJson, out, print_json, write_new_file
 Tool = Annotated[
     str, typer.Option("--from", help="Tool that the file is for: distillkit, axolotl or trl.")
 ]
+Teacher = Annotated[
+    str | None,
+    typer.Option(
+        help="Model to distil from, if the file is for plain fine-tuning with axolotl or TRL."
+    ),
+]
 Written = Annotated[
     Path | None, typer.Option("--out", help="New file for the job. Default: print it.")
 ]
@@ -23,6 +29,7 @@ app = typer.Typer()
 def convert(
     file: Annotated[Path, typer.Argument(help="The tool's YAML file.")],
     tool: Tool,
+    teacher: Teacher = None,
     written: Written = None,
     as_json: AsJson = False,
 ) -> None:
@@ -33,7 +40,7 @@ def convert(
     """
     from kd.exchange.job_files.conversion import convert_file
 
-    found = convert_file(file, tool)
+    found = convert_file(file, tool, teacher)
     if written is not None:
         write_new_file(written, found.render())
     if as_json:

@@ -24,12 +24,7 @@ from kd.errors import ConfigError, ModelError
 from kd.memory.model_work import count_weight_bytes
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
-from kd.models.loading import (
-    INT4_GROUP,
-    load_model,
-    load_teacher,
-    make_quantization_config,
-)
+from kd.models.loading import load_model, load_teacher
 from kd.preflight.problems import Machine, find_problems
 from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.students import save_teacher
@@ -189,22 +184,15 @@ def test_int4_is_refused_where_no_gpu_computes_with_it(tiny_teacher):
 
 
 @needs_torchao
-def test_int4_takes_the_packing_of_torch_s_own_kernels(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    from torchao.quantization import Int4WeightOnlyConfig
-
-    asked = make_quantization_config("int4", torch.device("cuda")).quant_type
-    assert isinstance(asked, Int4WeightOnlyConfig)
-    assert (asked.int4_packing_format, asked.group_size) == ("tile_packed_to_4d", 128)
-
-
-@needs_torchao
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [128, 576, 96])
 @pytest.mark.parametrize("quantization, bound", [("int8", 0.05), ("int4", 0.5)])
-def test_a_gpu_computes_nearly_what_plain_weights_do(tokenizer, tmp_path, quantization, bound):
-    """The teacher is as wide as a group of int4: torchao leaves narrower layers as they are."""
-    teacher = save_teacher(tmp_path, tokenizer, INT4_GROUP, max_position_embeddings=512)
+def test_a_gpu_computes_nearly_what_plain_weights_do(
+    tokenizer, tmp_path, quantization, bound, width
+):
+    shape = {"max_position_embeddings": 512, "num_attention_heads": width // 32}
+    teacher = save_teacher(tmp_path, tokenizer, width, **shape)
     device = torch.device("cuda")
     config = TeacherConfig(model=str(teacher), dtype="bfloat16")
     tokens_BL = torch.arange(48, device=device)[None]
@@ -212,4 +200,4 @@ def test_a_gpu_computes_nearly_what_plain_weights_do(tokenizer, tmp_path, quanti
         compute_hidden_states(load_teacher(each, teacher, device), tokens_BL).float()
         for each in (config.model_copy(update={"quantization": quantization}), config)
     ]
-    assert float((found[0] - found[1]).norm() / found[1].norm()) < bound
+    assert 0 < float((found[0] - found[1]).norm() / found[1].norm()) < bound

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.support.harness import make_config
+from services.loops.teams import TeamRules
+from services.settings import Settings
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity, Claim, EventBatch
 from services.store.jobs.store import JobStore
@@ -261,6 +264,29 @@ def test_a_lost_worker_is_charged_until_its_last_beat(jobs: JobStore) -> None:
     assert account_of(jobs, "ann").devices == 0
 
 
+@pytest.mark.parametrize("end", ["beat", "finish"])
+def test_a_machine_that_slept_is_charged_until_the_end_of_the_lease(
+    jobs: JobStore, end: str
+) -> None:
+    job_id = queued(jobs, caller=ANN, resources={"gpus": 2})
+    claim = take(jobs, Capacity(2, price=3.0))
+    # The last beat was long ago, and its lease ended a minute later.
+    age(jobs, claim, 10_000)
+    jobs.redis.zincrby("kd:leases", -10_000 * 1000, job_id)
+    assert jobs.beat(claim, 60, NOTHING) == "go" if end == "beat" else jobs.finish(claim, "failed")
+    job = jobs.get(job_id)
+    assert job is not None and job.cost is not None
+    assert job.device_seconds == pytest.approx(2 * 60, abs=2)
+    assert job.cost.amount == pytest.approx(2 * 60 / 3600 * 3.0, abs=0.01)
+    assert account_of(jobs, "ann").today == pytest.approx(2 * 60, abs=2)
+    if end == "beat":
+        age(jobs, claim, 30)
+        jobs.beat(claim, 60, NOTHING)
+        later = jobs.get(job_id)
+        assert later is not None
+        assert later.device_seconds == pytest.approx(2 * 90, abs=2), "each gap for itself"
+
+
 def test_a_job_that_waits_for_another_process_holds_no_device(jobs: JobStore) -> None:
     queued(jobs, caller=ANN)
     claim = take(jobs)
@@ -400,3 +426,40 @@ def test_a_run_of_before_prices_has_no_cost(jobs: JobStore) -> None:
     assert job is not None and job.cost is None
     assert job.device_seconds == pytest.approx(10, abs=1)
     assert json.loads(job.model_dump_json())["cost"] is None
+
+
+# ---------------------------------------------------------------------- records without teams
+
+
+def forget_teams(jobs: JobStore, *job_ids: str) -> None:
+    """Leave the records as a version without teams has written them."""
+    jobs.redis.delete("kd:owners", "kd:teams", "kd:measured")
+    for job_id in job_ids:
+        jobs.redis.hdel(f"kd:job:{job_id}", "team")
+
+
+def test_the_bytes_of_an_owner_count_before_its_first_job_of_a_version_with_teams(
+    jobs: JobStore, tmp_path: Path
+) -> None:
+    home = Settings(home=tmp_path)
+    job_id = jobs.create(make_config("quick", "distill"), Caller("ada:1", named_team="nlp")).id
+    claim = jobs.claim(job_id, "precompute", "w", 60)
+    assert claim is not None
+    event = {"type": "cache", "data": {"fingerprint": "e" * 32}}
+    jobs.beat(claim, 60, EventBatch(1, (event,)))
+    for folder, size in ((home.caches / ("e" * 32), 700), (home.run_dir(job_id), 50)):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(bytes(size))
+    forget_teams(jobs, job_id)
+    TeamRules(jobs, home).step()
+    (account,) = jobs.read_accounts()
+    assert (account.team, account.disk) == ("ada:1", TeamBytes(caches=700, runs=50))
+
+
+def test_an_owner_whose_team_is_known_keeps_it(jobs: JobStore) -> None:
+    for name, team in (("ada", "nlp"), ("eve", "eve")):
+        jobs.create(make_config("quick"), Caller(name, named_team=team))
+    assert jobs.name_owners() == []
+    jobs.redis.hdel("kd:owners", "eve")
+    assert jobs.name_owners() == ["eve"] and jobs.name_owners() == []
+    assert jobs.redis.hgetall("kd:owners") == {"ada": "nlp", "eve": "eve"}

@@ -41,9 +41,19 @@ def test_kd_convert_prints_a_job_that_kd_validate_accepts(
     assert {"field", "text"} == set(found["remarks"][0])
 
 
+def test_kd_convert_gives_fine_tuning_a_teacher(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: org/student\ndataset_name: org/chats\n")
+    refused = kd("convert", file, "--from", "trl")
+    assert refused.returncode == 2
+    assert "names no teacher" in refused.stderr and "--teacher MODEL" in refused.stderr
+    done = kd("convert", file, "--from", "trl", "--teacher", "org/teacher")
+    assert yaml.safe_load(done.stdout)["teacher"] == {"model": "org/teacher"}
+
+
 def test_kd_convert_refuses_a_file_of_another_tool(tmp_path: Path) -> None:
     file = tmp_path / "gkd.yaml"
     file.write_text(GKD)
     done = kd("convert", file, "--from", "axolotl")
     assert done.returncode == 2
-    assert "student is required" in done.stderr
+    assert "base_model is missing. Give a job file of axolotl." in done.stderr

@@ -1,0 +1,96 @@
+"""Every error and every problem of a field says what to do about it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from bench.support.paths import ROOT
+from cache.errors import PotstillError
+from services.api.answers.problems import ApiProblem
+from tests.support.each import for_each
+
+TREES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"), str(path))
+    for package in ("cache", "kd", "services")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+#: The number of the argument that is the remedy, by the class that has it.
+PROBLEMS = {"Problem": 2, "ApiProblem": 2}
+#: Classes whose remedy is another argument, and one that makes its own of its problems'.
+OTHERS = {"Refused": 2, "ConfigError": None}
+#: Errors without words, which only lend their code.
+NAMELESS = {"PotstillError('')"}
+
+
+def list_error_classes() -> dict[str, int | None]:
+    """Return the number of the remedy among the arguments of each class of an error."""
+    errors = {
+        node.name: [getattr(base, "id", "") for base in node.bases]
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found: dict[str, int | None] = {"PotstillError": 1}
+    while more := {
+        name: 1
+        for name, bases in errors.items()
+        if name not in found and any(base in found for base in bases)
+    }:
+        found |= more
+    return found | PROBLEMS | OTHERS
+
+
+CLASSES = list_error_classes()
+
+
+def without_remedy(tree: ast.AST) -> Iterator[str]:
+    """Yield the calls in ``tree`` that make an error whose remedy is missing, or may be empty."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or ast.unparse(node) in NAMELESS:
+            continue
+        place = CLASSES.get(ast.unparse(node.func).rpartition(".")[2])
+        if place is None or any(isinstance(each, ast.Starred) for each in node.args):
+            continue
+        # A call with ** builds an error again from its JSON.
+        given = {each.arg: each.value for each in node.keywords}
+        remedy = node.args[place] if len(node.args) > place else given.get("remedy")
+        if None not in given and (remedy is None or may_be_empty(remedy)):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def may_be_empty(remedy: ast.expr) -> bool:
+    """Whether an expression is, or in one branch is, the empty text."""
+    if isinstance(remedy, ast.IfExp):
+        return may_be_empty(remedy.body) or may_be_empty(remedy.orelse)
+    return isinstance(remedy, ast.Constant) and not remedy.value
+
+
+@for_each(TREES)
+def test_every_error_has_a_remedy(file: str) -> None:
+    assert list(without_remedy(TREES[file])) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise ModelError('It is broken.')",
+        "yield Problem('/train', 'it is wrong.')",
+        "yield Problem('/train', 'it is wrong.', '')",
+        "yield Problem('/train', 'it is wrong.', 'Mend it.' if known else '')",
+        "raise ApiProblem(404, 'There is nothing.', slug='nothing')",
+        "raise errors.CacheCorrupt(f'{name} differs.')",
+    ],
+)
+def test_an_error_without_a_remedy_is_found(code: str) -> None:
+    tree = ast.parse(f"def f():\n    {code}")
+    assert len(list(without_remedy(tree))) == 1
+
+
+def test_the_remedy_is_the_argument_that_is_looked_at() -> None:
+    assert {"ModelError", "StoreUnfit", "KeysError"} <= CLASSES.keys()
+    assert PotstillError("what", "to do").remedy == "to do"
+    assert ApiProblem(404, "what", "to do").remedy == "to do"
