@@ -134,7 +134,7 @@ class CheckpointUploads:
 
 def describe_failed_upload(folder: Path, error: Exception) -> str:
     """Say that the checkpoint in ``folder`` is on this disk alone."""
-    return f"The checkpoint {folder.name} did not get into the bucket: {error}"
+    return f"The checkpoint {folder.name} could not be copied to the bucket: {error}"
 
 
 def _read_history(upload: _Upload) -> bytes:

@@ -13,10 +13,10 @@ REPAIR_BATCH = 100
 WORKER_LOST_ERROR = {
     "type": "worker_lost",
     "detail": (
-        "The worker was not heard of for longer than its lease: it died, or lost its connection to "
-        "Redis."
+        "The worker sent no heartbeat for longer than its lease: it died, or lost its connection "
+        "to Redis."
     ),
-    "remedy": "Look into the worker's log and the host's memory, then retry the job.",
+    "remedy": "Check the worker's log and the host's memory, then retry the job.",
 }
 DEADLINE_ERROR = {
     "type": "deadline_exceeded",

@@ -254,7 +254,7 @@ def test_a_bucket_that_is_away_is_a_warning_and_the_training_goes_on(
             uploads.offer(make_checkpoint(folder / "checkpoints", 2), 2, None)
         assert [each.step for each in run.list_checkpoints()] == [2]
     [warning] = [each.data["message"] for each in events if each.type == "warning"]
-    assert "step-00000001 did not get into the bucket" in warning
+    assert "step-00000001 could not be copied to the bucket" in warning
     assert "ExpiredToken" in warning
 
 
