@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec, choose_id_dtype
+from cache.errors import CacheError
 from cache.idcode import (
     compute_frequency_classes,
     order_tokens,
@@ -40,9 +41,10 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
     """Encode records as the arrays to store, with ``offsets`` (S + 1, columns) of the sequences.
 
     ``positions`` (S + 1,) is the first record of each sequence, and then the number of records.
+    Raises ``CacheError`` for more records or entries than offsets can count.
     """
     if not PROFILES[codec.profile].sampled:
-        return {"offsets": positions[:, None].astype(np.uint32), **records.columns}
+        return {"offsets": _narrow_offsets(positions[:, None]), **records.columns}
     classes = compute_frequency_classes(
         [records["head_ids"], records["tail_ids"].reshape(-1)], codec.vocabulary_size
     )
@@ -63,13 +65,24 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
         values = records["tail_logprobs"][:, draw] if codec.profile == "tempered" else None
         cut = _IdCoding(rank, records["tail_count"], tails)
         coded.append(_code_ids(f"tail_{draw}", records["tail_ids"][:, draw], values, cut))
-    cuts = np.stack([positions, heads, tails, *(starts for _, starts in coded)], axis=1).astype(
-        np.uint32
+    cuts = _narrow_offsets(
+        np.stack([positions, heads, tails, *(starts for _, starts in coded)], axis=1)
     )
     arrays = {name: records[name] for name in _list_plain_columns(codec)}
     for added, _ in coded:
         arrays |= added
     return {TOKEN_CLASSES: classes, "offsets": cuts, **arrays}
+
+
+def _narrow_offsets(offsets: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return ``offsets`` in the stored type, which would wrap larger ones."""
+    largest = int(offsets.max(initial=0))
+    if largest > np.iinfo(np.uint32).max:
+        raise CacheError(
+            f"A shard may hold 2^32 - 1 records and as many entries, but got {largest:,}.",
+            "Lower cache.shard_sequences.",
+        )
+    return offsets.astype(np.uint32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,9 @@ PURPOSE_ENTROPY_ROUNDING = 4
 #: Stochastic rounding of tail log-probabilities.
 PURPOSE_TAIL_ROUNDING = 5
 
+#: Sequences that have random numbers of their own: a counter has 32 bits.
+SEQUENCES = 1 << 32
+
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_WORD = np.uint64(0xFFFFFFFF)

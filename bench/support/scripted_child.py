@@ -190,6 +190,17 @@ def talks(run_dir: Path, monitor: Monitor) -> None:
     raise DataError("d" * (1 << 20), "Shorten it.")
 
 
+def leaks(run_dir: Path, monitor: Monitor) -> None:
+    """Say the token of the environment, as a careless library does."""
+    monitor.emit("warning", message=f"a look-up with {os.environ['HF_TOKEN']} failed")
+    raise DataError(f"403 for the token {os.environ['HF_TOKEN']}.", "Use another token.")
+
+
+def leaks_and_exits(run_dir: Path, monitor: Monitor) -> None:
+    sys.stderr.write(f"403 for the token {os.environ['HF_TOKEN']}\n")
+    os._exit(3)
+
+
 def environment(run_dir: Path, monitor: Monitor) -> None:
     (run_dir / "environment").write_text(
         "\n".join(f"{name}={value}" for name, value in os.environ.items())
@@ -220,6 +231,8 @@ SCRIPTS = {
         environment,
         reports,
         talks,
+        leaks,
+        leaks_and_exits,
     )
 } | {"austen-baseline": reports}
 

@@ -33,9 +33,10 @@ class DistillationLoss(nn.Module):
     It is the loss of our own training loop (``kd.loss.fused``), without its correction for the
     noise of sampled tails (``loss.tail_control``): (1 - alpha) T^2 KL(teacher, student) + alpha CE,
     both at ``temperature`` T and averaged over the targets. Value and gradients are exact. The
-    other options are the fields of ``kd.config.loss`` with the same names; ``chunk_size`` is how
-    many positions have logits at a time. Raises ``ValueError`` where the profile of the cache
-    cannot serve them.
+    other options are the fields of ``kd.config.loss`` with the same names; the weights of
+    ``entropy_weighting`` have mean 1 in each batch, where our loop's have it in each step.
+    ``chunk_size`` is how many positions have logits at a time. Raises ``ValueError`` where the
+    profile of the cache cannot serve them.
     """
 
     def __init__(

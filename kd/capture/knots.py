@@ -28,7 +28,8 @@ LARGEST_LOG_MASS_ERROR = 2e-3
 #: The largest mean, over positions and temperatures, of |error of the head's mass|.
 LARGEST_HEAD_MASS_ERROR = 1e-3
 #: Log-masses are compared down to this one, a mass of 5e-5. Beside an almost certain token the tail
-#: is far smaller; its relative error then affects no loss, and is no reason for more knots.
+#: is far smaller; its relative error then affects no loss, and is no reason for more knots. Below
+#: T = 1 all probabilities together have a sum below 1, and it is compared down to this share of it.
 LEAST_LOG_MASS = -10.0
 #: Numbers of knots that are tried, in this order.
 KNOT_COUNTS = (3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
@@ -67,6 +68,7 @@ def choose_knots(hidden_ND: Tensor, gold_N: Tensor, lm_head: LMHead, codec: Code
     # Here J counts the temperatures that errors are measured at.
     exact_NJ = compute_partition(tail_NV, betas)[..., 0]
     explicit_NJ = compute_partition(explicit_NV, betas)[..., 0]
+    floor_NJ = torch.logaddexp(explicit_NJ, exact_NJ).clamp(max=0.0) + LEAST_LOG_MASS
     for count in KNOT_COUNTS:
         knots = codec.nodes(count)
         # Round the knots as the cache will: the error of interpolation includes this rounding.
@@ -75,7 +77,7 @@ def choose_knots(hidden_ND: Tensor, gold_N: Tensor, lm_head: LMHead, codec: Code
         )
         stored_NJ2 = torch.from_numpy(stored).to(tail_NV.device).double() * PARTITION_STEP
         got_NJ = torch.stack([interpolate_hermite(stored_NJ2, knots, beta)[0] for beta in betas], 1)
-        error = (got_NJ.clamp(min=LEAST_LOG_MASS) - exact_NJ.clamp(min=LEAST_LOG_MASS)).abs().mean()
+        error = (got_NJ.clamp(min=floor_NJ) - exact_NJ.clamp(min=floor_NJ)).abs().mean()
         head_error = (
             (torch.sigmoid(explicit_NJ - got_NJ) - torch.sigmoid(explicit_NJ - exact_NJ))
             .abs()

@@ -17,6 +17,7 @@ from cache.manifest import (
     TeacherIdentity,
     TokenizerIdentity,
 )
+from cache.random import SEQUENCES
 from kd.capture.codec_identity import make_codec_identity
 from kd.capture.remote import hash_remote_teacher
 from kd.config.job import JobConfig
@@ -121,6 +122,7 @@ def make_capture_plan(
     )
     # Only tokenizer and model show which ids exist: the job alone cannot be checked for this.
     _require_vocabulary(identity)
+    require_counters(identity)
     return CapturePlan(config, folder, tokenizer, corpus, identity)
 
 
@@ -156,6 +158,17 @@ def _require_vocabulary(identity: CacheIdentity) -> None:
         ids = "Ids run from 0; ask the tokenizer for them."
         remedy = ids if too_large else f"Set it to {size} or less."
         raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
+
+
+def require_counters(identity: CacheIdentity) -> None:
+    """Raise ``ConfigError`` where there are more sequences than random numbers tell apart."""
+    if identity.data.sequences > SEQUENCES:
+        detail = (
+            f"the text gives {identity.data.sequences:,} sequences, but a cache holds at most "
+            f"{SEQUENCES:,}: their numbers are counters of random numbers."
+        )
+        remedy = "Make the sequences longer, or split the text into several caches."
+        raise ConfigError([Problem("/data/sequence_length", detail, remedy)])
 
 
 def make_provenance(plan: CapturePlan) -> Provenance:

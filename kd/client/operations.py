@@ -38,6 +38,7 @@ HOLD_SECONDS = 30
 AGAIN_SECONDS = 0.2
 NOT_MODIFIED = 304
 NOT_FOUND = 404
+CONFLICT = 409
 RANGE_NOT_SATISFIABLE = 416
 #: Jobs and events of one page: the most that the server allows.
 PAGE_JOBS = 100
@@ -125,8 +126,27 @@ class Operations:
                 return
 
     def act(self, action: Action, job: JobRef) -> Steps[Job]:
-        """Cancel, pause, resume or retry a job. An action that is done already changes nothing."""
-        return (yield from self.fetch(Job, Request("POST", locate_job(job, f"/{action}"))))
+        """Cancel, pause, resume or retry a job. An action that is done already changes nothing.
+
+        A retry is refused for a job that is open. If the answer to an earlier attempt was lost,
+        that attempt has opened it.
+        """
+        backoff = Backoff(self.patience)
+        lost = False
+        while True:
+            try:
+                answer: Answer = yield Send(Request("POST", locate_job(job, f"/{action}")))
+                if answer.ok:
+                    return parse_answer(Job, answer)
+                raise make_refused(answer)
+            except (Refused, Unreachable) as error:
+                if lost and action == "retry" and getattr(error, "status", None) == CONFLICT:
+                    found = yield from self.job(job)
+                    if not found.ended:
+                        return found
+                lost = lost or isinstance(error, Unreachable)
+                pause = backoff.next_pause(error)
+            yield Pause(pause)
 
     def delete(self, path: str, query: Mapping[str, Any] | None = None) -> Steps[None]:
         """Delete what is at ``path``.

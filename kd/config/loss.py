@@ -185,8 +185,8 @@ class LossConfig(Section):
         le=4.0,
         description=(
             "Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the "
-            "weights are scaled to mean 1 in each micro-batch. With an exponent above 0, tokens "
-            "about which the teacher is unsure count more."
+            "weights are scaled to mean 1 in each step. With an exponent above 0, tokens about "
+            "which the teacher is unsure count more."
         ),
     )
     tail_control: bool = Field(
@@ -195,7 +195,8 @@ class LossConfig(Section):
             "Profile threshold: remove most of the noise of the sampled tails from the gradient of "
             "the LM head, with the mean tail that the cache holds. The mean of the gradient stays "
             "the same. Has no effect with a cache without a mean tail (merged, imported, or of an "
-            "earlier version), with a frozen LM head, or with entropy_weighting."
+            "earlier version), with a frozen LM head, with entropy_weighting, or in the first "
+            "epoch of train.order curriculum."
         ),
     )
     features: FeatureConfig = Field(

@@ -114,7 +114,8 @@ def compute_token_weights(targets: Targets, objective: Objective) -> Tensor:
     # The mean is over known entropies alone: unknown ones must not change the others' weights.
     known_N = ~targets.entropy_N.isnan()
     weight_N = (1.0 + targets.entropy_N.double()) ** objective.entropy_weighting
-    return torch.where(known_N, weight_N / weight_N[known_N].mean(), 1.0)
+    mean = weight_N[known_N].mean() if objective.mean_weight is None else objective.mean_weight
+    return torch.where(known_N, weight_N / mean, 1.0)
 
 
 def _compute_kl_of_entries(target: SparseTarget, logq_NV: Tensor) -> Tensor:

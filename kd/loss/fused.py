@@ -5,7 +5,8 @@
       +           z sum_n LSE(s_n)^2                      z-loss: keeps the logits from drifting
 
 with s the student's logits, q = softmax(s / T) in D and softmax(s) in the hard label's term, p the
-teacher at T (``kd.loss.targets``), and c_n = (1 + H_n)^w over its mean, H the teacher's entropy.
+teacher at T (``kd.loss.targets``), and c_n = (1 + H_n)^w over its mean, H the teacher's entropy
+(``kd.loss.token_weights``).
 
 D = KL(p || q) = -E_p[log q] - H(p) is linear in p. Where p is an unbiased sample, so are value and
 gradient: their mean over draws is full distillation. Such a sample need not sum to 1: with W its
@@ -40,6 +41,7 @@ from kd.loss.sparse_targets import SparseTarget
 from kd.loss.student_rows import StudentRows
 from kd.loss.tail_control import HeadCorrection
 from kd.loss.targets import TargetChunk, Targets, subtract_target_
+from kd.loss.token_weights import compute_token_weights
 from kd.loss.whole_targets import Distribution, TopTarget
 from kd.models.lm_head import LMHead
 from kd.models.products.wide import add_product_, write_product_
@@ -100,7 +102,7 @@ def compute_distillation_loss(
         if learned and isinstance(teacher, SparseTarget)
         else (None, None)
     )
-    weight_N = _compute_token_weights(targets, objective)
+    weight_N = compute_token_weights(targets, objective)
     work = _LossInputs(lm_head, targets, objective, weight_N, chunk_size, correction)
     return LossTerms(
         *_FusedLMHead.apply(
@@ -112,21 +114,6 @@ def compute_distillation_loss(
             work,
         )
     )
-
-
-def _compute_token_weights(targets: Targets, objective: Objective) -> Tensor | None:
-    """(1 + H)^w over its mean, (N,) in float64; None where every weight is 1.
-
-    A position whose entropy is unknown weighs 1.
-    """
-    if objective.entropy_weighting == 0.0 or targets.teacher is None or not len(targets):
-        return None
-    if targets.entropy_N is None:
-        raise ValueError(
-            "entropy_weighting needs the teacher's entropies, which these targets do not have"
-        )
-    weight_N = (1.0 + targets.entropy_N).pow(objective.entropy_weighting)
-    return (weight_N / weight_N.nanmean()).nan_to_num(nan=1.0)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ class Objective:
     T^2 multiplies every divergence. Near p = q the gradients of all divergences but total variation
     shrink as 1 / T^2, so the factor keeps the meaning of alpha when T changes. Total variation's
     shrink as 1 / T, so at T > 1 it gains weight by a factor of T. ``teacher_only`` tempers the
-    teacher and leaves the student at T = 1; there is then no T^2.
+    teacher and leaves the student at T = 1; there is then no T^2. ``mean_weight`` is the mean of
+    (1 + H)^w over the positions of a step, by which entropy weighting divides; None takes the mean
+    over the positions of the pass.
     """
 
     alpha: float = 0.0
@@ -24,6 +26,7 @@ class Objective:
     z_loss: float = 0.0
     entropy_weighting: float = 0.0
     teacher_only: bool = False
+    mean_weight: float | None = None
 
     @classmethod
     def of(cls, config: LossConfig) -> Objective:
@@ -43,3 +46,7 @@ class Objective:
     def with_alpha(self, alpha: float) -> Objective:
         """The objective with ``alpha`` as the weight of the hard labels, all else unchanged."""
         return replace(self, alpha=alpha)
+
+    def with_mean_weight(self, mean_weight: float | None) -> Objective:
+        """The objective of a pass over a part of a step that has this mean weight."""
+        return replace(self, mean_weight=mean_weight)

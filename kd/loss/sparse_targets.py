@@ -283,10 +283,15 @@ class _Partition:
     knots_NJ2: Tensor
 
     def compute_total(self, beta: float | Tensor) -> Tensor:
-        """A(b), (N,). No maximum is subtracted: float64 holds exp(-512), the least value."""
+        """A(b), (N,). No maximum is subtracted: below T = 0.36 a forbidden token may underflow.
+
+        Its probability is 0 then. Where it is the only entry, the logarithm would be -inf, and its
+        slope NaN.
+        """
         known_NA = (beta * self.entries.known_NA).exp() * self.entries.counted_NA
         explicit_N = known_NA.sum(1) + self.entries.sum_head((beta * self.entries.head_H).exp())
-        return torch.logaddexp(explicit_N.log(), self.compute_tail(beta)[0])
+        least = torch.finfo(explicit_N.dtype).tiny
+        return torch.logaddexp(explicit_N.clamp(min=least).log(), self.compute_tail(beta)[0])
 
     def compute_tail(self, beta: float | Tensor) -> tuple[Tensor, Tensor]:
         """B(b) and B'(b), (N,), interpolated between two knots; -inf and 0 without a tail."""

@@ -13,6 +13,9 @@ Its mean is 0: over the draws s becomes P, and over the batches of an epoch P be
 m must not depend on the batch, so it is the average of the steps before. The term leaves hidden
 states alone; its gradient is c (s - N b) mᵀ for the weight and c (s - N b) for the bias.
 
+Where batches come in the order of their entropy, P is far from N b in each of them, and the term
+would draw all of them to the same tail. So it needs batches that are a random part of the text.
+
 c minimises the variance that is left (Lavenberg and Welch, "A perspective on the use of control
 variables to increase the efficiency of Monte Carlo simulations", Management Science 1981).
 
@@ -46,7 +49,8 @@ class HeadCorrection:
 class TailControl(nn.Module):
     """The control variate of a run. A checkpoint holds its average hidden state.
 
-    Before the first step there is no average: the first step is not corrected.
+    Before the first step there is no average: the first step is not corrected. ``applies`` tells
+    whether the batches of the present step are a random part of the text.
     """
 
     mean_V: Tensor
@@ -63,6 +67,7 @@ class TailControl(nn.Module):
             self.register_buffer(name, torch.from_numpy(arrays[key]), persistent=False)
         self.register_buffer("direction_D", torch.zeros(width, dtype=dtype))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.applies = True
         # Of the present step: the sum of the hidden states, and their number.
         self._sum_D = torch.zeros(width)
         self._positions = 0

@@ -27,7 +27,7 @@ the teacher's distribution becomes the easiest one to imitate, the flattest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +159,7 @@ class TemperatureControl(nn.Module):
         if self._leaf is not None and not group.alone:
             own = self._leaf.grad
             self._leaf.grad = group.add_(torch.zeros_like(self._leaf) if own is None else own)
-        slope = self._compute_slope(config, step, seen)
+        slope = self._compute_slope(config, step, _average_lookahead(seen, group))
         if slope is not None and math.isfinite(slope):
             share = torch.sigmoid(self.theta).item()
             self.gradient.fill_(slope * _compute_log_range(config) * share * (1.0 - share))
@@ -272,6 +272,17 @@ class TemperatureControl(nn.Module):
     def _register_counts(self, *names: str) -> None:
         for name in names:
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
+
+
+def _average_lookahead(seen: StepStatistics, group: Group) -> StepStatistics:
+    """Replace the slope of a look-ahead by its mean over the ranks, so that all have one T.
+
+    Each rank looks at the same text, but with a dropout of its own.
+    """
+    if seen.lookahead_slope is None or group.alone:
+        return seen
+    total = group.add_(_make_scalar(seen.lookahead_slope))
+    return replace(seen, lookahead_slope=total.item() / group.size)
 
 
 def _make_scalar(value: float) -> Tensor:

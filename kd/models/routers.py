@@ -42,19 +42,21 @@ class RouterBalance:
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states (N, D) of positions with a target, and the weighted loss.
 
-        The loss is a mean over these positions, times N: the losses of tokens are summed too.
+        The loss is a mean over these positions, times N: the losses of tokens are summed too. It is
+        0 where N is 0.
         """
         with precision.autocast():
             output = run_body(student, batch.tokens_BL, batch.packed, output_router_logits=True)
+        hidden_BLD: Tensor = output.last_hidden_state
+        hidden_ND = hidden_BLD.flatten(0, 1)[batch.rows_N].to(precision.dtype)
+        if not len(batch):
+            # transformers divides by the number of positions.
+            return hidden_ND, torch.zeros((), device=hidden_ND.device)
         mask = torch.zeros(batch.tokens_BL.numel(), device=batch.tokens_BL.device)
         mask[batch.rows_N] = 1.0
         logits = tuple(each.float() for each in output.router_logits)
         loss = self.measure(logits, self.experts, self.chosen, mask.view_as(batch.tokens_BL))
-        hidden_BLD: Tensor = output.last_hidden_state
-        return (
-            hidden_BLD.flatten(0, 1)[batch.rows_N].to(precision.dtype),
-            self.weight * len(batch) * (loss - self.chosen),
-        )
+        return hidden_ND, self.weight * len(batch) * (loss - self.chosen)
 
 
 def find_router_balance(student: PreTrainedModel, weight: float | None) -> RouterBalance | None:

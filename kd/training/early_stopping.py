@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kd.config.train import TrainConfig
@@ -15,7 +16,9 @@ def record_evaluation(progress: TrainingProgress, found: dict[str, Any]) -> bool
     # Where nothing is held out there is no loss, and no evaluation is better than another.
     if loss is None:
         return False
-    improved = progress.best_loss is None or loss < progress.best_loss
+    # A loss that is not finite is never the best: no later loss would be below NaN.
+    best = math.inf if progress.best_loss is None else progress.best_loss
+    improved = loss < best
     if improved:
         progress.best_loss = loss
         progress.best_step = progress.step

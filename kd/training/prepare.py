@@ -75,8 +75,10 @@ from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
 from kd.training.resume.continuing import (
     Earlier,
+    bring_best,
     copy_history,
     find_earlier,
+    forget_lost_best,
     lengthen,
     make_resumed_scheduler,
     read_schedule_start,
@@ -212,9 +214,13 @@ def _restore_state(
     state.progress.stems = compute_stems(config, str(source.identity))
     if earlier is not None:
         state = lengthen(state, config, parts.loss.steps)
+        warning = forget_lost_best(earlier, state, config.require_train())
+        if warning is not None:
+            monitor.emit("warning", message=warning)
         if group.leads:
             copy_history(earlier, folder)
         checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
+    bring_best(config, folder, state)
     return state, identity
 
 

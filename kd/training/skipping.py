@@ -144,9 +144,9 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def compute_mean_loss(run: Run, step: Step, batch: Batch) -> Tensor:
-    """The loss of ``batch`` per token, with the weight and the temperature of ``step``."""
-    temperature = run.loss.temperature.evaluate(step.number)
-    return run.loss.compute(batch, step.alpha, temperature).total / max(len(batch), 1)
+    """The loss of ``batch`` per token, with the weights and the temperature of ``step``."""
+    inputs = (step.alpha, run.loss.temperature.evaluate(step.number), step.mean_weight)
+    return run.loss.compute(batch, *inputs).total / max(len(batch), 1)
 
 
 def describe_sequences(numbers: list[int]) -> str:

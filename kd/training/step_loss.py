@@ -5,6 +5,7 @@ Shapes: N positions that have a target, D hidden width. T is the temperature.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,11 @@ from kd.loss.sparse_targets import SparseTarget
 from kd.loss.tail_control import HeadCorrection, TailControl
 from kd.loss.targets import Targets
 from kd.loss.temperature import TemperatureControl
+from kd.loss.token_weights import measure_mean_weight
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states
 from kd.models.routers import RouterBalance
+from kd.parallel.group import Group
 from kd.text.batches import Batch
 from kd.tracking.stopwatch import Stopwatch
 
@@ -64,13 +67,28 @@ class StepLoss:
         """The weight of the hard labels at ``step``."""
         return evaluate_ramp(self.config.alpha, step, self.steps)
 
-    def compute(self, batch: Batch, alpha: float, T: float | Tensor) -> LossTerms:
-        """The loss of ``batch``, summed over its tokens; the batch is on the student's device."""
+    def measure_mean_weight(self, batches: Iterable[Batch], group: Group) -> float | None:
+        """The mean of the tokens' weights before they are scaled, over a step's micro-batches.
+
+        ``batches`` are those of this rank, on the host. None where the entropies weigh nothing.
+        """
+        exponent = self.config.entropy_weighting
+        if exponent == 0.0 or self.decoder.codec is None:
+            return None
+        return measure_mean_weight((each.teacher for each in batches), exponent, group)
+
+    def compute(
+        self, batch: Batch, alpha: float, T: float | Tensor, mean_weight: float | None = None
+    ) -> LossTerms:
+        """The loss of ``batch``, summed over its tokens; the batch is on the student's device.
+
+        ``mean_weight`` is that of the step (``measure_mean_weight``); None = of the batch alone.
+        """
         with self.clock.phase("forward"):
             hidden_ND, balance = self._run_student(batch)
         with self.clock.phase("head"):
             targets = self.decoder.decode(batch.gold_N, batch.teacher, T)
-            objective = self.objective.with_alpha(alpha)
+            objective = self.objective.with_alpha(alpha).with_mean_weight(mean_weight)
             correction = self._correct(hidden_ND, targets)
             terms = compute_distillation_loss(
                 hidden_ND, self.live_head, targets, objective, self.logits_chunk, correction
@@ -85,7 +103,7 @@ class StepLoss:
         if self.control is None or not isinstance(targets.teacher, SparseTarget):
             return None
         self.control.observe(hidden_ND)
-        return self.control.correct(targets.teacher)
+        return self.control.correct(targets.teacher) if self.control.applies else None
 
     def _run_student(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The student's hidden states (N, D), and the balance loss of its routers if it has one."""

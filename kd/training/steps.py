@@ -55,6 +55,8 @@ class Step:
     temperature: float | Tensor
     #: Positions that have a target, of all micro-batches of all ranks; at least 1.
     tokens: int
+    #: The mean weight of the same positions; None where entropies weigh nothing.
+    mean_weight: float | None = None
     loss: float = 0.0
     kd_loss: float = 0.0
     ce_loss: float = 0.0
@@ -87,6 +89,7 @@ def begin_step(run: Run, micro_batches: list[Batch], waited: float) -> Step:
         alpha=run.loss.alpha_at(number),
         temperature=run.loss.temperature.track(number),
         tokens=max(run.group.readers.add(sum(len(batch) for batch in micro_batches)), 1),
+        mean_weight=run.loss.measure_mean_weight(micro_batches, run.group.readers),
     )
 
 
@@ -129,11 +132,12 @@ def forward_backward(run: Run, step: Step) -> None:
     run.student.train()
     if run.loss.control is not None:
         run.loss.control.forget()
+        run.loss.control.applies = not is_in_curriculum(run, step)
     # On the device and in float64: no micro-batch waits for the device, and long sums stay exact.
     sums = torch.zeros(4, device=run.device, dtype=torch.float64)
 
     def compute_share(batch: Batch) -> Tensor:
-        inputs = (batch, step.alpha, step.temperature)
+        inputs = (batch, step.alpha, step.temperature, step.mean_weight)
         terms: LossTerms = run.loss_module(run.loss.compute, *inputs)
         sums.add_(torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double())
         # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the ranks'
@@ -148,6 +152,13 @@ def forward_backward(run: Run, step: Step) -> None:
             add_gradients(run, step, compute_share)
     sums = run.group.add_(sums)
     step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
+
+
+def is_in_curriculum(run: Run, step: Step) -> bool:
+    """Whether the sequences of the step come in the order of the teacher's entropy."""
+    options = run.options
+    first = step.number * options.sequences_per_step
+    return options.order == "curriculum" and first < run.source.train_count
 
 
 def add_gradients(run: Run, step: Step, compute_share: Callable[[Batch], Tensor]) -> None:

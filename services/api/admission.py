@@ -214,17 +214,7 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
         detail = f"This Idempotency-Key created {created.id} from another body."
         raise ApiProblem(422, detail, "Use a new Idempotency-Key.", "key-reused")
     if created.outcome == "quota":
-        detail = (
-            f"{created.detail} jobs of this key have not ended, and it may have"
-            f" {settings.quota_open_jobs}."
-        )
-        quota = QuotaProblem(
-            what="open_jobs",
-            limit=settings.quota_open_jobs,
-            used=int(created.detail),
-            frees_up="when one of its jobs ends",
-        )
-        raise _make_quota_problem(detail, "Wait for one to end, or cancel one.", quota)
+        raise make_open_jobs_problem(int(created.detail), settings)
     if created.outcome == "record_quota":
         most = settings.quota_record_bytes
         detail = (
@@ -251,20 +241,33 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
         )
 
 
-def make_bytes_problem(account: TeamAccount, needed: int = 0) -> ApiProblem:
+def make_open_jobs_problem(used: int, settings: Settings) -> ApiProblem:
+    """Return the 429 for a key that has ``used`` open jobs, and may have no more."""
+    most = settings.quota_open_jobs
+    return _make_quota_problem(
+        f"{used} jobs of this key have not ended, and it may have {most}.",
+        "Wait for one to end, or cancel one.",
+        QuotaProblem(what="open_jobs", limit=most, used=used, frees_up="when one of its jobs ends"),
+    )
+
+
+def make_bytes_problem(
+    account: TeamAccount, needed: int = 0, what: str = "The cache of this job"
+) -> ApiProblem:
     """Return the 429 for a team whose caches, runs and files take too much of the disk.
 
-    ``needed`` is about the size of the cache that a new job would add.
+    ``needed`` is about the size of ``what`` would be added.
     """
     use = account.bytes
     limit = use.limit or 0.0
-    more = f" The cache of this job needs about {format_bytes(needed)}." if needed else ""
-    known = " If its cache is on the disk already, name it: cache.fingerprint." if needed else ""
+    more = f" {what} needs about {format_bytes(needed)}." if needed else ""
+    known = " If its cache is on the disk already, name it: cache.fingerprint."
     return _make_quota_problem(
         f"Caches and runs of team {account.team} take {format_bytes(use.used)}, and its quota is"
         f" {format_bytes(limit)}.{more}",
         "Delete caches (DELETE /caches/{fingerprint}), or jobs with their files (DELETE"
-        f" /jobs/{{id}}?artifacts=true). The disk is measured every minute.{known}",
+        " /jobs/{id}?artifacts=true). The disk is measured every minute."
+        + (known if needed and what.startswith("The cache") else ""),
         QuotaProblem(what="bytes", limit=limit, used=use.used, frees_up=use.frees_up),
     )
 

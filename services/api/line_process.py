@@ -18,13 +18,16 @@ from typing import Any, Literal
 
 #: The time that the process may take to start. It only imports what it needs.
 START_SECONDS = 60.0
+#: Orders that may wait for the one that is answered. Each holds one of the few threads that answer
+#: all requests.
+MOST_WAITING = 16
 
 
 class NoAnswer(Exception):
     """An order has no answer.
 
-    ``reason``: the process was ``busy`` with others all the time, it broke a ``limit``, or it did
-    not start (``unavailable``).
+    ``reason``: the process was ``busy`` with others all the time, or too many wait already; it
+    broke a ``limit``; or it did not start (``unavailable``).
     """
 
     def __init__(self, reason: Literal["busy", "limit", "unavailable"]) -> None:
@@ -44,10 +47,19 @@ class LineProcess:
         self._environment = dict(environment)
         self._seconds = seconds
         self._lock = threading.Lock()
+        self._places = threading.Semaphore(1 + MOST_WAITING)
         self._child: subprocess.Popen[bytes] | None = None
 
     def ask(self, order: Any) -> Any:
         """Return the answer to ``order``; both are JSON values. Raises ``NoAnswer``."""
+        if not self._places.acquire(blocking=False):
+            raise NoAnswer("busy")
+        try:
+            return self._ask_in_turn(order)
+        finally:
+            self._places.release()
+
+    def _ask_in_turn(self, order: Any) -> Any:
         if not self._lock.acquire(timeout=self._seconds):
             raise NoAnswer("busy")
         try:

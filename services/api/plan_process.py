@@ -59,7 +59,8 @@ class PlanProcess:
         memory = self._settings.plan_memory_bytes
         if error.reason == "busy":
             return _make_limit_problem(
-                f"Other jobs were checked for {limit:g} s, and this one had to wait.", "Try again."
+                f"Other jobs were checked for {limit:g} s, or too many wait for it already.",
+                "Try again.",
             )
         if error.reason == "limit":
             return _make_limit_problem(

@@ -4,8 +4,8 @@ twice a second   lost hints are sent again
                  changed rules of fair share and quotas reach the job store
                  expired leases and passed deadlines take effect
                  some open jobs get back a lost lease, place in the queue or end of a dependency
-every minute     the caches and runs of each team are measured
-                 queued jobs whose cache is gone from the disk capture it again, or fail
+every minute     queued jobs whose cache is gone from the disk capture it again, or fail
+                 the caches and runs of each team are measured (services/loops/teams.py)
 once a day       what the rules of retention name is removed (services/loops/retention.py)
 
 Several copies may run at once: every step may be repeated.
@@ -33,6 +33,7 @@ from services.process.lasting_loops import flush_restarts, keep_running_async
 from services.settings import SEARCH, STAGES, Settings
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
+from services.store.jobs.script import is_own_mistake
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
 
@@ -67,10 +68,11 @@ class Reconciler:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        # A slow receiver of webhooks, or a long removal, does not hold up the rounds.
+        # A slow receiver of webhooks, a slow disk, or a long removal does not hold up the rounds.
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_running_async("reconciler", self._rounds))
             group.create_task(keep_running_async("webhooks", self._webhooks.run))
+            group.create_task(keep_running_async("sizes", self._teams.run))
             group.create_task(keep_running_async("retention", self._retention.run))
 
     async def _rounds(self) -> None:
@@ -135,11 +137,12 @@ class Reconciler:
 
 
 def _do(duty: Callable[[], None]) -> None:
+    """Do one duty. A mistake in it must not keep the others from theirs."""
     try:
         duty()
-    except RedisError:
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, RedisError) and not is_own_mistake(error):
+            raise
         log.exception("%s failed", getattr(duty, "__qualname__", duty))
 
 

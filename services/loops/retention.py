@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from datetime import UTC, datetime
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
@@ -36,15 +38,19 @@ class NightlyRetention:
         self._settings = settings
         self._limits = AgeLimits.of(settings)
         self._audit = AuditLog(settings)
+        self._stopping = threading.Event()
 
     async def run(self) -> None:
         """Work until cancelled."""
-        while True:
-            try:
-                await asyncio.to_thread(self.step)
-            except RedisError as error:
-                log.warning("Redis does not answer: %s", type(error).__name__)
-            await asyncio.sleep(INTERVAL_SECONDS)
+        try:
+            while True:
+                try:
+                    await asyncio.to_thread(self.step)
+                except RedisError as error:
+                    log.warning("Redis does not answer: %s", type(error).__name__)
+                await asyncio.sleep(INTERVAL_SECONDS)
+        finally:
+            self._stopping.set()  # the thread could not be cancelled
 
     def step(self, now: datetime | None = None) -> None:
         """Remove what the rules name, if it is time and no other process has begun today.
@@ -64,7 +70,8 @@ class NightlyRetention:
         from services.store.retention.collection import find_items, look, remove_items
 
         scene = look(self._settings, self._store, self._limits)
-        gone, kept = remove_items(find_items(scene), scene, self._note)
+        items = takewhile(lambda _: not self._stopping.is_set(), find_items(scene))
+        gone, kept = remove_items(items, scene, self._note)
         total = sum(item.bytes for item in gone)
         log.info("retention: %d removed, %d bytes; %d are needed", len(gone), total, len(kept))
 

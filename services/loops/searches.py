@@ -209,6 +209,10 @@ class Driver:
             trial.set_user_attr("stopped", True)
             self._store.change("cancel", job_id)
             self._end(trial, job_id, "pruned")
+        elif job.status == "cancelled" and job.stopped_with:
+            # The search ended before the trial did, and was retried.
+            self._store.change("retry", job_id)
+            publish_hint(self._app, job_id, job.stage)
         elif job.ended:
             self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], _explain_failure(job))
         elif job.status == "paused":

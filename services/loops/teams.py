@@ -1,14 +1,21 @@
 """The rules of fair share and quotas, and the bytes on the disk, as the job store needs them.
 
 The job store decides which job goes next, but it knows neither the settings nor the disk. The API
-writes both there: the rules when they change, and the bytes of each team every minute.
+writes both there: the rules when they change, and the bytes of each team every minute. A disk that
+is slow or has many files takes longer, so that its measurement is a loop of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+from redis.exceptions import RedisError
 
 from cache.disk import sum_file_sizes
 from cache.remote.address import is_mirror
@@ -23,12 +30,20 @@ from services.store.training_files import TrainingFiles
 
 #: Time between two measurements. One API of several makes each of them.
 MEASURE_SECONDS = 60
+#: Time between two looks whether one is due.
+INTERVAL_SECONDS = 0.5
 #: The key whose end is the time of the next measurement.
 NEXT = "kd:measured"
 #: The team that stands for every team without quotas of its own.
 EVERY_TEAM = ""
 
+Thing = TypeVar("Thing")
+
 log = logging.getLogger("potstill.reconciler")
+
+
+class _Stopped(Exception):
+    """The API ends, and with it a measurement."""
 
 
 class TeamRules:
@@ -42,24 +57,43 @@ class TeamRules:
         # Sealed caches do not change, so their size is read once.
         self._sealed = dict[str, int]()
         self._owners_have_teams = False
+        self._stopping = threading.Event()
 
-    def step(self) -> None:
-        """Write the rules if they have changed, and measure the disk if it is time.
+    async def run(self) -> None:
+        """Measure the disk whenever it is time, until cancelled."""
+        try:
+            while True:
+                try:
+                    await asyncio.to_thread(self.measure_if_due)
+                except RedisError as error:
+                    log.warning("Redis does not answer: %s", type(error).__name__)
+                await asyncio.sleep(INTERVAL_SECONDS)
+        finally:
+            self._stopping.set()  # the thread could not be cancelled
 
-        The first step names the teams of owners whose jobs a version without teams has made.
+    def measure_if_due(self) -> None:
+        """Measure the disk, unless this or another API has done so within the last minute.
+
+        The first call names the teams of owners whose jobs a version without teams has made.
         """
         if not self._owners_have_teams:
             if found := self._store.name_owners():
                 log.info("%d owners of jobs of an earlier version have a team now", len(found))
             self._owners_have_teams = True
+        if self._store.redis.set(NEXT, "1", nx=True, ex=MEASURE_SECONDS):
+            try:
+                self._store.write_bytes(self.measure())
+            except _Stopped:
+                self._store.redis.delete(NEXT)
+
+    def step(self) -> None:
+        """Write the rules if they have changed."""
         settings = self._settings
         half_life = settings.fair_share_half_life_seconds
         history = settings.retain_events_days * DAY_SECONDS
         quotas = self._collect_quotas()
         if quotas is not None and self._store.write_policy(half_life, quotas, history):
             log.info("the rules of fair share, quotas and events have changed")
-        if self._store.redis.set(NEXT, "1", nx=True, ex=MEASURE_SECONDS):
-            self._store.write_bytes(self.measure())
 
     def _collect_quotas(self) -> dict[str, Quota] | None:
         """The quotas by team; None while the key file cannot be read: the old rules stay."""
@@ -80,15 +114,22 @@ class TeamRules:
         caches = Counter[str]()
         held = Counter[str]()
         for team, fingerprints in self._store.list_team_caches().items():
-            caches[team] = sum(map(self._measure_cache, fingerprints))
+            caches[team] = sum(map(self._measure_cache, self._go_on(fingerprints)))
         runs = self._settings.runs
         ids = [path.name for path in runs.iterdir()] if runs.is_dir() else []
         ids = [name for name in ids if JOB_ID.fullmatch(name)]
-        for job_id, team in self._store.find_teams(ids).items():
+        for job_id, team in self._go_on(self._store.find_teams(ids).items()):
             held[team] += sum_file_sizes(runs / job_id)
         files = TrainingFiles(self._settings.files).measure()
         teams = caches.keys() | held.keys() | files.keys()
         return {team: TeamBytes(caches[team], held[team], files.get(team, 0)) for team in teams}
+
+    def _go_on(self, things: Iterable[Thing]) -> Iterator[Thing]:
+        """Yield the things until the API ends."""
+        for thing in things:
+            if self._stopping.is_set():
+                raise _Stopped
+            yield thing
 
     def _measure_cache(self, fingerprint: str) -> int:
         folder = self._settings.caches / fingerprint

@@ -372,11 +372,21 @@ local function unqueue(id, stage)
   if redis.call('ZCARD', name .. ':' .. team) == 0 then redis.call('SREM', 'kd:queuers:' .. stage, team) end
 end
 
+-- Add the time of a claim to that for which workers had the job. An API drives a search, and no worker has it.
+local function note_held(id, stage)
+  local since = tonumber(get(id, 'claimed_at') or '')
+  if not since or stage == 'search' then return end
+  redis.call('HINCRBY', key(id), 'held_ms', string.format('%.0f', math.max(now - since, 0)))
+end
+
 local function move(id, status, ...)
   local before, stage = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
   if before then index(id, before, 'remove') end
   if before == 'queued' then unqueue(id, stage) end
-  if ACTIVE[before] and not ACTIVE[status] then give_devices_back(id) end
+  if ACTIVE[before] and not ACTIVE[status] then
+    note_held(id, stage)
+    give_devices_back(id)
+  end
   redis.call('HDEL', key(id), 'reason')
   set(id, 'status', status, ...)
   index(id, status, 'add')
@@ -408,14 +418,22 @@ local function each_trial(id, action)
   for _, trial in ipairs(redis.call('HVALS', key(id, 'trials'))) do transitions.change(action, trial) end
 end
 
+-- A trial that is cancelled because its search ended says so: a retry of the search goes on with it.
+local function stop_trials(id)
+  for _, trial in ipairs(redis.call('HVALS', key(id, 'trials'))) do
+    if transitions.change('cancel', trial)[1] == 'done' then redis.call('HSET', key(trial), 'stopped_with', id) end
+  end
+end
+
 -- The consequences of an end: open trials are cancelled, and dependents go on or are cancelled.
 function ended(id, status)
   local kind, started = unpack(redis.call('HMGET', key(id), 'kind', 'started_at'))
   if started then observe('kd_job_duration_seconds', {'kind', kind, 'status', status}, (now - started) / 1000) end
   if status == 'succeeded' then
     observe('kd_job_device_seconds', {'kind', kind}, (get(id, 'device_ms') or 0) / 1000)
+    observe('kd_job_worker_seconds', {'kind', kind}, (get(id, 'held_ms') or 0) / 1000)
   end
-  each_trial(id, 'cancel')
+  stop_trials(id)
   for _, other in ipairs(redis.call('SMEMBERS', key(id, 'dependents'))) do settling[#settling + 1] = {other, id} end
   if status == 'succeeded' then redis.call('DEL', key(id, 'dependents')) end
   keep(id, 'EXPIRE')
@@ -442,7 +460,9 @@ local function died(id, failure)
   local attempt, before, limit, status = unpack(
     redis.call('HMGET', key(id), 'attempt', 'attempts_before', 'max_attempts', 'status'))
   count('kd_job_attempts_total', {'reason', cjson.decode(failure).type})
-  if status ~= 'cancelling' and attempt - before >= tonumber(limit) then
+  -- Where a number is damaged, this was the last attempt.
+  local used = (tonumber(attempt or '') or math.huge) - (tonumber(before or '') or 0)
+  if status ~= 'cancelling' and used >= (tonumber(limit or '') or 0) then
     return move(id, 'failed', 'error', failure)
   end
   emit(id, 'warning', cjson.encode({message = cjson.decode(failure).detail}))
@@ -614,7 +634,7 @@ end
 
 function changes.retry(id)
   rewind(id)
-  redis.call('HDEL', key(id), 'started_at', 'finished_at', 'verdict')
+  redis.call('HDEL', key(id), 'started_at', 'finished_at', 'verdict', 'stopped_with')
   redis.call('HSET', key(id), 'attempts_before', get(id, 'attempt'), 'fresh', '1', 'error', 'null')
   redis.call('ZADD', 'kd:open', get(id, 'created_us'), id)
   keep(id, 'PERSIST')
@@ -629,11 +649,21 @@ function changes.retry(id)
   return get(id, 'status')
 end
 
-function changes.delete(id, status)
+-- Take a job off every list. A job that has ended is in none but the indexes; one whose status is damaged may be in any,
+-- and without its record it would be in the way of the others.
+local function unlist(id)
+  for status in pairs(ALLOWED) do index(id, status, 'remove') end
+  index(id, '*', 'remove')
+  for _, stage in ipairs(STAGES) do unqueue(id, stage) end
+  for _, name in ipairs({'kd:open', 'kd:leases', 'kd:deadlines'}) do redis.call('ZREM', name, id) end
+  redis.call('HDEL', 'kd:devices:' .. team_of(id), id)
+  drop_board(id)
+end
+
+function changes.delete(id)
   let_go(id)
   for _, other in ipairs(decode(id, 'depends_on') or {}) do redis.call('SREM', key(other, 'dependents'), id) end
-  index(id, status, 'remove')
-  index(id, '*', 'remove')
+  unlist(id)
   weigh(get(id, 'owner') or '', -(tonumber(get(id, 'record_bytes') or '') or 0))
   for _, part in ipairs(HISTORY) do redis.call('DEL', key(id, part)) end
   redis.call('DEL', key(id), key(id, 'waits'), key(id, 'dependents'))
@@ -660,14 +690,14 @@ local function workers()
   return found
 end
 
--- The sum of the seconds of all jobs that have succeeded, and their number, as text. Then for each kind of job its name,
+-- The sum of the seconds for which workers had the jobs that have succeeded, and their number, as text. Then for each kind of job its name,
 -- the sum of the device-seconds of those jobs, and their number.
 local function durations()
   local counters = redis.call('HGETALL', 'kd:counters')
   local totals = {sum = 0, count = 0}
   local kinds = {}
   for i = 1, #counters, 2 do
-    local part = string.match(counters[i], '^kd_job_duration_seconds_(%l+){.*status="succeeded"')
+    local part = string.match(counters[i], '^kd_job_worker_seconds_(%l+){')
     if totals[part] then totals[part] = totals[part] + counters[i + 1] end
     local use, kind = string.match(counters[i], '^kd_job_device_seconds_(%l+){kind="(%l+)"}$')
     if use then
@@ -702,14 +732,19 @@ function transitions.show(...)
   return {jobs, workers(), durations()}
 end
 
--- change(cancel | pause | resume | retry | delete, id)
+-- change(cancel | pause | resume | retry | delete, id, max_open or '')
 --   -> {done | already, the status now} | {illegal, the status now, an action that it allows, ...} | {unknown, ''}
-function transitions.change(action, id)
-  local status, parent = unpack(redis.call('HMGET', key(id), 'status', 'parent'))
+--    | {quota, the status now, open jobs}: a retry would open one more job than its owner may have
+function transitions.change(action, id, max_open)
+  local status, parent, owner = unpack(redis.call('HMGET', key(id), 'status', 'parent', 'owner'))
   if not status then return {'unknown', ''} end
   local actions = allowed(status, parent)
   for _, each in ipairs(actions) do
-    if each == action then return {'done', changes[action](id, status)} end
+    if each == action then
+      local limit = action == 'retry' and tonumber(max_open or '')
+      if limit and open_jobs(owner or '') >= limit then return {'quota', status, tostring(open_jobs(owner or ''))} end
+      return {'done', changes[action](id, status)}
+    end
   end
   if ALREADY[action] and ALREADY[action][status] then return {'already', status} end
   return {'illegal', status, unpack(actions)}
@@ -783,10 +818,31 @@ function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   redis.call('HSETNX', key(id), 'started_at', now)
   redis.call('ZADD', 'kd:leases', now + lease, id)
   observe('kd_job_queue_wait_seconds', {'stage', stage}, (now - queued) / 1000)
-  move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now)
+  move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now, 'claimed_at', now)
   take_devices(id, price)
   local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'traceparent')
   return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or '', stage}
+end
+
+-- Errors that a damaged record causes, in the words of the server and of Lua. Any other error is no matter of one record: a
+-- server that is full, or must not write, refuses a command in every record.
+local DAMAGE = {'WRONGTYPE', 'not an integer', 'not a valid float', 'attempt to ', 'bad argument', 'Expected ',
+  'must be strings or integers'}
+
+-- Call a function for one record. Returns whether it is sound, and the result or the text of the error.
+local function guard(act, ...)
+  local sound, found = pcall(act, ...)
+  if sound then return true, found end
+  local text = type(found) == 'table' and found.err or tostring(found)
+  for _, words in ipairs(DAMAGE) do
+    if string.find(text, words, 1, true) then return false, text end
+  end
+  error(string.match(text, '^%u+ ') and {err = text} or found, 0)  -- as a table it keeps its code, such as OOM
+end
+
+local function waits_in(id, stage)
+  local status, waits_for = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
+  return status == 'queued' and waits_for == stage
 end
 
 -- The first queued job of a team that fits.
@@ -796,10 +852,19 @@ local function first_fit(stage, team, gpus, memory)
     local ids = redis.call('ZRANGE', 'kd:queue:' .. stage .. ':' .. team, start, start + 99)
     if #ids == 0 then return end
     for _, id in ipairs(ids) do
-      if fits(id, gpus, memory) then return id end
+      if waits_in(id, stage) and fits(id, gpus, memory) then return id end
     end
     start = start + #ids
   end
+end
+
+-- A queued job whose record is damaged ends, so that it does not keep workers from the jobs behind it.
+local function fail_damaged(id, stage, text)
+  local failure = {type = 'unreadable_record', detail = 'The record of this job is damaged: ' .. text,
+    remedy = 'Delete the job, and submit it again.'}
+  guard(move, id, 'failed', 'error', cjson.encode(failure))
+  unqueue(id, stage)
+  redis.call('ZREM', 'kd:leases', id)
 end
 
 -- claim_next(stages, worker, lease_ms, gpus, memory, price) -> as claim, for the first job that fits, of the first team in
@@ -819,7 +884,12 @@ function transitions.claim_next(stages, worker, lease, gpus, memory, price)
   end)
   for _, each in ipairs(line) do
     local id = first_fit(each.stage, each.team, gpus, memory)
-    if id then return transitions.claim(id, each.stage, worker, lease, gpus, memory, price) end
+    while id do
+      local sound, claim = guard(transitions.claim, id, each.stage, worker, lease, gpus, memory, price)
+      if sound then return claim end
+      fail_damaged(id, each.stage, claim)
+      id = first_fit(each.stage, each.team, gpus, memory)
+    end
   end
   return false
 end
@@ -893,23 +963,40 @@ end
 function transitions.idle(id, fence)
   if not holds(id, fence) then return 'fenced' end
   give_devices_back(id)
+  redis.call('HSET', key(id), 'claimed_at', now)
   return 'go'
 end
 
 -- ---------------------------------------------------------------- from the reconciler
+
+-- The reconciler's steps take many jobs in one call. One whose record is damaged must not stop the others: its error is
+-- caught, and the step's list lets it go.
+local function take_back(id, failure)
+  -- Nobody knows how long a lost worker went on after its last beat, so this time is not charged.
+  redis.call('HSET', key(id), 'charged_at', now)
+  -- The driver of a search keeps no state, so its death costs no attempt.
+  if get(id, 'stage') == 'search' then stopped(id) else died(id, failure) end
+  redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
+end
 
 -- expire(error) -> ids of jobs whose lease had expired
 function transitions.expire(failure)
   local ids = redis.call('ZRANGEBYSCORE', 'kd:leases', '-inf', now, 'LIMIT', 0, 100)
   for _, id in ipairs(ids) do
     count('kd_lease_expirations_total', {})
-    -- Nobody knows how long a lost worker went on after its last beat, so this time is not charged.
-    redis.call('HSET', key(id), 'charged_at', now)
-    -- The driver of a search keeps no state, so its death costs no attempt.
-    if get(id, 'stage') == 'search' then stopped(id) else died(id, failure) end
-    redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
+    if not ACTIVE[get(id, 'status')] or not guard(take_back, id, failure) then redis.call('ZREM', 'kd:leases', id) end
   end
   return ids
+end
+
+local function stop_late(id, failure)
+  local status = get(id, 'status')
+  if status == 'running' or status == 'pausing' then
+    redis.call('HSET', key(id), 'verdict', failure)
+    move(id, 'cancelling', 'reason', 'deadline_exceeded')
+  elseif ALLOWED[status] then
+    move(id, 'failed', 'error', failure, 'reason', 'deadline_exceeded')
+  end
 end
 
 -- due(error) -> ids of jobs whose deadline has passed
@@ -917,13 +1004,7 @@ function transitions.due(failure)
   local ids = redis.call('ZRANGEBYSCORE', 'kd:deadlines', '-inf', now, 'LIMIT', 0, 100)
   for _, id in ipairs(ids) do
     redis.call('ZREM', 'kd:deadlines', id)
-    local status = get(id, 'status')
-    if status == 'running' or status == 'pausing' then
-      redis.call('HSET', key(id), 'verdict', failure)
-      move(id, 'cancelling', 'reason', 'deadline_exceeded')
-    else
-      move(id, 'failed', 'error', failure, 'reason', 'deadline_exceeded')
-    end
+    guard(stop_late, id, failure)
   end
   return ids
 end
@@ -968,7 +1049,8 @@ function transitions.repair(start, count, lease)
   local ids = redis.call('ZRANGE', 'kd:open', start, start + count - 1)
   local found = {#ids == tonumber(count) and start + count or 0}
   for _, id in ipairs(ids) do
-    if repaired(id, lease) then found[#found + 1] = id end
+    local sound, missed = guard(repaired, id, lease)
+    if sound and missed then found[#found + 1] = id end
   end
   return found
 end
@@ -982,7 +1064,10 @@ function transitions.hints(stage, age)
   redis.call('LTRIM', 'kd:celery:' .. stage, 0, HINTS - 1)
   if redis.call('LLEN', 'kd:celery:' .. stage) > 0 then return ids end
   for _, id in ipairs(redis.call('ZRANGE', 'kd:queue:' .. stage, 0, 99)) do
-    if math.abs(now - get(id, 'dispatched_at')) >= tonumber(age) then  -- later than now: the clock was set back
+    local sent = tonumber(get(id, 'dispatched_at') or '') or 0
+    if not waits_in(id, stage) then
+      redis.call('ZREM', 'kd:queue:' .. stage, id)  -- its record is damaged or gone
+    elseif math.abs(now - sent) >= tonumber(age) then  -- later than now: the clock was set back
       redis.call('HSET', key(id), 'dispatched_at', now)
       count('kd_reconciler_republished_total', {})
       ids[#ids + 1] = id

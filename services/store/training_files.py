@@ -67,6 +67,10 @@ class PendingFile:
         self._file.write(piece)
         self.bytes += len(piece)
 
+    def flush(self) -> None:
+        """Hand what was written to the disk, whose sizes then count it."""
+        self._file.flush()
+
     def publish(self, filename: str, rows: int, form: RowForm) -> TrainingFile:
         """Put the file in its place, durably."""
         self._file.close()
@@ -142,9 +146,14 @@ class TrainingFiles:
             remove_path(aside)
 
     def measure(self) -> dict[str, int]:
-        """Bytes of the files of each team."""
+        """Bytes of the files of each team, with those that are being received."""
         folders = self._folder.iterdir() if self._folder.is_dir() else ()
         return {folder.name: sum_file_sizes(folder) for folder in folders if folder.is_dir()}
+
+    def measure_team(self, team: str) -> int:
+        """Bytes of the files of one team, with those that are being received."""
+        folder = self._folder / team
+        return sum_file_sizes(folder) if folder.is_dir() else 0
 
 
 def _sweep(team_folder: Path) -> None:

@@ -24,6 +24,7 @@ from kd.buckets.runs import RUN_STORE_VARIABLE
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from services.process.lasting_loops import keep_running
+from services.process.logs import find_secrets, redact
 from services.process.telemetry import build_trace_environment
 from services.settings import Settings
 from services.store.jobs.leases import EventBatch
@@ -140,10 +141,14 @@ class SilenceTimer:
 
 @dataclass
 class Child:
-    """The process that does the work. It leads its own process group."""
+    """The process that does the work. It leads its own process group.
+
+    ``hidden`` are words that no error and no warning of the job may show, as its log does not.
+    """
 
     process: subprocess.Popen[bytes]
     outbox: Outbox
+    hidden: tuple[str, ...] = field(default=(), repr=False)
     counters: RunCounters = field(default_factory=RunCounters)
     silence_timer: SilenceTimer = field(default_factory=SilenceTimer)
     result: dict[str, Any] | None = None
@@ -181,19 +186,31 @@ class Child:
             self._take(bound_event(event, len(line)))
 
     def _take(self, event: dict[str, Any]) -> None:
+        if event["type"] == "warning":
+            event = {**event, "data": self._hide_secrets(event["data"])}
         if event["type"] not in _OWN_EVENTS and self.broker and self.broker.take(event):
             return
         match event["type"]:
             case "result":
                 self.result = event["data"]
             case "error":
-                self.error = event["data"]
+                self.error = self._hide_secrets(event["data"])
             case "elsewhere":
                 self.elsewhere = Path(event["data"]["lock"])
             case "alive" | "shard":
                 pass  # only the silence timer and the counters need these
             case _:
                 self.outbox.put(event)
+
+    def hide(self, text: str) -> str:
+        """Return the text with its secrets masked: a library may have put a key into an error."""
+        return redact(text, self.hidden)
+
+    def _hide_secrets(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: self.hide(value) if isinstance(value, str) else value
+            for name, value in data.items()
+        }
 
     def show_life(self) -> None:
         """Write a byte to the process, so that it knows that its supervisor is alive."""
@@ -294,7 +311,7 @@ def start_child(
     finally:
         for descriptor in answers:
             os.close(descriptor)
-    child = Child(process, Outbox(), broker=broker)
+    child = Child(process, Outbox(), find_secrets(settings), broker=broker)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it died at once; its exit code says why
         process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")

@@ -13,7 +13,7 @@ import errno
 import os
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cache.errors import PotstillError, StoreError
@@ -22,6 +22,8 @@ from kd.files import format_bytes
 
 #: Bytes of the log that an error quotes.
 LOG_TAIL_BYTES = 2000
+#: Bytes before them that are read too: more than the longest secret, which may be cut otherwise.
+AROUND_BYTES = 4096
 OUT_OF_MEMORY = "out_of_memory"
 DISK_FULL = "disk_full"
 WORKER_LOST = "worker_lost"
@@ -128,9 +130,11 @@ def describe_hang(where: str, seconds: float, log_file: Path) -> Failure:
     )
 
 
-def describe_crash(code: int, where: str, log_file: Path) -> Failure:
-    """Describe a process that ended without an error event."""
-    tail = log_file.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+def describe_crash(
+    code: int, where: str, log_file: Path, hide: Callable[[str], str] = str
+) -> Failure:
+    """Describe a process that ended without an error event; ``hide`` masks secrets of its log."""
+    tail = hide(_read_end(log_file))[-LOG_TAIL_BYTES:].strip()
     shown = tail or "its log is empty"
     detail = f"The process of {where} ended with exit code {code}: {shown}"
     if says_out_of_memory(shown):
@@ -138,6 +142,16 @@ def describe_crash(code: int, where: str, log_file: Path) -> Failure:
     if any(phrase in shown for phrase in NO_SPACE_PHRASES):
         return make_failure(DISK_FULL, detail, DISK_REMEDY)
     return make_failure("internal", detail, f"See {log_file}.")
+
+
+def _read_end(log_file: Path) -> str:
+    """Read the end of a log, which may be long; empty for one that is gone."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES - AROUND_BYTES, 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def make_failure(kind: str, detail: str, remedy: str) -> Failure:

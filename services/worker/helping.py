@@ -78,7 +78,6 @@ class CaptureHelp:
         self._worker = worker
         self._device = device
         self._stopping = stopping
-        self._config = parse_config(order.config)
         name = re.sub(r"[^A-Za-z0-9.-]", "-", worker)
         self._run_dir = settings.run_dir(order.member.id) / HELPERS / name
 
@@ -98,11 +97,14 @@ class CaptureHelp:
     def _supervise(self, broker: RangeBroker) -> str:
         """Run the child; return the warning that the job gets, or nothing."""
         try:
-            self._require_same_place()
+            # First, because a job of another version may not be readable here.
+            self._require_same_version()
+            config = parse_config(self._order.config)
+            self._require_same_place(config)
             child = self._start(broker)
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
-        limit = choose_limit_bytes(self._config.resources, self._device)
+        limit = choose_limit_bytes(config.resources, self._device)
         with child, MemoryLimit(child.process.pid, limit) as memory:
             while child.process.poll() is None:
                 child.show_life()
@@ -116,15 +118,17 @@ class CaptureHelp:
             child.end()
         return self._judge(child, memory)
 
-    def _require_same_place(self) -> None:
-        own = describe_place(self._settings, self._config)
-        theirs = self._order.terms
-        if own["version"] != theirs["version"]:
+    def _require_same_version(self) -> None:
+        own, theirs = read_version(), self._order.terms["version"]
+        if own != theirs:
             raise OtherCapture(
-                f"It runs Potstill {own['version']}, and the worker that leads the capture "
-                f"{theirs['version']}.",
+                f"It runs Potstill {own}, and the worker that leads the capture {theirs}.",
                 "Install the same version on all workers.",
             )
+
+    def _require_same_place(self, config: JobConfig) -> None:
+        own = describe_place(self._settings, config)
+        theirs = self._order.terms
         if own["place"] != theirs["place"]:
             raise OtherCapture(
                 f"Its caches are in {own['place']}, and the caches of the worker that leads the "
@@ -165,7 +169,7 @@ class CaptureHelp:
         elif code < 0:
             failure = describe_kill(-code, WHERE, "", log_file)
         else:
-            failure = describe_crash(code, WHERE, log_file)
+            failure = describe_crash(code, WHERE, log_file, child.hide)
         return self._describe_failure(failure)
 
     def _describe_failure(self, failure: Failure) -> str:

@@ -211,7 +211,7 @@ class Attempt:
         if code == EXIT_PASSING and child.error is not None:
             return store.fail_attempt(claim, child.error)
         return store.finish(
-            claim, "failed", child.error or describe_crash(code, self._where, log_file)
+            claim, "failed", child.error or describe_crash(code, self._where, log_file, child.hide)
         )
 
     def _least_memory(self) -> int | None:

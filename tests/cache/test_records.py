@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.codec import Codec
+from cache.errors import CacheError
+from cache.layout import encode_arrays
 from cache.profiles import PROFILES
 from cache.records import AXES, Records, Sequences, compute_offsets
 from cache.testing import make_codec, make_identity, make_records, make_sequences
@@ -138,3 +140,14 @@ def test_a_target_outside_its_sequence_or_document_is_refused():
         Sequences(tokens[:, :3], starts, starts)
     with pytest.raises(ValueError, match="uint32"):
         Sequences(tokens.astype(np.int64), starts, starts)
+
+
+def test_a_shard_of_more_records_than_its_offsets_count_is_refused():
+    codec = Codec("dense", 2, bits=16)
+    records = Records({"entropy": np.zeros(0, np.uint8)})
+    most = 2**32 - 1
+    found = encode_arrays(records, np.array([0, most]), codec)
+    assert found["offsets"].tolist() == [[0], [most]]
+    with pytest.raises(CacheError, match="got 4,294,967,296") as error:
+        encode_arrays(records, np.array([0, most + 1]), codec)
+    assert "cache.shard_sequences" in error.value.remedy

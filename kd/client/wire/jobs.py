@@ -208,9 +208,9 @@ class Job(View):
     estimated_start_at: datetime | None = Field(
         None,
         description=(
-            "Estimate from the mean duration of earlier jobs. Null if there are none, if the job "
-            "is not queued, if a quota makes it wait, or if no worker has the resources that it "
-            "needs."
+            "Estimate from the mean time for which workers had earlier jobs. Null if there are "
+            "none, if the job is not queued, if a quota makes it wait, or if no worker has the "
+            "resources that it needs."
         ),
     )
     worker: str | None = Field(None, description="The worker that has the job; null if none has.")

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 from cache.disk import make_folder, storage_errors
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem, TrainingError
+from kd.files import whole_folder
 from kd.optim.schedules import Plateau, make_scheduler
 from kd.training import checkpoint
+from kd.training.early_stopping import find_best_step
 from kd.training.resume.identity import compute_stems
 from kd.training.saved.state import TrainState
 
@@ -114,9 +117,9 @@ def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
     progress.evaluation_due = False
     match config.resume.schedule:
         case "extend":
-            progress.schedule_began = 0
             if not isinstance(state.scheduler, Plateau):  # it depends on no length
                 state = replace(state, scheduler=_repeat(state, config, steps))
+            progress.schedule_began = 0
         case "restart":
             progress.schedule_began = progress.step
             _raise_rates(state, config.require_train().peak_learning_rate)
@@ -128,39 +131,83 @@ def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
     return state
 
 
+def forget_lost_best(earlier: Earlier, state: TrainState, options: TrainConfig) -> str | None:
+    """Let the evaluations so far count for nothing where the weights of the best one are lost.
+
+    Early stopping would need them at the end. The earlier run kept them only if it stopped early
+    too. Returns a warning, None where nothing is lost. All ranks call it.
+    """
+    progress = state.progress
+    best = find_best_step(progress, options)
+    # The newest checkpoint is there: the run goes on from it.
+    if best is None or best == progress.step:
+        return None
+    if state.group.share(checkpoint.locate_checkpoint(earlier.checkpoints, best).is_dir()):
+        return None
+    progress.best_loss = None
+    progress.best_step = 0
+    return (
+        f"The earlier run was best at step {best}, of which it kept no checkpoint: early stopping "
+        f"chooses among the evaluations after step {progress.step}."
+    )
+
+
+def bring_best(config: JobConfig, run_dir: Path, state: TrainState) -> None:
+    """Copy the best checkpoint of the run that this one continues, where early stopping needs it.
+
+    Call it after the first checkpoint is saved: a run without one would go on from the best.
+    """
+    best = find_best_step(state.progress, config.require_train())
+    if best is None or config.resume is None or config.resume.run is None:
+        return
+    here = checkpoint.locate_checkpoint(run_dir / "checkpoints", best)
+    named = run_dir.parent / config.resume.run / "checkpoints"
+    there = checkpoint.locate_checkpoint(named, best)
+    if state.group.leads and there.is_dir() and not here.is_dir():
+        with whole_folder(here) as partial:
+            shutil.copytree(there, partial, dirs_exist_ok=True)
+    state.group.wait()
+
+
 def _raise_rates(state: TrainState, peak: float | None = None) -> None:
     """Set every group's rate to its peak, as roll-backs have lowered it.
 
     ``peak`` is another peak of the first group, whose share the other groups keep.
     """
-    groups = state.optimizer.param_groups
+    peaks = _list_peaks(state)
     scale = 1.0
     if peak is not None:
-        scale = peak * state.progress.learning_rate_factor / _read_peak(groups[0])
-    for group in groups:
-        group["lr"] = group["initial_lr"] = _read_peak(group) * scale
+        scale = peak * state.progress.learning_rate_factor / peaks[0]
+    for group, own in zip(state.optimizer.param_groups, peaks, strict=True):
+        group["lr"] = group["initial_lr"] = own * scale
 
 
-def _read_peak(group: dict[str, Any]) -> float:
-    # OneCycleLR begins below its peak.
-    return float(group.get("max_lr", group["initial_lr"]))
+def _list_peaks(state: TrainState) -> list[float]:
+    """List the peak of every group's rate, as roll-backs have lowered it."""
+    # OneCycleLR begins below its peak. After it the groups of another schedule keep its peak.
+    key = "max_lr" if isinstance(state.scheduler, OneCycleLR) else "initial_lr"
+    rates = zip(state.optimizer.param_groups, state.scheduler.base_lrs, strict=True)
+    # ReduceLROnPlateau leaves no peak in the groups.
+    return [float(group.get(key, group.get("initial_lr", base))) for group, base in rates]
 
 
 def _repeat(state: TrainState, config: JobConfig, steps: int) -> Any:
     """Make the schedule of ``steps`` steps, at the step where the run stands."""
+    # The schedule does not count steps that overflowed, nor batches that were left out.
+    taken = state.progress.schedule_began + state.scheduler.last_epoch
     _raise_rates(state)
     scheduler = make_scheduler(state.optimizer, config.require_train(), steps)
     with warnings.catch_warnings():
         # torch wants a step of the optimiser before each; they were taken by the earlier run.
         warnings.simplefilter("ignore", UserWarning)
-        for _ in range(state.progress.step):
+        for _ in range(taken):
             scheduler.step()
     return scheduler
 
 
 def _hold(state: TrainState, config: JobConfig, steps: int) -> Any:
     groups = state.optimizer.param_groups
-    rate, peak = float(groups[0]["lr"]), _read_peak(groups[0])
+    rate, peak = float(groups[0]["lr"]), _list_peaks(state)[0]
     if rate < LEAST_SHARE * peak:
         raise TrainingError(
             f"resume.schedule constant would train at a rate of {rate:.3g}, to which "

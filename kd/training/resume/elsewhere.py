@@ -1,7 +1,7 @@
 """A run goes on on another machine: what it needs comes from the run's bucket into the run folder.
 
-It is the newest whole checkpoint, unless the folder has a newer one, the history of the run, and
-the summary of its cache.
+It is the newest whole checkpoint, unless the folder has a newer one, with early stopping the best
+one too, the history of the run, and the summary of its cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fetch_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) ->
     if continued is not None and not (run_dir.parent / continued).exists():
         other = find_other_run(continued)
         assert other is not None, "this run has a bucket, so the other one does"
-        _fetch_checkpoints(other, run_dir.parent / continued, False, report, monitor)
+        _fetch_checkpoints(other, run_dir.parent / continued, keep_best, report, monitor)
 
 
 @contextmanager

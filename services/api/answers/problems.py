@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from cache.errors import PotstillError, locate_help
@@ -22,7 +22,7 @@ from kd.errors import ConfigError, Problem
 from services.api.openai.errors import describe_error, is_openai_path
 from services.api.openai.views import FineTuningRequest
 from services.process.logs import request_id, shorten_path
-from services.store.jobs.script import OtherFormat
+from services.store.jobs.script import OtherFormat, is_own_mistake
 
 MEDIA_TYPE = "application/problem+json"
 #: The Retry-After header while Redis is away.
@@ -234,9 +234,7 @@ def _find_request_problem(item: Mapping[str, Any]) -> Problem | None:
 
 
 async def _on_redis_error(request: Request, error: Any) -> Response:
-    # A plain ResponseError is a mistake in our own code, except for the two kinds with which a
-    # full server refuses to write.
-    if type(error) is ResponseError and not str(error).startswith(("MISCONF", "OOM")):
+    if is_own_mistake(error):
         return await _on_unexpected_error(request, error)
     if isinstance(error, OtherFormat):
         _, _, text = str(error).partition(" ")

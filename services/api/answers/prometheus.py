@@ -65,6 +65,9 @@ METRICS = {
     "kd_job_device_seconds": Description(
         "histogram", "Device-seconds of the jobs that have succeeded.", ("kind",)
     ),
+    "kd_job_worker_seconds": Description(
+        "histogram", "Seconds for which workers had the jobs that have succeeded.", ("kind",)
+    ),
     "kd_job_queue_wait_seconds": Description(
         "histogram", "Seconds that a stage waited in the queue.", ("stage",)
     ),

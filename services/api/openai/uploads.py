@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from asyncio import to_thread
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -29,12 +30,17 @@ _NOT_PLAIN = re.compile(r"[/\\\x00-\x1f\x7f\ud800-\udfff]")
 
 
 async def receive_file(
-    request: Request, files: TrainingFiles, team: str, limit: int
+    request: Request,
+    files: TrainingFiles,
+    team: str,
+    limit: int,
+    require_room: Callable[[], None],
 ) -> TrainingFile:
     """Return the file that the request uploads, as a file of ``team``, whole on the disk.
 
-    ``limit`` is in bytes. Raises ``ApiProblem`` for a form or a file that is not valid; then
-    nothing of it is kept.
+    ``limit`` is in bytes. ``require_room`` is called once the whole file has arrived; what it
+    raises refuses the file. Raises ``ApiProblem`` for a form or a file that is not valid. Of a file
+    that is refused nothing is kept.
     """
     boundary = _read_boundary(request)
     with files.receiving(team) as pending:
@@ -51,7 +57,7 @@ async def receive_file(
                 400, "The upload ended before the whole file had arrived.", "Send it again."
             ) from None
         await to_thread(form.feed, bytes(waiting))
-        return await to_thread(form.finish)
+        return await to_thread(form.finish, require_room)
 
 
 def _read_boundary(request: Request) -> bytes:
@@ -104,13 +110,15 @@ class UploadForm:
                 400, f"The form cannot be read: {error}.", "Send multipart/form-data."
             ) from None
 
-    def finish(self) -> TrainingFile:
-        """Check that the form is whole, and publish its file."""
+    def finish(self, require_room: Callable[[], None]) -> TrainingFile:
+        """Check that the form is whole and that there is room for its file, and publish it."""
         self.feed(None)
         self._require_purpose()
         if self.filename is None:
             raise make_file_problem("The form has no file.", "Send the field file.")
         form = self.checker.finish()
+        self.pending.flush()
+        require_room()
         return self.pending.publish(self.filename, self.checker.rows, form)
 
     def _begin_file(self, part: File) -> None:

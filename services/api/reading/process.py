@@ -87,7 +87,7 @@ class ReadingProcess:
                 headers=headers,
             )
         if error.reason == "busy":
-            detail = f"Other requests that read caches took {limit:g} s, and this one had to wait."
+            detail = f"Other requests that read caches took {limit:g} s, or too many wait already."
             return ApiProblem(503, detail, "Try again.", "reading-limit", headers=headers)
         memory = self._settings.plan_memory_bytes
         return ApiProblem(

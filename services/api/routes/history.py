@@ -40,6 +40,8 @@ from services.api.service import JOB_ID, KnownJob, Service, TheCaller, TheServic
 
 #: The id of an event: milliseconds, and optionally a number.
 STREAM_ID = r"^\d{1,18}(-\d{1,18})?$"
+#: Characters of a list of names. Each name of a metric is compared with each of them.
+NAMES_LENGTH = 4096
 #: No proxy may keep or gather the events of a stream.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LOG = "log.txt"
@@ -75,7 +77,10 @@ def job_events(
     ] = "0",
     limit: Annotated[int, Query(ge=1, le=1000, description="The most events of one page.")] = 100,
     types: Annotated[
-        str | None, Query(description="Only events of these types, separated by commas.")
+        str | None,
+        Query(
+            max_length=NAMES_LENGTH, description="Only events of these types, separated by commas."
+        ),
     ] = None,
 ) -> JobEvents:
     """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
@@ -167,8 +172,9 @@ def job_metrics(
     names: Annotated[
         str | None,
         Query(
+            max_length=NAMES_LENGTH,
             description="Only these metrics, separated by commas; by default all. grad_norm/* "
-            "means all whose names begin with grad_norm/."
+            "means all whose names begin with grad_norm/.",
         ),
     ] = None,
     after_step: Annotated[

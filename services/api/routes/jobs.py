@@ -30,7 +30,7 @@ from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.section import find_differences
-from services.api.admission import Admission, announce_job
+from services.api.admission import Admission, announce_job, make_open_jobs_problem
 from services.api.answers.cursors import decode_cursor, encode_cursor
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.guards.authentication import count_validation
@@ -398,11 +398,14 @@ def act_on_job(
 def _apply_action(action: Action, job: Job, service: Service) -> str:
     """Apply the action and return its outcome; raise 409 if the job's status forbids it.
 
-    Redis checks the status, because it may have changed since ``job`` was read.
+    Redis checks the status, because it may have changed since ``job`` was read. Raises 429 if a
+    retry would give the job's owner more open jobs than it may have.
     """
-    change = service.store.change(action, job.id)
+    change = service.store.change(action, job.id, service.settings.quota_open_jobs)
     if change.outcome == "unknown":
         raise make_no_job_problem(job.id)
+    if change.outcome == "quota":
+        raise make_open_jobs_problem(change.open_jobs, service.settings)
     if change.outcome != "illegal":
         return change.outcome
     allowed = sorted(change.allowed)

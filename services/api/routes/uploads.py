@@ -84,21 +84,39 @@ async def create_file(request: Request, service: TheService, caller: TheCaller) 
 
     Every line is checked. The file is kept whole, or not at all.
     """
-    await run_in_threadpool(_require_room, service, caller)
-    limit = service.settings.file_bytes
-    made = await receive_file(request, service.files, caller.team, limit)
+    declared = request.headers.get("content-length", "")
+    coming = int(declared) if declared.isdecimal() else 0
+    await run_in_threadpool(_require_room, service, caller, coming)
+    made = await receive_file(
+        request,
+        service.files,
+        caller.team,
+        service.settings.file_bytes,
+        # Others may have arrived meanwhile.
+        lambda: _require_room(service, caller),
+    )
     await run_in_threadpool(
         service.audit.record, caller, "file.create", made.id, name=made.filename, bytes=made.bytes
     )
     return _describe(made, service, caller)
 
 
-def _require_room(service: Service, caller: Caller) -> None:
-    """Raise 507 if the disk is nearly full, or 429 if the team has used up its bytes."""
-    require_space(service.settings.home, service.settings.disk_floor_bytes)
+def _require_room(service: Service, caller: Caller, coming: int = 0) -> None:
+    """Raise 507 if the disk is nearly full, or 429 if the team would have too many bytes.
+
+    ``coming`` are bytes that are not on the disk yet. The team's files are counted now: the quota
+    is measured once a minute, in which many files can come.
+    """
+    require_space(service.settings.home, service.settings.disk_floor_bytes + coming)
     account = describe_account(service.store.read_accounts(caller.team)[0])
-    if account.bytes.left is not None and account.bytes.left <= 0:
-        raise make_bytes_problem(account)
+    limit = account.bytes.limit
+    if limit is None:
+        return
+    more = service.files.measure_team(caller.team) - account.disk.files
+    used = max(account.bytes.used + more, 0.0)
+    if used + coming > limit:
+        now = account.bytes.model_copy(update={"used": used, "left": max(limit - used, 0.0)})
+        raise make_bytes_problem(account.model_copy(update={"bytes": now}), coming, "The file")
 
 
 def _describe(file: TrainingFile, service: Service, caller: Caller) -> FileObject:

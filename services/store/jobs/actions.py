@@ -17,17 +17,25 @@ class ActionResult:
     already  the job was so before
     illegal  the job does not allow the action; ``allowed`` lists those that it allows
     unknown  there is no such job
+    quota    its owner has ``open_jobs`` open jobs already, and may have no more
     """
 
-    outcome: Literal["done", "already", "illegal", "unknown"]
+    outcome: Literal["done", "already", "illegal", "unknown", "quota"]
     status: str
     allowed: tuple[str, ...] = ()
+    open_jobs: int = 0
 
 
 class JobActions(ScriptedStore):
     """Changes jobs for a client."""
 
-    def change(self, action: Action, job_id: str) -> ActionResult:
-        """Apply an action to a job. The worker of a running job learns of it with its next beat."""
-        outcome, status, *allowed = self._transition("change", action, job_id)
-        return ActionResult(outcome, status, tuple(allowed))
+    def change(self, action: Action, job_id: str, max_open: int | None = None) -> ActionResult:
+        """Apply an action to a job. The worker of a running job learns of it with its next beat.
+
+        ``max_open`` are the open jobs that the owner of a job may have when one is retried.
+        """
+        limit = "" if max_open is None else max_open
+        outcome, status, *rest = self._transition("change", action, job_id, limit)
+        if outcome == "quota":
+            return ActionResult(outcome, status, open_jobs=int(rest[0]))
+        return ActionResult(outcome, status, tuple(rest))

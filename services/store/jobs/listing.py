@@ -173,7 +173,7 @@ def _pair_fields(flat: Sequence[str]) -> dict[str, str]:
 
 
 def _read_durations(flat: Sequence[str]) -> tuple[tuple[float, float], dict[str, float]]:
-    """The sum of the seconds of all jobs that have succeeded, and their number.
+    """The sum of the seconds for which workers had the jobs that have succeeded, and their number.
 
     With them for each kind of job the mean of their device-seconds.
     """
@@ -186,7 +186,7 @@ def _read_durations(flat: Sequence[str]) -> tuple[tuple[float, float], dict[str,
 
 
 def _estimate_seconds_per_job(totals: tuple[float, float], workers: int) -> float | None:
-    """Seconds between two jobs that ``workers`` workers end, by the mean duration so far.
+    """Seconds between two jobs that ``workers`` workers end, by the mean so far.
 
     ``totals`` are the sum of the seconds and the number of the jobs that have succeeded.
     Returns None if no job has succeeded yet, or if there is no worker.

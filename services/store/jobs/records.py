@@ -42,9 +42,13 @@ SECTION_OF_EVENT = {
 
 
 class JobRecord(Job):
-    """A job as the store knows it: with the owner of the key that created it."""
+    """A job as the store knows it: with the owner of the key that created it.
+
+    ``stopped_with`` is the search whose end cancelled this trial; empty for any other job.
+    """
 
     owner: str = Field("local", exclude=True)
+    stopped_with: str = Field("", exclude=True)
 
 
 def build_links(job_id: str) -> JobLinks:

@@ -18,6 +18,14 @@ class OtherFormat(ResponseError):
     """The records are of another format than the script; its text names both, and what to do."""
 
 
+def is_own_mistake(error: Exception) -> bool:
+    """Whether the server is well and refused our command, for instance at a damaged record.
+
+    A full server refuses to write with two errors of the same class.
+    """
+    return type(error) is ResponseError and not str(error).startswith(("MISCONF", "OOM"))
+
+
 class ScriptedStore:
     """A client of Redis with the script loaded. Every part of ``JobStore`` inherits from it."""
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from services.store.callers import Quota
 from services.store.jobs.script import ScriptedStore
 
-#: Records that one call of Redis reads.
+#: Records that one call of Redis reads, and teams that one call writes.
 BATCH = 500
 #: The time for which the events of an ended job stay in Redis, where no other is set.
 HISTORY_SECONDS = 30 * 86400.0
@@ -85,8 +85,11 @@ class Teams(ScriptedStore):
 
     def write_bytes(self, sizes: Mapping[str, TeamBytes]) -> None:
         """Write the bytes on the disk of some teams, as measured now."""
-        rows = ((team, use.caches, use.runs, use.files) for team, use in sizes.items())
-        self._transition("measured", *(value for row in rows for value in row))
+        rows = [(team, use.caches, use.runs, use.files) for team, use in sizes.items()]
+        # In parts, because a script takes some thousand arguments at most.
+        for start in range(0, len(rows), BATCH):
+            some = rows[start : start + BATCH]
+            self._transition("measured", *(value for row in some for value in row))
 
     def find_teams(self, job_ids: Collection[str]) -> dict[str, str]:
         """The ids of jobs that have a record -> their teams."""

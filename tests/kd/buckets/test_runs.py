@@ -360,6 +360,30 @@ def test_another_job_goes_on_with_a_run_of_another_disk(
     assert [each.step for each in run.list_checkpoints()] == [6, 8]
 
 
+@pytest.mark.long
+def test_the_best_weights_of_a_run_of_another_disk_come_from_the_bucket(
+    job: Job, run: StoredRun, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rate of the first step is 0, and the next ones are far too large.
+    job["train"] |= {
+        "learning_rate": 5.0, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2,
+        "eval_steps": 1,
+    }  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_stages(parse_config(job), one, locate_run(one))
+    assert json.loads((locate_run(one) / "report.json").read_text())["kept_step"] == 1
+    first = read_student(one)
+    one.rename(tmp_path / "lost")
+    longer = RUN.replace("1", "2")
+    monkeypatch.setenv("KD_RUN_STORE", f"{address}/runs/{longer}")
+    job["train"] |= {"max_steps": 12}
+    job["resume"] = {"run": RUN, "schedule": "extend"}
+    folder = two / "runs" / longer
+    run_stages(parse_config(job), two, folder)
+    assert json.loads((folder / "report.json").read_text())["kept_step"] == 1
+    assert (folder / "student" / "model.safetensors").read_bytes() == first
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.long
 def test_random_faults_of_the_bucket_change_nothing(

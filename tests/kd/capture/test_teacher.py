@@ -31,7 +31,7 @@ from cache.records import Records
 from cache.store import open_cache
 from cache.testing import make_codec, make_identity
 from kd.capture import teacher as reading
-from kd.capture.plan import plan_capture
+from kd.capture.plan import plan_capture, require_counters
 from kd.capture.recording import Recorder
 from kd.capture.teacher import Teacher
 from kd.config.data import DataConfig
@@ -390,6 +390,14 @@ def test_tokens_that_the_teacher_does_not_have_are_refused_with_what_to_set(
     with pytest.raises(ConfigError, match="4096 is more than the teacher has") as caught:
         plan_capture(asked)
     assert remedy.format(size=size) in str(caught.value)
+
+
+def test_more_sequences_than_random_numbers_tell_apart_are_refused() -> None:
+    """At 128 tokens they are a text of 5.5e11 tokens, which a capture would end in the middle."""
+    require_counters(make_identity(train_sequences=2**32 - 3, validation_sequences=3))
+    with pytest.raises(ConfigError, match="gives 4,294,967,297 sequences") as caught:
+        require_counters(make_identity(train_sequences=2**32 - 2, validation_sequences=3))
+    assert [each.pointer for each in caught.value.problems] == ["/data/sequence_length"]
 
 
 def test_a_teacher_in_half_precision_has_the_codec_version_of_logits_in_float32(

@@ -166,6 +166,26 @@ def test_a_deletion_whose_answer_is_lost_is_done(api: Parts, connect: Connect) -
     assert api.jobs.get(job.id) is None
 
 
+def test_a_retry_whose_answer_is_lost_is_done(api: Parts, connect: Connect) -> None:
+    job = api.jobs.create(make_config("quick"))
+    api.jobs.change("cancel", job.id)
+    with cutting(api.settings.port, 0) as proxy:
+        assert connect(proxy.url).retry(job.id).status == "queued"
+        assert not proxy.limits
+    statuses = [data["status"] for kind, data in api.events(job.id) if kind == "status"]
+    assert statuses == ["queued", "cancelled", "queued"]
+
+
+def test_an_action_that_is_refused_stays_refused_after_a_lost_answer(
+    api: Parts, connect: Connect
+) -> None:
+    claim = running(api)
+    api.jobs.finish(claim, "succeeded")
+    for action in ("retry", "cancel"):
+        with cutting(api.settings.port, 0) as proxy, pytest.raises(Refused, match="not possible"):
+            getattr(connect(proxy.url), action)(claim.id)
+
+
 def test_a_job_that_does_not_end_in_time_is_named(api: Parts, connect: Connect) -> None:
     job = api.jobs.create(make_config("quick"))
     with pytest.raises(TimedOut, match=f"{job.id} has not ended after 1.2 s: it is queued"):

@@ -172,6 +172,15 @@ def test_token_weights_have_mean_1_and_unknown_entropies_weigh_1() -> None:
         for w in (0.0, 2.0, -2.0)
     ]
     assert kd[1] == pytest.approx(kd[0], rel=1e-9) and kd[2] == pytest.approx(kd[0], rel=1e-9)
+    weighted = Objective(0.0, entropy_weighting=2.0)
+    known_N = targets.entropy_N[~targets.entropy_N.isnan()]
+    assert len(known_N) < N
+    # With the mean of a whole step each position has the weight that it has there.
+    half, unknown = (1.0 + known_N).square().mean().item() / 2.0, N - len(known_N)
+    of_step = compute_distillation_loss(
+        x, head, replace(targets, teacher=alike), weighted.with_mean_weight(half)
+    ).kd.item()
+    assert of_step == pytest.approx(kd[0] * (2 * len(known_N) + unknown) / N, rel=1e-9)
     with pytest.raises(ValueError, match="teacher's entropies"):
         compute_distillation_loss(
             x, head, replace(targets, entropy_N=None), Objective(0.0, entropy_weighting=1.0)

@@ -420,6 +420,25 @@ def test_tempered_targets_are_differentiable_in_the_temperature() -> None:
         )
 
 
+def test_they_are_where_the_only_known_token_is_one_that_the_teacher_forbids() -> None:
+    codec = make_codec("tempered", threshold=0.3, temperatures=(0.25, 1.0), always_keep=())
+    gold_N = torch.arange(3)
+    logits_NV = make_logits(3) / 6
+    logits_NV[1, 1] = -1e4
+    columns = make_columns(codec, logits_NV, gold_N)
+    assert columns["head_count"].sum() == 0
+    for value in (0.3, 0.45):  # between two knots
+        temperature = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+        target = decode_tempered(codec, columns, gold_N, temperature)
+        (slope,) = torch.autograd.grad(target.entropy_N.sum(), temperature)
+        step = 1e-5
+        ends = [
+            float(decode_tempered(codec, columns, gold_N, value + each).entropy_N.sum())
+            for each in (-step, step)
+        ]
+        assert float(slope) == pytest.approx((ends[1] - ends[0]) / (2 * step), rel=1e-6)
+
+
 @pytest.mark.parametrize("teacher_only", [False, True])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4, 1.9])
 def test_the_gradient_by_the_temperature_is_that_of_plain_decodes(

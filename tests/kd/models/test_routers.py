@@ -71,6 +71,17 @@ def test_it_counts_the_positions_with_a_target_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_a_target_has_no_balance_to_keep(kind: str) -> None:
+    student = build(kind)
+    hidden_ND, loss = find(student).run(student, make_batch(torch.arange(0)), FULL)
+    assert len(hidden_ND) == 0
+    assert loss == 0.0
+    # With the loss of no token, 0 with a gradient, it is a loss that can go backward.
+    (hidden_ND.sum() + loss).backward()
+    assert all(torch.isfinite(p.grad).all() for p in student.parameters() if p.grad is not None)
+
+
 def test_checkpointed_layers_have_the_same_gradient() -> None:
     found = []
     for how in ("none", "full", "sqrt"):

@@ -17,7 +17,9 @@ from tests.support.kd.shared_training import (
     farthest,
     make_shared_job,
     train_alone,
+    train_and_list_temperatures,
     train_half,
+    train_on_few_targets,
     train_student,
 )
 
@@ -84,6 +86,50 @@ def test_two_ranks_make_the_student_of_one(
     for own, other in zip(evaluations(one), evaluations(two), strict=True):
         assert other == pytest.approx(own, rel=1e-4)
     assert farthest(one, two) < 1e-4
+
+
+def test_ranks_that_draw_other_dropout_look_ahead_to_one_temperature(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    learned = {"mode": "lookahead", "interval": 1, "init": 1.5, "min": 1.0, "max": 2.0}
+    job = change(
+        job, train={"dropout": 0.3, "strategy": "ddp"}, loss={"temperature": learned},
+        cache={"profile": "tempered"},
+    )  # fmt: skip
+    folder = str(tmp_path / "two")
+    one, other = run_ranks(2, train_and_list_temperatures, job, caches["tempered"], folder)
+    assert len(set(one)) > 4
+    assert one == other
+
+
+def test_a_step_is_a_mean_over_its_tokens_where_some_ranks_have_none(tmp_path: Path) -> None:
+    whole = train_on_few_targets(ALONE, str(tmp_path / "whole"), 4)
+    losses = curve(whole)
+    assert losses.count(0.0) == 1, "one step has no target at all"
+    found = [train_on_few_targets(ALONE, str(tmp_path / "parts"), 1)]
+    for strategy in ("ddp", "fsdp"):
+        folder = str(tmp_path / strategy)
+        found += run_ranks(2, train_on_few_targets, folder, 1, strategy)[:1]
+    for other in found:
+        for name in ("loss", "grad_norm", "tokens"):
+            assert curve(other, name) == pytest.approx(curve(whole, name), rel=1e-6)
+        assert farthest(whole, other) < 1e-6
+
+
+def test_weights_of_tokens_do_not_depend_on_how_a_step_is_cut(
+    job: Job, caches: dict[str, str], tmp_path: Path
+) -> None:
+    job = change(job, loss={"entropy_weighting": 2.0, "alpha": 0.3})
+    cache = caches["threshold"]
+    found = []
+    for size in (8, 1):
+        cut = change(job, train={"batch_size": size, "gradient_accumulation_steps": 8 // size})
+        folder = str(tmp_path / f"{size}")
+        found.append(train_alone(cut, cache, folder, dtype="float64"))
+    found += run_ranks(2, train_student, cut, cache, str(tmp_path / "two"), "float64")[:1]
+    for other in found[1:]:
+        assert curve(other, "kd_loss") == pytest.approx(curve(found[0], "kd_loss"), rel=1e-7)
+        assert farthest(found[0], other) < 1e-6
 
 
 @pytest.mark.slow

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from kd.errors import ConfigError, Interrupted, TrainingError
+from kd.models.precision import Precision
 from kd.progress import SILENT, Monitor
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
@@ -102,6 +105,42 @@ def test_a_constant_rate_is_that_of_the_last_step(tmp_path: Path) -> None:
     assert rates(tmp_path / "run")[6:] == pytest.approx([last] * 3)
 
 
+def test_a_plateau_begins_anew_or_stays_where_it_fell(tmp_path: Path) -> None:
+    # Every evaluation but the first is worse than the one before, and lowers the rate.
+    falling = {
+        **PLATEAU, "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}, "learning_rate": 3.0,
+        "eval_steps": 1,
+    }  # fmt: skip
+    for how in ("restart", "constant"):
+        run(tmp_path / how, 6, **falling)
+        assert rates(tmp_path / how)[-1] == pytest.approx(3.0 / 8)
+        run(tmp_path / how, 9, {"schedule": how}, **falling)
+    assert rates(tmp_path / "restart")[6:] == pytest.approx([0.0, 1.5, 3.0])
+    assert rates(tmp_path / "constant")[6:] == pytest.approx([3.0 / 16] * 3)
+
+
+def test_the_peak_of_an_earlier_schedule_is_none_of_a_later_one(tmp_path: Path) -> None:
+    run(tmp_path / "run", 4, **ONE_CYCLE)
+    low = {**FLAT, "learning_rate": 1e-3}
+    run(tmp_path / "run", 8, {"schedule": "restart"}, **low)
+    run(tmp_path / "run", 12, {"schedule": "extend"}, **low)
+    assert rates(tmp_path / "run")[4:] == pytest.approx([0.0, 5e-4] + [1e-3] * 6)
+
+
+def test_an_extended_schedule_does_not_count_steps_that_overflowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The product refuses float16 on a CPU.
+    monkeypatch.setattr(Precision, "choose", lambda *_: Precision("cpu", torch.float16))
+    half = {**STEP, "precision": "fp16", "loss_scale": {"initial": 2.0**22}}
+    whole = run(tmp_path / "whole", 14, **half)
+    overflowed = rates(tmp_path / "whole").count(0.0) - 1
+    assert overflowed in range(1, 5)
+    run(tmp_path / "parts", 7, **half)
+    assert same(run(tmp_path / "parts", 14, {"schedule": "extend"}, **half), whole)
+    assert rates(tmp_path / "parts") == rates(tmp_path / "whole")
+
+
 def test_a_rate_that_has_fallen_to_0_cannot_stay_constant(tmp_path: Path) -> None:
     run(tmp_path / "run", 4, **COSINE)
     with pytest.raises(TrainingError, match="would train at a rate of 0, to which cosine") as error:
@@ -125,6 +164,37 @@ def test_a_run_that_early_stopping_ended_goes_on(tmp_path: Path) -> None:
     assert ended < 30
     run(tmp_path / "run", 31, {"schedule": "extend"}, **{**stopping, "early_stopping_patience": 50})
     assert len(rates(tmp_path / "run")) == 31
+
+
+#: At this rate the evaluation after the first step is the best.
+WORSE = {**FLAT, "learning_rate": 3.0, "eval_steps": 1, "save_total_limit": 1}
+
+
+def test_a_longer_run_keeps_the_best_weights_of_the_run_that_it_continues(tmp_path: Path) -> None:
+    stopping = {**WORSE, "early_stopping_patience": 50}
+    first = run(tmp_path / "first", 6, **stopping)
+    assert same(run(tmp_path / "second", 9, {"run": "first"}, **stopping), first)
+    # It is stopped as soon as its first checkpoint is there, and finds the best once more.
+    with pytest.raises(Interrupted):
+        run(tmp_path / "third", 9, {"run": "first"}, stop_after(7), **stopping)
+    assert same(run(tmp_path / "third", 9, {"run": "first"}, **stopping), first)
+
+
+def test_best_weights_that_the_earlier_run_did_not_keep_count_for_nothing(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    heard = Monitor(
+        lambda event: event.type == "warning" and warnings.append(event.data["message"])
+    )
+    run(tmp_path / "run", 6, **WORSE)
+    stopping = {**WORSE, "early_stopping_patience": 50}
+    kept = run(tmp_path / "run", 9, {"schedule": "extend"}, heard, **stopping)
+    assert any("best at step 1, of which it kept no checkpoint" in each for each in warnings)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    best = min((7, 8, 9), key=losses.__getitem__)
+    assert losses[best] > losses[1]
+    path = tmp_path / "run" / "checkpoints" / f"step-{best:08d}" / "model.safetensors"
+    assert same(load_file(path), kept)
 
 
 @pytest.mark.parametrize(

@@ -478,6 +478,19 @@ def test_the_control_of_tails_is_left_out_where_it_is_of_no_use(
     assert same(taught.train(with_it, tmp_path / "a"), taught.train(without, tmp_path / "b"))
 
 
+@pytest.mark.parametrize(("steps", "alike"), [(5, True), (7, False)])
+def test_the_control_of_tails_waits_for_the_end_of_a_curriculum(
+    taught: Taught, tmp_path: Path, steps: int, alike: bool
+) -> None:
+    """The mean of the text says nothing of batches in the order of entropy: an epoch of 5 steps."""
+    found = []
+    for wanted in (True, False):
+        options = {"order": "curriculum", "max_steps": steps}
+        config = taught.config("threshold", train=options, loss={"tail_control": wanted})
+        found.append(taught.train(config, tmp_path / f"{wanted}"))
+    assert same(*found) == alike
+
+
 def test_the_mean_tail_is_that_of_the_training_text(taught: Taught) -> None:
     """It is what the teacher says of the tails, at all training positions."""
     store = open_cache(taught.home / "caches" / taught.fingerprints["threshold"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
 from kd.training import checkpoint
+from kd.training.early_stopping import record_evaluation
 from kd.training.loop import train
 from kd.training.prepare import count_total_steps
 from kd.training.saved.restoring import load_trained_weights
@@ -281,6 +283,19 @@ def test_early_stopping_ends_with_the_best_weights(tmp_path: Path) -> None:
     again, progress_again = run(job, tmp_path)
     assert progress_again.step == progress.step
     assert_same(copy_weights(again), copy_weights(kept))
+
+
+@pytest.mark.parametrize("first", [math.nan, math.inf])
+def test_a_held_out_loss_that_is_not_finite_is_never_the_best(first: float) -> None:
+    progress = TrainingProgress(step=2)
+    assert not record_evaluation(progress, {"validation_loss": first})
+    assert (progress.best_loss, progress.best_step) == (None, 0)
+    progress.step = 4
+    assert record_evaluation(progress, {"validation_loss": 3.0})
+    assert (progress.best_loss, progress.best_step) == (3.0, 4)
+    progress.step = 6
+    assert not record_evaluation(progress, {"validation_loss": first})
+    assert (progress.best_step, progress.evaluations_since_best) == (4, 1)
 
 
 def test_optimizer_is_adamw(tmp_path: Path) -> None:

@@ -293,6 +293,22 @@ def test_a_caller_cannot_exceed_its_quota_of_open_jobs(
     assert parts.http.post("/jobs", json=valid("quick", text)).status_code == 202
 
 
+def test_a_retry_cannot_exceed_the_quota_of_open_jobs(new_parts: MakeParts, tmp_path: Path) -> None:
+    text = inputs(tmp_path / "inputs")
+    parts = new_parts(**UNLIMITED | {"quota_open_jobs": 2, "data_roots": (tmp_path / "inputs",)})
+    parts.start_api()
+    first, _ = (parts.http.post("/jobs", json=valid("quick", text)).json() for _ in range(2))
+    assert parts.http.post(f"/jobs/{first['id']}/cancel").status_code == 202
+    other = parts.http.post("/jobs", json=valid("quick", text))
+    assert other.status_code == 202
+    refused = problem(parts.http.post(f"/jobs/{first['id']}/retry"), 429, "quota-exceeded")
+    assert refused.quota is not None
+    assert (refused.quota.what, refused.quota.used, refused.quota.limit) == ("open_jobs", 2, 2)
+    assert parts.job(first["id"]).status == "cancelled"
+    assert parts.http.post(f"/jobs/{other.json()['id']}/cancel").status_code == 202
+    assert parts.http.post(f"/jobs/{first['id']}/retry").status_code == 202
+
+
 def test_a_caller_cannot_exceed_its_quota_of_record_bytes(
     new_parts: MakeParts, tmp_path: Path
 ) -> None:

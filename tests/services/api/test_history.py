@@ -340,6 +340,16 @@ def test_a_range_comes_in_full_from_the_file_of_the_run(api: Parts) -> None:
     assert metrics(api, claim.id, before_step=5_000) == {}
 
 
+def test_a_list_of_names_is_bounded(api: Parts) -> None:
+    """Each name of a metric is compared with each pattern, and all requests wait meanwhile."""
+    claim = running(api)
+    for path, name in (("metrics", "names"), ("events", "types")):
+        long = {name: "a*b*c," * 1000}
+        answer = api.http.get(f"/jobs/{claim.id}/{path}", params=long)
+        problem(answer, 422, "invalid-parameter")
+        assert api.http.get(f"/jobs/{claim.id}/{path}", params={name: "a*b*c"}).is_success
+
+
 def test_metrics_are_one_series_each(api: Parts) -> None:
     claim = running(api)
     tell(

@@ -19,7 +19,7 @@ from bench.support.harness import Parts, make_config
 from bench.support.waiting import wait_until
 from kd.config.job import JobConfig
 from kd.errors import ConfigError
-from services.loops import reconciler
+from services.loops import reconciler, teams
 from services.loops.reconciler import LostCaches, Reconciler
 from services.loops.webhooks import AT_ONCE, TIMEOUT_SECONDS
 from services.settings import Settings
@@ -155,6 +155,16 @@ def test_one_duty_that_fails_does_not_stop_the_others(
     assert hinted(parts) == 1 and parts.jobs.redis.exists("kd:reconciler")
 
 
+def test_a_script_that_fails_at_one_record_does_not_stop_the_other_duties(
+    parts: Parts, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts.jobs.redis.set("kd:deadlines", "no sorted set")
+    make_old(parts, parts.jobs.create(make_config("quick")).id)
+    Reconciler(parts.jobs, parts.queue, settings).step()
+    assert "WRONGTYPE" in caplog.text
+    assert hinted(parts) == 1 and parts.jobs.redis.exists("kd:reconciler")
+
+
 def test_redis_away_ends_the_round(settings: Settings) -> None:
     store = JobStore(connect_redis("redis://127.0.0.1:1/0"))
     with pytest.raises(RedisError):
@@ -222,6 +232,56 @@ def test_it_outlives_a_redis_that_goes_and_comes_back(
         wait_until(lambda: redis.exists("kd:reconciler"))
 
     asyncio.run(_running(Reconciler(parts.jobs, parts.queue, parts.settings), outage))
+
+
+def test_a_disk_that_is_slow_holds_up_no_round(
+    parts: Parts, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconciler, "INTERVAL_SECONDS", 0.05)
+    answering, asked = threading.Event(), threading.Event()
+
+    def hang(_: Path) -> int:
+        asked.set()
+        answering.wait()
+        return 0
+
+    monkeypatch.setattr("services.loops.teams.sum_file_sizes", hang)
+    job_id = parts.jobs.create(make_config("quick")).id
+    settings.run_dir(job_id).mkdir(parents=True)
+
+    def meanwhile() -> None:
+        try:
+            asked.wait()
+            make_old(parts, job_id)
+            wait_until(lambda: hinted(parts) == 1, 10)
+        finally:
+            answering.set()
+
+    asyncio.run(_running(Reconciler(parts.jobs, parts.queue, settings), meanwhile))
+
+
+def test_a_measurement_ends_with_the_api(
+    parts: Parts, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Path] = []
+
+    def measure(folder: Path) -> int:
+        measured.append(folder)
+        time.sleep(0.2)
+        return 0
+
+    monkeypatch.setattr("services.loops.teams.sum_file_sizes", measure)
+    for _ in range(100):
+        settings.run_dir(parts.jobs.create(make_config("quick")).id).mkdir(parents=True)
+    began = time.monotonic()
+    asyncio.run(
+        _running(
+            Reconciler(parts.jobs, parts.queue, settings), lambda: wait_until(lambda: measured)
+        )
+    )
+    assert time.monotonic() - began < 10
+    assert len(measured) < 50
+    assert not parts.jobs.redis.exists(teams.NEXT), "another API may measure at once"
 
 
 def sending(parts: Parts, folder: Path, url: str) -> Reconciler:

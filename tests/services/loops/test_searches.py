@@ -222,6 +222,39 @@ def test_a_search_whose_trial_was_deleted_goes_on_when_it_is_retried(play: Any) 
     assert Counter(row["state"] for row in report["trials"]) == {"complete": 3, "failed": 1}
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["cancelled", "at its deadline"])
+def test_a_retry_goes_on_with_the_trials_that_ended_with_the_search(play: Any, late: bool) -> None:
+    played = play()
+    for number in range(3):
+        played.jobs.show_worker(WorkerState(id=f"w{number}", stages=["train"]), 30)
+    searches = played.searches()
+    searches.step()
+    running = played.jobs.claim_next("train", "w", LEASE)
+    assert played.evaluate(running, (1, 2.0)) == "go"
+    before = played.trials()
+    played.jobs.change("cancel", before[2].id)  # by a client, who wants no more of it
+    if late:
+        played.jobs.redis.zadd("kd:deadlines", {played.id: 1})
+        played.jobs.due()
+    else:
+        played.jobs.change("cancel", played.id)
+    searches.step()
+    assert played.jobs.change("retry", played.id).outcome == "done"
+    searches.step()
+    assert played.trials()[0].status == "cancelling", "its worker still saves"
+    assert played.jobs.release(running) == "cancelled"
+    searches.step()
+    assert [played.trials()[number].status for number in (0, 1)] == ["queued", "queued"]
+    job = played.to_its_end(searches)
+    assert job.status == "succeeded", job.error
+    report = json.loads(Path(job.artifacts["report.json"]).read_text())
+    assert [
+        (row["number"], row["why"]) for row in report["trials"] if row["state"] == "failed"
+    ] == [(2, "It was cancelled.")]
+    assert Counter(row["state"] for row in report["trials"]) == {"complete": 3, "failed": 1}
+    assert [played.trials()[number].id for number in (0, 1)] == [before[0].id, before[1].id]
+
+
 def test_where_every_trial_fails_the_search_fails_with_the_reason(play: Any) -> None:
     played = play(search={"trials": 2})
     searches = played.searches()

@@ -141,6 +141,7 @@ def test_a_job_whose_dependency_failed_goes_on_when_both_are_retried(jobs: JobSt
         "outcome": "done",
         "status": "cancelled",
         "allowed": (),
+        "open_jobs": 0,
     }
     assert job_of(jobs, second).error.type == "dependency_failed", (
         "for the job that it needs has still failed"
@@ -150,6 +151,7 @@ def test_a_job_whose_dependency_failed_goes_on_when_both_are_retried(jobs: JobSt
         "outcome": "done",
         "status": "waiting",
         "allowed": (),
+        "open_jobs": 0,
     }
     assert job_of(jobs, second).error is None
     jobs.finish(jobs.claim(first.id, "train", "w", 5), "succeeded")
@@ -167,6 +169,7 @@ def test_a_dependency_that_succeeded_after_all_is_no_obstacle(jobs: JobStore) ->
         "outcome": "done",
         "status": "queued",
         "allowed": (),
+        "open_jobs": 0,
     }
 
 
@@ -182,6 +185,7 @@ def test_a_dependency_that_never_succeeded_and_was_deleted_is_missed(jobs: JobSt
             "outcome": "done",
             "status": "cancelled",
             "allowed": (),
+            "open_jobs": 0,
         }
         assert "was deleted" in job_of(jobs, job_id).error.detail
         assert jobs.change("delete", job_id).outcome == "done"
@@ -199,6 +203,7 @@ def test_a_paused_job_waits_on_when_it_is_resumed(jobs: JobStore) -> None:
         "outcome": "done",
         "status": "waiting",
         "allowed": (),
+        "open_jobs": 0,
     }
     jobs.finish(first, "succeeded")
     assert (status(jobs, early), status(jobs, late)) == ("queued", "paused"), (
@@ -208,6 +213,7 @@ def test_a_paused_job_waits_on_when_it_is_resumed(jobs: JobStore) -> None:
         "outcome": "done",
         "status": "queued",
         "allowed": (),
+        "open_jobs": 0,
     }
 
 

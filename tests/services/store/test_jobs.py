@@ -302,6 +302,7 @@ def test_a_retry_begins_to_count_anew(jobs: JobStore, parts: Parts) -> None:
             "outcome": "done",
             "status": "queued",
             "allowed": (),
+            "open_jobs": 0,
         }
         job = parts.job(job_id)
         assert job.error is job.finished_at is job.started_at is job.reason is None

@@ -17,6 +17,7 @@ from services.store.jobs.store import JobStore
 from tests.support.records import (
     HELD_OUT,
     at_once,
+    counted,
     job_of,
     queued,
     running,
@@ -150,8 +151,8 @@ def show(jobs: JobStore, worker: str, device: Device, stage: str = "train", **mo
 def test_a_job_that_no_worker_could_run_says_so_and_is_promised_no_start(
     jobs: JobStore, resources: dict[str, Any], asked: str
 ) -> None:
-    jobs.count("kd_job_duration_seconds_sum", 100, kind="train", status="succeeded")
-    jobs.count("kd_job_duration_seconds_count", 1, kind="train", status="succeeded")
+    jobs.count("kd_job_worker_seconds_sum", 100, kind="train")
+    jobs.count("kd_job_worker_seconds_count", 1, kind="train")
     job_id = queued(jobs, resources=resources)
     plain = queued(jobs, resources={"gpus": 0})
     show(jobs, "other:1", Device(kind="cuda", count=8, memory_bytes=1 << 40), "precompute")
@@ -185,6 +186,36 @@ def test_a_search_waits_for_no_worker(jobs: JobStore) -> None:
     assert (job_of(jobs, claim.id).status, job_of(jobs, claim.id).reason) == ("queued", None)
 
 
+def test_pauses_searches_and_failed_jobs_do_not_put_off_the_estimated_start(jobs: JobStore) -> None:
+    jobs.show_worker(WorkerState(id="w:1", stages=["train"]), 30)
+    claim = running(jobs)
+    record = f"kd:job:{claim.id}"
+    jobs.redis.hincrby(record, "claimed_at", -30_000)
+    jobs.change("pause", claim.id)
+    jobs.release(claim)
+    jobs.redis.hincrby(record, "started_at", -90_000_000)  # it is paused for a day
+    jobs.change("resume", claim.id)
+    again = jobs.claim(claim.id, "train", "w:1", 5)
+    assert again is not None
+    jobs.redis.hincrby(record, "claimed_at", -70_000)
+    assert jobs.finish(again, "succeeded") == "succeeded"
+    failing = running(jobs)
+    jobs.redis.hincrby(f"kd:job:{failing.id}", "claimed_at", -90_000_000)
+    jobs.finish(failing, "failed", {"type": "x", "detail": "x", "remedy": ""})
+    waiting = queued(jobs)
+    start = job_of(jobs, waiting).estimated_start_at
+    assert start is not None
+    assert (start - datetime.now(UTC)).total_seconds() == pytest.approx(100, abs=5)
+    space = {"train.learning_rate": {"choices": [0.1, 0.2]}}
+    search = running(jobs, "search", search={"space": space}, data=HELD_OUT)
+    jobs.advance(search, "search")
+    driven = jobs.claim(search.id, "search", "an API", 5)
+    assert driven is not None
+    jobs.redis.hincrby(f"kd:job:{search.id}", "claimed_at", -90_000_000)
+    jobs.finish(driven, "succeeded")
+    assert counted(jobs)["kd_job_worker_seconds_sum"] == pytest.approx(100, abs=5)
+
+
 def test_an_estimate_of_the_start_needs_a_worker_and_a_job_that_has_ended(jobs: JobStore) -> None:
     first = queued(jobs)
     second = queued(jobs)
@@ -193,10 +224,8 @@ def test_an_estimate_of_the_start_needs_a_worker_and_a_job_that_has_ended(jobs: 
     jobs.show_worker(WorkerState(id="w:1", stages=["train"], device=device), 30)
     jobs.show_worker(WorkerState(id="w:2", stages=["train", "precompute"]), 30)
     assert job_of(jobs, second).estimated_start_at is None
-    jobs.count("kd_job_duration_seconds_sum", 400, kind="train", status="succeeded")
-    jobs.count("kd_job_duration_seconds_count", 4, kind="train", status="succeeded")
-    jobs.count("kd_job_duration_seconds_sum", 9999, kind="train", status="failed")
-    jobs.count("kd_job_duration_seconds_count", 1, kind="train", status="failed")
+    jobs.count("kd_job_worker_seconds_sum", 400, kind="train")
+    jobs.count("kd_job_worker_seconds_count", 4, kind="train")
     now = datetime.now(UTC)
     starts = [
         (job_of(jobs, job_id).estimated_start_at - now).total_seconds()

@@ -6,11 +6,12 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.records import make_job_id, read_creation_time
 from services.store.jobs.store import JobStore
-from tests.support.records import job_of, queued
+from tests.support.records import job_of, let_pass, queued, running, status
 
 SURROGATE = "\ud800"
 #: Damage to fields of a record; None = the field is lost.
@@ -63,6 +64,95 @@ def test_a_record_with_a_damaged_status_can_only_be_removed(jobs: JobStore, text
     assert jobs.change("cancel", bad).outcome == "illegal"
     assert jobs.change("delete", bad).status == "deleted"
     assert jobs.read_page(JobQuery(), 10).jobs == []
+
+
+def test_a_removed_record_with_a_damaged_status_is_in_nobodys_way(jobs: JobStore) -> None:
+    bad = queued(jobs, deadline_seconds=60)
+    lost = running(jobs, deadline_seconds=60).id
+    good = queued(jobs)
+    for job_id in (bad, lost):
+        damage(jobs, job_id, {"status": "gone"})
+        assert jobs.change("delete", job_id).status == "deleted"
+    for what in ("leases", "deadlines"):
+        assert jobs.redis.zcard(f"kd:{what}") == 0
+    assert jobs.read_accounts("local")[0].devices == 0
+    assert sum(jobs.count_statuses().values()) == 1
+    assert jobs.list_unannounced("train", 0) == [good]
+    claim = jobs.claim_next("train", "w", 5)
+    assert claim is not None
+    assert claim.id == good
+
+
+#: Damage that the script meets when it claims a job, takes it back, or ends it.
+IN_THE_WAY: dict[str, dict[str, str | None]] = {
+    "an attempt that is no number": {"attempt": "x"},
+    "a fence that is no number": {"fence": "x"},
+    "a lost time of creation": {"created_us": None},
+    "a lost attempt": {"attempt": None},
+    "a lost limit of attempts": {"max_attempts": None},
+    "a record that is gone": {},
+}
+
+
+def hurt(jobs: JobStore, job_id: str, fields: dict[str, str | None]) -> None:
+    damage(jobs, job_id, fields)
+    if not fields:
+        jobs.redis.delete(f"kd:job:{job_id}")
+
+
+@pytest.mark.parametrize("fields", IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_a_damaged_record_keeps_no_worker_from_the_next_job(
+    jobs: JobStore, fields: dict[str, str | None]
+) -> None:
+    bad, good = queued(jobs), queued(jobs)
+    hurt(jobs, bad, fields)
+    claims = [jobs.claim_next("train", "w", 5) for _ in range(2)]
+    assert good in [claim and claim.id for claim in claims]
+    assert jobs.list_unannounced("train", 0) == []
+
+
+@pytest.mark.parametrize("fields", IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_a_damaged_record_keeps_no_other_lease_from_its_end(
+    jobs: JobStore, fields: dict[str, str | None]
+) -> None:
+    bad, good = running(jobs).id, running(jobs).id
+    hurt(jobs, bad, fields)
+    for job_id in (bad, good):
+        let_pass(jobs, "leases", job_id)
+    jobs.expire()
+    assert status(jobs, good) == "queued"
+    jobs.repair(0, 5)
+    jobs.expire()
+
+
+@pytest.mark.parametrize("fields", IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_a_damaged_record_keeps_no_other_deadline(
+    jobs: JobStore, fields: dict[str, str | None]
+) -> None:
+    bad, good = queued(jobs, deadline_seconds=60), queued(jobs, deadline_seconds=60)
+    hurt(jobs, bad, fields)
+    for job_id in (bad, good):
+        let_pass(jobs, "deadlines", job_id)
+    jobs.due()
+    assert status(jobs, good) == "failed"
+    assert jobs.redis.zcard("kd:deadlines") == 0
+
+
+def test_a_full_server_is_not_taken_for_a_damaged_record(jobs: JobStore) -> None:
+    waiting, held = queued(jobs), running(jobs, deadline_seconds=60)
+    let_pass(jobs, "leases", held.id)
+    jobs.redis.config_set("maxmemory", "1")
+    try:
+        for act in (lambda: jobs.claim_next("train", "w", 5), jobs.expire):
+            with pytest.raises(OutOfMemoryError):
+                act()
+    finally:
+        jobs.redis.config_set("maxmemory", "0")
+    assert (status(jobs, waiting), status(jobs, held.id)) == ("queued", "running")
+    assert jobs.expire() == [held.id]
+    claim = jobs.claim_next("train", "w", 5)
+    assert claim is not None
+    assert claim.id in (waiting, held.id)
 
 
 def test_whole_surrogate_pairs_are_text(jobs: JobStore) -> None:

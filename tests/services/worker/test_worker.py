@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +25,10 @@ from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker.child_process import Outbox, build_child_environment
+from services.worker.devices import WorkerDevice
 from services.worker.event_size import LONGEST_EVENT, LONGEST_TEXT
 from services.worker.failures import describe_crash, describe_error
+from services.worker.supervisor import Attempt
 from tests.support.services.runs import MakeParts, attempted, started, steps_done
 
 
@@ -478,6 +482,39 @@ def test_a_crash_for_want_of_memory_is_known_by_its_log(tmp_path: Path) -> None:
     assert describe_crash(-6, "the run", log)["type"] == "out_of_memory"
     log.write_text("Segmentation fault\n")
     assert describe_crash(-11, "the run", log)["type"] == "internal"
+
+
+def test_a_crash_quotes_the_end_of_a_long_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    with log.open("wb") as file:
+        file.truncate(4 << 30)  # a hole, which takes no disk
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nthe library gave up\n")
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, limit[1]))
+    try:
+        found = describe_crash(3, "the run", log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert found["detail"].endswith("the library gave up")
+    log.unlink()
+    assert "its log is empty" in describe_crash(3, "the run", log)["detail"]
+
+
+@pytest.mark.parametrize("name", ["leaks", "leaks-and-exits"])
+def test_no_error_and_no_warning_of_a_job_shows_a_secret(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    token = "a-token-of-no-known-form"
+    monkeypatch.setenv("HF_TOKEN", token)
+    _, claim = attempted(parts, name)
+    device = WorkerDevice(hidden=True)
+    Attempt(parts.jobs, parts.settings, claim, "train", device, threading.Event()).run()
+    job = parts.job(claim.id)
+    assert job.error is not None
+    assert "403 for the token ***" in job.error.detail
+    assert token not in str(parts.events(claim.id))
+    assert token not in job.model_dump_json()
 
 
 def test_a_run_that_the_kernel_killed_for_its_memory_says_so(parts: Parts) -> None:

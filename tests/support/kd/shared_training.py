@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from cache.store import open_cache
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
+from kd.loss.temperature import TemperatureControl
 from kd.models.loading import build_hollow_student, build_student
 from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
@@ -24,10 +26,12 @@ from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import collect_weights
 from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
-from kd.text.batches import CachedRecords
+from kd.text.batches import CachedRecords, PlainText
+from kd.text.corpus import Corpus
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
-from tests.support.kd.training import stop_after
+from tests.support.kd.students import make_llama
+from tests.support.kd.training import VOCABULARY, make_source, make_text_job, stop_after
 
 
 def make_shared_job(teacher: Path, text: Path, **train: Any) -> dict[str, Any]:
@@ -143,6 +147,46 @@ def train_half(
     half = job | {"train": job["train"] | {"loss_scale": {"initial": 2.0**30}}}
     with mock.patch.object(Precision, "choose", return_value=Precision("cpu", torch.float16)):
         return train_student(group, half, *arguments, **options)
+
+
+def train_and_list_temperatures(group: Group, *arguments: Any) -> list[float]:
+    """Train, and return the temperature with which this rank began each step."""
+    found: list[float] = []
+    track = TemperatureControl.track
+
+    def listen(control: TemperatureControl, step: int) -> float | torch.Tensor:
+        temperature = track(control, step)
+        found.append(float(temperature))
+        return temperature
+
+    with mock.patch.object(TemperatureControl, "track", listen):
+        train_student(group, *arguments)
+    return found
+
+
+def train_on_few_targets(
+    group: Group, folder: str, size: int, strategy: str = "auto"
+) -> dict[str, Any]:
+    """Train on text of which one sequence in three has targets, by steps of 4 sequences.
+
+    A micro-batch has ``size`` sequences, so that some micro-batches, some ranks and one whole step
+    have no target. Returns the weights and the lines of rank 0, in float64.
+    """
+    text = make_source().corpus
+    kept_S = np.arange(len(text.train)) % 3 == 0
+    sequences = text.train.select(slice(None))
+    masked = replace(sequences, target_mask=sequences.target_mask & kept_S[:, None])
+    options = {
+        "max_steps": 6, "batch_size": size, "gradient_accumulation_steps": 4 // size,
+        "eval_steps": 6, "logging_steps": 1, "learning_rate": 1e-2, "strategy": strategy,
+    }  # fmt: skip
+    job = make_text_job(options, loss={"alpha": 1.0, "label_smoothing": 0.1, "z_loss": 1e-3})
+    student = make_llama(VOCABULARY).double()
+    source = PlainText(Corpus(masked, text.validation))
+    train(job, source, student, VOCABULARY, Path(folder), SILENT, group)
+    weights = collect_weights(student, group)
+    lines = read_metrics(Path(folder) / "metrics.jsonl") if group.leads else []
+    return {"weights": {name: each.numpy() for name, each in weights.items()}, "lines": lines}
 
 
 def train_alone(*arguments: Any, **options: Any) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -18,6 +21,7 @@ from bench.support.waiting import wait_until
 from kd.client.wire.jobs import Job
 from services.store.callers import Caller
 from services.store.key_file import create_key
+from services.store.training_files import TrainingFiles
 from tests.support.documents import list_blocks
 from tests.support.services.api import problem, serving, tell
 
@@ -230,18 +234,52 @@ def test_errors_have_both_forms(house: House) -> None:
     assert "error" not in house.parts.http.get("/v1/jobs").json()
 
 
-def test_files_count_for_the_quota_of_their_team(new_parts: Callable[..., Parts]) -> None:
-    parts = new_parts(quota_bytes=1000, disk_floor_bytes=0)
+def test_files_count_for_the_quota_of_their_team_at_once(new_parts: Callable[..., Parts]) -> None:
+    parts = new_parts(quota_bytes=4000, disk_floor_bytes=0)
     parts.start_api()
     with connect(parts) as client:
-        rules = "kd:policy"
-        wait_until(lambda: parts.jobs.redis.hget(rules, "bytes"))
-        client.files.create(file=("t.jsonl", lines(*[TEXT_ROW] * 50)), purpose="fine-tune")
-        parts.jobs.redis.delete("kd:measured")
-        wait_until(lambda: parts.jobs.read_accounts("local")[0].bytes > 1000)
-        with pytest.raises(openai.RateLimitError) as error:
-            client.files.create(file=("t.jsonl", lines(TEXT_ROW)), purpose="fine-tune")
+        wait_until(lambda: parts.jobs.redis.hget("kd:policy", "bytes"))
+        with pytest.raises(openai.RateLimitError, match="The file needs about") as error:
+            client.files.create(file=("t.jsonl", lines(*[TEXT_ROW] * 80)), purpose="fine-tune")
         refused(error, "quota")
+        made = client.files.create(file=("t.jsonl", lines(*[TEXT_ROW] * 50)), purpose="fine-tune")
+        # The quota is measured once a minute, and was not measured since.
+        assert parts.jobs.read_accounts("local")[0].bytes == 0
+        with pytest.raises(openai.RateLimitError) as error:
+            client.files.create(file=("t.jsonl", lines(*[TEXT_ROW] * 50)), purpose="fine-tune")
+        refused(error, "quota")
+        assert client.files.delete(made.id).deleted
+        client.files.create(file=("t.jsonl", lines(*[TEXT_ROW] * 50)), purpose="fine-tune")
+
+
+def test_of_files_that_come_together_only_those_within_the_quota_stay(
+    new_parts: Callable[..., Parts],
+) -> None:
+    parts = new_parts(quota_bytes=9000, disk_floor_bytes=0)
+    parts.start_api()
+    wait_until(lambda: parts.jobs.redis.hget("kd:policy", "bytes"))
+    content = lines(*[TEXT_ROW] * 50)
+    halfway = threading.Barrier(5)
+
+    def upload(_: int) -> int:
+        boundary = b"--x\r\nContent-Disposition: form-data; name="
+
+        def body() -> Iterator[bytes]:
+            yield boundary + b'"purpose"\r\n\r\nfine-tune\r\n'
+            yield boundary + b'"file"; filename="t.jsonl"\r\n\r\n' + content[:1000]
+            halfway.wait(30)
+            yield content[1000:] + b"\r\n--x--\r\n"
+
+        form = {"Content-Type": "multipart/form-data; boundary=x"}
+        url = f"{parts.settings.server}/v1/files"
+        return httpx.post(url, content=body(), headers=form, timeout=60).status_code
+
+    with ThreadPoolExecutor(5) as pool:
+        statuses = list(pool.map(upload, range(5)))
+    assert 429 in statuses and set(statuses) <= {200, 429}
+    stored = TrainingFiles(parts.settings.files)
+    assert len(stored.list_files("local")) == statuses.count(200)
+    assert stored.measure_team("local") <= 9000
 
 
 def test_files_outlive_the_api(new_parts: Callable[..., Parts]) -> None:

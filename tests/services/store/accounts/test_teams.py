@@ -365,6 +365,12 @@ def test_the_quota_of_a_team_goes_before_that_of_all(jobs: JobStore) -> None:
     assert jobs.claim_next("train", "w", 60) is not None, "a quota that is lifted holds nobody"
 
 
+def test_the_bytes_of_any_number_of_teams_are_written(jobs: JobStore) -> None:
+    sizes = {f"team-{number}": TeamBytes(number) for number in range(5000)}
+    jobs.write_bytes(sizes)
+    assert [each.bytes for each in jobs.read_accounts("team-0", "team-4999")] == [0, 4999]
+
+
 def test_a_team_above_its_bytes_waits_and_may_create_no_job(jobs: JobStore) -> None:
     jobs.write_policy(DAY, {"": Quota(bytes=1000)})
     waiting = queued(jobs, caller=ANN)
@@ -451,7 +457,7 @@ def test_the_bytes_of_an_owner_count_before_its_first_job_of_a_version_with_team
         folder.mkdir(parents=True)
         (folder / "file").write_bytes(bytes(size))
     forget_teams(jobs, job_id)
-    TeamRules(jobs, home).step()
+    TeamRules(jobs, home).measure_if_due()
     (account,) = jobs.read_accounts()
     assert (account.team, account.disk) == ("ada:1", TeamBytes(caches=700, runs=50))
 

@@ -56,4 +56,4 @@ def test_kd_convert_refuses_a_file_of_another_tool(tmp_path: Path) -> None:
     file.write_text(GKD)
     done = kd("convert", file, "--from", "axolotl")
     assert done.returncode == 2
-    assert "base_model is missing. Give a job file of axolotl." in done.stderr
+    assert "base_model is missing.\nremedy: Give a job file of axolotl." in done.stderr

@@ -1,0 +1,59 @@
+"""The weight of each token in the divergence, by the teacher's entropy: ``loss.entropy_weighting``.
+
+    c_n = (1 + H_n)^w / mean of (1 + H)^w
+
+The mean is over all positions of an optimiser step whose entropy is known, so that the step does
+not depend on how it is cut into micro-batches and dealt to ranks. A position whose entropy is
+unknown weighs 1.
+
+Shapes: N positions that have a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kd.loss.objective import Objective
+from kd.loss.targets import Columns, Targets, decode_entropies
+from kd.parallel.group import ALONE, Group
+
+
+def compute_token_weights(targets: Targets, objective: Objective) -> Tensor | None:
+    """Compute c, (N,) in float64; None where every weight is 1.
+
+    Raises ``ValueError`` where the targets have no entropies.
+    """
+    if objective.entropy_weighting == 0.0 or targets.teacher is None or not len(targets):
+        return None
+    if targets.entropy_N is None:
+        raise ValueError(
+            "entropy_weighting needs the teacher's entropies, which these targets do not have"
+        )
+    weight_N = _raise_entropies(targets.entropy_N, objective.entropy_weighting)
+    mean = weight_N.nanmean() if objective.mean_weight is None else objective.mean_weight
+    return (weight_N / mean).nan_to_num(nan=1.0)
+
+
+def measure_mean_weight(
+    parts: Iterable[Columns | None], exponent: float, group: Group = ALONE
+) -> float | None:
+    """Compute the mean of (1 + H)^w over the records of the micro-batches ``parts`` of all ranks.
+
+    The columns are those of ``kd.text.batches.Batch.teacher``, on the host; w is ``exponent``. None
+    where no entropy is known. All ranks call it.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    for columns in parts:
+        if columns is not None:
+            weight_N = _raise_entropies(decode_entropies(columns["entropy"], torch.nan), exponent)
+            known_N = weight_N[~weight_N.isnan()]
+            sums += torch.stack([known_N.sum(), torch.tensor(len(known_N)).double()])
+    total, count = group.add_(sums).tolist()
+    return total / count if count else None
+
+
+def _raise_entropies(entropy_N: Tensor, exponent: float) -> Tensor:
+    return (1.0 + entropy_N).pow(exponent)

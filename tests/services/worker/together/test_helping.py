@@ -1,0 +1,48 @@
+"""What keeps a worker from helping with a capture ends its help, and is a warning of the job."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from bench.support.harness import Parts
+from kd.config.jobfile import parse_config
+from kd.face.version import read_version
+from services.store.jobs.leases import ANY_CAPACITY
+from services.store.ranges import RangeBoard
+from services.worker.devices import WorkerDevice
+from services.worker.helping import CaptureHelp, describe_place
+from tests.support.records import running
+
+#: A field that this version does not know.
+FUTURE = {"a_field_of_another_version": 1}
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.9.9", "the worker that leads the capture 0.9.9"), (None, "a_field_of_another_version")],
+    ids=["of another version", "of this version"],
+)
+def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
+    parts: Parts, version: str | None, expected: str
+) -> None:
+    claim = running(parts.jobs, "precompute", resources={"workers": 2})
+    board = RangeBoard(parts.jobs.redis)
+    terms = describe_place(parts.settings, parse_config(claim.config))
+    terms |= {"version": version or read_version()}
+    assert board.open(claim, "leader", 60, terms, 100, 2) is not None
+    order = board.help("helper", 60, ANY_CAPACITY, ["precompute"])
+    assert order is not None
+    foreign = replace(order, config=order.config | FUTURE)
+    device = WorkerDevice(hidden=True)
+    CaptureHelp(parts.jobs, parts.settings, foreign, "helper", device, threading.Event()).run()
+    warnings = [data["message"] for kind, data in parts.events(claim.id) if kind == "warning"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("Worker helper no longer helps with this capture:")
+    assert expected in warnings[0]
+    assert board.help("helper", 60, ANY_CAPACITY, ["precompute"]) is None
+    view = board.view(claim.id)
+    assert view is not None
+    assert [member.worker for member in view.members] == ["leader"]
