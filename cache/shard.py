@@ -52,7 +52,7 @@ _WRITE_SETTINGS = {
     "codec_pipeline.path": _OWN_PIPELINE,
     "array.write_empty_chunks": True,
 }
-RECAPTURE_REMEDY = "Run the job again: damaged shards are captured anew."
+RECAPTURE_REMEDY = "Run the job again: it captures the damaged shards again."
 
 
 @dataclass(frozen=True)

@@ -197,10 +197,10 @@ class Cache:
         ``whole``. Raises as ``read`` does.
         """
         if self.mirror is not None:
-            self.mirror.bring(name, digest, whole)
+            self.mirror.open_folder(name, digest, whole)
         return read_seal(self.folder, name, digest)
 
-    def bring_ahead(self, numbers: NDArray[np.int64]) -> None:
+    def prefetch(self, numbers: NDArray[np.int64]) -> None:
         """Begin to fetch the shards of the sequences ``numbers``, which are read soon.
 
         Nothing is done where the cache lies on this disk.
@@ -208,7 +208,7 @@ class Cache:
         if self.mirror is None:
             return
         for index in np.unique(numbers // self.identity.codec.shard_sequences).tolist():
-            self.mirror.bring_ahead(name_shard(index), self.entries[index].digest)
+            self.mirror.prefetch(name_shard(index), self.entries[index].digest)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Read the teacher's LM head of a hidden cache.
@@ -355,7 +355,7 @@ def _open_mirrored(mirror: Mirror, manifest: Manifest, memory: ChunkMemory) -> C
     if manifest.pieces is not None:
         mirror.fetch_pieces(list_pieces(manifest.pieces))
     for name, digest in list_sealed_folders(manifest):
-        mirror.bring(name, digest)
+        mirror.open_folder(name, digest)
         read_seal(folder, name, digest)
     count = manifest.totals.shards
     mirror.require_seals({name_shard(index) for index in range(count)})

@@ -65,10 +65,10 @@ from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.memory.host import choose_chunk_memory
 from kd.memory.one_sequence import require_capture_memory
-from kd.models.attention.isolation import foresee_isolation, make_small
+from kd.models.attention.isolation import make_small, precheck_isolation
 from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
-from kd.models.lm_head import foresee_lm_head, require_rows
+from kd.models.lm_head import precheck_lm_head, require_rows
 from kd.models.loading import (
     hide_progress_bars,
     load_hollow,
@@ -94,7 +94,7 @@ from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
-from kd.training.resume.elsewhere import bring_run, keeping_checkpoint
+from kd.training.resume.elsewhere import fetch_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
 from kd.training.samples import EvaluationSamples
 from kd.training.uploads import CheckpointUploads
@@ -130,7 +130,7 @@ def run_stage(
     begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
-    bring_run(config, run_dir, stage, monitor)
+    fetch_run(config, run_dir, stage, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:
         require_store(find_caches(home, config.cache.store), "precompute" in config.stages)
@@ -222,7 +222,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     Where several workers capture it, one of them does this, and the others help with the shards.
     """
     planned = plan_capture(config, monitor, home / TEXTS)
-    monitor.check("after the text was read; no shard was begun")
+    monitor.check("after the text was read; no shard was started")
     if monitor.ranges is not None and monitor.ranges.terms is not None:
         caches = find_caches(home, config.cache.store)
         help_capture(planned, caches, monitor.ranges.terms, monitor)
@@ -268,9 +268,9 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
         # Made once for both: that takes seconds for a wide model.
         small = make_small(hollow)
         if small is not None:
-            foresee_lm_head(small)
+            precheck_lm_head(small)
         if small is not None and config.data.packing:
-            foresee_isolation(small, config.data.sequence_length, monitor)
+            precheck_isolation(small, config.data.sequence_length, monitor)
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

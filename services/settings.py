@@ -56,7 +56,9 @@ def parse_prices(words: Iterable[str]) -> dict[str, float]:
         except ValueError:
             price = -1.0
         if not 0 <= price < float("inf"):
-            raise ValueError(f"{word!r} is no price: write h100=2.5, cpu=0.04, or 1.2 for the rest")
+            raise ValueError(
+                f"{word!r} is not a price: write h100=2.5, cpu=0.04, or 1.2 for the rest"
+            )
         if name in found:
             raise ValueError(f"{name or 'any other device'} has two prices")
         found[name] = price
@@ -89,8 +91,8 @@ class Settings(BaseSettings):
         None,
         max_length=1024,
         description=(
-            "Where caches lie: a folder, or a bucket of S3, s3://bucket/prefix; its credentials "
-            "come from the usual variables of the environment. If it is not set, they lie in "
+            "Where caches are stored: a folder, or an S3 bucket, s3://bucket/prefix, whose "
+            "credentials come from the usual environment variables. If it is not set, they are in "
             "caches/ of KD_HOME."
         ),
     )
@@ -102,9 +104,9 @@ class Settings(BaseSettings):
     store_runs: bool = Field(
         True,
         description=(
-            "Whether checkpoints, students and reports of jobs are kept in the bucket of KD_STORE "
-            "too, below runs/, so that a worker on another host can go on with a job, and the API "
-            "shows files of all workers. Without a bucket it means nothing."
+            "Whether checkpoints, students and reports of jobs are also copied to the bucket of "
+            "KD_STORE, below runs/, so that a worker on another host can continue a job, and the "
+            "API shows the files of all workers. Without a bucket it has no effect."
         ),
     )
     data_stores: Words = Field(
@@ -134,8 +136,8 @@ class Settings(BaseSettings):
     redis_ca_file: Path | None = Field(
         None,
         description=(
-            "Certificates (PEM) that sign those of KD_REDIS_URL. The default is those that the "
-            "system trusts."
+            "Certificates (PEM) of the authority that signs the server's certificate. The default "
+            "is the system's certificates."
         ),
     )
     host: str = Field("127.0.0.1", description="Address on which the API listens.")
@@ -243,16 +245,15 @@ class Settings(BaseSettings):
         le=31536000,
         description=(
             "Time after which a team's use of devices counts half as much in the queue. A free "
-            "worker takes a job of the team that holds the fewest devices, then of the one that "
-            "used the least recently."
+            "worker takes a job of the team that holds the fewest devices, and among equals of the "
+            "team that used the least recently."
         ),
     )
     device_prices: Words = Field(
         (),
         description=(
-            "Prices of an hour of one device, by kind or by a part of its name: "
-            "h100=2.5,cpu=0.04; a number alone is for any other device. Without a price no cost is "
-            "shown."
+            "Prices of an hour of one device, by kind or by a part of its name: h100=2.5,cpu=0.04; "
+            "a number without a name is for all other devices. Without a price no cost is shown."
         ),
     )
     retain_caches_unused_days: Days = Field(
@@ -307,8 +308,8 @@ class Settings(BaseSettings):
     retain_leftovers_days: Days = Field(
         0.0,
         description=(
-            "Days after which the service removes what crashes left behind: incomplete caches, "
-            "and runs without a record. 0 = never; `kd gc` takes 7 then."
+            "Days after which the service removes what crashes left behind: incomplete caches, and "
+            "runs without a record. 0 = never; `kd gc` then uses 7."
         ),
     )
     retain_hour: int = Field(
@@ -316,15 +317,15 @@ class Settings(BaseSettings):
         ge=0,
         le=23,
         description=(
-            "Hour of the day (UTC) at which the API applies the rules KD_RETAIN_*, if one of them "
-            "is set besides that of events."
+            "Hour of the day (UTC) at which the API applies the rules KD_RETAIN_*, if any of them "
+            "is set besides the rule for events."
         ),
     )
     audit_bytes: int = Field(
         16 << 20,
         ge=4096,
         le=1 << 30,
-        description="Bytes of audit.jsonl in KD_HOME/audit above which a new file is begun.",
+        description="Bytes of audit.jsonl in KD_HOME/audit above which a new file is started.",
     )
     audit_files: int = Field(
         10,
@@ -353,7 +354,8 @@ class Settings(BaseSettings):
         None,
         description=(
             "Device of a worker: cpu, or the number or UUID of a GPU. The default is the first "
-            "free GPU. A job uses one device; of several (0,1 or cpu,cpu) the others idle."
+            "free GPU. Several devices are separated by commas (0,1 or cpu,cpu); a job uses "
+            "resources.gpus of them, and one by default."
         ),
     )
     outage_seconds: float = Field(

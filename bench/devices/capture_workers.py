@@ -47,7 +47,7 @@ from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
 from services.store.jobs.leases import ANY_CAPACITY
 from services.store.queue import publish_hint
-from services.store.ranges import RangeBoard, TakenRange, ToldProgress, choose_range_size
+from services.store.ranges import RangeBoard, ReportedProgress, TakenRange, choose_range_size
 
 RATE = 10_000
 WORKERS = (1, 2, 4)
@@ -199,7 +199,7 @@ def measure_store(parts: Parts, members: int) -> tuple[float, float, float, floa
         assert isinstance(found, TakenRange)
         taken.append(found)
 
-    told = ToldProgress(1000, 20.0, 500_000, 10_000.0)
+    told = ReportedProgress(1000, 20.0, 500_000, 10_000.0)
     times = (
         time_calls(take),
         time_calls(lambda number: board.finish(owner, taken[number].number, 64)),

@@ -60,7 +60,7 @@ def _verify_mirrored(
         if waiting is not None:
             waiting()
         try:
-            mirror.bring(name, digest)
+            mirror.open_folder(name, digest)
             seal = read_seal(mirror.folder, name, digest)
         except (CacheCorrupt, CacheIncomplete) as error:
             lines.append(error.detail)

@@ -119,7 +119,7 @@ class Mirror:
         self._keep_seal(name, data)
         return data
 
-    def bring(self, name: str, digest: str | None = None, whole: bool = False) -> None:
+    def open_folder(self, name: str, digest: str | None = None, whole: bool = False) -> None:
         """Make a folder of arrays ready for reading: its seal now, its files when they are read.
 
         A seal that is here and has ``digest`` is not fetched again. ``whole``: all files come now.
@@ -151,14 +151,14 @@ class Mirror:
             except ValueError as error:
                 raise CacheCorrupt(f"{error}.", RECAPTURE_REMEDY) from error
 
-    def bring_ahead(self, name: str, digest: str) -> None:
+    def prefetch(self, name: str, digest: str) -> None:
         """Begin to bring a shard whole, unless that has begun; what fails is tried when read."""
         now = time.monotonic()
         with self._lock:
             known = self._coming.get(name)
             if known and (not known.work.done() or now - known.begun < _AGAIN_SECONDS):
                 return
-            work = _open_pool(os.getpid()).submit(self._bring_quietly, name, digest)
+            work = _open_pool(os.getpid()).submit(self._prefetch_shard, name, digest)
             self._coming[name] = _Coming(work, now)
 
     def _await_coming(self, name: str) -> None:
@@ -167,10 +167,10 @@ class Mirror:
         if known and not known.work.cancel():
             known.work.result()
 
-    def _bring_quietly(self, name: str, digest: str) -> None:
+    def _prefetch_shard(self, name: str, digest: str) -> None:
         # The reader meets the error and reports it.
         with suppress(Exception):
-            self.bring(name, digest)
+            self.open_folder(name, digest)
             seal = Seal.from_bytes((self.folder / locate_seal(name)).read_bytes(), name)
             here = list_file_sizes(self.folder / name)
             for file, about in seal.files.items():

@@ -18,7 +18,7 @@ from cache.shards.entries import PieceIndex, ShardEntries, ShardEntry, ShardTota
 PIECES = "manifest"
 #: Pieces that stay in memory: 16 MiB of them.
 _KEPT_PIECES = 64
-_REMEDY = "Run the job again: it writes the manifest anew from the sealed shards."
+_REMEDY = "Run the job again: it writes a new manifest from the sealed shards."
 
 
 def name_piece(piece: int) -> str:

@@ -225,7 +225,7 @@ class CacheWriter:
         with suppress(OSError):
             begun.mkdir(exist_ok=True)
 
-    def leave_begun(self) -> None:
+    def clear_unfinished(self) -> None:
         """Take away what shows shards in work that were not written."""
         for begun in self._begun:
             with suppress(OSError):
@@ -425,7 +425,7 @@ class CacheWriter:
             return None
         if self.mirror is not None:
             try:
-                self.mirror.bring(name, seal.digest, whole=True)
+                self.mirror.open_folder(name, seal.digest, whole=True)
             except CacheCorrupt:
                 return None
         return TailSums.from_arrays(read_arrays(self.folder / name, seal, SUM_ARRAYS))

@@ -81,7 +81,7 @@ class Downloads:
                     return handle
                 os.close(handle)
 
-    def bring(self, listing: Listing, names: list[str], report: Report) -> Path:
+    def download(self, listing: Listing, names: list[str], report: Report) -> Path:
         """Download the files ``names`` that are not here; return the folder. Hold it before.
 
         Raises ``StoreError`` where the bucket does not give one as it was listed.

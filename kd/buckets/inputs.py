@@ -75,7 +75,7 @@ def forward_report(line: str) -> None:
 
 
 @contextmanager
-def looking_away() -> Iterator[None]:
+def avoiding_buckets() -> Iterator[None]:
     """In this block no check looks into a bucket: its answer may take too long."""
     token = _looks.set(False)
     try:
@@ -84,7 +84,7 @@ def looking_away() -> Iterator[None]:
         _looks.reset(token)
 
 
-def may_look() -> bool:
+def may_read_buckets() -> bool:
     """Whether checks look into buckets here."""
     return _looks.get()
 
@@ -164,7 +164,7 @@ def select_files(listing: Listing, patterns: Sequence[str]) -> list[str]:
     )
 
 
-def bring_files(url: str, names: Sequence[str]) -> Path:
+def download_files(url: str, names: Sequence[str]) -> Path:
     """Make sure that files of ``list_stored(url)`` are on this disk; return their folder.
 
     They stay there as long as this process looks at this version. Raises ``StoreError`` where the
@@ -175,7 +175,7 @@ def bring_files(url: str, names: Sequence[str]) -> Path:
     downloads = Downloads(_locate_folder(), int(size) if size.isdecimal() else DOWNLOAD_BYTES)
     if listing.name not in _view.handles:
         _view.handles[listing.name] = downloads.hold(listing)
-    return downloads.bring(listing, list(names), _view.report)
+    return downloads.download(listing, list(names), _view.report)
 
 
 def _locate_folder() -> Path:

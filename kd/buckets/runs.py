@@ -142,7 +142,7 @@ class StoredRun:
             self.bucket.delete([files[STATE].name])
         self.bucket.delete(each.name for each in files.values())
 
-    def bring_checkpoint(self, found: StoredCheckpoint, folder: Path, report: Report) -> None:
+    def fetch_checkpoint(self, found: StoredCheckpoint, folder: Path, report: Report) -> None:
         """Download the files of a checkpoint into ``folder``, and compare them with their sha256.
 
         Raises ``CacheCorrupt`` where one is missing or has other bytes.

@@ -14,7 +14,7 @@ from kd.buckets.inputs import forward_report
 _BYTES_BAR = "huggingface_hub.snapshot_download"
 
 
-def bring_snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
+def download_snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
     """Return the local folder of a model of the hub; download the files that are missing.
 
     A download that takes longer than two seconds is reported. Raises what huggingface_hub raises

@@ -86,7 +86,7 @@ class SealedShard:
         )
 
 
-def foresee_slow_disk(
+def predict_slow_disk(
     writer: CacheWriter, reader: RecordReader, sequences: Sequences, whole: tuple[int, int]
 ) -> str | None:
     """Describe a disk that will take less than the teacher gives; None if it takes enough.
@@ -274,24 +274,24 @@ class CaptureReport:
         """Take back sequences that were read for nothing."""
         self._meter.done -= sequences
 
-    def tell_slow_disk(self, warning: str | None) -> None:
+    def report_slow_disk(self, warning: str | None) -> None:
         """Report a slow disk, once."""
         if warning is not None and not self._judged_disk:
             self.monitor.emit("warning", message=warning)
             self._judged_disk = True
 
-    def tell_read(self, sequences: int, positions: int) -> None:
+    def report_read(self, sequences: int, positions: int) -> None:
         """Report sequences that were read, and their positions."""
         self.monitor.emit("progress", **self._meter.advance(sequences, positions))
         self.monitor.report_alive()
 
-    def tell_sealed(self, shard: SealedShard | None) -> None:
+    def report_sealed(self, shard: SealedShard | None) -> None:
         """Report a shard that was sealed, and a teacher that does not know the held-out text."""
         if shard is None:
             return
         self.monitor.emit("shard", bytes=shard.bytes, seconds=shard.seconds)
         # The first shard alone: while a later one is read, the reading waits for the disk too.
-        self.tell_slow_disk(shard.describe_slow_disk())
+        self.report_slow_disk(shard.describe_slow_disk())
         self._judged_disk = True
         if not self.watch.holds_out(shard.index):
             return
@@ -362,7 +362,7 @@ class ShardRecording:
         at: TracebackType | None,
     ) -> None:
         self._pipeline.__exit__(kind, error, at)
-        self._writer.leave_begun()
+        self._writer.clear_unfinished()
 
     def record(
         self,
@@ -382,7 +382,7 @@ class ShardRecording:
                 self.finish()
                 pipeline.seal(index, sequences, reader.take_tail_sums())
             self._note(pipeline.collect())
-            report.tell_read(delivery.sequences, delivery.positions)
+            report.report_read(delivery.sequences, delivery.positions)
             if left and is_given_up():
                 pipeline.give_up()
                 reader.take_tail_sums()
@@ -398,7 +398,7 @@ class ShardRecording:
         self._note(self._pipeline.finish())
 
     def _note(self, shard: SealedShard | None) -> None:
-        self._report.tell_sealed(shard)
+        self._report.report_sealed(shard)
         if shard is not None:
             self._sealed(shard.index)
 

@@ -50,7 +50,7 @@ from kd.capture.shards import (
     CaptureReport,
     Patience,
     RecordReader,
-    foresee_slow_disk,
+    predict_slow_disk,
     record_ranges,
     record_shards,
 )
@@ -194,7 +194,7 @@ def capture_shards(writer: CacheWriter, plan: CapturePlan, monitor: Monitor) -> 
         left = sum(len(plan.identity.shard_range(index)) for index in missing)
         report.expect(missing, plan.identity.data.sequences - left, missing.last)
         first = select_shard_sequences(plan, missing.first)
-        report.tell_slow_disk(foresee_slow_disk(writer, teacher, first, estimate_whole(plan)))
+        report.report_slow_disk(predict_slow_disk(writer, teacher, first, estimate_whole(plan)))
         monitor.emit("stage", stage="precompute", phase="capturing")
         work = ((index, select_shard_sequences(plan, index)) for index in missing)
         record_shards(teacher, writer, work, report)

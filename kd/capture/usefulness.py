@@ -55,8 +55,8 @@ def describe_useless_teacher(teacher: str, unigram: float, bigram: float) -> str
     return (
         f"The teacher does not know this text: its held-out perplexity is {teacher}, and that of a "
         f"bigram counted from the training text is {bigram:,.2f} (of a unigram {unigram:,.2f}). A "
-        "student will learn little from it. Check the teacher's weights and revision, take another "
-        "teacher, or give text nearer to what it was trained on."
+        "student will learn little from it. Check the teacher's weights and revision, use another "
+        "teacher, or give text that is more like its training text."
     )
 
 

@@ -293,7 +293,7 @@ class Operations:
         path = locate_cache(fingerprint) + "/fidelity"
         return (yield from self.fetch(Job, Request("POST", path, headers=make_key(key))))
 
-    def look_at_cache(
+    def view_cache(
         self, model: type[Model], fingerprint: str, what: str, **query: int
     ) -> Steps[Model]:
         """Return one view of a cache: its statistics, shards, records or usage."""
@@ -365,7 +365,7 @@ def parse_answer(model: type[Model], answer: Answer) -> Model:
         place = ".".join(map(str, first["loc"])) or "the body"
         raise Refused(
             answer.status,
-            f"The answer is no {model.__name__} of Potstill's API: {place}: {first['msg']}.",
+            f"The response is not a {model.__name__} of Potstill's API: {place}: {first['msg']}.",
             "Check the address of the server, and that client and server have one version.",
         ) from None
 

@@ -164,11 +164,11 @@ class Client:
         return self._run(self._operations.act("pause", job))
 
     def resume(self, job: JobRef) -> Job:
-        """Queue a paused job again; it goes on from its saved state."""
+        """Queue a paused job again; it continues from its saved state."""
         return self._run(self._operations.act("resume", job))
 
     def retry(self, job: JobRef) -> Job:
-        """Queue a failed or cancelled job again; it goes on from its saved state."""
+        """Queue a failed or cancelled job again; it continues from its saved state."""
         return self._run(self._operations.act("retry", job))
 
     def delete(self, job: JobRef, *, artifacts: bool = False) -> None:
@@ -220,33 +220,33 @@ class Client:
     def cache_statistics(self, fingerprint: str, *, seed: int = 0) -> CacheStatistics:
         """Return histograms of entropy, entries and kept mass, of a sample that ``seed`` draws."""
         return self._run(
-            self._operations.look_at_cache(CacheStatistics, fingerprint, "statistics", seed=seed)
+            self._operations.view_cache(CacheStatistics, fingerprint, "statistics", seed=seed)
         )
 
     def cache_shards(self, fingerprint: str) -> ShardStates:
         """Return the state of each shard of a cache: sealed, in work, missing or corrupt."""
-        return self._run(self._operations.look_at_cache(ShardStates, fingerprint, "shards"))
+        return self._run(self._operations.view_cache(ShardStates, fingerprint, "shards"))
 
     def cache_records(
         self, fingerprint: str, *, sequence: int = 0, start: int = 0, limit: int = 50
     ) -> CacheRecords:
         """Return up to ``limit`` records of one sequence from number ``start`` on, with text."""
         return self._run(
-            self._operations.look_at_cache(
+            self._operations.view_cache(
                 CacheRecords, fingerprint, "records", sequence=sequence, start=start, limit=limit
             )
         )
 
     def cache_usage(self, fingerprint: str) -> CacheUsage:
         """Return the jobs and students of a cache, its last checks, and why it is kept."""
-        return self._run(self._operations.look_at_cache(CacheUsage, fingerprint, "usage"))
+        return self._run(self._operations.view_cache(CacheUsage, fingerprint, "usage"))
 
     def delete_cache(self, fingerprint: str) -> None:
         """Remove a cache that no unfinished job writes or reads."""
         return self._run(self._operations.delete(locate_cache(fingerprint)))
 
     def templates(self) -> list[Template]:
-        """Return the job files to begin with: YAML, in which models and texts are empty."""
+        """Return the templates of job files: YAML, in which models and texts are empty."""
         return self._run(self._operations.templates())
 
     def workers(self) -> list[Worker]:
@@ -258,7 +258,7 @@ class Client:
         return self._run(self._operations.quotas())
 
     def health(self) -> Health:
-        """Return a sign of life of the server; needs no key."""
+        """Return the health of the server; needs no key."""
         return self._run(self._operations.health())
 
     def version(self) -> Version:

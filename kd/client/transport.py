@@ -43,7 +43,7 @@ class Connection:
         self._warned = False
         if not _is_address(self.server):
             raise Unreachable(
-                f"The address of the server is {self.server!r}, which is no URL.",
+                f"The address of the server is {self.server!r}, which is not a URL.",
                 f"Write it like {DEFAULT_SERVER}: the argument server, or KD_SERVER.",
             )
 

@@ -86,7 +86,7 @@ class CacheConfig(Section):
         description=(
             "Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or "
             "int16, auto = int16). int8 takes a little more than half the space of int16; its "
-            "log-probabilities are wrong by some hundredths of a nat."
+            "log-probabilities have an error of some hundredths of a nat."
         ),
     )
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the tail's samples.")
@@ -95,15 +95,17 @@ class CacheConfig(Section):
         ge=1,
         le=65536,
         description=(
-            "Sequences per shard. A shard is written whole; a capture resumes after the last one."
+            "Sequences per shard. A shard is written as a whole; a capture resumes after the last "
+            "complete shard."
         ),
     )
     fidelity: Literal["refuse", "warn"] = Field(
         "refuse",
         description=(
-            "If records of a finished capture differ from the teacher by more than its own noise "
-            "and the profile explain: refuse = the capture fails; warn = the cache is sealed with "
-            "the verdict in its manifest, and every job that uses it warns."
+            "What happens if the records of a finished capture differ from the teacher by more "
+            "than the teacher's own noise and the profile explain. refuse = the capture fails; "
+            "warn = the cache is sealed with this result in its manifest, and every job that uses "
+            "it warns."
         ),
     )
     extends: str | None = Field(
@@ -111,8 +113,8 @@ class CacheConfig(Section):
         pattern=FINGERPRINT_PATTERN,
         description=(
             "A sealed cache of the same teacher and settings whose text is the beginning of this "
-            "job's text: its whole shards of training sequences are taken, without a copy, and "
-            "only what is new is captured."
+            "job's text. Its complete shards of training sequences are used without a copy, and "
+            "only the new text is captured."
         ),
     )
     fingerprint: str | None = Field(
@@ -128,8 +130,8 @@ class CacheConfig(Section):
         None,
         max_length=1024,
         description=(
-            "Where the cache lies: a folder, or a bucket of S3, s3://bucket/prefix. Null = "
-            "KD_STORE, else the folder caches of KD_HOME. The bytes and the fingerprint of the "
+            "Where the cache is stored: a folder, or an S3 bucket, s3://bucket/prefix. Null = "
+            "KD_STORE, or else the folder caches of KD_HOME. The bytes and the fingerprint of the "
             "cache do not depend on it."
         ),
     )

@@ -11,7 +11,7 @@ class ChecksConfig(Section):
     """The checks of a training run. Each reports an event with its verdict."""
 
     initial_loss: bool = Field(
-        True, description="Warn if the first loss of a fresh student is not near ln(vocabulary)."
+        True, description="Warn if the first loss of a new student is not near ln(vocabulary)."
     )
     parity_tokens: int = Field(
         8,
@@ -49,9 +49,9 @@ class ChecksConfig(Section):
         ge=0,
         le=10_000,
         description=(
-            "Batches of a run that may be left out. A batch whose loss or gradient is NaN or "
-            "infinite is computed a second time, and then left out. One more of them, or a weight "
-            "that is not finite, fails the run."
+            "Batches that a run may skip. A batch whose loss or gradient is NaN or infinite is "
+            "computed a second time, and then skipped. If more batches than this must be skipped, "
+            "or a weight is not finite, the run fails."
         ),
     )
     exploding_norm: float = Field(
@@ -60,7 +60,7 @@ class ChecksConfig(Section):
         le=1e12,
         description=(
             "Warn if the gradient of a layer has a norm above this, before clipping; 0 = do not "
-            "check. Looked at every train.logging_steps steps, as vanishing_norm is."
+            "check. Checked every train.logging_steps steps, like vanishing_norm."
         ),
     )
     vanishing_norm: float = Field(
@@ -86,8 +86,8 @@ class ChecksConfig(Section):
         ge=1,
         le=20,
         description=(
-            "Warn if the loss scale of fp16 falls this often within 20 steps: then gradients "
-            "overflow, and steps are lost."
+            "Warn if the loss scale of fp16 falls this often within 20 steps: each fall is an "
+            "overflow of the gradients, and a skipped step."
         ),
     )
     clipping_share: float = Field(
@@ -104,6 +104,7 @@ class ChecksConfig(Section):
         gt=0,
         le=1,
         description=(
-            "Warn if top-1 agreement with the teacher falls by more than this below its best."
+            "Warn if the top-1 agreement with the teacher falls by more than this below its best "
+            "value."
         ),
     )

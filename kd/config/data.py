@@ -24,7 +24,7 @@ class DatasetSpec(Section):
         description=(
             "Share of this source in a mixture, relative to the other sources (files have 1). A "
             "weight other than 1, or streaming, makes a mixture; it ends when any of its sources "
-            "ends. Without a mixture all sources are read whole."
+            "ends. Without a mixture, all sources are read completely."
         ),
     )
 
@@ -56,7 +56,7 @@ class DataConfig(Section):
     train: TextSources = Field(
         (),
         description=(
-            "Files, folders or globs (txt, jsonl, parquet; .gz and .zst too), files or folders of "
+            "Files, folders or globs (txt, jsonl, parquet; also .gz and .zst), files or folders of "
             "a bucket (s3://bucket/name), folders that save_to_disk of datasets wrote, or datasets "
             "as {path: ...}."
         ),
@@ -64,7 +64,7 @@ class DataConfig(Section):
     validation: TextSources = Field(
         (),
         description=(
-            "Held-out text, in the same forms as train. Without it a share of the training "
+            "Held-out text, in the same forms as train. Without it, a share of the training "
             "sequences is held out."
         ),
     )
@@ -93,10 +93,10 @@ class DataConfig(Section):
             "and may have the JSON schemas of its tools under the key tools; sharegpt = a chat "
             "under conversations, whose turns have from and value; alpaca = a question under "
             "instruction (and input), its answer under output. The tokenizer's chat template "
-            "renders them; a content given in parts is joined. prompt_completion = two texts, "
-            "joined as they are, or two lists of messages, under prompt and completion. A template "
-            "that writes today's date gets 26 July 2024, so that the same chats give the same "
-            "tokens on any day."
+            "renders them; if a message's content is given in parts, the parts are joined. "
+            "prompt_completion = two texts, joined as they are, or two lists of messages, under "
+            "prompt and completion. A template that writes today's date gets 26 July 2024, so that "
+            "the same chats give the same tokens on any day."
         ),
     )
     text_column: str = Field(
@@ -105,15 +105,16 @@ class DataConfig(Section):
     assistant_only_loss: bool = Field(
         True,
         description=(
-            "In chats only the assistant's tokens are learned and get records, and with format "
-            "prompt_completion only those of the completion; false = every token is."
+            "In chats only the assistant's tokens are learned and get records; with format "
+            "prompt_completion only the completion's tokens. false = all tokens."
         ),
     )
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per sequence.")
     streaming: bool = Field(
         False,
         description=(
-            "Read datasets as streams: nothing is downloaded whole; needs max_train_samples."
+            "Read datasets as streams, without downloading them completely; needs "
+            "max_train_samples."
         ),
     )
     packing: bool = Field(
@@ -127,12 +128,13 @@ class DataConfig(Section):
         None,
         ge=1,
         description=(
-            "Keep only this many training sequences, the first ones. Of a share that is held out, "
-            "no more are kept then, or 2,048 tokens, unless max_eval_samples is set."
+            "Keep only the first sequences of the training text, at most this many. If a share is "
+            "held out and max_eval_samples is not set, at most this many sequences, or 2,048 "
+            "tokens, of it are kept."
         ),
     )
     max_eval_samples: int | None = Field(
-        None, ge=1, description="Keep only this many held-out sequences, the first ones."
+        None, ge=1, description="Keep only the first held-out sequences, at most this many."
     )
 
     @model_validator(mode="after")

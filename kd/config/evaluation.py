@@ -8,7 +8,7 @@ from kd.config.section import Section
 
 
 class EvaluationConfig(Section):
-    """The report and `kd eval` measure these things besides perplexity and KL of the records."""
+    """What the report and `kd eval` measure besides perplexity and KL of the records."""
 
     teacher: bool = Field(
         False,
@@ -34,9 +34,9 @@ class EvaluationConfig(Section):
         ge=0,
         le=8,
         description=(
-            "Beginnings of held-out texts that the student continues by 32 tokens at each "
-            "evaluation of its training; the first of `prompts` take their place. It is left out "
-            "where several devices train the student, or train.compile is on."
+            "Number of held-out texts whose beginning the student continues by 32 tokens at each "
+            "evaluation during training; the first of `prompts` replace them. Not available if "
+            "several devices train the student, or train.compile is on."
         ),
     )
     continuations: int = Field(
@@ -44,13 +44,13 @@ class EvaluationConfig(Section):
         ge=0,
         le=64,
         description=(
-            "Beginnings of held-out texts that the report shows continued by teacher and student, "
+            "Number of held-out texts whose beginning teacher and student continue in the report, "
             "side by side, with the speed and memory of both on this device; the texts of "
-            "`prompts` take their place. The teacher is loaded for this if it is on this machine "
-            "and fits into the free memory. 0: it is not loaded for this."
+            "`prompts` replace them. The teacher is loaded for this if it is on this machine and "
+            "fits into the free memory. 0: the teacher is not loaded for this."
         ),
     )
-    max_new_tokens: int = Field(64, ge=1, le=4096, description="Most tokens of a continuation.")
+    max_new_tokens: int = Field(64, ge=1, le=4096, description="The most tokens of a continuation.")
     tasks: tuple[str, ...] = Field(
         (),
         max_length=64,

@@ -46,13 +46,13 @@ class JobConfig(Placement):
     name: str = Field(
         "job",
         pattern=NAME_PATTERN,
-        description="A name for people: lower case, digits, dot, dash, underscore.",
+        description="A name for people: lower-case letters, digits, dot, dash, underscore.",
     )
     teacher: TeacherConfig | None = Field(
         None,
         description=(
             "The teacher; required unless kind is verify, or train with alpha 1 or from a sealed "
-            "cache. With kind fidelity the one that the cache was captured from."
+            "cache. With kind fidelity it is the teacher that the cache was captured from."
         ),
     )
     student: StudentConfig | None = Field(
@@ -60,7 +60,8 @@ class JobConfig(Placement):
     )
     data: DataConfig = Field(default_factory=DataConfig, description="The text.")
     cache: CacheConfig = Field(
-        default_factory=CacheConfig, description="Which of the teacher's predictions are kept."
+        default_factory=CacheConfig,
+        description="Which of the teacher's predictions the cache keeps.",
     )
     loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
     train: TrainConfig | None = Field(
@@ -74,7 +75,7 @@ class JobConfig(Placement):
         default_factory=EvaluationConfig, description="How the finished student is measured."
     )
     resume: ResumeConfig | None = Field(
-        None, description="How a finished run goes on for more steps."
+        None, description="How a finished run is continued for more steps."
     )
     search: SearchConfig | None = Field(
         None, description="What a search tries; required for kind search."

@@ -23,7 +23,9 @@ class Ramp(Section):
         description="Shape: a line, half a cosine, or one jump halfway."
     )
     start: float = Field(ge=0.0, le=100.0, description="Value at the first step.")
-    end: float = Field(ge=0.0, le=100.0, description="Value from the last step of the change on.")
+    end: float = Field(
+        ge=0.0, le=100.0, description="Value at the last step of the change, and after it."
+    )
     steps: int | None = Field(
         None,
         ge=1,
@@ -39,9 +41,9 @@ class LearnedTemperature(Section):
         description=(
             "adversarial = T increases T^2 KL while the student decreases it; entropy = T keeps "
             "the teacher's mean entropy at target_entropy; lookahead = T decreases the held-out "
-            "loss after one more step; teacher_only = as lookahead, and only the teacher is "
-            "tempered. There is no mode that minimises the loss, because T would move to a bound "
-            "for every student."
+            "loss after one more step; teacher_only = the same as lookahead, but only the teacher "
+            "is tempered. There is no mode that minimises the loss, because T would move to a "
+            "bound with every student."
         )
     )
     min: float = Field(0.5, ge=0.05, le=100.0, description="Lowest temperature.")
@@ -60,7 +62,7 @@ class LearnedTemperature(Section):
         None,
         gt=0.0,
         le=20.0,
-        description="Mode entropy: the mean entropy in nats at which the teacher is kept.",
+        description="Mode entropy: the teacher's mean entropy, in nats, that T keeps.",
     )
     ramp_steps: int = Field(
         100,
@@ -183,16 +185,18 @@ class LossConfig(Section):
         le=4.0,
         description=(
             "Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the "
-            "weights are scaled to mean 1 in each step. Above 0 uncertain tokens count more."
+            "weights are scaled to mean 1 in each step. With an exponent above 0, tokens about "
+            "which the teacher is unsure count more."
         ),
     )
     tail_control: bool = Field(
         True,
         description=(
-            "Profile threshold: take most of the noise of the sampled tails out of the gradient of "
-            "the LM head, by the mean tail that the cache holds. The gradient keeps its mean. A "
-            "cache without a mean tail (merged, imported, or of an earlier version), a frozen LM "
-            "head, entropy_weighting and the first epoch of train.order curriculum train without."
+            "Profile threshold: remove most of the noise of the sampled tails from the gradient of "
+            "the LM head, with the mean tail that the cache holds. The mean of the gradient stays "
+            "the same. Has no effect with a cache without a mean tail (merged, imported, or of an "
+            "earlier version), with a frozen LM head, with entropy_weighting, or in the first "
+            "epoch of train.order curriculum."
         ),
     )
     features: FeatureConfig = Field(
@@ -205,7 +209,7 @@ class LossConfig(Section):
         le=10.0,
         description=(
             "Weight of the balance loss of a mixture of experts, which keeps its routers from "
-            "choosing few experts; default the student's own router_aux_loss_coef, 0 = none."
+            "choosing only a few experts; default the student's own router_aux_loss_coef, 0 = none."
         ),
     )
 
@@ -214,7 +218,7 @@ class LossConfig(Section):
     def _mode_or_schedule(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and ("mode" in value) == ("schedule" in value):
             raise ValueError(
-                "a temperature that is no number has the key mode (it is learned) or schedule "
+                "a temperature that is not a number has the key mode (it is learned) or schedule "
                 "(it goes from start to end), "
                 + (
                     "not both"

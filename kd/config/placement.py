@@ -21,9 +21,10 @@ class Resources(Section):
         ge=0,
         le=64,
         description=(
-            "Devices: GPUs, or those that KD_DEVICES=cpu,cpu makes of a CPU. null = one GPU if the "
-            "worker has any, 0 = none. More than 1 train a student together (train.strategy); a "
-            "capture uses the first, unless its teacher is spread (teacher.parallel)."
+            "Number of devices: GPUs, or the devices that KD_DEVICES=cpu,cpu makes of a CPU. null "
+            "= one GPU if the worker has any, 0 = none. More than one train a student together "
+            "(train.strategy). A capture uses the first one, unless its teacher is spread "
+            "(teacher.parallel)."
         ),
     )
     memory: Annotated[int, Field(ge=1, le=1 << 50), AS_BYTES] | None = Field(
@@ -31,17 +32,18 @@ class Resources(Section):
         description=(
             "Memory of each GPU, or of the host if it has none: a number of bytes, or text such as "
             '"16GiB". Without a GPU it is also the limit of the run, which fails with '
-            "out_of_memory beyond it; else the limit is the host's memory less a margin."
+            "out_of_memory above it; with a GPU the limit is the host's memory minus a margin."
         ),
     )
     workers: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         1,
         description=(
-            "Workers that capture the cache together, on one host or on several; auto = any number "
-            "that has nothing else to do. They come and go while the capture runs, and the cache "
-            "does not depend on them. They need the same texts and models at the same paths, and "
-            "one store: the same KD_HOME on a shared disk, or a bucket. `kd run` uses one process. "
-            "Not for a teacher that several processes share (teacher.parallel fsdp or tensor)."
+            "Workers that capture the cache together, on one host or on several; auto = all "
+            "workers that are idle. Workers may join and leave while the capture runs, and the "
+            "cache does not depend on their number. They need the same texts and models at the "
+            "same paths, and the same KD_HOME on a shared disk, or a bucket. `kd run` uses one "
+            "process. Not for a teacher that is split among processes (teacher.parallel fsdp or "
+            "tensor)."
         ),
     )
 
@@ -57,8 +59,8 @@ class Placement(Section):
         ge=0,
         le=9,
         description=(
-            "Of a team's queued jobs those with a higher priority start first; among equals the "
-            "oldest does. Teams share the devices whatever the priorities."
+            "Among a team's queued jobs, the one with the highest priority starts first, and among "
+            "equals the oldest. The priority does not change how teams share the devices."
         ),
     )
     depends_on: tuple[Annotated[str, Field(pattern=JOB_ID_PATTERN)], ...] = Field(

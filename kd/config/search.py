@@ -17,7 +17,7 @@ class Dimension(Section):
     log: bool = Field(False, description="Sample the range on a logarithmic scale.")
     integer: bool = Field(False, description="Whole numbers only.")
     choices: tuple[str | float | int | bool, ...] | None = Field(
-        None, min_length=1, max_length=64, description="The values to try, in place of a range."
+        None, min_length=1, max_length=64, description="The values to try, instead of a range."
     )
 
     @model_validator(mode="after")

@@ -84,7 +84,8 @@ class StudentFromTeacher(Section):
     layers: int = Field(
         ge=1,
         le=256,
-        description="Layers kept, of any decoder whose layers are a list; experts are kept whole.",
+        description="Number of layers to keep. Works with any decoder whose layers are a list; "
+        "experts are kept whole.",
     )
     pick: Literal["spread", "first", "last", "ends"] = Field(
         "ends",
@@ -99,8 +100,8 @@ class StudentFromTeacher(Section):
         le=32768,
         description=(
             "Width; default the teacher's. A smaller width keeps the directions of the residual "
-            "stream with the most energy, and unties the LM head. For Llama, Mistral, Qwen 2 and "
-            "Qwen 3 only."
+            "stream that have the most energy, and unties the LM head. Only for Llama, Mistral, "
+            "Qwen 2 and Qwen 3."
         ),
     )
     intermediate_size: int | None = Field(
@@ -108,8 +109,8 @@ class StudentFromTeacher(Section):
         ge=8,
         le=131072,
         description=(
-            "Width of the MLP; default the teacher's. A smaller width keeps the channels with the "
-            "largest output. For Llama, Mistral, Qwen 2 and Qwen 3 only."
+            "Width of the MLP; default the teacher's. A smaller width keeps the channels that have "
+            "the largest output. Only for Llama, Mistral, Qwen 2 and Qwen 3."
         ),
     )
 
@@ -119,20 +120,23 @@ class LoraConfig(Section):
 
     rank: int = Field(16, ge=1, le=4096, description="Rank of the adapters.")
     alpha: float = Field(
-        32.0, gt=0, le=65536, description="Scale: adapters are multiplied by alpha / rank."
+        32.0,
+        gt=0,
+        le=65536,
+        description="Scale: the output of the adapters is multiplied by alpha / rank.",
     )
     dropout: float = Field(
         0.0,
         ge=0.0,
         lt=1.0,
-        description="Dropout before the adapters; the adapters of experts can have none.",
+        description="Dropout on the input of the adapters; the adapters of experts have none.",
     )
     targets: Annotated[tuple[str, ...], Field(max_length=64)] = Field(
         (),
         description=(
             "Names of the linear layers and of the experts' weights (gate_up_proj, down_proj) that "
-            "get adapters; default all but the LM head. Routers get none, and of state-space "
-            "mixers (Mamba) only in_proj does."
+            "get adapters; default all except the LM head. Routers get none, and in state-space "
+            "mixers (Mamba) only in_proj gets one."
         ),
     )
     base: Literal["float32", "bfloat16"] = Field(
@@ -146,7 +150,7 @@ class LoraConfig(Section):
         True,
         description=(
             "Save the student with its adapters merged into the weights. The adapters are always "
-            "saved beside it too."
+            "saved separately, too."
         ),
     )
 
@@ -158,18 +162,18 @@ class StudentConfig(Section):
         None,
         min_length=1,
         description=(
-            "Local folder, hub id or folder of a bucket (s3://bucket/name) to start from. Of a "
-            "model that also reads images or sound, the language model is trained and saved alone."
+            "Local folder, hub id or folder of a bucket (s3://bucket/name) to start from. If a "
+            "model also reads images or sound, only its language model is trained and saved."
         ),
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     init: StudentInit | None = Field(
-        None, description="Build a new Llama of this shape, in place of model."
+        None, description="Build a new Llama of this shape, instead of model."
     )
     from_teacher: StudentFromTeacher | None = Field(
-        None, description="Take layers of the teacher, in place of model."
+        None, description="Take layers of the teacher, instead of model."
     )
-    lora: LoraConfig | None = Field(None, description="Train low-rank adapters only.")
+    lora: LoraConfig | None = Field(None, description="Train only low-rank adapters.")
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -180,7 +184,7 @@ class StudentConfig(Section):
             )
         if self.revision is not None and self.model is None:
             raise ValueError(
-                "student.revision is that of a hub model, but student.model is not given"
+                "student.revision names a revision of a hub model, but student.model is not given"
             )
         # Adapters leave the weights frozen, and random weights would never be trained.
         if self.lora is not None and self.init is not None:

@@ -34,7 +34,7 @@ class TeacherConfig(Section):
         description=(
             "Local folder, hub id or folder of a bucket (s3://bucket/name) of the teacher, a "
             "causal language model, or a model that also reads images or sound, whose language "
-            "model is taken; with backend http its name on the server."
+            "model is used. With backend http it is the model's name on the server."
         ),
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
@@ -45,45 +45,47 @@ class TeacherConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description=(
-            "Precision of the teacher's weights; auto = float32 on a CPU, on a GPU that of the "
-            "checkpoint, but float16 in place of bfloat16 on V100 and T4, which lack it, and "
-            "float32 on GPUs before V100."
+            "Precision of the teacher's weights. auto = float32 on a CPU and on GPUs before V100; "
+            "on other GPUs the checkpoint's precision, with float16 instead of bfloat16 on V100 "
+            "and T4, which have no bfloat16."
         ),
     )
     quantization: Literal["int8", "int4"] | None = Field(
         None,
         description=(
-            "Round the weights of the linear layers to int8 or int4 as they are read (pip install "
-            "'potstill[quantization]'); embeddings, LM head, norms and experts stay in dtype. The "
-            "cache is then that of another teacher. int4 computes in bfloat16, on a GPU of the "
-            "Ampere generation or later; 128 numbers share a scale, or 64 or 32 where only they "
-            "divide the input width of a layer, and layers that none divides stay in bfloat16."
+            "Round the weights of the linear layers to int8 or int4 while they are loaded (pip "
+            "install 'potstill[quantization]'). Embeddings, LM head, norms and experts stay in "
+            "dtype. A quantised teacher has a cache of its own. int4 computes in bfloat16, on a "
+            "GPU of the Ampere generation or later; 128 numbers share a scale, or 64 or 32 if only "
+            "these divide the input width of a layer. Layers whose width none of them divides stay "
+            "in bfloat16."
         ),
     )
     parallel: Literal["none", "device_map", "tensor", "fsdp"] = Field(
         "none",
         description=(
-            "How a teacher that no single device holds is spread: none = it is on one device; "
-            "device_map = its layers lie one after the other on the GPUs, then in the host's "
-            "memory, then on the disk; tensor = each of resources.gpus processes holds a part of "
-            "every matrix, as the model's tp_plan says; fsdp = each holds a part of every layer, "
-            "and gathers the layer that runs. Where one process runs it (kd eval, the report, "
-            "kd estimate), tensor and fsdp are as device_map. It is part of the cache's identity."
+            "How a teacher that is too large for one device is spread. none = it is on one device. "
+            "device_map = its layers are placed one after the other on the GPUs, then in the "
+            "host's memory, then on the disk. tensor = each of resources.gpus processes holds a "
+            "part of every matrix, as the model's tp_plan says. fsdp = each process holds a part "
+            "of every layer, and gathers the layer that runs. If only one process runs the teacher "
+            "(kd eval, the report, kd estimate), tensor and fsdp work like device_map. It is part "
+            "of the cache's identity."
         ),
     )
     gpu_memory: Bytes | None = Field(
         None,
         description=(
-            "Parallel device_map: the most bytes of weights on each GPU, so that there is room for "
-            "the LM head on the first one, activations and logits: a number, or text such as "
-            '"60GiB". null = what is free.'
+            "Parallel device_map: the most bytes of weights on each GPU: a number, or text such as "
+            '"60GiB". Leave room for activations and logits, and on the first GPU for the LM head. '
+            "null = all free memory."
         ),
     )
     host_memory: Bytes | None = Field(
         None,
         description=(
             "Parallel device_map: the most bytes of weights in the host's memory; the others are "
-            "read from the disk in each forward pass. null = what is free."
+            "read from the disk in each forward pass. null = all free memory."
         ),
     )
     batch_size: int = Field(
@@ -91,13 +93,14 @@ class TeacherConfig(Section):
         ge=1,
         le=4096,
         description=(
-            "Sequences per forward pass of the capture. It changes speed and memory, not the cache."
+            "Sequences per forward pass of the capture. It changes the speed and the memory, but "
+            "not the cache."
         ),
     )
     trust_remote_code: bool = Field(
         False,
         description=(
-            "Run Python code that comes with the model. The operator must allow it too "
+            "Run Python code that comes with the model. The operator must allow it, too "
             "(KD_TRUST_REMOTE_CODE=1)."
         ),
     )
@@ -130,7 +133,7 @@ class TeacherConfig(Section):
         description="Backend http: further attempts if the server is unreachable, busy or fails.",
     )
     concurrency: int = Field(
-        8, ge=1, le=256, description="Backend http: requests in flight at once."
+        8, ge=1, le=256, description="Backend http: requests that may run at the same time."
     )
 
     @model_validator(mode="after")

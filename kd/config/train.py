@@ -64,8 +64,8 @@ class PipelineConfig(Section):
         ge=2,
         le=64,
         description=(
-            "Parts of consecutive layers, one on each device; null = as many as resources.gpus, "
-            "the only number that is possible."
+            "Number of parts of consecutive layers, one on each device; null = resources.gpus, the "
+            "only possible number."
         ),
     )
     microbatches: int | None = Field(
@@ -81,8 +81,9 @@ class PipelineConfig(Section):
     schedule: Literal["1f1b", "gpipe"] = Field(
         "1f1b",
         description=(
-            "1f1b = a stage goes backward as soon as it can, with at most as many micro-batches in "
-            "memory as there are stages; gpipe = all go forward first, and all are in memory."
+            "1f1b = a stage runs a backward pass as soon as it can, and has at most as many "
+            "micro-batches in memory as there are stages; gpipe = all forward passes run first, "
+            "and all micro-batches are in memory."
         ),
     )
 
@@ -112,17 +113,18 @@ class TrainConfig(Section):
     batch_scaling: BatchScaling | None = Field(
         None,
         description=(
-            "Scale learning_rate with the sequences of a step (batch_size times "
-            "gradient_accumulation_steps); default: learning_rate is taken as it is."
+            "Scale learning_rate with the number of sequences in a step (batch_size times "
+            "gradient_accumulation_steps); default: learning_rate is not scaled."
         ),
     )
     lr_scheduler_type: Scheduler = Field(
         "cosine",
         description=(
-            "A schedule of transformers.get_scheduler; onecycle (torch's OneCycleLR); step = times "
-            "gamma every step_size steps after the warm-up; multistep = times gamma at each of "
-            "milestones; reduce_lr_on_plateau = times factor where more than patience evaluations "
-            "in a row have not lowered the held-out loss. `kd lr job.yaml` shows the rates."
+            "A schedule of transformers.get_scheduler; onecycle (torch's OneCycleLR); step = "
+            "multiplied by gamma every step_size steps after the warm-up; multistep = multiplied "
+            "by gamma at each of milestones; reduce_lr_on_plateau = multiplied by factor when more "
+            "than patience evaluations in a row have not lowered the held-out loss. `kd lr "
+            "job.yaml` shows the rates."
         ),
     )
     lr_scheduler_kwargs: dict[str, ScheduleArgument] = Field(
@@ -136,10 +138,10 @@ class TrainConfig(Section):
     optim: Optimizer = Field(
         "adamw",
         description=(
-            "adamw, adamw_8bit (a state of 8 bits a number for the matrices of the layers, AdamW "
-            "for the rest; needs the extra quantization, and is slow on a CPU), adafactor, muon "
-            "(for matrices; AdamW for the rest), lion, lars, schedule_free (AdamW; set "
-            "lr_scheduler_type to constant or constant_with_warmup)."
+            "adamw, adamw_8bit (8-bit state for the matrices of the layers, AdamW for the rest; "
+            "needs the extra quantization, and is slow on a CPU), adafactor, muon (for matrices; "
+            "AdamW for the rest), lion, lars, schedule_free (AdamW; set lr_scheduler_type to "
+            "constant or constant_with_warmup)."
         ),
     )
     optim_args: dict[str, float] = Field(
@@ -174,8 +176,9 @@ class TrainConfig(Section):
         lt=1,
         description=(
             "adamw, adamw_8bit, muon and schedule_free: weights of the LM head whose gradients are "
-            "below this share of the root mean square of all move in proportion to them, so that "
-            "rows of rare words move little; 0 = as AdamW does, where all move alike."
+            "below this share of the root mean square of all gradients move in proportion to their "
+            "gradients, so that rows of rare words move little. 0 = plain AdamW, where all weights "
+            "move by about the same amount."
         ),
     )
     max_grad_norm: float = Field(
@@ -187,8 +190,8 @@ class TrainConfig(Section):
         le=10,
         description=(
             "Clip the gradient of each row of a matrix of the layers to this share of the row's "
-            "own norm (AGC; 0.01 is usual), before max_grad_norm clips the whole. Embeddings, LM "
-            "head, norms and biases are left alone."
+            "own norm (AGC; 0.01 is usual), before max_grad_norm clips the whole gradient. "
+            "Embeddings, LM head, norms and biases are not clipped in this way."
         ),
     )
     dropout: (
@@ -200,8 +203,8 @@ class TrainConfig(Section):
     ) = Field(
         None,
         description=(
-            "Dropout of the student's layers: a number below 1, or a change over the run "
-            "{schedule, start, end, steps}; default: what the student's config.json says."
+            "Dropout of the student's layers: a number below 1, or a schedule over the run "
+            "{schedule, start, end, steps}; default: the value in the student's config.json."
         ),
     )
     loss_scale: LossScale = Field(
@@ -211,16 +214,17 @@ class TrainConfig(Section):
         "auto",
         description=(
             "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older "
-            "GPUs, fp32 on a CPU. bf16_pure = weights and gradients are in bfloat16 too, which "
-            "halves their memory, and steps are rounded stochastically (optim adamw or adamw_8bit)."
+            "GPUs, fp32 on a CPU. bf16_pure = weights and gradients are in bfloat16, too, which "
+            "halves their memory, and the updates are rounded stochastically (optim adamw or "
+            "adamw_8bit)."
         ),
     )
     fp8: bool = Field(
         False,
         description=(
-            "Multiply in float8 in the student's layers, by torchao (extra quantization), on GPUs "
-            "of the Ada and Hopper generations and later; precision must be auto or bf16. It pays "
-            "for wide layers (4,096 and more) with train.compile."
+            "Run the matrix products of the student's layers in float8, with torchao (extra "
+            "quantization), on GPUs of the Ada and Hopper generations and later; precision must be "
+            "auto or bf16. It is worth it for wide layers (4,096 and more) with train.compile."
         ),
     )
     tf32: bool = Field(
@@ -236,8 +240,8 @@ class TrainConfig(Section):
     activation_offload: bool = Field(
         False,
         description=(
-            "On a GPU: keep what the layers need for the backward pass in the host's memory, which "
-            "must have room for it. Copies take time; with gradient_checkpointing only the hidden "
+            "On a GPU: keep the activations for the backward pass in the host's memory, which must "
+            "have room for them. The copies take time; with gradient_checkpointing only the hidden "
             "states between layers are copied."
         ),
     )
@@ -245,12 +249,11 @@ class TrainConfig(Section):
         "auto",
         description=(
             "How several devices (resources.gpus) train one student. ddp: each holds the whole "
-            "student, and gradients are averaged. fsdp: each holds a part of weights, gradients "
-            "and optimiser (FSDP2), for students that do not fit one device. pipeline: each holds "
-            "some consecutive layers, and sends only hidden states, for slow links. single: one "
-            "device. "
-            "auto: ddp, or fsdp where the estimate of memory says that ddp does not fit. A step "
-            "has as many sequences as on one device, in equal parts."
+            "student, and gradients are averaged. fsdp: each holds a part of the weights, "
+            "gradients and optimiser state (FSDP2), for students that do not fit on one device. "
+            "pipeline: each holds some consecutive layers, and sends only hidden states, for slow "
+            "links. single: one device. auto: ddp, or fsdp if the memory estimate says that ddp "
+            "does not fit. A step has as many sequences as on one device, in equal parts."
         ),
     )
     pipeline: PipelineConfig = Field(
@@ -259,19 +262,19 @@ class TrainConfig(Section):
     fsdp_offload: bool = Field(
         False,
         description=(
-            "With strategy fsdp on GPUs: each device's part of weights, gradients and optimiser "
-            "lies in the host's memory, where the optimiser steps too. A layer is copied to the "
-            "device for each of its passes, and its gradient back, which takes time. Changes "
-            "nothing on a CPU."
+            "With strategy fsdp on GPUs: each device's part of the weights, gradients and "
+            "optimiser state stays in the host's memory, and the optimiser steps there, too. Each "
+            "layer is copied to the device for each of its passes, and its gradient is copied "
+            "back, which takes time. Has no effect on a CPU."
         ),
     )
     compile: Compile = Field(
         "none",
         description=(
             "torch.compile the student: none, default, reduce-overhead or max-autotune. A run "
-            "reports the breaks of its graph. Packed rows cause none, except on a GPU where "
-            "attention with dropout, soft-caps, sinks or chunks runs in flash-attn or flex "
-            "attention: these take the documents of a batch from the host."
+            "reports its graph breaks. Packed rows cause none, except on a GPU if attention with "
+            "dropout, soft-caps, sinks or chunks runs in flash-attn or flex attention: these get "
+            "the document boundaries of a batch from the host."
         ),
     )
     logits_chunk: int | None = Field(
@@ -280,8 +283,8 @@ class TrainConfig(Section):
         le=1_048_576,
         description=(
             "Positions whose logits are in memory at once; the default depends on the vocabulary "
-            "and the free memory. More of them move fewer bytes; another number changes the last "
-            "bits of the gradients."
+            "and the free memory. A larger number moves fewer bytes. Another number changes the "
+            "last bits of the gradients."
         ),
     )
     auto_batch: bool = Field(
@@ -303,7 +306,7 @@ class TrainConfig(Section):
         ge=1,
         le=1000,
         description=(
-            "Checkpoints to keep: the newest ones, and with early stopping the best one too."
+            "Checkpoints to keep: the newest ones, and with early stopping also the best one."
         ),
     )
     early_stopping_patience: int | None = Field(
@@ -318,12 +321,13 @@ class TrainConfig(Section):
     order: Literal["shuffled", "windows", "length", "curriculum"] = Field(
         "shuffled",
         description=(
-            "Order of an epoch's sequences: shuffled; windows = shards, or parts of large ones, in "
-            "random order, and the sequences of some of them at a time shuffled: of about four "
-            "million tokens, or of fewer that take 256 MiB decoded, so that a larger cache is read "
-            "from disk about once an epoch if dataloader_memory is 512 MiB or more; length = "
-            "batches of similar length; curriculum = in the first epoch from low to high entropy "
-            "of the teacher, then shuffled."
+            "Order of an epoch's sequences. shuffled; windows = the shards, or parts of large "
+            "shards, come in random order, and the sequences are shuffled within windows of some "
+            "shards. A window has about four million tokens, or fewer if these take 256 MiB "
+            "decoded. So a cache that is larger than memory is read from disk about once an epoch "
+            "if dataloader_memory is 512 MiB or more; length = batches of similar length; "
+            "curriculum = in the first epoch from low to high entropy of the teacher, then "
+            "shuffled."
         ),
     )
     dataloader_num_workers: int | None = Field(
@@ -363,14 +367,14 @@ class TrainConfig(Section):
         ge=0,
         le=1000,
         description=(
-            "Number of steps, after the first ones, to record as a Chrome trace (trace.json)."
+            "Number of steps, after the first few, to record as a Chrome trace (trace.json)."
         ),
     )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description=(
-            "Precision of the saved student; auto = bfloat16 or float16 if it was trained in it, "
-            "else float32."
+            "Precision of the saved student; auto = bfloat16 or float16 if the student was trained "
+            "in it, else float32."
         ),
     )
     seed: int = Field(
@@ -421,7 +425,7 @@ class TrainConfig(Section):
         if self.compile != "none":
             raise ValueError(
                 f"train.dropout changes at every step, for which train.compile {self.compile} "
-                "would compile anew: set train.compile to none, or train.dropout to a number"
+                "would compile again: set train.compile to none, or train.dropout to a number"
             )
         return self
 

@@ -27,7 +27,7 @@ _KEYS = {
     BEFORE: "student_perplexity_before",
     STUDENT: "student_perplexity",
 }
-_MEASURE = "evaluation.baseline: true measures what the text alone would have given."
+_MEASURE = "evaluation.baseline: true also trains on the text alone, and compares the two."
 
 
 def judge_teacher(report: Report) -> Verdict | None:

@@ -55,16 +55,16 @@ def describe_known_quality(
         return None
     known = "; ".join(each.describe() for each in KNOWN_SHARES)
     said = (
-        "Of the gap between plain training and training on all probabilities, students of records "
-        f"with a threshold of {THRESHOLD:g} closed {known}. This training has a threshold of "
-        f"{codec.threshold:g}, a vocabulary of {vocabulary:,} and {steps:,} steps of {targets:,} "
-        "targets"
+        "How much of the gap between plain training and training on all probabilities students "
+        f"of records with a threshold of {THRESHOLD:g} closed: {known}. This training has a "
+        f"threshold of {codec.threshold:g}, a vocabulary of {vocabulary:,} and {steps:,} steps of "
+        f"{targets:,} targets"
     )
     beyond = _list_beyond(codec.threshold, vocabulary, steps, targets)
     if not beyond:
         return f"{said}."
     return (
-        f"{said}: {' and '.join(beyond)} than was measured. A lower cache.threshold, or more "
+        f"{said}: {' and '.join(beyond)} than in the measurement. A lower cache.threshold, or more "
         "tokens in a step, makes the noise of the records smaller."
     )
 

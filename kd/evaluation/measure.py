@@ -219,7 +219,7 @@ def _load_teacher_if_possible(
     except PotstillError as error:
         return None, error.detail
     except (torch.OutOfMemoryError, MemoryError):
-        return None, "the memory did not suffice"
+        return None, "there was not enough memory"
 
 
 def _run_tasks(

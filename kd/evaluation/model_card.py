@@ -143,7 +143,7 @@ def _describe_limits(config: JobConfig, report: Report) -> str:
     seen = f"{report['tokens']:,} tokens in sequences of {config.data.sequence_length:,}"
     lines = [
         f"- It saw {seen}: longer texts are untested.",
-        f"- It was measured on {measured} of its own kind of text, and on nothing else.",
+        f"- It was measured on {measured} of the same kind of text, and on no other text.",
         "- Its facts, its safety and its bias were not measured.",
         "- It repeats the errors and the biases of its teacher and of its text.",
     ]
@@ -158,11 +158,12 @@ def _describe_origin(config: JobConfig) -> str:
     licence = find_licence(config)
     lines = [f"- Start: the weights of `{start}`." if start else "- Start: random weights."]
     if licence != UNKNOWN_LICENCE:
-        lines.append(f"- Licence: {licence}, that of `{owner}`.")
+        lines.append(f"- Licence: {licence}, the licence of `{owner}`.")
     elif owner is not None:
-        lines.append(f"- Licence: unknown. Check that of `{owner}` before you share this model.")
+        check = f"Check the licence of `{owner}` before you share this model."
+        lines.append(f"- Licence: unknown. {check}")
     else:
-        lines.append("- Licence: unknown. It is yours to choose, as far as the text allows.")
+        lines.append("- Licence: unknown. Choose one that the licence of the text allows.")
     if start is not None and start != owner:
         lines.append(f"- Check the licence of `{start}`, too: its weights are in this model.")
     text = ", ".join(
@@ -170,5 +171,5 @@ def _describe_origin(config: JobConfig) -> str:
     )
     lines.append(f"- Text: {text or 'that of the cache'}. Check its licence, too.")
     if not _read_own_card(config).get("language"):
-        lines.append("- Languages: those of the text; no card names them.")
+        lines.append("- Languages: the languages of the text; no card names them.")
     return "\n".join(["## Origin", "", *lines, ""])

@@ -343,10 +343,11 @@ def _describe_quality(report: Report) -> str:
     share = "(unigram − student) / (unigram − teacher) in nats per held-out token"
     if kept < 0:
         return (
-            "- Quality: the student keeps nothing of the teacher's, because it predicts worse than "
-            f"a unigram ({share} is {kept:.1%}); {counted}."
+            "- Quality: the student keeps none of the teacher's quality, because it predicts "
+            f"worse than a unigram ({share} is {kept:.1%}); {counted}."
         )
-    return f"- Quality: the student keeps {kept:.1%} of the teacher's, which is {share}; {counted}."
+    quality = f"the student keeps {kept:.1%} of the teacher's quality"
+    return f"- Quality: {quality}, which is {share}; {counted}."
 
 
 def _describe_closeness(report: Report) -> str:
@@ -359,7 +360,8 @@ def _describe_closeness(report: Report) -> str:
         )
     if report.get("validation_agreement") is not None:
         parts.append(
-            f"both have the same best next token {report['validation_agreement']:.1%} of the time"
+            "both have the same most probable next token "
+            f"{report['validation_agreement']:.1%} of the time"
         )
     return f"- Closeness, by the teacher's records: {'; '.join(parts)}." if parts else ""
 
@@ -383,7 +385,7 @@ def _describe_cache(report: Report) -> str:
         return ""
     entries = report["entries_per_token"]  # 0 where a record is no list of entries
     return (
-        f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything counted"
+        f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything included"
         + (f", for {entries:.1f} entries per token" if entries else "")
         + f" (`{report['fingerprint']}`)."
         + _describe_overruled(report)

@@ -17,8 +17,8 @@ from kd.progress import Monitor
 #: The name of the verdict.
 CHECK = "teacher"
 REMEDY = (
-    "Try another teacher, more weight on the text (loss.alpha), or text nearer to what the "
-    "teacher was trained on."
+    "Try another teacher, more weight on the text (loss.alpha), or text that is more like the "
+    "teacher's training text."
 )
 
 
@@ -47,7 +47,7 @@ def judge_pair(
         f"{size}; {abs(nats):.3f} nats per token {'worse' if nats > 0 else 'better'}{spread}"
     )
     if noisy:
-        message = f"The teacher made no difference that this text can show: {figures}."
+        message = f"The teacher made no difference that can be measured on this text: {figures}."
         return Verdict(CHECK, True, message, REMEDY, facts)
     if nats > 0:
         message = f"The student is worse with the teacher than without it: {figures}."

@@ -97,7 +97,7 @@ class StudentExport:
             )
         with whole_folder(self.out) as folder:
             shutil.copytree(self.folder / ADAPTER_FOLDER, folder, dirs_exist_ok=True)
-            _copy_rest(self.folder, folder, leave_out=(".safetensors", "config.json"))
+            _copy_rest(self.folder, folder, excluded=(".safetensors", "config.json"))
 
     def _write_gguf(self) -> None:
         converter = find_converter(self.converter)
@@ -148,11 +148,11 @@ def _find_base_dtype(student: Path) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _copy_rest(student: Path, folder: Path, leave_out: tuple[str, ...] = ()) -> None:
+def _copy_rest(student: Path, folder: Path, excluded: tuple[str, ...] = ()) -> None:
     """Copy the student's files but its adapters and their base; keep what ``folder`` has."""
     for name in list_file_sizes(student):
         inside = name.startswith((f"{ADAPTER_FOLDER}/", f"{BASE_FOLDER}/"))
-        if inside or (name.endswith(leave_out) and leave_out) or (folder / name).exists():
+        if inside or (name.endswith(excluded) and excluded) or (folder / name).exists():
             continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(student / name, folder / name)

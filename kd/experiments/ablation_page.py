@@ -99,7 +99,7 @@ def _draw_overview(report: Facts) -> list[str]:
             axes.axvspan(-max(spread), max(spread), color=QUIET, alpha=0.15, linewidth=0)
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_yticks(places, [f"{name}: {label}" for name, label, _ in bars])
-        axes.set_xlabel("held-out loss less that of the job itself, nats per token")
+        axes.set_xlabel("held-out loss minus the job's own held-out loss, nats per token")
         axes.invert_yaxis()
         axes.set_axisbelow(True)
         low, high = (pick([0.0, *(change for *_, change in bars)]) for pick in (min, max))
@@ -110,7 +110,7 @@ def _draw_overview(report: Facts) -> list[str]:
 
     said = "Bars to the left are better than the job itself."
     if spread:
-        said += " Within the grey band runs differ by their seed alone."
+        said += " Within the grey band, differences may come from the seed alone."
     title = "What each setting changes"
     height = 1.0 + 0.24 * len(bars) + 0.15 * len(report["axes"])
     return [

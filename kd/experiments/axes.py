@@ -112,9 +112,8 @@ def _list_optimisers(config: JobConfig) -> Axis:
         "optimisers",
         tuple(settings),
         "Each has the job's learning rate, but lion a fifth of it, lars a thousand times it (at "
-        "most 10), and schedule_free a constant one. "
-        "An optimiser may want another rate: --set train.optim=... with --axis "
-        "train.learning_rate=... compares rates of one.",
+        "most 10), and schedule_free a constant one. An optimiser may need another rate: --set "
+        "train.optim=... with --axis train.learning_rate=... compares rates of one.",
     )
 
 

@@ -24,7 +24,7 @@ def render_landscape(found: dict[str, Any]) -> str:
         [
             make_element(
                 "p",
-                f"The loss is that of the job at the end of its training ({weight}), in nats per "
+                f"The loss is the job's loss at the end of its training ({weight}), in nats per "
                 f"token, on {tokens}, without dropout.",
             ),
             "<h2>From start to end</h2>",

@@ -45,8 +45,8 @@ def distill(
     ``loss={...}``, or dotted names, ``set={"train.max_steps": 400}``. Without a length, training
     takes one epoch. ``home`` is the data folder (default KD_HOME, or ./potstill-data). ``out`` is
     the folder of the run, by default one below ``home`` that belongs to this job alone. The same
-    call again uses the sealed cache and goes on from the newest checkpoint. Ctrl-C saves and stops.
-    ``progress=False`` prints nothing.
+    call again uses the sealed cache and continues from the newest checkpoint. Ctrl-C saves and
+    stops. ``progress=False`` prints nothing.
 
     Raises ``ConfigError`` with everything that is wrong with the job, and the errors of
     ``kd.errors`` and ``cache.errors``.
@@ -78,7 +78,7 @@ def build_cache(
     progress: bool = True,
     **settings: Any,
 ) -> CacheResult:
-    """Read the teacher once, and keep what it predicts of a text in a sealed cache.
+    """Let the teacher read a text once, and keep its predictions in a sealed cache.
 
     The arguments are those of ``kd.distill``. A cache of the same teacher, text and settings is
     captured once; it is reused afterwards.
@@ -109,12 +109,11 @@ def train_student(
     progress: bool = True,
     **settings: Any,
 ) -> StudentResult:
-    """Train a student from a sealed cache, which holds its text too; no teacher runs.
+    """Train a student from a sealed cache, which also holds its text; no teacher runs.
 
     ``sealed_cache`` is the result of ``kd.build_cache``, the folder of a cache, or its fingerprint.
-    The other arguments are those of ``kd.distill``. ``teacher`` is needed only where the student
-    takes something of it, as its layers or its tokenizer; the result of ``kd.build_cache`` knows
-    it.
+    The other arguments are those of ``kd.distill``. ``teacher`` is needed only if the student
+    takes its layers or its tokenizer; the result of ``kd.build_cache`` knows it.
     """
     place, fingerprint = _find_cache(sealed_cache, home)
     models = ModelSaver(place, tokenizer)

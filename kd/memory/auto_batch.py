@@ -86,8 +86,8 @@ def saving_errors(what: str) -> Iterator[None]:
             f"Memory ran out while {what} was saved: {_reason(error)}. Nothing half-written is "
             "left.",
             "Saving needs some 100 MiB of this machine's memory, beside what the run holds. Free "
-            "memory or ask for more with resources.memory, then run the same job again: it goes on "
-            "from its newest checkpoint.",
+            "memory or ask for more with resources.memory, then run the same job again: it "
+            "continues from its newest checkpoint.",
         )
 
     with _replace_memory_errors(describe):

@@ -23,14 +23,14 @@ import yaml
 from cache.errors import PotstillError, StoreError
 from kd.addresses import HUB_ID
 from kd.buckets.inputs import (
-    bring_files,
     describe_nothing,
+    download_files,
     is_stored_name,
     list_stored,
-    may_look,
+    may_read_buckets,
     select_files,
 )
-from kd.buckets.snapshots import bring_snapshot
+from kd.buckets.snapshots import download_snapshot
 from kd.config.teacher import TeacherConfig
 from kd.errors import DataError, ModelError
 
@@ -330,7 +330,7 @@ def resolve_model(
     files that match ``weights`` are downloaded, because a repository may hold twenty quantisations.
     """
     if is_stored_name(model):
-        return _bring_model(model, weights)
+        return _download_model(model, weights)
     if Path(model).is_dir():
         return Path(model)
     if not HUB_ID.match(model):
@@ -342,7 +342,7 @@ def resolve_model(
 
     patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
     try:
-        return bring_snapshot(model, revision, patterns)
+        return download_snapshot(model, revision, patterns)
     except PotstillError:  # whoever follows the download gave up
         raise
     except GatedRepoError as error:
@@ -360,7 +360,7 @@ def resolve_model(
         ) from error
 
 
-def _bring_model(url: str, weights: str | None) -> Path:
+def _download_model(url: str, weights: str | None) -> Path:
     """Download a model of a bucket; raise ``ModelError`` where there is none."""
     found = list_stored(url)
     if not found.objects:
@@ -371,7 +371,7 @@ def _bring_model(url: str, weights: str | None) -> Path:
         raise ModelError(
             f"{url!r} holds no file of a model.", "Give the folder of a Hugging Face model."
         )
-    return bring_files(url, names)
+    return download_files(url, names)
 
 
 def locate_model(model: str, root: Path) -> Path:
@@ -380,9 +380,9 @@ def locate_model(model: str, root: Path) -> Path:
     Of a model in a bucket the small files are downloaded there, if the bucket gives them and unless
     checks must look away.
     """
-    if is_stored_name(model) and may_look():
+    if is_stored_name(model) and may_read_buckets():
         with suppress(StoreError, DataError, ModelError):
-            return _bring_model(model, None)
+            return _download_model(model, None)
     return root / model
 
 

@@ -172,7 +172,7 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     return lm_head
 
 
-def foresee_lm_head(small: PreTrainedModel) -> None:
+def precheck_lm_head(small: PreTrainedModel) -> None:
     """Check what a model does to its logits as training will, before its weights are read.
 
     ``small`` is checked in its place (``kd.models.attention.isolation.make_small``). Raises the

@@ -34,7 +34,7 @@ RANK_MODULE = "kd.rank"
 #: The folder in a run folder through which the ranks get their order.
 FOLDER = "ranks"
 #: From where a job goes on.
-KEPT = "it goes on from its newest checkpoint, or after its last sealed shard"
+KEPT = "it continues from its newest checkpoint, or after its last sealed shard"
 
 
 @dataclass(frozen=True)

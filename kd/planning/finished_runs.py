@@ -74,7 +74,7 @@ def _read_run(report: Path) -> tuple[FinishedRun, int | None]:
     """The run of a report, and the tokens of its held-out text."""
     found = read_json(report)
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     parameters, tokens, perplexity = (
         _read_number(found, name) for name in ("parameters", "tokens", "student_perplexity")
     )

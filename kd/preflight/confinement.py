@@ -241,5 +241,5 @@ def _check_url(pointer: str, url: str, limits: Confinement) -> Iterator[Problem]
         yield from (Problem(pointer, each.detail, each.remedy) for each in error.problems)
     except ValueError as error:  # it is no URL
         yield Problem(
-            pointer, f"{url!r} is no URL: {error}.", "Give a URL of the form https://host/path."
+            pointer, f"{url!r} is not a URL: {error}.", "Give a URL of the form https://host/path."
         )

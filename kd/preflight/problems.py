@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kd.buckets.inputs import looking_away
+from kd.buckets.inputs import avoiding_buckets
 from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
@@ -96,7 +96,7 @@ def find_problems(
         *_find_resource_problems(config),
     ]
     if folders is not None:
-        with nullcontext() if folders.asked else looking_away():
+        with nullcontext() if folders.asked else avoiding_buckets():
             found += _find_folder_problems(config, folders)
     if machine is not None:
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
@@ -174,13 +174,13 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
             "/resources/workers",
             f"the processes of teacher.parallel {parallel} capture together, and no other worker "
             f"can help them, but workers is {config.resources.workers}.",
-            "Set it to 1, or teacher.parallel to none or device_map.",
+            "Set it to 1, or set teacher.parallel to none or device_map.",
         )
     if devices == 1 and parallel in SHARED:
         yield Problem(
             "/teacher/parallel",
             f"{parallel} shares the teacher among several devices, but the job has one.",
-            "Set resources.gpus to 2 or more, or it to device_map.",
+            "Set resources.gpus to 2 or more, or set this field to device_map.",
         )
     elif devices > 1 and (config.train is None or set(config.stages) == {"precompute"}):
         if parallel == "none":

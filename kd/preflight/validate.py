@@ -11,7 +11,7 @@ from pathlib import Path
 from cache.errors import CacheError, StoreError
 from cache.manifest import CacheIdentity, list_differences
 from kd.addresses import HUB_ID
-from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_look
+from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_read_buckets
 from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
@@ -173,7 +173,7 @@ def _check_model(
         elif os.environ.get("HF_HUB_OFFLINE") == "1" and not _is_in_hub_cache(model, root):
             yield Problem(
                 pointer,
-                f"{model!r} is no local folder, and the hub is offline and has no local copy of "
+                f"{model!r} is not a local folder, and the hub is offline and has no local copy of "
                 "it.",
                 _explain_root(root),
             )
@@ -198,7 +198,7 @@ def _check_model(
 
 def _check_stored(pointer: str, url: str) -> Iterator[Problem]:
     """Find that nothing lies at the URL of a bucket, or that the bucket does not show it."""
-    if not may_look():
+    if not may_read_buckets():
         return
     try:
         if not list_stored(url).objects:
@@ -211,7 +211,7 @@ def _check_stored_model(pointer: str, url: str, gguf_file: str | None) -> Iterat
     """Find that no model lies at the URL of a bucket; its small files are downloaded."""
     found = list(_check_stored(pointer, url))
     yield from found
-    if found or not may_look():
+    if found or not may_read_buckets():
         return
     names = list_stored(url).objects
     if gguf_file is not None:
@@ -388,7 +388,7 @@ def _check_stored_text(pointer: str, url: str, format: str) -> Iterator[Problem]
     """Find that no text lies at the URL of a bucket; no text is downloaded."""
     found = list(_check_stored(pointer, url))
     yield from found
-    if found or not may_look():
+    if found or not may_read_buckets():
         return
     names = list_stored_texts(url)
     if not any(list_stored(url).objects[name].bytes for name in names):

@@ -66,7 +66,7 @@ def make_study(config: JobConfig, journal: Journal) -> Study:
         study.set_user_attr("job", digest_job(config))
     elif known != digest_job(config):
         raise TrainingError(
-            "The search in this folder was begun by another job: its configuration differs.",
+            "Another job started the search in this folder: its configuration differs.",
             "Give the job another name (or --run-dir), or delete this run folder to start over.",
         )
     return study

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from kd.buckets.inputs import bring_files, is_stored_name, list_stored
+from kd.buckets.inputs import download_files, is_stored_name, list_stored
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.rows import drop_absent_fields
@@ -77,7 +77,7 @@ def find_files(source: str, root: Path = Path()) -> list[Path]:
     """
     if is_stored_name(source):
         names = list_stored_texts(source)
-        folder = bring_files(source, names)
+        folder = download_files(source, names)
         return [folder / name for name in names]
     path = root / source
     if is_saved_dataset(path):

@@ -113,8 +113,8 @@ class TextRow:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{self.place}: character {error.start + 1} of {what} is "
-                f"{value[error.start]!r}, half of a surrogate pair: it is no text.",
+                f"{self.place}: character {error.start + 1} of {what} is {value[error.start]!r}, "
+                "half of a surrogate pair: it is not text.",
                 "Write the text as UTF-8 again, or remove the row.",
             ) from None
         return value

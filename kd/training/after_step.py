@@ -199,7 +199,7 @@ def evaluate_now(run: Run) -> dict[str, Any]:
         # Ranks that compute together stop together: between two batches.
         if not run.group.alone and run.should_stop():
             raise make_interruption(stopped)
-        if units is not None or not looks_at_units(run):
+        if units is not None or not checks_units(run):
             return call_whole(run.loss_module, work, batch)
         with watching_units(run.student) as units:
             return call_whole(run.loss_module, work, batch)
@@ -252,7 +252,7 @@ def write_samples(run: Run) -> list[dict[str, str]]:
         return []
 
 
-def looks_at_units(run: Run) -> bool:
+def checks_units(run: Run) -> bool:
     """Whether dead units are looked for; hooks would make a compiled student compile anew."""
     return run.config.checks.dead_activation > 0 and run.options.compile == "none"
 

@@ -151,7 +151,7 @@ def load_step(folder: Path, step: int, state: TrainState, identity: str) -> None
     except (OSError, CacheCorrupt) as error:
         raise TrainingError(
             f"the checkpoint of step {step} cannot be restored: {error}",
-            "Run the job again: it goes on from the newest whole checkpoint.",
+            "Run the job again: it continues from the newest complete checkpoint.",
         ) from error
     _require_same_job(path, content, identity)
     restore(path, content, state)

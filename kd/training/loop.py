@@ -7,7 +7,7 @@
     compute_gradients   steps.py        the next two; a second time where a number is not finite
     forward_backward    steps.py        loss of each micro-batch (step_loss.py), and its gradients
     measure_gradients   steps.py        norms and clipping
-    leave_out           skipping.py     a batch with a NaN or an infinity: the run goes on without
+    skip_batch          skipping.py     a batch with a NaN or an infinity: the run goes on without
     roll_back           steps.py        after a spike of the loss: back to the newest checkpoint
     take_step           steps.py        optimiser, schedule, temperature, average of the weights
     after_step          after_step.py   metrics, alarms, evaluation, checkpoint
@@ -49,7 +49,7 @@ from kd.training.prepare import prepare
 from kd.training.run import Run
 from kd.training.samples import EvaluationSamples
 from kd.training.saved.state import TrainingProgress
-from kd.training.skipping import leave_out
+from kd.training.skipping import skip_batch
 from kd.training.steps import (
     begin_step,
     compute_gradients,
@@ -131,8 +131,8 @@ def warn_of_empty_evaluation(run: Run, found: dict[str, Any]) -> None:
         "warning",
         message=(
             f"Held-out sequences: {count}, and none has a token to predict. So this run has no "
-            "held-out loss: its report has no perplexity, and neither early stopping nor the "
-            "schedule reduce_lr_on_plateau acts. Give data.validation, or raise "
+            "held-out loss: its report has no perplexity, and early stopping and the schedule "
+            "reduce_lr_on_plateau have no effect. Give data.validation, or raise "
             "data.validation_fraction."
         ),
     )
@@ -175,7 +175,7 @@ def run_loop(run: Run) -> None:
                 shrink_micro_batch(run, error)
                 break
             if not is_finite(run, step):
-                leave_out(run, step)
+                skip_batch(run, step)
             elif run.watch.is_spike(step.loss, step.ce_loss) and roll_back(run, step):
                 break
             else:

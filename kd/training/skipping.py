@@ -32,7 +32,7 @@ NAMES_SHOWN = 8
 OTHERS_TRIED = 8
 
 
-def leave_out(run: Run, step: Step) -> None:
+def skip_batch(run: Run, step: Step) -> None:
     """Go on without the batch of ``step``: it counts as a step, and nothing else moves.
 
     Reports the batch and the place of the fault. Raises ``NotFinite`` where the batch is not the

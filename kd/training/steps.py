@@ -3,7 +3,7 @@
     begin_step -> compute_gradients (forward_backward -> measure_gradients) -> take_step
 
 Three parts are called only where a step cannot be taken: ``shrink_micro_batch`` when memory runs
-out, ``roll_back`` after a spike of the loss, and ``kd.training.skipping.leave_out`` where the loss
+out, ``roll_back`` after a spike of the loss, and ``kd.training.skipping.skip_batch`` where the loss
 or the gradient is not finite. ``kd.training.after_step`` reports, evaluates and saves.
 """
 

@@ -75,7 +75,7 @@ class CheckpointUploads:
         while self._thread.is_alive():
             self._monitor.report_alive(stepping=False)
             self._thread.join(_SIGN_SECONDS)
-        self._tell_problem()
+        self._report_problem()
         remove_path(self._folder)
 
     def offer(self, path: Path, limit: int, keep_step: int | None) -> None:
@@ -85,7 +85,7 @@ class CheckpointUploads:
         """
         if self._run is None:
             return
-        self._tell_problem()
+        self._report_problem()
         with self._changed:
             if self._waiting is not None:
                 remove_path(self._waiting.folder.parent)
@@ -126,7 +126,7 @@ class CheckpointUploads:
             upload, self._waiting = self._waiting, None
             return upload
 
-    def _tell_problem(self) -> None:
+    def _report_problem(self) -> None:
         if self._problem:
             self._monitor.emit("warning", message=self._problem)
             self._problem = ""
@@ -134,7 +134,7 @@ class CheckpointUploads:
 
 def describe_failed_upload(folder: Path, error: Exception) -> str:
     """Say that the checkpoint in ``folder`` is on this disk alone."""
-    return f"The checkpoint {folder.name} did not get into the bucket: {error}"
+    return f"The checkpoint {folder.name} could not be copied to the bucket: {error}"
 
 
 def _read_history(upload: _Upload) -> bytes:

@@ -132,7 +132,7 @@ class Admission:
         job = self.service.store.get(run, self.caller)
         if job is None:
             detail = f"there is no job {run}."
-            remedy = "Name a job of yours whose training has begun, or remove resume.run."
+            remedy = "Name one of your jobs whose training has started, or remove resume.run."
             return [Problem("/resume/run", detail, remedy)]
         if job.status not in TERMINAL_STATUSES:
             detail = f"the job {run} has not ended; it is {job.status}."

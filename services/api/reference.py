@@ -24,7 +24,7 @@ programs. Bodies are JSON; the body of a job is described in [configuration.md](
 
 - **Keys.** If the operator has set `KD_API_KEYS_FILE`, every request except the health checks must
   send `Authorization: Bearer kd_...`. A key sees the jobs and caches of its own name; the others
-  are 404. Scope `read` may look, `write` may also create and change, and `admin` also sees the jobs
+  are 404. Scope `read` may read, `write` may also create and change, and `admin` also sees the jobs
   and caches of all names, the quotas of all teams and the audit log. A key that has expired is 401
   with the type `key-expired`; in the last 14 days before that, every answer has the header
   `Potstill-Key-Expires`.

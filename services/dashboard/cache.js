@@ -27,8 +27,8 @@ const CHECKS = [
   {
     kind: "fidelity", title: "Fidelity", button: "Compare with the teacher",
     about: "Loads the teacher and compares some records with it. The cache keeps the result.",
-    sound: "The records are those of the teacher.",
-    none: "No job has compared it since its capture.",
+    sound: "The records match the teacher.",
+    none: "No job has compared it since the capture.",
   },
 ];
 
@@ -131,7 +131,7 @@ function checksOf(cache, usage, start) {
   return [
     h("h2", { id: "checks" }, "Checks"),
     h("div", { class: "checks" }, CHECKS.map((each) => checkOf(each, usage[each.kind], start))),
-    rows.length > 0 && h("h3", {}, "Fidelity to the live teacher, as the cache keeps it"),
+    rows.length > 0 && h("h3", {}, "Fidelity to the live teacher, as stored in the cache"),
     rows.length > 0 && panned("Fidelity", table("Fidelity", FIDELITY_TITLES, rows)),
   ];
 }
@@ -151,7 +151,7 @@ function resultOf({ job, status, at, problems, outdated }, sound) {
   const says = status === "succeeded" ? sound : null;
   return h("div", {},
     h("p", {}, chip(status), " ", time(at), " by ", link,
-      outdated && h("span", { class: "quiet" }, ", before the cache was sealed anew")),
+      outdated && h("span", { class: "quiet" }, ", before the cache was sealed again")),
     says && h("p", { class: "good" }, says),
     problems.length > 0 && h("ul", { class: "error breaks" }, problems.map((line) => h("li", {}, line))));
 }
@@ -221,7 +221,7 @@ function commandsOf({ fingerprint, profile }) {
   const short = fingerprint.slice(0, 12);
   const sampled = ["threshold", "tempered"].includes(profile);
   return [
-    ["As Parquet, which comes back as it was",
+    ["As Parquet, which can be imported again without loss",
       `kd cache export ${short} --format parquet --out records`],
     [sampled ? "For DistillKit, without the sampled tail" : "For DistillKit",
       `kd cache export ${short} --format distillkit ${sampled ? "--lossy " : ""}--out records`],

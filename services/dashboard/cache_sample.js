@@ -6,7 +6,7 @@ import { fill, h, number, percent, svg } from "./elements.js";
 const [WIDTH, HEIGHT, FOOT] = [360, 130, 20];
 const HISTOGRAMS = [
   { name: "entropy", title: "Entropy of the teacher, nats" },
-  { name: "entries", title: "Entries a token" },
+  { name: "entries", title: "Entries per token" },
   { name: "kept_mass", title: "Kept mass" },
 ];
 
@@ -53,7 +53,7 @@ function figureOf(title, histogram, { entry_counts: entries }) {
     // One bar of all records would say less than its name.
     total > 0 && (counts.length > 1 ? bars(title, histogram, total, said)
       : h("p", {}, `It is ${number(mean)} in every record.`)),
-    unknown > 0 && h("p", { class: "quiet" }, `${number(unknown)} records do not know it.`));
+    unknown > 0 && h("p", { class: "quiet" }, `${number(unknown)} records do not have it.`));
 }
 
 /** The bars of a histogram, with the range and the share of each in its title. */

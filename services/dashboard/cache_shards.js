@@ -119,7 +119,7 @@ function aboutOf(states) {
   } else if (states.measured) {
     lines.push("The sizes of all files were compared with the seals. ");
   } else {
-    lines.push("Of so many shards only the seals were looked for. ");
+    lines.push("With this many shards, only the presence of the seals was checked. ");
   }
   if (states.verified_at) lines.push("Last job that verified every byte: ", time(states.verified_at), ". ");
   for (const [name, title] of [["corrupt", "Corrupt"], ["in_work", "In work"]]) {

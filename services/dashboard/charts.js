@@ -11,11 +11,11 @@ const CHARTS = [
   { title: "Learning rate", names: ["learning_rate"] },
   { title: "Gradient norm", names: ["grad_norm"] },
   { title: "Temperature", names: ["temperature"] },
-  { title: "Tokens a second", names: ["throughput/tokens_per_second"] },
+  { title: "Tokens per second", names: ["throughput/tokens_per_second"] },
   { title: "Memory, GiB", names: ["memory/*"], unit: 2 ** 30 },
   { title: "Waiting for data, share of the time", names: ["loader/waited_share"] },
   { title: "Loss scale of float16", names: ["loss_scale/scale"], log: true },
-  { title: "Steps lost to an overflow", names: ["loss_scale/overflowed_steps"] },
+  { title: "Steps skipped after an overflow", names: ["loss_scale/overflowed_steps"] },
   {
     title: "Gradient norm by layer, from red at the bottom to the top",
     names: ["grad_norm/embeddings", "grad_norm/layer*", "grad_norm/head"],

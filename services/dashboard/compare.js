@@ -107,7 +107,7 @@ function resultTable(jobs, all) {
     ["Bytes per token", ...jobs.map((job) => number(job.cache?.bytes_per_token, 3))],
     ["Tokens per second", ...jobs.map((job) => number(job.progress.tokens_per_second, 3))],
     ["Duration", ...jobs.map((job) => duration(secondsOf(job)))],
-    ["Memory at the peak", ...all.map(({ report }) => bytes(report?.profile?.peak_memory_bytes))],
+    ["Peak memory", ...all.map(({ report }) => bytes(report?.profile?.peak_memory_bytes))],
   ];
   const known = rows.filter(([, ...values]) => values.some((value) => value != null));
   return [h("h2", {}, "Results"), table("Results", ["", ...jobs.map(link)], known)];

@@ -203,7 +203,7 @@ function cellsOf(job, curves, button) {
 }
 
 function nothing(filtered) {
-  if (filtered) return h("p", {}, "No job is like that.");
+  if (filtered) return h("p", {}, "No job matches.");
   return h("p", {},
     "There are no jobs yet. ", h("a", { href: to("/new") }, "Create one"), ", or run ",
     h("code", {}, "kd submit job.yaml"), ".");

@@ -32,7 +32,7 @@ export const COSTS = [
     of: ({ job }) => job.progress.tokens_per_second,
   },
   {
-    name: "memory", title: "Memory at the peak",
+    name: "memory", title: "Peak memory",
     of: ({ report }) => report?.profile?.peak_memory_bytes, format: bytes,
   },
 ];

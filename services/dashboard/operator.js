@@ -46,7 +46,7 @@ export const healthPage = () => page("/health", "Health", HEALTH_MS, (found) => 
       ["Version", redis.version],
       ["Answers in", `${number(1000 * redis.answer_seconds, 2)} ms`],
       ["Clock", Math.abs(redis.clock_ahead_seconds) < 0.1
-        ? "that of the server" : `${seconds(redis.clock_ahead_seconds)} ahead of the server`],
+        ? "the same as the server's" : `${seconds(redis.clock_ahead_seconds)} ahead of the server`],
       ["Runs for", duration(redis.uptime_seconds)],
       ["Clients", number(redis.clients)],
       ["Memory", `${bytes(redis.memory_bytes)}${limit}`],
@@ -85,9 +85,9 @@ export const storagePage = () => page("/storage", "Storage", STORAGE_MS, async (
     : "Nothing. ",
   found.nightly_hour == null ? "" : `The service removes it itself between ${found.nightly_hour}:00 and ${found.nightly_hour}:59 UTC.`),
   found.removable.length > 0 && itemTable("What kd gc would remove", found.removable, false),
-  h("h2", {}, "What stays because somebody needs it"),
+  h("h2", {}, "What stays because something needs it"),
   h("p", {}, found.protected_items
-    ? `${found.protected_items.toLocaleString("en")} things are older than their rule.` : "Nothing is older than its rule, and needed."),
+    ? `${found.protected_items.toLocaleString("en")} things are older than their rule.` : "Nothing that is needed is older than its rule."),
   found.protected.length > 0 && itemTable("What stays", found.protected, true),
   h("h2", {}, "Rules"),
   table("Rules", ["Kind", "Removed after", "Kept"], found.rules.map(({ kind, after_days: days, keep }) => [
@@ -140,6 +140,6 @@ export const keysPage = () => page("/keys", "Keys", KEYS_MS, ({ required, data }
   ]);
   return [
     table("Keys", KEY_TITLES, rows),
-    h("p", { class: "quiet" }, h("code", {}, "kd keys revoke ID"), " ends a key. A key is shown once, when it is made."),
+    h("p", { class: "quiet" }, h("code", {}, "kd keys revoke ID"), " revokes a key. A key is shown only once, when it is made."),
   ];
 });

@@ -17,7 +17,7 @@ export class ParallelCoordinates {
     this.table = h("div");
     this.root = h("section", { hidden: true },
       h("h2", {}, "Settings and quality"),
-      h("p", { class: "quiet" }, "Each line is a job; the best is drawn thick. A row of the table shows its line."),
+      h("p", { class: "quiet" }, "Each line is a job; the best has a thick line. Point at a row of the table to highlight its line."),
       this.picture, this.table);
     this.root.addEventListener("focusin", (event) => this.highlight(event));
     this.root.addEventListener("pointerover", (event) => this.highlight(event));

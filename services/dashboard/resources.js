@@ -30,15 +30,15 @@ export class Resources {
     const gpu = this.device && this.device.kind !== "cpu";
     const pairs = [
       ["Device", this.device && describe(this.device)],
-      ["Use of the device (MFU)", percent(newest.get("throughput/mfu"), 1)],
-      ["GPU memory in tensors", bytes(newest.get("memory/allocated_bytes"))],
+      ["Utilisation of the device (MFU)", percent(newest.get("throughput/mfu"), 1)],
+      ["GPU memory of tensors", bytes(newest.get("memory/allocated_bytes"))],
       ["GPU memory of the allocator", bytes(newest.get("memory/reserved_bytes"))],
-      ["Memory at the peak", bytes(newest.get("memory/peak_bytes"))],
+      ["Peak memory", bytes(newest.get("memory/peak_bytes"))],
       ["Memory of the process", bytes(newest.get("memory/resident_bytes"))],
       ["Waiting for data", percent(newest.get("loader/waited_share"), 1)],
       ["Steps that waited over 1 ms", percent(newest.get("loader/late_steps"), 1)],
       ["Batches in pinned memory", gpu && percent(newest.get("loader/pinned_share"))],
-      ["Steps a second", number(newest.get("throughput/steps_per_second"), 3)],
+      ["Steps per second", number(newest.get("throughput/steps_per_second"), 3)],
       ["Checkpoints on disk", count ? `${bytes(sum(this.checkpoints))} in ${count}` : null],
       ["Files on disk", files.length ? bytes(sum(files)) : null],
     ];

@@ -73,7 +73,7 @@ export function tokensPage() {
 function introduce(jobs) {
   return h("p", {}, jobs
     ? "Choose a job. Its held-out text is coloured token by token: how far the student is from its "
-      + "teacher. Each token opens what both expected."
+      + "teacher. Click a token to see both predictions."
     : "No training has succeeded yet. The held-out text of one is shown here, coloured by how far "
       + "its student is from the teacher.");
 }
@@ -137,7 +137,7 @@ class TokenText {
     this.scale = h("p", { class: "scale" });
     this.panel = h("section", {
       class: "distributions", "aria-label": "Distributions", "aria-live": "polite", tabindex: 0,
-    }, h("p", {}, "Choose a token to see what the models expected in its place."));
+    }, h("p", {}, "Choose a token to see what the models predicted at its place."));
     this.tokens = []; // the elements of the scored tokens, in the order of the columns
     const text = h("div", { class: "text", role: "group", "aria-label": "Held-out text" },
       found[0].sequences.flatMap((sequence) => this.sequence(sequence)));
@@ -157,7 +157,7 @@ class TokenText {
     return [
       h("p", {}, "Students of ", this.jobs.flatMap((job, at) => [at ? " and " : "", link(job)]),
         `. ${number(this.tokens.length)} tokens at temperature 1.`,
-        heldOut ? "" : " The job holds no text out: this is text of the training."),
+        heldOut ? "" : " The job holds out no text: these tokens are from the training text."),
       !models.teacher && h("p", {}, `The teacher was not measured: ${none}.`),
     ];
   }

@@ -26,5 +26,5 @@ export function workersPage() {
 
 function task({ job, busy, stopping, helping }) {
   if (job) return h("span", {}, helping && "helps ", h("a", { href: to(`/jobs/${job}`) }, job));
-  return busy ? "a job of another key" : stopping ? "stopping" : "idle";
+  return busy ? "another key's job" : stopping ? "stopping" : "idle";
 }

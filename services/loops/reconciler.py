@@ -62,7 +62,7 @@ class Reconciler:
         self._caches = LostCaches(store, settings)
         self._teams = TeamRules(store, settings)
         self._retention = NightlyRetention(store, settings)
-        self._next_to_mend = 0
+        self._next_to_repair = 0
         self._contact_since: int | None = None
         self._last_contact = 0
 
@@ -89,7 +89,7 @@ class Reconciler:
         for duty in (
             self._expire,
             self._announce,
-            self._mend,
+            self._repair,
             self._caches.step,
             self._teams.step,
             self._searches.step,
@@ -111,8 +111,10 @@ class Reconciler:
         for job_id in self._store.due():
             log.warning("%s: its deadline has passed", job_id)
 
-    def _mend(self) -> None:
-        self._next_to_mend, ids = self._store.mend(self._next_to_mend, self._settings.lease_seconds)
+    def _repair(self) -> None:
+        self._next_to_repair, ids = self._store.repair(
+            self._next_to_repair, self._settings.lease_seconds
+        )
         for job_id in ids:
             log.warning(
                 "%s: its lease, its place in the queue, or the end of a dependency was lost",

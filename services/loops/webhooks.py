@@ -113,7 +113,7 @@ def _parse_host_entry(name: str) -> httpx.URL:
         or entry.raw_path != b"/"
     ):
         raise _make_config_error(
-            f"KD_WEBHOOK_HOSTS: {name!r} is no receiver.",
+            f"KD_WEBHOOK_HOSTS: {name!r} is not a receiver.",
             "Write example.org, or http://example.org:8080.",
         )
     return entry

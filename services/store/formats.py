@@ -135,7 +135,7 @@ def _rewrite_place(each: Format, place: Place) -> None:
         if number <= before:
             raise UpgradeError(
                 f"The rewriter of {each.name} {before} left it at {number}.",
-                "This is a mistake in Potstill. Go on with the version before, and report it.",
+                "This is a bug in Potstill. Continue with the earlier version, and report it.",
             )
 
 

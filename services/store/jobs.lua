@@ -104,7 +104,7 @@ local ALREADY = {
   pause = {pausing = true, paused = true},
   resume = {waiting = true, queued = true, running = true},
 }
--- Errors of a cache that a new capture mends, and the kinds of job that capture their own cache before they read it.
+-- Errors of a cache that a new capture repairs, and the kinds of job that capture their own cache before they read it.
 local MENDED_BY_CAPTURE = {cache_missing = true, cache_incomplete = true, cache_corrupt = true}
 local CAPTURING = {distill = true, search = true}
 local REPLY = {running = 'go', cancelling = 'cancel', pausing = 'pause'}
@@ -1016,7 +1016,7 @@ local function is_queued(id, stage)
 end
 
 -- Put an open job back into the lists that it must be in. Returns whether it was missing in one.
-local function mended(id, lease)
+local function repaired(id, lease)
   local status, stage, deadline = unpack(redis.call('HMGET', key(id), 'status', 'stage', 'deadline_at'))
   if not status or TERMINAL[status] then return redis.call('ZREM', 'kd:open', id) == 1 end
   if deadline and status ~= 'cancelling' then redis.call('ZADD', 'kd:deadlines', deadline, id) end
@@ -1041,15 +1041,15 @@ local function mended(id, lease)
   return get(id, 'version') ~= before
 end
 
--- mend(start, count, lease_ms) -> {the next start, id, ...}: open jobs that had lost their lease, their place in the
+-- repair(start, count, lease_ms) -> {the next start, id, ...}: open jobs that had lost their lease, their place in the
 -- queue, or the end of a dependency. Every transition writes all of these at once, so that only damage to Redis's data
 -- or a script that failed half-way can lose them. A lease beyond the longest one was given before the clock was set back:
 -- it would hold the job of a dead worker until that time comes again.
-function transitions.mend(start, count, lease)
+function transitions.repair(start, count, lease)
   local ids = redis.call('ZRANGE', 'kd:open', start, start + count - 1)
   local found = {#ids == tonumber(count) and start + count or 0}
   for _, id in ipairs(ids) do
-    local sound, missed = guard(mended, id, lease)
+    local sound, missed = guard(repaired, id, lease)
     if sound and missed then found[#found + 1] = id end
   end
   return found

@@ -183,7 +183,7 @@ def parse_lifetime(text: str) -> timedelta:
     match = _LIFETIME.fullmatch(text.strip())
     if match is None or not int(match[1]):
         raise KeysError(
-            f"{text!r} is no time for which a key is valid.",
+            f"{text!r} is not a time for which a key is valid.",
             "Give a whole number and a unit: 90d for days, 12h for hours, 26w for weeks.",
         )
     return int(match[1]) * _UNITS[match[2]]

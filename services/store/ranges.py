@@ -64,7 +64,7 @@ class TakenRange:
 
 
 @dataclass(frozen=True)
-class ToldProgress:
+class ReportedProgress:
     """What a member has done: sequences, those a second, tokens, and those a second.
 
     Sequences of shards that were sealed before count as done, but not for the pace.
@@ -90,7 +90,7 @@ class RangeMember:
 
     worker: str
     ranges: int
-    told: ToldProgress
+    reported: ReportedProgress
     unfinished: int
     seconds: float
 
@@ -152,10 +152,14 @@ class RangeBoard(ScriptedStore):
         return TakenRange(*map(int, rest)) if outcome == "range" else cast(NoRange, outcome)
 
     def beat(
-        self, member: Membership, lease_seconds: float, told: ToldProgress, warnings: list[str]
+        self,
+        member: Membership,
+        lease_seconds: float,
+        reported: ReportedProgress,
+        warnings: list[str],
     ) -> BeatAnswer:
-        """Renew the lease, tell the progress, and add ``warnings`` to the job's events."""
-        numbers = (told.done, told.pace, told.tokens, told.rate)
+        """Renew the lease, report the progress, and add ``warnings`` to the job's events."""
+        numbers = (reported.done, reported.pace, reported.tokens, reported.rate)
         head = (member.id, member.token, to_ms(lease_seconds), *numbers)
         reply, *finished = self._transition("ranges_beat", *head, *warnings)
         return BeatAnswer(reply, frozenset(map(int, finished)))
@@ -195,9 +199,9 @@ def describe_capture(view: RangeView) -> Capture:
         CaptureWorker(
             worker=member.worker,
             ranges=member.ranges,
-            sequences=member.told.done,
-            sequences_per_second=round(member.told.pace, 3),
-            tokens_per_second=round(member.told.rate, 1),
+            sequences=member.reported.done,
+            sequences_per_second=round(member.reported.pace, 3),
+            tokens_per_second=round(member.reported.rate, 1),
             seconds=round(member.seconds, 1),
         )
         for member in view.members
@@ -212,5 +216,5 @@ def describe_capture(view: RangeView) -> Capture:
 
 def _parse_member(worker: str, held: str, *numbers: str) -> RangeMember:
     done, finished, pace, tokens, rate, ms = map(float, numbers)
-    told = ToldProgress(int(done), pace, int(tokens), rate)
-    return RangeMember(worker, int(held), told, max(int(done - finished), 0), ms / 1000)
+    reported = ReportedProgress(int(done), pace, int(tokens), rate)
+    return RangeMember(worker, int(held), reported, max(int(done - finished), 0), ms / 1000)

@@ -52,7 +52,7 @@ def read_run(folder: Path) -> FoundRun:
     """
     if not JOB_ID.fullmatch(folder.name):
         raise RunFolderError(
-            f"{folder} is not the folder of a job: its name is no job id.",
+            f"{folder} is not the folder of a job: its name is not a job id.",
             "Name a folder below KD_HOME/runs whose name begins with job_.",
         )
     if is_held(folder):
@@ -63,7 +63,7 @@ def read_run(folder: Path) -> FoundRun:
     written = read_json(folder / "config.json")
     if written is None:
         raise RunFolderError(
-            f"{folder} has no config.json: its run had not begun, and nothing can be restored.",
+            f"{folder} has no config.json: its run had not started, and nothing can be restored.",
             "Remove it with `kd gc`, and submit the job again.",
         )
     config = parse_config(written)

@@ -224,11 +224,11 @@ def demo(
 @app.command()
 def example(
     folder: Annotated[
-        Path, typer.Argument(help="Where to write; the default is the present folder.")
+        Path, typer.Argument(help="Folder to write to. Default: the current folder.")
     ] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Write the example's job, teacher and text to examples/austen, as the documents name them."""
+    """Write the job, teacher and text of the example to examples/austen."""
     from services.terminal.commands.demo import copy_example
 
     written = copy_example(folder)

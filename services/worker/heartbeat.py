@@ -82,7 +82,7 @@ class Heartbeat:
             self.reply = self._store.beat(self._claim, self._lease, self._outbox.next_batch())
         except RedisError as error:
             if not self._lost:
-                log.warning("Redis does not answer (%s); the run goes on", type(error).__name__)
+                log.warning("Redis does not answer (%s); the run continues", type(error).__name__)
             self._lost = True
             return False
         if self._lost:

@@ -131,8 +131,8 @@ class CaptureHelp:
         theirs = self._order.terms
         if own["place"] != theirs["place"]:
             raise OtherCapture(
-                f"Its caches lie in {own['place']}, and those of the worker that leads the capture "
-                f"in {theirs['place']}.",
+                f"Its caches are in {own['place']}, and the caches of the worker that leads the "
+                f"capture are in {theirs['place']}.",
                 "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
             )
 
@@ -174,7 +174,7 @@ class CaptureHelp:
 
     def _describe_failure(self, failure: Failure) -> str:
         what = f"{failure['detail']} {failure.get('remedy', '')}".strip()
-        return f"Worker {self._worker} helps with this capture no more: {what}"
+        return f"Worker {self._worker} no longer helps with this capture: {what}"
 
 
 def count_workers(config: JobConfig) -> int | None:

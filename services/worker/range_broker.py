@@ -29,7 +29,7 @@ from redis.exceptions import RedisError
 
 from services.process.lasting_loops import keep_running
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
-from services.store.ranges import Membership, RangeBoard, RangeView, TakenRange, ToldProgress
+from services.store.ranges import Membership, RangeBoard, RangeView, ReportedProgress, TakenRange
 
 #: Opens the board of ranges: terms and number of shards -> the membership, or None if fenced.
 OpenBoard = Callable[[dict[str, Any], int], Membership | None]
@@ -60,7 +60,7 @@ class RangeBroker:
         self._lease = lease_seconds
         self._open_board = open_board
         self._report = report
-        self._told = ToldProgress()
+        self._reported = ReportedProgress()
         self._total = 0
         self._warnings: list[str] = []
         self._known: frozenset[int] = frozenset()
@@ -102,7 +102,7 @@ class RangeBroker:
             return True
         if kind == "progress" and self.member is not None and data.get("unit") == "sequences":
             rates = (data["per_second"], data["tokens"], data["tokens_per_second"])
-            self._told = ToldProgress(data["done"], *rates)
+            self._reported = ReportedProgress(data["done"], *rates)
             self._total = data["total"]
             return True
         if self._report is None and kind != "warning":
@@ -165,7 +165,7 @@ class RangeBroker:
         if self.member is None:
             return
         warnings = list(self._warnings)
-        answer = self._board.beat(self.member, self._lease, self._told, warnings)
+        answer = self._board.beat(self.member, self._lease, self._reported, warnings)
         del self._warnings[: len(warnings)]
         self.reply = answer.reply
         if answer.finished - self._known:
@@ -183,9 +183,9 @@ class RangeBroker:
 
 def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
     """Return the progress event of all workers of a capture; ``total`` sequences in all."""
-    told = [member.told for member in view.members]
+    reported = [member.reported for member in view.members]
     done = min(view.sequences + sum(member.unfinished for member in view.members), total)
-    pace = sum(each.pace for each in told)
+    pace = sum(each.pace for each in reported)
     data = {
         "done": done,
         "total": total,
@@ -193,7 +193,7 @@ def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
         "fraction": round(done / total, 6) if total else 0.0,
         "eta_seconds": round((total - done) / pace, 1) if pace > 0 else None,
         "per_second": round(pace, 3),
-        "tokens": sum(each.tokens for each in told),
-        "tokens_per_second": round(sum(each.rate for each in told), 1),
+        "tokens": sum(each.tokens for each in reported),
+        "tokens_per_second": round(sum(each.rate for each in reported), 1),
     }
     return {"type": "progress", "data": data}

@@ -13,10 +13,10 @@ from kd.errors import TokenizerMismatch
 from kd.examine import ExaminedModel, examine
 from kd.models.loading import build_student
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, load_tokenizer
+from kd.overfit_check import check_overfitting
 from kd.pipeline import run_precompute, run_stages
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import SILENT
-from kd.rehearsal import rehearse
 from tests.support.kd.tokenizers import exchange_ids, list_rare_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,7 +87,7 @@ def test_a_job_file_is_refused_before_it_runs(captured: Captured) -> None:
 def test_the_run_and_the_check_of_a_job_compare_all_ids(captured: Captured, tmp_path: Path) -> None:
     for attempt in (
         lambda: run_stages(captured.train(), captured.home, tmp_path),
-        lambda: rehearse(captured.train(), captured.home),
+        lambda: check_overfitting(captured.train(), captured.home),
     ):
         with pytest.raises(TokenizerMismatch) as caught:
             attempt()

@@ -16,7 +16,7 @@ class QuotaUse(View):
     limit: float | None = Field(description="Null = no limit.")
     used: float
     left: float | None = Field(description="Null = no limit.")
-    frees_up: str = Field(description="When or by what the quota frees up.")
+    frees_up: str = Field(description="When or how the quota is freed.")
     resets_at: datetime | None = Field(
         None, description="Time at which nothing is used any more; null if no time frees it up."
     )
@@ -57,7 +57,7 @@ class TeamList(View):
 
 
 class AuditEntry(View):
-    """What somebody did, or was refused. Some actions have further members."""
+    """What somebody did, or a request that was refused. Some actions have more members."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -81,7 +81,9 @@ class AuditEntry(View):
     address: str | None = Field(None, description="Address of a refused client.")
     why: str | None = Field(None, description="Why a request was refused.")
     left_out: int | None = Field(
-        None, description="Refused requests before this one that were too many to be written."
+        None,
+        description="Refused requests before this one that were not written, because there "
+        "were too many.",
     )
 
 

@@ -90,7 +90,7 @@ class EntrySummary(View):
 
     mean: float
     p50: int = Field(description="The median.")
-    p99: int = Field(description="99 % of the records have at most so many.")
+    p99: int = Field(description="99 % of the records have at most this many.")
     max: int
 
 
@@ -137,7 +137,9 @@ class ShardStates(View):
         "kind verify reads every byte."
     )
     verified_at: datetime | None = Field(
-        None, description="End of the last job of kind verify; what it found is in the states."
+        None,
+        description="Time at which the last job of kind verify ended; the states show what it "
+        "found.",
     )
 
 
@@ -145,12 +147,12 @@ class RecordEntry(View):
     """A token whose probability a record stores."""
 
     id: int
-    text: str = Field(description="Empty where the cache has no text of its tokens.")
+    text: str = Field(description="Empty if the cache has no text of its tokens.")
     probability: float
 
 
 class CacheRecord(View):
-    """What the teacher expected after one token of a sequence; null = the record lacks it."""
+    """What the teacher expected after one token of a sequence; null = unknown."""
 
     position: int = Field(description="Place of the token in the sequence, from 0.")
     token: str = Field(description="The token at this position.")
@@ -202,7 +204,7 @@ class CacheCheck(View):
     problems: list[str] = Field(
         description="What was found, 20 lines at most; empty for a sound cache."
     )
-    outdated: bool = Field(False, description="Whether the cache was sealed anew since then.")
+    outdated: bool = Field(False, description="Whether the cache was sealed again since then.")
 
 
 class CacheUsage(View):

@@ -58,7 +58,7 @@ class MetricsHistory(View):
 
 
 class JobCurve(View):
-    """A few points of a job's loss, for a picture of the size of a word."""
+    """A few points of a job's loss, for a picture as small as a word."""
 
     job: str
     steps: list[int]

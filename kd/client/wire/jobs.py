@@ -33,7 +33,7 @@ ACTIVE_STATUSES: frozenset[str] = frozenset({"running", "cancelling", "pausing"}
 
 
 class Progress(View):
-    """How far the stage under way has come."""
+    """The progress of the present stage."""
 
     done: int | None = Field(None, description="Units done.")
     total: int | None = Field(None, description="Units to do.")
@@ -180,7 +180,7 @@ class Job(View):
         ),
     )
     stage: str = Field(description="The present or next stage: precompute, train or search.")
-    phase: str | None = Field(None, description="The present part of the stage, in a word or two.")
+    phase: str | None = Field(None, description="The present phase of the stage, in a word or two.")
     priority: int = Field(
         5,
         description="0 to 9. Of a team's queued jobs the one with the highest priority goes first.",
@@ -230,7 +230,9 @@ class Job(View):
         description="Null unless several workers capture the cache now; not in a list.",
     )
     error: JobError | None = Field(None, description="Null unless the job failed.")
-    attempt: int = Field(description="Attempts begun. Another attempt follows only if one died.")
+    attempt: int = Field(
+        description="Attempts that have started. Another attempt follows only if one died."
+    )
     max_attempts: int = Field(
         3, description="Attempts that may die before the job fails. A retry starts the count again."
     )

@@ -18,7 +18,7 @@ class KeyEntry(View):
     scopes: list[str]
     created_at: datetime | None = Field(None, description="Null if the key file does not say.")
     last_used_at: datetime | None = Field(
-        None, description="To the minute; null if it was not used since this is recorded."
+        None, description="To the minute; null if it was not used since this has been recorded."
     )
     expires_at: datetime | None = Field(None, description="Null = never.")
     expired: bool = False
@@ -45,9 +45,9 @@ class StoredItem(View):
     kind: str = Field(description="caches, texts, runs, files, checkpoints, ...")
     name: str = Field(description="Its fingerprint, its digest, or the id of its job or file.")
     bytes: int
-    reason: str | None = Field(None, description="Why the rules of retention name it.")
+    reason: str | None = Field(None, description="Why the retention rules name it.")
     age_seconds: float | None = Field(None, description="What the rule compares with its limit.")
-    kept_by: str | None = Field(None, description="Who needs it; null = nobody.")
+    kept_by: str | None = Field(None, description="What needs it; null = nothing.")
 
 
 class StoredKind(View):
@@ -60,7 +60,7 @@ class StoredKind(View):
 
 
 class RetentionRule(View):
-    """What the rules of retention remove of a kind."""
+    """What the retention rules remove of a kind."""
 
     kind: str
     after_days: float | None = Field(None, description="Null = never.")
@@ -68,7 +68,7 @@ class RetentionRule(View):
 
 
 class StorageReport(View):
-    """What lies on the disk, and what `kd gc` would remove now."""
+    """What is on the disk, and what `kd gc` would remove now."""
 
     disk: DiskSpace
     kinds: list[StoredKind]
@@ -80,7 +80,7 @@ class StorageReport(View):
     removable_items: int
     removable_bytes: int
     protected: list[StoredItem] = Field(
-        description="What the rules name, and somebody needs; the largest first."
+        description="What the rules name, but something needs; the largest first."
     )
     protected_items: int
 
@@ -91,7 +91,7 @@ class RedisHealth(View):
     version: str
     answer_seconds: float = Field(description="Time of one question and its answer.")
     clock_ahead_seconds: float = Field(
-        description="How far its clock is ahead of that of the server."
+        description="How far its clock is ahead of the server's clock."
     )
     uptime_seconds: int
     clients: int

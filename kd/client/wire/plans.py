@@ -32,7 +32,7 @@ class JobEstimate(View):
     )
     hours: float | None = None
     device: str | None = Field(None, description="Device of the trial.")
-    held_out: str = Field("", description="Which sequences are held out, and why so many.")
+    held_out: str = Field("", description="Which sequences are held out, and why this many.")
     cost: Cost | None = Field(
         None, description="Estimated cost of the job; null without a price or an earlier job."
     )
@@ -72,9 +72,9 @@ class JobPlan(View):
         None,
         description="Settings that train the student on the devices, the best first, with memory "
         "by part, time and cost, or by how much none fits and what to change: as `kd plan --json` "
-        "prints it. What autograd keeps is told by the shapes of the student's tensors, and not "
-        "measured. Null without a training or a device to plan for, and where only a loaded model "
-        "tells the student's shape.",
+        "prints it. What autograd keeps is estimated from the shapes of the student's tensors, and "
+        "not measured. Null without a training or a device to plan for, and where only a loaded "
+        "model tells the student's shape.",
     )
     free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
     cost: Cost | None = Field(
@@ -89,12 +89,12 @@ class JobPlan(View):
 
 
 class Template(View):
-    """A job file to begin with."""
+    """A template of a job file."""
 
     name: str
     title: str = Field(description="What its job does, in one sentence.")
     text: str = Field(
-        description="YAML with comments. What only the user knows is an empty text: models, texts."
+        description="YAML with comments. Models and texts, which only the user knows, are empty."
     )
 
 

@@ -40,7 +40,7 @@ class QuotaProblem(View):
     )
     limit: float
     used: float
-    frees_up: str = Field(description="By what the quota frees up.")
+    frees_up: str = Field(description="What frees the quota.")
 
 
 class OpenAIError(View):
@@ -67,7 +67,9 @@ class ProblemDetails(ProblemDocument):
         None, description="For a refused action: the actions that the status allows."
     )
     quota: QuotaProblem | None = Field(
-        None, description="For a job above a quota: which, how much is used, what frees it up."
+        None,
+        description="For a job above a quota: which quota, how much of it is used, and what "
+        "frees it.",
     )
     error: OpenAIError | None = Field(
         None, description="Below /files and /fine_tuning: the same for OpenAI's clients."

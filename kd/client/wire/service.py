@@ -48,7 +48,7 @@ class WorkerState(View):
     stopping: bool = False
     version: str = ""
     started_at: datetime | None = None
-    beat_at: datetime | None = Field(None, description="Time of the last sign of life.")
+    beat_at: datetime | None = Field(None, description="Time of the last heartbeat.")
 
 
 class Worker(WorkerState):

@@ -19,11 +19,11 @@ class LossScale(Section):
         2000,
         ge=1,
         le=100_000_000,
-        description="It grows after so many steps in a row whose gradients are finite.",
+        description="It grows after this many steps in a row whose gradients are finite.",
     )
     backoff_factor: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="It falls by this factor where gradients overflow; that step is not taken.",
+        description="It falls by this factor when gradients overflow; that step is skipped.",
     )

@@ -121,7 +121,7 @@ def _pull_cache(download: _Download, out: Path | None, caches: Path) -> tuple[Pa
     repository = download.repository
     if read_binding(root) is not None:
         raise HubError(
-            "The caches of this place lie in a bucket.",
+            "The caches of this place are in a bucket.",
             "Pull into a folder with --out, and copy it with the bucket's own tools.",
         )
     staging = root / f"{TEMPORARY_PREFIX}pull-{repository.name.replace('/', '--')}"

@@ -52,7 +52,7 @@ def make_shipment(folder: Path, monitor: Monitor) -> Shipment:
     """
     if is_mirror(folder):
         raise HubError(
-            f"The cache {folder.name} lies in a bucket.",
+            f"The cache {folder.name} is in a bucket.",
             "Copy its folder out of the bucket with the bucket's own tools, and push the copy.",
         )
     if (folder / MANIFEST).is_file():
@@ -71,7 +71,7 @@ def _ship_cache(folder: Path, monitor: Monitor) -> Shipment:
     if problems:
         raise CacheCorrupt(
             f"{folder} is damaged and was not pushed: {'; '.join(problems[:3])}.",
-            "Run its job again: it captures what is damaged anew. Then push.",
+            "Run its job again: it captures the damaged shards again. Then push.",
         )
     manifest = read_manifest(folder)
     files: dict[str, Path | bytes] = {name: folder / name for name in list_file_sizes(folder)}

@@ -64,11 +64,11 @@ _REASONS = REASONS | {
     "dataset_prepared_path": "not needed: the cache keeps the tokens.",
     "skip_prepare_dataset": "not needed: the cache keeps the tokens.",
     "pad_to_sequence_len": "not needed: with data.packing sequences are full.",
-    "eval_sample_packing": "held-out sequences are packed as those for training.",
-    "model_type": "the architecture is that of the model's own config.json.",
-    "tokenizer_type": "the tokenizer is that of the model's folder.",
-    "special_tokens": "special tokens are those of the tokenizer; change them in its folder.",
-    "eot_tokens": "the tokens that end an answer are those of the template.",
+    "eval_sample_packing": "held-out sequences are packed in the same way as the training text.",
+    "model_type": "the architecture in the model's config.json is used.",
+    "tokenizer_type": "the tokenizer in the model's folder is used.",
+    "special_tokens": "the tokenizer's special tokens are used; change them in its folder.",
+    "eot_tokens": "the template's tokens end an answer.",
     "kd_normalize_topk": "the mass of the rest is one bucket here; nothing is renormalised.",
     "kd_compiled_kernel": "not needed: the loss has its own kernels.",
     "kd_online_max_new_tokens": "the teacher generates nothing here; it scores the text.",
@@ -233,7 +233,7 @@ def _read_text_source(fields: Fields, draft: Draft) -> list[Any]:
         named = [str(made["path"])]
     fields.close(
         {
-            "ds_type": "not needed: a file's suffix tells its format.",
+            "ds_type": "not needed: the suffix of a file says its format.",
             "roles_to_train": "data.assistant_only_loss: the assistant's tokens are learned.",
             "train_on_e": "the end of an answer is learned.",
             "chat_template": "the template is that of the tokenizer.",

@@ -78,7 +78,7 @@ def read_job(data: Any, draft: Draft, teacher: str | None = None) -> None:
             "resize_embeddings": "embeddings keep their size; ids beyond the tokenizer are none.",
             "functionary_packing": "not needed: documents of a sequence do not see each other.",
             "project_name": "the job's name is its name in trackers.",
-            "model_auto_class": "the language model of the student is taken by itself.",
+            "model_auto_class": "the language model of the student is used automatically.",
             "layer_mapping": "only the last hidden states are matched (loss.features).",
         }
     )

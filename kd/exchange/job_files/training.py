@@ -66,7 +66,7 @@ REASONS = {
     "eval_strategy": "the held-out text is evaluated every train.eval_steps steps.",
     "evaluation_strategy": "the held-out text is evaluated every train.eval_steps steps.",
     "logging_strategy": "metrics are reported every train.logging_steps steps.",
-    "resume_from_checkpoint": "a stopped run goes on by itself from its newest checkpoint.",
+    "resume_from_checkpoint": "a stopped run continues automatically from its newest checkpoint.",
     "deepspeed": "several GPUs: resources.gpus and train.strategy (ddp, fsdp or pipeline).",
     "fsdp": "several GPUs: resources.gpus, train.strategy fsdp, and train.fsdp_offload.",
     "remove_unused_columns": "not needed: only the columns of data.format are read.",
@@ -152,7 +152,7 @@ def write_warmup(fields: Fields, draft: Draft, count: Callable[[float], int] = m
         fields.remark(
             name,
             f"a warm-up is given in steps: set train.warmup_steps to {share:g} of the run's steps, "
-            "which `kd estimate` tells.",
+            "which `kd estimate` prints.",
         )
         return
     if share and not steps:

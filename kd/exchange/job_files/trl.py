@@ -34,8 +34,8 @@ DISTILLATION = COMMON | {"learning_rate": 1e-6, "beta": 1.0, "temperature": 1.0}
 GKD = COMMON | {"learning_rate": 2e-5, "beta": 0.5, "temperature": 1.0}
 SFT = COMMON | {"learning_rate": 2e-5}
 _ON_POLICY = (
-    "the student writes no texts here: it learns on those of the dataset. Let the teacher write "
-    "the answers first."
+    "the student writes no texts here: it learns from the texts of the dataset. Let the teacher "
+    "write the answers first."
 )
 
 

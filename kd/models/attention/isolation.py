@@ -80,7 +80,7 @@ def isolate_documents(model: PreTrainedModel) -> None:
         model.train(training)
 
 
-def foresee_isolation(small: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
+def precheck_isolation(small: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
     """Check a model as training will, before its weights are read.
 
     ``small`` is checked in its place (``make_small``), and may use another attention afterwards.

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kd.config.teacher import TeacherConfig
-from kd.models.spread.whole_head import bring_hidden_states, put_head_whole
+from kd.models.spread.whole_head import move_hidden_states, put_head_whole
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Places:
         It keeps these places.
         """
         put_head_whole(model, *_read_head(model), device)
-        bring_hidden_states(model, device)
+        move_hidden_states(model, device)
         object.__setattr__(model, "places", self)
 
 

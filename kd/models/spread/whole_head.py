@@ -29,7 +29,7 @@ def put_head_whole(
     model.set_output_embeddings(head)
 
 
-def bring_hidden_states(model: PreTrainedModel, device: torch.device) -> None:
+def move_hidden_states(model: PreTrainedModel, device: torch.device) -> None:
     """Let the body of ``model`` give its last hidden states on ``device``."""
 
     def move(body: nn.Module, inputs: Any, output: Any) -> Any:

@@ -166,5 +166,5 @@ class Fit:
         if self.teacher is None:
             found.append(f"The teacher does not fit on {devices}, spread over all of them.")
         if self.job.student is not None and self.student is None:
-            found.append(f"The student does not fit on {devices}; `kd plan JOB` tells what helps.")
+            found.append(f"The student does not fit on {devices}; `kd plan JOB` prints what helps.")
         return found

@@ -74,7 +74,9 @@ def read_model(name: str, root: Path, field: str, vocabulary: int = VOCABULARY) 
         return _read_config(name, folder, field)
     size = _SIZE.fullmatch(name.strip())
     if size is None:
-        raise _refuse(field, f"{name!r} is no folder on this machine, no config.json and no size.")
+        raise _refuse(
+            field, f"{name!r} is neither a folder on this machine, nor a config.json, nor a size."
+        )
     return _build_by_size(name, float(size[1]) * _FACTORS[size[2].upper()], vocabulary, field)
 
 
@@ -113,7 +115,7 @@ def _build_by_size(name: str, parameters: float, vocabulary: int, field: str) ->
     init = choose_shape(parameters, vocabulary)
     if init is None:
         raise _refuse(
-            field, f"{name} is no size of a Llama with a vocabulary of {vocabulary:,} tokens."
+            field, f"{name} is not a size of a Llama with a vocabulary of {vocabulary:,} tokens."
         )
     shapes = read_student_shapes(StudentConfig(init=init), Path(), lambda: vocabulary)
     plan = describe_tensors(shapes, {"num_attention_heads": init.attention_heads})

@@ -114,6 +114,7 @@ def _describe_next(fit: Fit, bound: Limit, own: Limit, others: tuple[Limit, ...]
         return
     if fixed := [each for each in others if not each.grows]:
         at = fixed[0].count_devices(fit.fleet.devices, own.full_at)
-        yield f" More devices fill {fixed[0].name}, at {at:,} devices."
+        yield f" With more devices the next limit is {fixed[0].name}, at {at:,} devices."
     if growing := [each for each in others if each.grows]:
-        yield f" Faster ones fill {growing[0].name}, at {growing[0].full_at:,.0f} tokens/s."
+        rate = growing[0].full_at
+        yield f" With faster devices the next limit is {growing[0].name}, at {rate:,.0f} tokens/s."

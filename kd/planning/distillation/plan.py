@@ -25,10 +25,10 @@ NOTES = (
     f"Rates of devices: {DEVICE_RATES}.",
     (
         "Rates of the host: measured on two cores of an AMD EPYC, with V = 49,152 (capture: "
-        "128,256). That tokenising on many cores is as fast for each of them is assumed."
+        "128,256). It is assumed that each of many cores tokenises as fast."
     ),
     (
-        "Limits of objects: those of an object store; a disk has none. A larger "
+        "The limits of objects apply only to an object store, not to a disk. A larger "
         "cache.shard_sequences makes fewer objects."
     ),
     (

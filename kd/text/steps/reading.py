@@ -73,7 +73,7 @@ def _load_far_step(
 ) -> list[Batch]:
     """Load a step from a bucket, and begin to fetch what the steps after it need."""
     for later in range(step, step + FAR_STEPS):
-        source.store.bring_ahead(_list_step_slots(source, options, arrange, later)[0])
+        source.store.prefetch(_list_step_slots(source, options, arrange, later)[0])
     return load(step)
 
 

@@ -228,7 +228,7 @@ def copy_history(earlier: Earlier, run_dir: Path) -> None:
             shutil.copyfile(theirs, own)
 
 
-_NAME_A_RUN = "Name a run folder beside this one, or the id of a job whose training has begun."
+_NAME_A_RUN = "Name a run folder beside this one, or the id of a job whose training has started."
 
 
 def _refuse(pointer: str, detail: str, remedy: str) -> ConfigError:

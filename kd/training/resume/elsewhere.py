@@ -24,7 +24,7 @@ from kd.training.uploads import describe_failed_upload
 CACHE_SUMMARY = "cache.json"
 
 
-def bring_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) -> None:
+def fetch_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) -> None:
     """Bring what ``stage`` of a run needs into its folder; nothing where it has no bucket.
 
     Raises ``StoreError`` where the bucket does not answer.
@@ -35,7 +35,7 @@ def bring_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) ->
 
     def report(line: str) -> None:
         monitor.emit("stage", stage=stage, phase=line)
-        monitor.check("before the run went on here")
+        monitor.check("before the run was continued here")
 
     summary = run_dir / CACHE_SUMMARY
     if not summary.exists() and (found := run.read_files().get(CACHE_SUMMARY)) is not None:
@@ -43,12 +43,12 @@ def bring_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) ->
     if stage != "train":
         return
     keep_best = config.require_train().early_stopping_patience is not None
-    _bring_checkpoints(run, run_dir, keep_best, report, monitor)
+    _fetch_checkpoints(run, run_dir, keep_best, report, monitor)
     continued = None if config.resume is None else config.resume.run
     if continued is not None and not (run_dir.parent / continued).exists():
         other = find_other_run(continued)
         assert other is not None, "this run has a bucket, so the other one does"
-        _bring_checkpoints(other, run_dir.parent / continued, keep_best, report, monitor)
+        _fetch_checkpoints(other, run_dir.parent / continued, keep_best, report, monitor)
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def _put_newest(run: StoredRun, config: JobConfig, run_dir: Path, monitor: Monit
         monitor.emit("warning", message=describe_failed_upload(newest, error))
 
 
-def _bring_checkpoints(
+def _fetch_checkpoints(
     run: StoredRun, run_dir: Path, keep_best: bool, report: Report, monitor: Monitor
 ) -> None:
     folder = run_dir / "checkpoints"
@@ -113,4 +113,4 @@ def _bring_checkpoints(
 def _bring(run: StoredRun, found: StoredCheckpoint, folder: Path, report: Report) -> None:
     final = checkpoint.locate_checkpoint(folder, found.step)
     with whole_folder(final) as partial:
-        run.bring_checkpoint(found, partial, report)
+        run.fetch_checkpoint(found, partial, report)

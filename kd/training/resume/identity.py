@@ -114,7 +114,7 @@ def require_same_job(config: JobConfig, run_dir: Path) -> None:
             f"{run_dir} holds checkpoints of another job, from which this one differs in "
             f"{', '.join(fields)}.",
             f"Give another run folder (--run-dir) or another name, or delete {run_dir} to start "
-            "over. A finished run goes on for more steps with the section resume.",
+            "over. The section resume continues a finished run for more steps.",
         )
 
 

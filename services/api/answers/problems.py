@@ -55,7 +55,7 @@ TITLES_OF_SLUGS = {
     "key-expired": "The API key has expired",
     "keys-unreadable": "The API keys cannot be read",
     "precondition-unsupported": "The request has a condition that is not supported",
-    "reading-limit": "The look into the cache took too much",
+    "reading-limit": "Reading the cache took too much",
     "reading-unavailable": "Caches cannot be looked into",
     "reconciler-stopped": "The reconciler has stopped",
 }
@@ -245,8 +245,8 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
     log.warning("%s %s: Redis does not answer: %s", request.method, path, error)
     problem = ApiProblem(
         503,
-        f"The job store (Redis) does not answer: {type(error).__name__}."
-        " Running jobs go on; nothing is lost.",
+        f"The job store (Redis) does not answer: {type(error).__name__}. Running jobs continue; "
+        "nothing is lost.",
         "Try again in a moment, with the same Idempotency-Key if you sent one.",
         headers={"Retry-After": RETRY_SECONDS},
     )

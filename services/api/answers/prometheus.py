@@ -75,7 +75,7 @@ METRICS = {
         "counter", "Attempts that died, by the type of the error.", ("reason",)
     ),
     "kd_lease_expirations_total": Description(
-        "counter", "Leases that ran out because a worker was silent."
+        "counter", "Leases that expired because a worker sent no heartbeat."
     ),
     "kd_fenced_writes_total": Description(
         "counter", "Writes that were refused because the worker had lost its job."
@@ -105,7 +105,7 @@ METRICS = {
         "counter", "Caches that failed their verification."
     ),
     "kd_retention_freed_bytes_total": Description(
-        "counter", "Bytes that the rules of retention and `kd gc` have freed.", ("kind",)
+        "counter", "Bytes that the retention rules and `kd gc` have freed.", ("kind",)
     ),
     "kd_http_requests_total": Description(
         "counter", "Answered requests.", ("method", "route", "status")

@@ -92,7 +92,7 @@ def make_file_problem(detail: str, remedy: str) -> ApiProblem:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _find_form(row: Any) -> RowForm | None:

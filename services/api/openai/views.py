@@ -129,7 +129,7 @@ class FineTuningJob(View):
     finished_at: int | None = None
     estimated_finish: int | None = Field(None, description="While it runs, if it is known.")
     status: FineTuningStatus
-    model: str = Field(description="The student's model; empty for one with random weights.")
+    model: str = Field(description="The student's model; empty for a student with random weights.")
     fine_tuned_model: str | None = Field(
         None, description="The student's folder on the server; null until the job has succeeded."
     )

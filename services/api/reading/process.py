@@ -81,18 +81,18 @@ class ReadingProcess:
         if error.reason == "unavailable":
             return ApiProblem(
                 503,
-                "The process that looks into caches did not start.",
+                "The process that reads caches did not start.",
                 "The server's log shows the reason.",
                 "reading-unavailable",
                 headers=headers,
             )
         if error.reason == "busy":
-            detail = f"Other looks into caches took {limit:g} s, or too many wait for it already."
+            detail = f"Other requests that read caches took {limit:g} s, or too many wait already."
             return ApiProblem(503, detail, "Try again.", "reading-limit", headers=headers)
         memory = self._settings.plan_memory_bytes
         return ApiProblem(
             503,
-            f"The look into the cache took more than {limit:g} s, or more than {memory} bytes.",
+            f"Reading the cache took more than {limit:g} s, or more than {memory} bytes.",
             "Use `kd cache stats` and `kd cache verify` where the cache is.",
             "reading-limit",
             headers=headers,

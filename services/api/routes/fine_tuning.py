@@ -61,7 +61,7 @@ def _find_distillation(job: KnownJob) -> JobRecord:
     if job.kind != KIND:
         raise ApiProblem(
             404,
-            f"{job.id} is no job of distillation but of kind {job.kind}.",
+            f"{job.id} is not a job of distillation, but of kind {job.kind}.",
             f"GET {job.links.self} shows it.",
         )
     return job
@@ -210,7 +210,7 @@ def list_fine_tuning_checkpoints(
         if not step.isdecimal():
             raise ApiProblem(
                 400,
-                f"after: {after!r} is no checkpoint of {job.id}.",
+                f"after: {after!r} is not a checkpoint of {job.id}.",
                 "Give the id of a checkpoint of this list.",
             )
         every = [each for each in every if each.step_number < int(step)]

@@ -306,7 +306,7 @@ def job_logs(
 ) -> Response:
     """Download the output of the job's processes.
 
-    Stars replace secrets byte for byte, so that a Range always names the same bytes.
+    Each byte of a secret is replaced by a star, so a Range always names the same bytes.
     """
     log = MaskedLog(service.settings.runs, service.settings.run_dir(job.id) / LOG, service.secrets)
     content = ByteSource(log.size, "text/plain; charset=utf-8", log.read, close=log.close)

@@ -165,8 +165,8 @@ def validate_job(
         str | None,
         Query(
             max_length=64,
-            description="Devices to plan the training for: 8xh100, h100 or cpu. Default: those of "
-            "a worker that trains.",
+            description="Devices to plan the training for: 8xh100, h100 or cpu. Default: the "
+            "devices of a worker that trains.",
         ),
     ] = None,
 ) -> JobPlan:
@@ -293,7 +293,7 @@ async def get_job(
     caller: TheCaller,
     response: Response,
     wait: Annotated[
-        int, Query(ge=0, le=30, description="The seconds to wait for a change before the answer.")
+        int, Query(ge=0, le=30, description="The seconds to wait for a change before the response.")
     ] = 0,
     if_none_match: Annotated[
         str | None, Header(alias="If-None-Match", description="The ETag of an earlier answer.")
@@ -301,7 +301,8 @@ async def get_job(
 ) -> Job | Response:
     """Show a job: at once, or with ?wait= as soon as it changes.
 
-    A change is one against the version that If-None-Match names, or without it against the present.
+    The record has changed if its version differs from the version in If-None-Match, or without this
+    header from the present version.
     """
     seen = {int(version) for version in _TAG.findall(if_none_match or "")}
     # A client that has seen another version gets the present one at once.
@@ -371,7 +372,7 @@ def resume_job(job: KnownJob, service: TheService, caller: TheCaller, response: 
 def retry_job(job: KnownJob, service: TheService, caller: TheCaller, response: Response) -> Job:
     """Queue a failed or cancelled job again; it continues from its saved state.
 
-    Its attempts and its deadline are counted anew.
+    Its attempts and its deadline are counted again from the start.
     """
     return act_on_job("retry", job, service, caller, response)
 

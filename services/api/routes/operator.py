@@ -87,7 +87,7 @@ def _describe_key(key: ApiKey, used: datetime | None) -> KeyEntry:
 
 @router.get("/storage", dependencies=ADMIN, responses=describe_problems(503))
 def show_storage(service: TheService) -> StorageReport:
-    """Show what lies on the disk, and what `kd gc` without options would remove now, and why."""
+    """Show what is on the disk, and what `kd gc` without options would remove now, and why."""
     # It loads zarr, which the other routes do without.
     from services.store.retention.overview import SHOWN, survey, take_largest
 

@@ -17,8 +17,8 @@ const CHECK_MS = 700;
 const AGAIN_MS = 10_000;
 const DRAFT = "potstill-draft";
 const MADE_ANEW = {
-  comments: "The layout of the YAML was made anew for this change; its comments stay.",
-  data: "The YAML was written anew for this change; its comments are lost.",
+  comments: "The layout of the YAML was rewritten for this change; its comments stay.",
+  data: "The YAML was rewritten for this change; its comments are lost.",
 };
 
 /**
@@ -73,14 +73,14 @@ class NewJob {
     this.creating = h("button", create, "Create");
     const toYaml = { type: "button", class: "link to-yaml", onclick: () => this.editor.focus() };
     const template = h("select", { id: "template", onchange: () => this.choose(template) },
-      h("option", { value: "" }, "Begin with …"),
+      h("option", { value: "" }, "Start with …"),
       this.texts.map(({ name, title }) => h("option", { value: name }, `${name}: ${title}`)));
     const words = h("input", {
       id: "find", type: "search", placeholder: "name or words of its description",
       oninput: () => this.form.find(words.value.trim().toLowerCase()),
     });
     return [
-      h("h1", {}, this.from ? "A job like another" : "New job"),
+      h("h1", {}, this.from ? "Copy of another job" : "New job"),
       h("div", { class: "choices" },
         h("label", { for: "template" }, "Template ", template),
         h("label", { for: "find" }, "Find a field ", words)),
@@ -102,7 +102,7 @@ class NewJob {
     this.editor.value = text;
     this.showText();
     if (check) this.plan();
-    else this.state.textContent = "Fill in the empty fields, or begin with an example.";
+    else this.state.textContent = "Fill in the empty fields, or start with an example.";
   }
 
   choose(select) {

@@ -81,7 +81,7 @@ export function waysBox() {
     h("summary", {}, "The same job as curl, CLI or Python"),
     h("p", { class: "line" }, buttons, copy, said), code,
     h("p", { class: "quiet" },
-      "Keys stay out of it: all three read KD_API_KEY. A relative path starts in the folder of the "
+      "It contains no key: all three read KD_API_KEY. A relative path starts in the folder of the "
       + "service; the CLI on the service's machine starts it in the folder where it is typed."));
   const show = (shown) => {
     job = shown;

@@ -7,21 +7,21 @@ from typing import cast
 
 from services.store.jobs.script import ScriptedStore, to_ms
 
-#: Open jobs that one call of ``mend`` reads.
-MEND_BATCH = 100
+#: Open jobs that one call of ``repair`` reads.
+REPAIR_BATCH = 100
 
 WORKER_LOST_ERROR = {
     "type": "worker_lost",
     "detail": (
-        "The worker was not heard of for longer than its lease: it died, or lost its connection to "
-        "Redis."
+        "The worker sent no heartbeat for longer than its lease: it died, or lost its connection "
+        "to Redis."
     ),
-    "remedy": "Look into the worker's log and the host's memory, then retry the job.",
+    "remedy": "Check the worker's log and the host's memory, then retry the job.",
 }
 DEADLINE_ERROR = {
     "type": "deadline_exceeded",
     "detail": "The job had not ended when its deadline passed.",
-    "remedy": "Retry it with a longer deadline_seconds; it goes on from its last checkpoint.",
+    "remedy": "Retry it with a longer deadline_seconds; it continues from its last checkpoint.",
 }
 
 
@@ -41,12 +41,12 @@ class Reconciling(ScriptedStore):
         """Fail the jobs whose deadline has passed, and stop their runs. Returns their ids."""
         return cast(list[str], self._transition("due", json.dumps(DEADLINE_ERROR)))
 
-    def mend(self, start: int, lease_seconds: float) -> tuple[int, list[str]]:
+    def repair(self, start: int, lease_seconds: float) -> tuple[int, list[str]]:
         """Put open jobs back where they should be listed, from place ``start`` on.
 
         Returns the place to go on from, and the ids of the jobs that were put back.
         """
-        following, *ids = self._transition("mend", start, MEND_BATCH, to_ms(lease_seconds))
+        following, *ids = self._transition("repair", start, REPAIR_BATCH, to_ms(lease_seconds))
         return int(following), ids
 
     def list_unannounced(self, stage: str, age_seconds: float) -> list[str]:

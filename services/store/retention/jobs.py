@@ -32,7 +32,7 @@ class Runs:
         if folder.is_dir() and is_held(folder):
             raise Kept("a process writes to it")
         if not scene.store.retire(item.name, scene.limits.runs or 0.0, scene.force):
-            raise Kept("it goes on, or an open job names it")
+            raise Kept("it has not ended, or an open job names it")
         if folder.is_dir():
             with storage_errors(folder):
                 remove_path(set_aside(folder))

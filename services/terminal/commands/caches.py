@@ -100,7 +100,7 @@ def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = 
     else:
         print_error(
             "\n".join(problems),
-            f"Delete {folder} and run the job again; it captures the cache anew.",
+            f"Delete {folder} and run the job again; it captures the cache again.",
         )
     raise typer.Exit(UNVERIFIED if problems else 0)
 
@@ -116,7 +116,7 @@ def cache_fidelity(
     ] = None,
     positions: Annotated[int, typer.Option(min=8, help="How many positions to sample.")] = 32,
     redraws: Annotated[
-        int, typer.Option(min=2, help="How many samples to draw anew at each position.")
+        int, typer.Option(min=2, help="How many new samples to draw at each position.")
     ] = 40,
     home: Home = None,
     as_json: AsJson = False,

@@ -36,8 +36,8 @@ def check(
 
     If it does not learn them, the command shows the likely cause.
     """
+    from kd.overfit_check import check_overfitting
     from kd.progress import Event, Monitor
-    from kd.rehearsal import rehearse
 
     def show(event: Event) -> None:
         if event.type == "stage" and event.data.get("phase"):
@@ -46,7 +46,7 @@ def check(
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)
     os.chdir(settings.root)  # a job's relative paths start there
-    verdict = rehearse(config, settings.home, Monitor(show))
+    verdict = check_overfitting(config, settings.home, Monitor(show))
     if as_json:
         print_json(verdict.to_json())
     else:

@@ -60,7 +60,7 @@ Tolerance = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="How far the sum of probabilities may exceed 1. Default: what rounding explains.",
+        help="How far the sum of probabilities may exceed 1. Default: as far as rounding explains.",
     ),
 ]
 Ahead = Annotated[

@@ -61,8 +61,8 @@ def submit(
 ) -> None:
     """Submit a job to the service and follow it; Ctrl-C leaves it running.
 
-    A service on this machine reads the job's relative paths in the folder of this command. For any
-    other service they start in the folder of the service.
+    For a service on this machine, relative paths in the job are relative to the current folder. For
+    any other service they are relative to the folder of the service.
     """
     from services.terminal.client import connect, dump
 

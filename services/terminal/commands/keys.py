@@ -55,8 +55,8 @@ def keys_new(
     team: Annotated[
         str | None,
         typer.Option(
-            help="Team that shares devices and quotas. Default: that of the name's other keys, "
-            "else a team of its own.",
+            help="Team that shares devices and quotas. Default: the team of the name's other "
+            "keys, or else a team of its own.",
         ),
     ] = None,
     file: File = None,
@@ -89,7 +89,7 @@ def keys_new(
 
 @keys_app.command("ls")
 def keys_ls(file: File = None, as_json: AsJson = False) -> None:
-    """List the keys that are not revoked, with the time of their end."""
+    """List the keys that are not revoked, with the time when they expire."""
     from services.store.key_file import read_keys
 
     keys = read_keys(_find_key_file(file))
@@ -143,9 +143,7 @@ def keys_quota(
     team: Annotated[str, typer.Argument(metavar="TEAM", help="A team, or a key without one.")],
     device_seconds: Annotated[
         float | None,
-        typer.Option(
-            min=1, help="Device-seconds of a day (UTC). Default: KD_QUOTA_DEVICE_SECONDS."
-        ),
+        typer.Option(min=1, help="Device-seconds per day (UTC). Default: KD_QUOTA_DEVICE_SECONDS."),
     ] = None,
     size: Annotated[
         str | None,
@@ -157,7 +155,7 @@ def keys_quota(
     file: File = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set the quotas of one team; what is left out follows the settings again."""
+    """Set the quotas of one team; a quota that you leave out is reset to the settings."""
     from services.store.callers import Quota
     from services.store.key_file import set_quota
 
@@ -189,7 +187,7 @@ def _parse_size(text: str) -> int:
         found: int = TypeAdapter(size).validate_python(text)
     except ValidationError:
         raise typer.BadParameter(
-            f"{text!r} is no size: write 500GiB, or a number of bytes.", param_hint="--bytes"
+            f"{text!r} is not a size: write 500GiB, or a number of bytes.", param_hint="--bytes"
         ) from None
     return found
 

@@ -44,8 +44,9 @@ def adopt(
 ) -> None:
     """Restore the records of jobs from their run folders, after the job store has lost them.
 
-    A run that had ended becomes a job that succeeded, with its artifacts. Any other becomes a job
-    that failed, and `kd jobs retry` continues it. Events and metrics of the lost record stay lost.
+    A finished run becomes a job that succeeded, with its artifacts. Any other run becomes a job
+    that failed, and `kd jobs retry` continues it. The events and metrics of the lost record are not
+    restored.
     """
     from services.store.run_folder import read_run
 
@@ -99,7 +100,7 @@ def _require_own_folder(settings: Settings, folder: Path) -> Path:
     runs = (settings.home / "runs").resolve()
     if found.parent != runs or not found.is_dir():
         raise RunFolderError(
-            f"{folder} is no folder below {runs}.",
+            f"{folder} is not a folder below {runs}.",
             "Name the folder of a job there, or another data folder with --home.",
         )
     return found

@@ -35,8 +35,8 @@ app = typer.Typer()
 OlderThan = Annotated[
     str | None,
     typer.Option(
-        help="Age instead of that of the settings: 90m, 12h, 7d, 2w. It holds for the kinds that "
-        "are named; if none is, for leftovers."
+        help="Age, instead of the age in the settings: 90m, 12h, 7d, 2w. It applies to the kinds "
+        "that you name; if you name none, to leftovers."
     ),
 ]
 Caches = Annotated[
@@ -62,7 +62,7 @@ Keep = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Checkpoints that an ended job keeps; 0 = none where its student is saved.",
+        help="Checkpoints that an ended job keeps; 0 = none if its student is saved.",
     ),
 ]
 Events = Annotated[
@@ -89,8 +89,8 @@ Force = Annotated[
     bool,
     typer.Option(
         "--force/--no-force",
-        help="Remove also what an unfinished job or the card of a kept student names. What a "
-        "process captures, reads or writes now stays.",
+        help="Also remove what an unfinished job or the card of a kept student names, but never "
+        "what a process captures, reads or writes now.",
     ),
 ]
 
@@ -150,7 +150,7 @@ def gc(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what the rules of retention name, and what crashes left behind.
+    """Remove what the retention rules name, and what crashes left behind.
 
     The rules are the settings that begin with KD_RETAIN. If kinds are named, such as --caches, only
     these are removed. The job store must run. Folders of `kd run` are never removed. The command

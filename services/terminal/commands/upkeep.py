@@ -112,8 +112,8 @@ def cache_gc(
 ) -> None:
     """Remove leftovers of crashes, old incomplete caches, and caches of older versions.
 
-    Caches that unfinished jobs or kept students name stay, however old they are: a paused capture
-    continues from its sealed shards. `kd gc` removes these leftovers too, and sealed caches that
+    Caches that unfinished jobs or kept students name are never removed: a paused capture continues
+    from its sealed shards. `kd gc` removes these leftovers, too, and also sealed caches that
     nothing has read for some time. The command lists what it will remove, and asks first. With
     --json it removes nothing unless --yes is given.
     """

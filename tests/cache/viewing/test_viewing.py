@@ -146,11 +146,11 @@ def test_the_shards_of_a_capture_are_sealed_in_work_or_missing(tmp_path):
         found = read_grid(writer.folder)
         assert (found.complete, found.captured, found.cells) == (False, True, "020")
         assert found.in_work == (1,)
-        writer.leave_begun()
+        writer.clear_unfinished()
         assert read_grid(writer.folder, expected=5).cells == "01011"
         writer.begin_shard(1)
         writer.write_shard(1, *make_shard(identity, 1))
-        writer.leave_begun()
+        writer.clear_unfinished()
         assert read_grid(writer.folder, expected=5).cells == "00011"
         writer.begin_shard(3)
         assert read_grid(writer.folder, expected=5).cells == "00021"

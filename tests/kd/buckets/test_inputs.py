@@ -16,7 +16,7 @@ from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
 from kd.buckets import downloads
 from kd.buckets.downloads import Downloads, Listing
-from kd.buckets.inputs import begin_downloads, bring_files, list_stored
+from kd.buckets.inputs import begin_downloads, download_files, list_stored
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError
 from kd.models.folder import compute_fingerprint, resolve_model
@@ -144,7 +144,7 @@ def test_an_object_that_is_replaced_while_it_comes_is_refused(
     list_stored(f"{address}/a.txt")
     bucket.put("a.txt", b"another  text!")
     with pytest.raises(StoreError, match="was replaced while it was read"):
-        bring_files(f"{address}/a.txt", ["a.txt"])
+        download_files(f"{address}/a.txt", ["a.txt"])
 
 
 def test_what_was_used_the_longest_ago_goes_first_and_nothing_that_is_in_use(
@@ -159,7 +159,7 @@ def test_what_was_used_the_longest_ago_goes_first_and_nothing_that_is_in_use(
     for number, listing in enumerate(listings):
         handle = room.hold(listing)
         os.utime(room.root / f"{listing.name}.used", (number, number))
-        room.bring(listing, ["a.txt"], lambda _: None)
+        room.download(listing, ["a.txt"], lambda _: None)
         os.close(handle)
     left = {path.name for path in room.root.iterdir() if path.is_dir()}
     assert left == {listings[0].name, listings[3].name}
@@ -181,7 +181,7 @@ def test_a_download_reports_and_can_be_stopped(bucket: Bucket, address: str) -> 
     room = Downloads(Path(os.environ["KD_DOWNLOADS"]), 1 << 20)
     handle = room.hold(slow)
     with pytest.raises(Interrupted, match=re.escape(f"downloading {address}/a.txt: 0 bytes of")):
-        room.bring(slow, ["a.txt"], stop)
+        room.download(slow, ["a.txt"], stop)
     os.close(handle)
 
 

@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     newest = run.list_checkpoints()[-1]
     run.bucket.put(newest.files["model.safetensors"].name, b"other bytes")
     with pytest.raises(CacheCorrupt, match=r"model\.safetensors differs"):
-        run.bring_checkpoint(run.list_checkpoints()[-1], tmp_path / "x", lambda _: None)
+        run.fetch_checkpoint(run.list_checkpoints()[-1], tmp_path / "x", lambda _: None)
     events: list[Event] = []
     run_stage("train", config, two, locate_run(two), Monitor(events.append))
     warnings = [each.data["message"] for each in events if each.type == "warning"]
@@ -254,7 +254,7 @@ def test_a_bucket_that_is_away_is_a_warning_and_the_training_goes_on(
             uploads.offer(make_checkpoint(folder / "checkpoints", 2), 2, None)
         assert [each.step for each in run.list_checkpoints()] == [2]
     [warning] = [each.data["message"] for each in events if each.type == "warning"]
-    assert "step-00000001 did not get into the bucket" in warning
+    assert "step-00000001 could not be copied to the bucket" in warning
     assert "ExpiredToken" in warning
 
 

@@ -47,7 +47,7 @@ def test_a_teacher_that_does_not_know_the_text_is_named_after_the_held_out_shard
     assert kinds == ["shard", "warning", "shard", "shard", "shard", "cache"], "early, and once"
     (message,) = (event.data["message"] for event in events if event.type == "warning")
     assert "The teacher does not know this text: its held-out perplexity is " in message
-    assert "(252 tokens, 95 % interval " in message and "take another teacher" in message
+    assert "(252 tokens, 95 % interval " in message and "use another teacher" in message
     store = open_cache(next(path for path in (tmp_path / "caches").iterdir() if path.is_dir()))
     assert len(store.validation) == 4
 

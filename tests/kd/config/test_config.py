@@ -623,7 +623,7 @@ def test_only_a_training_run_goes_on() -> None:
 
 def test_dropout_that_changes_cannot_be_compiled() -> None:
     (found,) = problems(changed("train.dropout", RAMP, changed("train.compile", "default")))
-    assert "would compile anew" in found.detail
+    assert "would compile again" in found.detail
     parse_config(changed("train.dropout", 0.1, changed("train.compile", "default")))
 
 

@@ -38,7 +38,7 @@ def test_a_training_like_those_that_were_measured_needs_nothing_else() -> None:
 )
 def test_what_lies_beyond_is_named_with_a_remedy(changes: dict[str, float], beyond: str) -> None:
     said = describe(**changes)  # type: ignore[arg-type]
-    assert f": {beyond} than was measured. A lower cache.threshold" in said
+    assert f": {beyond} than in the measurement. A lower cache.threshold" in said
 
 
 def test_only_records_of_a_sample_at_temperature_1_were_measured() -> None:

@@ -243,11 +243,11 @@ NGRAMS = {"counted_tokens": 1000, "unigram_loss": 3.0, "bigram_loss": 2.0}
         ({"evaluation": {"models": {}, "tasks": {"arc": {"acc": 0.25}}}}, "| arc | acc | 0.2500 |"),
         (
             {"quality_kept": 0.745, "evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
-            "- Quality: the student keeps 74.5% of the teacher's, ",
+            "- Quality: the student keeps 74.5% of the teacher's quality, ",
         ),
         (
             {"quality_kept": -0.4, "evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
-            "the student keeps nothing of the teacher's, because it predicts worse than a unigram",
+            "none of the teacher's quality, because it predicts worse than a unigram",
         ),
         (
             {"evaluation": {"tokens": 2500, "bytes": 9, "ngrams": NGRAMS}},
@@ -257,11 +257,11 @@ NGRAMS = {"counted_tokens": 1000, "unigram_loss": 3.0, "bigram_loss": 2.0}
         ({"known_quality": "It closed 98%."}, "- Sampled records: It closed 98%."),
         (
             {"bytes_per_token": 19.41, "entries_per_token": 13.2, "fingerprint": "89b9"},
-            "on disk, everything counted, for 13.2 entries per token (`89b9`).",
+            "on disk, everything included, for 13.2 entries per token (`89b9`).",
         ),
         (
             {"bytes_per_token": 553.3, "entries_per_token": 0.0, "fingerprint": "8435"},
-            "- Cache: 553.3 bytes per token on disk, everything counted (`8435`).",
+            "- Cache: 553.3 bytes per token on disk, everything included (`8435`).",
         ),
     ],
 )

@@ -35,7 +35,7 @@ from kd.search.findings import judge_search
                 "tokens; 0.095 nats per token better, 95 % interval 0.050 to 0.140."
             ),
         ),
-        ((110.0, 100.0), (-0.01, 0.2), True, "made no difference that this text can show"),
+        ((110.0, 100.0), (-0.01, 0.2), True, "no difference that can be measured on this text"),
         ((110.0, 100.0), None, False, "0.095 nats per token worse."),
     ],
 )  # fmt: skip

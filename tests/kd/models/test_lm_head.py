@@ -18,7 +18,7 @@ from transformers import (
 from kd.errors import ModelError, TokenizerMismatch
 from kd.models.attention.isolation import isolate_documents, make_small
 from kd.models.layers import compute_hidden_states
-from kd.models.lm_head import BLOCK_TOKENS, LMHead, find_lm_head, foresee_lm_head
+from kd.models.lm_head import BLOCK_TOKENS, LMHead, find_lm_head, precheck_lm_head
 from tests.support.kd.zoo import (
     FALCON_H1,
     LLAMA,
@@ -199,8 +199,8 @@ def test_a_head_that_is_not_supported_is_foreseen_without_the_weights() -> None:
         hollow = AutoModelForCausalLM.from_config(capped)
         known = AutoModelForCausalLM.from_config(build("gemma2 low cap").config)
     with pytest.raises(ModelError, match="RecurrentGemmaForCausalLM does something to its logits"):
-        foresee_lm_head(require_small(hollow))
-    foresee_lm_head(require_small(known))
+        precheck_lm_head(require_small(hollow))
+    precheck_lm_head(require_small(known))
 
 
 def test_a_model_whose_stand_in_cannot_run_is_left_to_the_training(
@@ -215,4 +215,4 @@ def test_a_model_whose_stand_in_cannot_run_is_left_to_the_training(
             return SimpleNamespace(logits=found)
 
         monkeypatch.setattr(type(model), "forward", compute)
-        foresee_lm_head(model)
+        precheck_lm_head(model)

@@ -284,7 +284,7 @@ def test_the_devices_at_which_a_limit_is_full_make_it_full() -> None:
     )
     assert (before, after) == ("teacher", "objects written")
     said = plan(ask())["saturation"][1]
-    assert f"More devices fill objects written, at {at:,} devices." in said
+    assert f"With more devices the next limit is objects written, at {at:,} devices." in said
     small = plan(ask(devices="2048xh100"), "cache.shard_sequences=16")["saturation"][1]
     assert "bound by objects written" in small and "More devices do not help." in small
 
@@ -380,12 +380,12 @@ def test_a_model_is_read_from_its_config_alone(tmp_path: Path) -> None:
 
 
 def test_a_model_that_nothing_tells_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder on this machine"):
+    with pytest.raises(ConfigError, match="is neither a folder on this machine"):
         read_model("org/unknown", tmp_path, "/teacher")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no config"):
         read_model("empty", tmp_path, "/teacher")
-    with pytest.raises(ConfigError, match="1M is no size of a Llama"):
+    with pytest.raises(ConfigError, match="1M is not a size of a Llama"):
         read_model("1M", tmp_path, "/teacher")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text('{"model_type": "nothing-known"}')

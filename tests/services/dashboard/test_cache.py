@@ -99,7 +99,7 @@ def test_the_page_shows_what_a_cache_holds(page: Page, api: Parts, captured: Pat
     open_page(page, api, captured)
     store = open_cache(captured)
     expect(page.get_by_text(f"All {store.manifest.positions:,} records were read.")).to_be_visible()
-    for name in ("Entropy of the teacher, nats", "Entries a token", "Kept mass"):
+    for name in ("Entropy of the teacher, nats", "Entries per token", "Kept mass"):
         expect(
             page.get_by_role("img", name=re.compile(f"{name}: mean .*most often"))
         ).to_be_visible()
@@ -196,7 +196,7 @@ def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
         expect(page.get_by_text("8 missing", exact=True)).to_be_visible()
         expect(page.get_by_role("heading", name="Checks")).to_be_hidden()
         check_page(page, "capture")
-        writer.leave_begun()
+        writer.clear_unfinished()
 
 
 @pytest.mark.parametrize("profile", ["hidden", pytest.param("topk", marks=pytest.mark.long)])
@@ -218,7 +218,7 @@ def test_the_buttons_check_the_cache_for_real(page: Page, api: Parts, captured: 
     expect(page.get_by_role("button", name="Verify every byte")).to_be_disabled()
     expect(checks.get_by_text("succeeded")).to_have_count(1)
     page.get_by_role("button", name="Compare with the teacher").click()
-    expect(page.get_by_text("The records are those of the teacher.")).to_be_visible()
+    expect(page.get_by_text("The records match the teacher.")).to_be_visible()
     victim = captured / name_shard(3) / "entropy" / "c.0"
     content = victim.read_bytes()
     victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])

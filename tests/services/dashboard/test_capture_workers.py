@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
 from services.store.jobs.leases import ANY_CAPACITY, Claim
-from services.store.ranges import RangeBoard, TakenRange, ToldProgress
+from services.store.ranges import RangeBoard, ReportedProgress, TakenRange
 from services.worker.range_broker import compute_progress
 from tests.support.services.api import tell
 from tests.support.services.pages import require_fit, take_picture
@@ -34,7 +34,7 @@ def captured(api: Parts) -> Claim:
         assert isinstance(taken, TakenRange)
         board.finish(member, taken.number, 256)
         assert isinstance(board.take(member), TakenRange)
-        board.beat(member, 600, ToldProgress(300, 20.0, 153_000, rate), [])
+        board.beat(member, 600, ReportedProgress(300, 20.0, 153_000, rate), [])
     view = board.view(claim.id)
     assert view is not None
     progress = compute_progress(view, 10_240)

@@ -210,7 +210,7 @@ def test_each_view_has_an_address_and_a_title_and_old_addresses_lead_there(
     expect(page.get_by_role("row").filter(has_text="addressed")).to_have_count(1)
     expect(page).to_have_url(re.compile(r"/jobs\?q=addressed$"))
     page.get_by_label("Search").fill("no such job")
-    expect(page.get_by_text("No job is like that.")).to_be_visible()
+    expect(page.get_by_text("No job matches.")).to_be_visible()
 
 
 @in_browser
@@ -357,7 +357,7 @@ def test_a_job_shows_its_speed_its_memory_and_its_layers(page: Page, api: Parts)
         ),
     )  # fmt: skip
     open_page(page, api, f"jobs/{claim.id}")
-    titles = ["^Tokens a second", "^Memory, GiB", "^Gradient norm by layer, from red"]
+    titles = ["^Tokens per second", "^Memory, GiB", "^Gradient norm by layer, from red"]
     expect(page.get_by_role("figure")).to_have_text([re.compile(title) for title in titles])
     expect(page.get_by_role("img", name="Memory")).to_have_attribute(
         "aria-label",

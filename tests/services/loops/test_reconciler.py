@@ -530,7 +530,7 @@ def test_what_has_nothing_to_mend_does_not_change(parts: Parts, settings: Settin
     parts.jobs.change("pause", paused)
     jobs = (running, waiting, paused, queued)
     versions = [parts.jobs.get(job_id).version for job_id in jobs]
-    assert parts.jobs.mend(0, LEASE) == (0, [])
+    assert parts.jobs.repair(0, LEASE) == (0, [])
     assert [parts.jobs.get(job_id).version for job_id in jobs] == versions
 
 

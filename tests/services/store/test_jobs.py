@@ -156,11 +156,11 @@ def test_a_clean_stop_costs_no_attempt_and_a_death_does(jobs: JobStore, parts: P
 def test_a_clock_that_is_set_back_holds_no_job_of_a_dead_worker_and_no_hint(jobs: JobStore) -> None:
     claim = jobs.claim(queued(jobs), "train", "w", 5)
     waiting = queued(jobs)
-    assert jobs.mend(0, 5) == (0, [])
+    assert jobs.repair(0, 5) == (0, [])
     tomorrow = jobs.read_clock_ms() + 24 * HOUR * 1000
     jobs.redis.zadd("kd:leases", {claim.id: tomorrow})
     jobs.redis.hset(f"kd:job:{waiting}", "dispatched_at", tomorrow)
-    assert jobs.mend(0, 5) == (0, [claim.id])
+    assert jobs.repair(0, 5) == (0, [claim.id])
     assert jobs.redis.zscore("kd:leases", claim.id) <= jobs.read_clock_ms() + 5000
     assert jobs.list_unannounced("train", HOUR) == [waiting]
     assert jobs.list_unannounced("train", HOUR) == []

@@ -470,7 +470,7 @@ class Record(RuleBasedStateMachine):
     @rule(stage=st.sampled_from(["precompute", "train"]), sent=st.booleans())
     def tidy(self, stage: str, sent: bool) -> None:
         assert self.store.list_unannounced(stage, 0) == [job.id for job in self.queue(stage)]
-        assert self.store.mend(0, 600) == (0, []), (
+        assert self.store.repair(0, 600) == (0, []), (
             "nothing is ever lost that would have to be put back"
         )
         for delivery in self.store.lease_webhooks(0, 3):

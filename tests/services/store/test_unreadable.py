@@ -121,7 +121,7 @@ def test_a_damaged_record_keeps_no_other_lease_from_its_end(
         let_pass(jobs, "leases", job_id)
     jobs.expire()
     assert status(jobs, good) == "queued"
-    jobs.mend(0, 5)
+    jobs.repair(0, 5)
     jobs.expire()
 
 

@@ -15,7 +15,7 @@ from bench.support.harness import Parts
 from bench.support.waiting import wait_until
 from cache.disk import hash_file
 from cache.manifest import sign_json
-from kd.buckets.inputs import begin_downloads, bring_files, list_stored
+from kd.buckets.inputs import begin_downloads, download_files, list_stored
 from kd.buckets.runs import STATE, StoredRun, open_stored_run
 from services.settings import Settings
 from services.store.jobs.leases import Claim
@@ -150,7 +150,7 @@ def test_a_student_in_the_bucket_is_named_by_its_job(
     begin_downloads(tmp_path / "home")
     url = f"{address}/runs/{claim.id}/student"
     assert set(list_stored(url).objects) == {"model.safetensors", "config.json"}
-    folder = bring_files(url, ["model.safetensors"])
+    folder = download_files(url, ["model.safetensors"])
     theirs = run_dir / "student" / "model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == theirs.read_bytes()
 

@@ -105,8 +105,8 @@ def test_what_is_no_run_is_refused_and_nothing_is_adopted(parts: Parts, tmp_path
         for folder, why in (
             (empty, "has no config.json"),
             (held, "is in use"),
-            (named, "its name is no job id"),
-            (tmp_path, "is no folder below"),
+            (named, "its name is not a job id"),
+            (tmp_path, "is not a folder below"),
         ):
             refused = command(parts, "jobs", "adopt", good, folder)
             assert refused.returncode == 1 and why in refused.stderr, refused.stderr

@@ -15,7 +15,7 @@ Tool = Annotated[
 Teacher = Annotated[
     str | None,
     typer.Option(
-        help="Model to distil from, where the file is plain fine-tuning of axolotl or TRL."
+        help="Model to distil from, if the file is for plain fine-tuning with axolotl or TRL."
     ),
 ]
 Written = Annotated[
@@ -33,10 +33,10 @@ def convert(
     written: Written = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print another tool's job file as a job of ours.
+    """Convert another tool's job file to a job for Potstill, and print it.
 
-    Comments at its top name each field that has no counterpart, or that means something else here.
-    Reads no model and no data: `kd validate` and `kd estimate` check the job.
+    Comments at its top name each field that has no counterpart, or has another meaning here. Reads
+    no model and no data: check the job with `kd validate` and `kd estimate`.
     """
     from kd.exchange.job_files.conversion import convert_file
 

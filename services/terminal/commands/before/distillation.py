@@ -113,8 +113,8 @@ def _print_kinds(kinds: list[dict[str, Any]]) -> None:
     _say("")
     stages = max((list(each["hours"]) for each in kinds), key=len)
     print_table(
-        ["as many of", "a teacher takes", *(f"{name} h" for name in stages), "device-hours",
-         "cost", "source"],
+        ["same number of", "devices of a teacher", *(f"{name} h" for name in stages),
+         "device-hours", "cost", "source"],
         [
             [
                 each["device"],

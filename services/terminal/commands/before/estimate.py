@@ -41,7 +41,7 @@ Kind = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Also tell what is expected on a kind of GPU, by its maker's figures: v100, t4, "
+        help="Also estimate the job on a kind of GPU, from its maker's figures: v100, t4, "
         "a10, l4, l40s, rtx3090, rtx4090, a100-40gb, a100-80gb, h100, h200 or b200.",
     ),
 ]
@@ -49,7 +49,7 @@ Price = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Price of an hour of that device, or of this one if none is named; the cost is in "
+        help="Price of an hour of that device, or of this device if you name none; the cost is in "
         "the same currency. Default for a named kind: KD_DEVICE_PRICES.",
     ),
 ]
@@ -69,7 +69,7 @@ def estimate(
 ) -> None:
     """Estimate a job's capture, training and evaluation: tokens, bytes, memory, hours and cost.
 
-    With --fast no model runs: the training has no hours then, and the phases are left out.
+    With --fast no model runs, so the hours of the training and the phases are left out.
     """
     from kd.preflight.problems import Folders, require_no_problems
     from services.store.costs import find_price

@@ -37,7 +37,7 @@ def init(
     validation: Annotated[str | None, typer.Option(help="Held-out files.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a job file from a template; on a terminal, ask for what is not given."""
+    """Write a job file from a template; on a terminal, ask for what you do not give."""
     from kd.config.templates.filling import fill_template, list_templates
 
     given = {"teacher": teacher, "student": student, "train": train, "validation": validation}

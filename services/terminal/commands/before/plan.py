@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
 OptionalJobFile = Annotated[
     Path | None,
-    typer.Argument(help="Job file, in YAML or JSON. --tokens needs none where --teacher is given."),
+    typer.Argument(
+        help="Job file, in YAML or JSON. Not needed for --tokens if --teacher is given."
+    ),
 ]
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="Number and kind of the devices: 8xh100, h100 or cpu; default those of this machine. "
-        "Kinds: cpu, v100, t4, a10, l4, l40s, rtx3090, rtx4090, a100-40gb, a100-80gb, h100, h200, "
-        "b200.",
+        help="Number and kind of the devices: 8xh100, h100 or cpu. Default: the devices of this "
+        "machine. Kinds: cpu, v100, t4, a10, l4, l40s, rtx3090, rtx4090, a100-40gb, a100-80gb, "
+        "h100, h200, b200.",
     ),
 ]
 Price = Annotated[
@@ -46,35 +48,35 @@ Price = Annotated[
 Runs = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Folder of a finished run, or of several; repeat it. From five runs or more a law is "
-        "fitted that tells the held-out loss to expect."
+        help="Folder of a finished run, or of several runs; may be repeated. With five or more "
+        "runs a law is fitted, and the expected held-out loss is printed."
     ),
 ]
 Tokens = Annotated[
     str | None,
     typer.Option(
-        help="Plan a whole distillation of so many tokens, such as 1e12, of which there is no text "
-        "yet: shards, bytes, hours, cost, and what is full first. Needs --devices."
+        help="Plan a whole distillation of this many tokens, such as 1e12, before there is a "
+        "text: shards, bytes, hours, cost, and which resource is exhausted first. Needs --devices."
     ),
 ]
 Teacher = Annotated[
     str | None,
     typer.Option(
-        help="With --tokens: the teacher, in place of the job's: a folder, its config.json alone, "
-        "or a size such as 70B."
+        help="With --tokens: the teacher, instead of the job's: a folder, a config.json, or a "
+        "size such as 70B."
     ),
 ]
 Student = Annotated[
     str | None,
     typer.Option(
-        help="With --tokens: the student, in place of the job's, in the same forms. Without a "
+        help="With --tokens: the student, instead of the job's, in the same forms. Without a "
         "student only the capture is planned."
     ),
 ]
 Profile = Annotated[
     str | None,
     typer.Option(
-        help="With --tokens: the profile, in place of the job's: threshold, tempered, topk, dense "
+        help="With --tokens: the profile, instead of the job's: threshold, tempered, topk, dense "
         "or hidden."
     ),
 ]
@@ -83,8 +85,8 @@ Within = Annotated[
     typer.Option(
         min=0.01,
         max=1e6,
-        help="With --tokens: hours that the capture may take; tells how many workers it then "
-        "needs. Default 24.",
+        help="With --tokens: hours that the capture may take; prints how many workers this needs. "
+        "Default: 24.",
     ),
 ]
 
@@ -111,11 +113,10 @@ def plan(
 ) -> None:
     """Find how to train a job on N devices: strategy, micro-batch, checkpointing and precision.
 
-    Prints the settings that fit, the best first, with memory by part, time and cost; or by how
-    much none fits, and what lowers the memory. Runs no model: all numbers are expected. The
-    sequences of a step stay as the job says. (`kd estimate` tells a job as it is written.)
-
-    With --tokens it plans a whole distillation at a size at which there is no text yet.
+    Prints the settings that fit, the best first, with memory by part, time and cost. If nothing
+    fits, prints by how much, and what lowers the memory. Runs no model: all numbers are estimates.
+    The number of sequences in a step stays as in the job. (`kd estimate` estimates a job with its
+    present settings.) --tokens plans a whole distillation before there is a text.
     """
     from kd.planning.devices import DeviceName
 

@@ -21,7 +21,7 @@ from services.terminal.console import (
     print_table,
 )
 
-Plot = Annotated[Path | None, typer.Option("--out", help="Also draw the rates into this PNG file.")]
+Plot = Annotated[Path | None, typer.Option("--out", help="Also plot the rates into this PNG file.")]
 
 app = typer.Typer()
 
@@ -36,8 +36,8 @@ def lr(
 ) -> None:
     """Show the learning rate over a job's whole run, as a table and a plot.
 
-    Trains nothing. `--set train.lr_scheduler_type=cosine` and the like try another schedule.
-    A schedule that follows the held-out loss is shown as if it never fell.
+    Trains nothing. Use --set to try another schedule: --set train.lr_scheduler_type=cosine. A
+    schedule that depends on the held-out loss is shown as if this loss never fell.
     """
     from kd.planning.rates import plan_rates
 

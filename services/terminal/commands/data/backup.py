@@ -26,7 +26,9 @@ def backup(
     pause: Annotated[
         float,
         typer.Option(
-            min=0.1, max=3600, help="Longest time, in seconds, that the backup may hold up writes."
+            min=0.1,
+            max=3600,
+            help="Longest time, in seconds, for which the backup may delay writes.",
         ),
     ] = 5.0,
     home: Home = None,
@@ -71,7 +73,7 @@ def restore(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Restore a backup of `kd backup`, after every byte of it was checked.
+    """Check every byte of a backup of `kd backup`, and restore it.
 
     The API and the workers must be stopped.
     """

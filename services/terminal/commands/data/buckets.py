@@ -22,10 +22,10 @@ def store_check(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a bucket can hold caches: each property that they need, and its rate.
+    """Check whether a bucket can hold caches: each property that they need, and its rate.
 
     Small objects are written and deleted. Credentials, region and endpoint come from the usual
-    variables of the environment. The exit code is 1 where a property is missing.
+    environment variables. The exit code is 1 if a property is missing.
     """
     from cache.remote.address import StoreAddress, is_bucket
     from cache.remote.bucket import Bucket

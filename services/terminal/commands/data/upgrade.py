@@ -40,11 +40,12 @@ def upgrade(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the formats of all data, and rewrite those that this version does not read as they are.
+    """List the formats of all data, and rewrite data in formats that this version cannot read.
 
     Without --yes nothing is changed. Stop the service and make a backup first. The command can be
-    killed and repeated. The exit code is 1 if something is left that this version cannot read, or
-    that must be rewritten. The job store is left out, with a word, if it does not run.
+    interrupted and repeated. The exit code is 1 if something is left that this version cannot read,
+    or that must be rewritten. If the job store does not run, it is left out, and the command says
+    so.
     """
     from services.store.formats import examine, rewrite
 

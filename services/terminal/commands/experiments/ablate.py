@@ -33,7 +33,7 @@ AxisTexts = Annotated[
     typer.Option(
         "--axis",
         metavar="AXIS",
-        help="What varies, as often as you like: any field, train.optim=adamw,lion, or a ready "
+        help="What varies; may be repeated: any field, train.optim=adamw,lion, or a ready-made "
         "axis: schedules, clipping, precision, accumulation, optimisers, label_smoothing, "
         "checkpointing, alpha, threshold or temperature.",
     ),
@@ -41,7 +41,8 @@ AxisTexts = Annotated[
 Steps = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Steps of a run, as long as one of the job. Default: the job's, at most 200."
+        min=1,
+        help="Steps of a run, each as large as a step of the job. Default: the job's, at most 200.",
     ),
 ]
 Grid = Annotated[
@@ -69,8 +70,8 @@ def ablate(
 ) -> None:
     """Train short runs of a job that differ in one setting, and show them on one page.
 
-    Seed, tokens and order of the data are the same, and runs share the caches that they need. The
-    same command goes on where it was stopped, and trains no finished run again.
+    All runs have the same seed, tokens and data order, and share the caches that they need. After a
+    stop, the same command continues, and does not train finished runs again.
     """
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)

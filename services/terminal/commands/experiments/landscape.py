@@ -29,13 +29,15 @@ RunName = Annotated[
         metavar="RUN", help="A finished run: its folder, the beginning of its name, or `last`."
     ),
 ]
-Points = Annotated[int, typer.Option(min=3, max=201, help="Points on a side of the plane.")]
+Points = Annotated[int, typer.Option(min=3, max=201, help="Points along each side of the plane.")]
 LinePoints = Annotated[int, typer.Option(min=5, max=1001, help="Points on the line.")]
 Radius = Annotated[
-    float, typer.Option(min=0.001, max=100, help="Reach of the plane, in lengths of the weights.")
+    float,
+    typer.Option(min=0.001, max=100, help="Half the width of the plane, in norms of the weights."),
 ]
 Sequences = Annotated[
-    int, typer.Option(min=1, max=4096, help="Sequences of the training text, and held out.")
+    int,
+    typer.Option(min=1, max=4096, help="Sequences of the training text, and of the held-out text."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the directions and sequences.")]
 Folder = Annotated[
@@ -57,7 +59,7 @@ def landscape(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the loss around a finished student, and on the line from its start to its end.
+    """Plot the loss around a finished student, and on the line from its first to its last weights.
 
     Writes landscape.json and one page with the plots.
     """
@@ -108,7 +110,7 @@ def landscape(
 def noise(run: RunName, home: Home = None, as_json: AsJson = False) -> None:
     """Measure the gradient's noise of a finished student, with advice on batch and threshold.
 
-    The teacher reads a few sequences twice, to tell the noise of the records from that of the
+    A few sequences are captured twice, to separate the noise of the records from the noise of the
     data. (`kd estimate` does the same for a student before training.)
     """
     settings = make_settings(home=home)

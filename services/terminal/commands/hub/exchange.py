@@ -40,7 +40,8 @@ def push(
     source: Source,
     repository: RepositoryName,
     revision: Annotated[
-        str | None, typer.Option(help="Branch to push to; made if it is not there. Default: main.")
+        str | None,
+        typer.Option(help="Branch to push to; created if it does not exist. Default: main."),
     ] = None,
     private: Annotated[
         bool,
@@ -51,8 +52,8 @@ def push(
 ) -> None:
     """Push a student or a cache to the Hugging Face hub, with its card.
 
-    The same command goes on where a push was cut. HF_ENDPOINT is the address of another hub;
-    HF_TOKEN, or what `hf auth login` stored, is the token.
+    If a push is interrupted, the same command continues it. HF_ENDPOINT is the address of another
+    hub. The token is HF_TOKEN, or the one that `hf auth login` stored.
     """
     from kd.exchange.hub.pushing import push as push_folder
 
@@ -81,8 +82,8 @@ def pull(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="New folder for a student, or the folder of caches. Default: a folder of the "
-            "repository's name here, and the caches of KD_HOME."
+            help="New folder for a student, or the folder of caches. Default: a folder with the "
+            "repository's name here, or the caches of KD_HOME."
         ),
     ] = None,
     home: Home = None,
@@ -90,7 +91,8 @@ def pull(
 ) -> None:
     """Pull a student or a cache from the Hugging Face hub, and compare every byte.
 
-    The same command goes on where a pull was cut. A cache can be trained from at once.
+    If a pull is interrupted, the same command continues it. You can train from a pulled cache at
+    once.
     """
     from kd.exchange.hub.pulling import pull as pull_repository
 
@@ -127,7 +129,7 @@ def find_source(name: str, settings: Settings) -> Path:
         return find_cache(settings.caches, name).absolute()
     except CacheNotFound as error:
         raise HubError(
-            f"{name!r} is no folder, no run and no single cache in {settings.home}.",
+            f"{name!r} is neither a folder, nor a run, nor a single cache in {settings.home}.",
             "`kd cache ls` lists caches; the runs are the folders in runs of KD_HOME.",
         ) from error
 

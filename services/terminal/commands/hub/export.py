@@ -25,13 +25,15 @@ def export(
         str,
         typer.Option(
             metavar="merged|adapter|gguf",
-            help="merged: one whole model; adapter: LoRA adapters in the form of peft; gguf: one "
+            help="merged: one whole model; adapter: LoRA adapters in peft's format; gguf: one "
             "file for llama.cpp.",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="New folder or file. Default: beside the student, named after the form."),
+        typer.Option(
+            help="New folder or file. Default: beside the student, named after the format."
+        ),
     ] = None,
     converter: Annotated[
         str | None,
@@ -43,13 +45,13 @@ def export(
         str,
         typer.Option(
             metavar="|".join(PRECISIONS),
-            help="Precision of a GGUF file. auto: that of the student.",
+            help="Precision of a GGUF file. auto: the student's precision.",
         ),
     ] = "auto",
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a finished student in another form."""
+    """Write a finished student in another format."""
     if to not in FORMS:
         raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMS)}", param_hint="--to")
     if outtype not in PRECISIONS:

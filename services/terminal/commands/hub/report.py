@@ -33,7 +33,7 @@ def report(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the report of a finished run, or write it as one HTML page that can be mailed."""
+    """Show the report of a finished run, or write it as one HTML file."""
     from kd.experiments.run_page import read_report, write_page
     from kd.files import find_run
 

@@ -287,7 +287,7 @@ def test_what_cannot_be_pushed_or_pulled_is_refused(
     assert "HF_TOKEN" in refused("push", student, "ann/x", **online | {"HF_TOKEN": ""})
     assert "owner/name" in refused("push", student, "no name", **online)
     assert "neither a student nor" in refused("push", sealed.parent, "ann/x", **online)
-    assert "no folder, no run" in refused("push", "nothing", "ann/x", **online)
+    assert "neither a folder, nor a run" in refused("push", "nothing", "ann/x", **online)
     assert "HF_HUB_OFFLINE" in refused("push", student, "ann/x", **online | {"HF_HUB_OFFLINE": "1"})
     assert "There is no model ann/none" in refused("pull", "ann/none", **online)
     hub.make("model", "ann/empty")

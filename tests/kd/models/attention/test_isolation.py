@@ -13,13 +13,13 @@ from kd.models.attention.interface import use_packed_attention
 from kd.models.attention.isolation import (
     _computes_as_alone,
     _make_trials,
-    foresee_isolation,
     isolate_documents,
     make_small,
+    precheck_isolation,
     warn_of_mask,
 )
 from kd.models.layers import compute_hidden_states
-from kd.models.lm_head import foresee_lm_head
+from kd.models.lm_head import precheck_lm_head
 from kd.progress import SILENT, Monitor
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import LEAKS, LLAMA, PACKS, build
@@ -219,8 +219,8 @@ def test_a_model_is_judged_by_its_shape_as_by_its_weights(kind: str) -> None:
     small = make_small(hollow)
     assert small is not None
     # As before a capture: the same model is checked for its logits first.
-    foresee_lm_head(small)
-    foresee_isolation(small, 16384, Monitor(lambda event: told.append(event.data["message"])))
+    precheck_lm_head(small)
+    precheck_isolation(small, 16384, Monitor(lambda event: told.append(event.data["message"])))
     assert torch.equal(torch.random.get_rng_state(), before)
     whole = build(kind)
     isolate_documents(whole)
@@ -234,4 +234,4 @@ def test_a_leak_is_seen_without_the_weights(kind: str) -> None:
     small = make_small(hollow)
     assert small is not None
     with pytest.raises(ModelError, match="attends across the documents"):
-        foresee_isolation(small, 64, SILENT)
+        precheck_isolation(small, 64, SILENT)

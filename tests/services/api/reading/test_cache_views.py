@@ -122,7 +122,7 @@ def test_shards_are_sealed_in_work_missing_or_corrupt(api: Parts) -> None:
         writer.begin_shard(1)
         states = show(api, writer.folder, "shards")
         assert (states["complete"], states["captured"], states["cells"]) == (False, True, "02")
-        writer.leave_begun()
+        writer.clear_unfinished()
     assert show(api, writer.folder, "shards")["cells"] == "0"
 
 

@@ -38,9 +38,9 @@ def test_a_device_without_a_price_has_no_cost() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("h100=much", "'h100=much' is no price"),
-        ("h100=-1", "'h100=-1' is no price"),
-        ("h100=nan", "is no price"),
+        ("h100=much", "'h100=much' is not a price"),
+        ("h100=-1", "'h100=-1' is not a price"),
+        ("h100=nan", "is not a price"),
         ("1,2", "any other device has two prices"),
         ("cpu=1,CPU=2", "cpu has two prices"),
     ],

@@ -413,11 +413,11 @@ def test_records_from_before_teams_are_of_their_owner_and_find_their_queue(
     jobs.redis.hdel(f"kd:job:{job_id}", "team")
     jobs.redis.delete("kd:queue:train:ann", "kd:queuers:train")
     assert jobs.claim_next("train", "w", 60) is None
-    assert jobs.mend(0, 60) == (0, [job_id])
+    assert jobs.repair(0, 60) == (0, [job_id])
     assert take(jobs).id == job_id
     active = jobs.redis.hkeys("kd:devices:ann")
     jobs.redis.delete("kd:devices:ann")
-    jobs.mend(0, 60)
+    jobs.repair(0, 60)
     assert jobs.redis.hkeys("kd:devices:ann") == active
     job = jobs.get(job_id)
     assert job is not None and job.team == "ann"

@@ -16,8 +16,8 @@ from services.store.ranges import (
     HelpOrder,
     Membership,
     RangeBoard,
+    ReportedProgress,
     TakenRange,
-    ToldProgress,
     choose_range_size,
 )
 from tests.support.records import ANN, BOB, ERROR, at_once, queued, running
@@ -133,7 +133,7 @@ def test_each_action_does_what_the_table_states(
 
     def expire() -> None:
         end_lease(jobs, member)
-        board.beat(other, LONG, ToldProgress(), [])
+        board.beat(other, LONG, ReportedProgress(), [])
 
     act: dict[str, Callable[[], object]] = {
         "take": lambda: board.take(other),
@@ -152,7 +152,7 @@ def test_a_range_of_a_dead_worker_goes_to_another(jobs: JobStore, board: RangeBo
     lost = take(board, dead)
     end_lease(jobs, dead)
     assert take(board, owner) == lost
-    assert board.beat(dead, LONG, ToldProgress(), []).reply == "fenced"
+    assert board.beat(dead, LONG, ReportedProgress(), []).reply == "fenced"
     assert board.finish(dead, lost.number, 3) == board.leave(dead) == "fenced"
     assert board.take(dead) == "stop"
     assert board.finish(owner, lost.number, 3) == "go"
@@ -170,7 +170,7 @@ def test_only_the_end_of_a_slow_range_is_captured_twice(jobs: JobStore, board: R
     assert take(board, third) == first
     assert board.take(quick) == "wait", "two have it already"
     assert board.finish(third, first.number, 3) == "go"
-    assert board.beat(slow, LONG, ToldProgress(), []).finished == {first.number}
+    assert board.beat(slow, LONG, ReportedProgress(), []).finished == {first.number}
     assert board.finish(slow, first.number, 3) == "done"
     assert board.finish(quick, last.number, 3) == "go"
     assert board.take(slow) == "done"
@@ -200,7 +200,7 @@ def test_a_job_that_stops_hands_out_nothing(jobs: JobStore, board: RangeBoard, a
     helper = join(board)
     held = take(board, helper)
     jobs.change(action, claim.id)  # type: ignore[arg-type]
-    assert board.beat(helper, LONG, ToldProgress(), []).reply == "stop"
+    assert board.beat(helper, LONG, ReportedProgress(), []).reply == "stop"
     assert board.take(helper) == board.take(owner) == "stop"
     assert board.help("late", LONG, ANY_CAPACITY, []) is None
     assert board.finish(helper, held.number, 3) == "go", "what is sealed counts"
@@ -224,7 +224,7 @@ def test_a_board_ends_with_the_claim_of_its_owner(
         "release": lambda: jobs.release(claim),
     }
     ends[end]()
-    assert board.beat(helper, LONG, ToldProgress(), []).reply == "fenced"
+    assert board.beat(helper, LONG, ReportedProgress(), []).reply == "fenced"
     assert board.finish(helper, held.number, 3) == "fenced"
     assert board.view(claim.id) is None
     assert board.open(claim, "owner", LONG, TERMS, 10, None) is None
@@ -335,8 +335,8 @@ def test_an_outage_ends_no_lease(jobs: JobStore, board: RangeBoard) -> None:
     for member in (owner, helper):
         end_lease(jobs, member)
     jobs.redis.hincrby(f"kd:job:{claim.id}:ranges", "seen", -60_000)
-    assert board.beat(owner, LONG, ToldProgress(), []).reply == "go"
-    assert board.beat(helper, LONG, ToldProgress(), []).reply == "go"
+    assert board.beat(owner, LONG, ReportedProgress(), []).reply == "go"
+    assert board.beat(helper, LONG, ReportedProgress(), []).reply == "go"
 
 
 # ---------------------------------------------------------------------- many workers
@@ -347,13 +347,13 @@ def test_the_view_tells_what_each_worker_did(jobs: JobStore, board: RangeBoard) 
     assert board.finish(owner, take(board, owner).number, 9) == "go"
     helper = join(board, "b")
     take(board, helper)
-    told = ToldProgress(7, 3.5, 700, 350.0)
-    assert board.beat(helper, LONG, told, ["a warning"]).reply == "go"
+    reported = ReportedProgress(7, 3.5, 700, 350.0)
+    assert board.beat(helper, LONG, reported, ["a warning"]).reply == "go"
     view = board.view(owner.id)
     assert view is not None
     assert (view.count, view.done, view.sequences, view.untaken) == (4, 1, 9, 2)
     shown = {member.worker: member for member in view.members}
-    assert (shown["b"].ranges, shown["b"].told, shown["b"].unfinished) == (1, told, 7)
+    assert (shown["b"].ranges, shown["b"].reported, shown["b"].unfinished) == (1, reported, 7)
     assert (shown["owner"].ranges, shown["owner"].unfinished) == (0, 0)
 
 
@@ -411,7 +411,7 @@ def test_random_workers_finish_every_range_once(
             case 3 if held:
                 grow_old(jobs, member, held[0])
             case 4:
-                board.beat(member, LONG, ToldProgress(), [])
+                board.beat(member, LONG, ReportedProgress(), [])
             case _:
                 taken = board.take(member)
                 if taken == "done":

@@ -242,7 +242,7 @@ def test_a_run_that_an_open_job_names_or_a_process_holds_stays(home: Home) -> No
     assert gone == [] and {item.name: item.kept_by for item in kept} == {
         continued.name: f"the job {job_id}, which has not ended",
         writing.name: "a process writes to it",
-        late.name: "it goes on, or an open job names it",
+        late.name: "it has not ended, or an open job names it",
     }
     home.store.change("cancel", later)
     assert {item.name for item in home.sweep(runs=30 * DAY)[0]} == {writing.name, late.name}

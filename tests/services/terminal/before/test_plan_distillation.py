@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_said_with_the_exit_code_of_a_failure() -> None:
         (("--tokens", "1e9", *MODELS), "--tokens needs --devices"),
         (("--tokens", "1e9", "--devices", "h100"), "needs a teacher"),
         (("--tokens", "1e9", "--devices", "h100", "--teacher", "docs"), "holds no config.json"),
-        (("--tokens", "1e9", "--devices", "h100", "--teacher", "none/such"), "no config.json and"),
+        (("--tokens", "1e9", "--devices", "h100", "--teacher", "none/such"), "nor a config.json"),
         (("--tokens", "1e9", "--devices", "h100", *MODELS, "--profile", "all"), "cache.profile"),
         (("--tokens", "1e9", "--devices", "h100", *MODELS, "--runs", "."), "without --tokens"),
         (("--devices", "h100", "--teacher", "8B"), "--teacher is for a plan by --tokens"),

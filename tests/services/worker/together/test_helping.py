@@ -40,7 +40,7 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
     CaptureHelp(parts.jobs, parts.settings, foreign, "helper", device, threading.Event()).run()
     warnings = [data["message"] for kind, data in parts.events(claim.id) if kind == "warning"]
     assert len(warnings) == 1
-    assert warnings[0].startswith("Worker helper helps with this capture no more:")
+    assert warnings[0].startswith("Worker helper no longer helps with this capture:")
     assert expected in warnings[0]
     assert board.help("helper", 60, ANY_CAPACITY, ["precompute"]) is None
     view = board.view(claim.id)

@@ -171,7 +171,7 @@ def test_a_range_of_a_worker_that_is_gone_goes_to_another(
     require_right(parts, job_id, "light-3-30-150")
     warnings = [data["message"] for kind, data in parts.events(job_id) if kind == "warning"]
     if how != "kill the worker":
-        assert any("helps with this capture no more" in each for each in warnings) == helper
+        assert any("no longer helps with this capture" in each for each in warnings) == helper
     # At most the shards that a process held when it was killed are written twice.
     assert max(count_writes(parts, job_id).values()) <= 2
 
@@ -236,7 +236,7 @@ def test_a_worker_with_another_store_is_refused_by_name(parts: Parts, tmp_path: 
         return next(iter(texts), None)
 
     message = wait_until(find_warning)
-    assert "helps with this capture no more: Its caches lie in folder-" in message
+    assert "no longer helps with this capture: Its caches are in folder-" in message
     assert "KD_STORE" in message
     require_right(parts, job_id, "light-9-30-150")
 

@@ -19,7 +19,7 @@ from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import SILENT, Monitor
 
 
-def rehearse(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Verdict:
+def check_overfitting(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Verdict:
     """Overfit the student of a job on a few of its sequences; no files stay below ``home``.
 
     A sealed cache that the job names is read from ``home``; without one the teacher reads those
@@ -35,7 +35,7 @@ def rehearse(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Verdic
     with storage_errors(home):
         make_folder(home)
     with TemporaryDirectory(prefix=".check-", dir=home) as name:
-        return _rehearse(_shorten_text(config), home, Path(name), monitor)
+        return _run_check(_shorten_text(config), home, Path(name), monitor)
 
 
 def _shorten_text(config: JobConfig) -> JobConfig:
@@ -47,7 +47,7 @@ def _shorten_text(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=data)})
 
 
-def _rehearse(config: JobConfig, home: Path, folder: Path, monitor: Monitor) -> Verdict:
+def _run_check(config: JobConfig, home: Path, folder: Path, monitor: Monitor) -> Verdict:
     if config.cache.fingerprint is None:
         home = folder
         if config.needs_cache:
