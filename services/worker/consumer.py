@@ -166,6 +166,11 @@ class StageWorker:
         log.info("stage %s ends: %s", stage, ended.status)
         if ended.status == "queued":
             self._announce(claim)
+        if ended.unfit:
+            # Otherwise this worker would take the jobs of all others, and fail them.
+            seconds = self.settings.lease_seconds
+            log.error("No job can be started here: %s Next try in %g s.", ended.unfit, seconds)
+            self.stopping.wait(seconds)
 
     def _announce(self, claim: Claim) -> None:
         """Send a hint for the rest of a job. If that fails, the reconciler sends it."""

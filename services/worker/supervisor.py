@@ -21,7 +21,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from cache.disk import storage_errors
-from cache.errors import PotstillError
+from cache.errors import PotstillError, StorageError, StoreError
 from kd.config.jobfile import parse_config
 from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
@@ -55,11 +55,12 @@ class AttemptResult:
     """The end of an attempt: the job's status, "fenced", or "lost" if Redis could not be reached.
 
     ``elsewhere`` is the lock of another process that does the same work. The claim is then still
-    held.
+    held. ``unfit`` says why no process could be started on this host; empty if one was started.
     """
 
     status: str
     elsewhere: Path | None = None
+    unfit: str = ""
 
 
 class Attempt:
@@ -156,12 +157,21 @@ class Attempt:
         return self._child
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
-        """Record that no child started. If Redis is away, the job goes back to the queue."""
+        """Record that no child started. If Redis is away, the job goes back to the queue.
+
+        It also goes back if this host is at fault, as with a full disk: another worker may be able
+        to run it. That costs an attempt, so that a job does not wait forever for such a host.
+        """
         if isinstance(error, RedisError):
             return AttemptResult(
                 retry_until_answered(lambda: self._store.release(self._claim), self._stopping)
             )
         failure = describe_error(error)
+        if isinstance(error, OSError | StorageError) and not isinstance(error, StoreError):
+            status = retry_until_answered(
+                lambda: self._store.fail_attempt(self._claim, failure), self._stopping
+            )
+            return AttemptResult(status, unfit=failure["detail"])
         return AttemptResult(
             retry_until_answered(
                 lambda: self._store.finish(self._claim, "failed", failure), self._stopping

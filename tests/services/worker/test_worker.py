@@ -25,6 +25,7 @@ from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker.child_process import Outbox, build_child_environment
+from services.worker.consumer import StageWorker
 from services.worker.devices import WorkerDevice
 from services.worker.event_size import LONGEST_EVENT, LONGEST_TEXT
 from services.worker.failures import describe_crash, describe_error
@@ -85,6 +86,24 @@ def test_a_folder_that_cannot_be_written_is_named(service: Parts) -> None:
     assert job.error is not None
     assert job.error.type == "storage_error"
     assert job.error.remedy
+
+
+def test_a_job_that_one_host_cannot_start_goes_to_another(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sick = parts.settings.model_copy(update={"home": Path("/sys/kernel")})  # nobody can write there
+    worker = StageWorker(sick, parts.queue, parts.jobs, ["train"], WorkerDevice())
+    waited: list[float] = []
+    monkeypatch.setattr(worker.stopping, "wait", waited.append)
+    job_id = parts.jobs.create(make_config("quick")).id
+    claim = parts.jobs.claim(job_id, "train", worker.id, 60)
+    assert claim is not None
+    worker._run(claim, "train")
+    assert (parts.job(job_id).status, waited) == ("queued", [sick.lease_seconds])
+    (warning,) = [data["message"] for kind, data in parts.events(job_id) if kind == "warning"]
+    assert "/sys/kernel" in warning
+    parts.start_worker()
+    assert parts.wait_for(job_id, "succeeded", "failed").status == "succeeded"
 
 
 def test_an_unforeseen_error_names_its_class_and_place(service: Parts) -> None:
