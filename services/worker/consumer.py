@@ -233,7 +233,8 @@ class StageWorker:
             stopping=self.stopping.is_set(),
             version=read_version(),
             started_at=self._started,
-            beat_at=datetime.now(UTC),
+            # The clock of the job store: that of this host may be wrong.
+            beat_at=datetime.fromtimestamp(self.store.read_clock_ms() / 1000, UTC),
         )
 
     def _check_hearing(self) -> None:

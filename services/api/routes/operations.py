@@ -77,15 +77,15 @@ def list_workers(service: TheService, caller: TheCaller) -> WorkerList:
 
     A worker's job is shown only if the caller may see that job.
     """
-    return WorkerList(
-        data=[_describe_worker(state, service, caller) for state in service.store.list_workers()]
-    )
+    states = service.store.list_workers()
+    # The clock that the heartbeats have, too.
+    now = datetime.fromtimestamp(service.store.read_clock_ms() / 1000, UTC)
+    return WorkerList(data=[_describe_worker(state, now, service, caller) for state in states])
 
 
-def _describe_worker(state: WorkerState, service: Service, caller: Caller) -> Worker:
+def _describe_worker(state: WorkerState, now: datetime, service: Service, caller: Caller) -> Worker:
     own = state.job is not None and service.store.get(state.job, caller) is not None
-    # The clocks of two machines may differ, so an age could be negative.
-    age = max(0.0, (datetime.now(UTC) - state.beat_at).total_seconds()) if state.beat_at else None
+    age = max(0.0, (now - state.beat_at).total_seconds()) if state.beat_at else None
     known = state.model_dump() | {
         "job": state.job if own else None,
         "attempt": state.attempt if own else None,

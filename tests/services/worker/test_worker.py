@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
+from services.worker import consumer
 from services.worker.child_process import Outbox, build_child_environment
 from services.worker.consumer import StageWorker
 from services.worker.devices import WorkerDevice
@@ -104,6 +106,23 @@ def test_a_job_that_one_host_cannot_start_goes_to_another(
     assert "/sys/kernel" in warning
     parts.start_worker()
     assert parts.wait_for(job_id, "succeeded", "failed").status == "succeeded"
+
+
+def test_a_sign_of_life_has_the_time_of_the_job_store(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = StageWorker(parts.settings, parts.queue, parts.jobs, ["train"], WorkerDevice())
+    hour = timedelta(hours=1)
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + hour
+
+    monkeypatch.setattr(consumer, "datetime", Ahead)
+    beat_at = worker.describe().beat_at
+    assert beat_at is not None
+    assert abs(datetime.now(UTC) - beat_at) < hour / 2
 
 
 def test_an_unforeseen_error_names_its_class_and_place(service: Parts) -> None:
