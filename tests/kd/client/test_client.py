@@ -127,7 +127,7 @@ def test_server_and_key_come_from_the_environment(
     assert connect().health().status == "ok"
     for wrong in ("localhost:8000", "http://[::1", "http://127.0.0.1:one", "https://"):
         monkeypatch.setenv("KD_SERVER", wrong)
-        with pytest.raises(Unreachable, match="no URL"):
+        with pytest.raises(Unreachable, match="not a URL"):
             connect()
 
 

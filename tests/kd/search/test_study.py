@@ -146,7 +146,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
 def test_a_study_of_another_job_is_refused_and_more_trials_are_not(tmp_path: Path) -> None:
     run(tmp_path, make_job(trials=2))
     assert len(run(tmp_path, make_job(trials=5))) == 5
-    with pytest.raises(TrainingError, match="another job"):
+    with pytest.raises(TrainingError, match="Another job"):
         open_study(tmp_path, make_job(seed=1))
 
 
