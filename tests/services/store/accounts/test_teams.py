@@ -27,9 +27,15 @@ TEAMS = ("a", "b", "c", "d")
 NOTHING = EventBatch(0, ())
 
 
-def use(jobs: JobStore, team: str, recent: float = 0.0, today: float = 0.0) -> None:
-    """Say that a team has used so many device-seconds."""
-    seconds, _ = jobs.redis.time()
+def use(
+    jobs: JobStore,
+    team: str,
+    recent: float = 0.0,
+    today: float = 0.0,
+    seconds: int | None = None,
+) -> None:
+    """Say that a team has used so many device-seconds, by ``seconds`` of the store's clock."""
+    seconds = jobs.redis.time()[0] if seconds is None else seconds
     jobs.redis.hset(
         f"kd:team:{team}",
         mapping={
@@ -113,8 +119,10 @@ def test_the_script_takes_the_job_that_the_rule_names(
                priority=job.priority, resources={"gpus": job.gpus})
         for job in waiting
     ]  # fmt: skip
+    # At one time: what was used a second earlier counts less, and would decide between equals.
+    seconds, _ = jobs.redis.time()
     for team in TEAMS:
-        use(jobs, team, recent[team])
+        use(jobs, team, recent[team], seconds=seconds)
     line = list(enumerate(waiting))
     held: Counter[str] = Counter()
     for gpus in workers:
