@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from kd.errors import ConfigError, Problem
 from kd.exchange.job_files.draft import (
     UNKNOWN_FINGERPRINT,
     Draft,
     Fields,
     describe_source,
     list_files,
+    require_one_teacher,
 )
 from kd.exchange.job_files.training import (
     NOT_QUANTISED,
@@ -130,21 +130,11 @@ def _require_distillation(fields: Fields, distils: bool, teacher: str | None) ->
     for name in OTHER_TRAINING:
         if fields.take(name):
             raise fields.refuse(name, "is another kind of training: only distillation is offered.")
-    if distils and teacher is not None:
-        raise ConfigError(
-            [Problem("", "the file has a teacher of its own.", "Leave out --teacher.")]
-        )
-    if not distils and teacher is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    "the file names no teacher: it has no kd_trainer, no kd_online_server_base_url "
-                    f"and no dataset of type {RECORDS}.chat_template.",
-                    "Name the model to distil from: --teacher MODEL.",
-                )
-            ]
-        )
+    require_one_teacher(
+        distils,
+        teacher,
+        f"kd_trainer, no kd_online_server_base_url and no dataset of type {RECORDS}.chat_template",
+    )
 
 
 def _read_server(fields: Fields, draft: Draft, tokenizer: Any) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kd.errors import ConfigError, Problem
 from kd.exchange.job_files.draft import (
     UNKNOWN_FINGERPRINT,
     Draft,
     Fields,
     describe_source,
+    require_one_teacher,
 )
 from kd.exchange.job_files.training import (
     REASONS,
@@ -41,10 +41,7 @@ DEFAULT_LOSSES: list[dict[str, Any]] = [
 def read_job(data: Any, draft: Draft, teacher: str | None = None) -> None:
     """Write the job of a parsed file into the draft. A file has a teacher of its own."""
     fields = Fields(data, draft)
-    if teacher is not None:
-        raise ConfigError(
-            [Problem("", "the file has a teacher of its own.", "Leave out --teacher.")]
-        )
+    require_one_teacher(has_own=True, given=teacher)
     for name in ("model", "teacher", "dataset"):
         if name not in fields:
             raise fields.refuse(name, "is missing.", "Give a job file of DistillKit.")

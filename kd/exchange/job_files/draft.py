@@ -39,6 +39,27 @@ def list_files(path: Any, files: list[Any], split: Any) -> list[str]:
     return [str(each) for each in files]
 
 
+def require_one_teacher(has_own: bool, given: str | None, missing: str = "") -> None:
+    """Raise ``ConfigError`` unless either the file or the command line names a teacher.
+
+    ``given`` is that of ``--teacher``; ``missing`` says what a file without a teacher lacks.
+    """
+    if has_own and given is not None:
+        raise ConfigError(
+            [Problem("", "the file has a teacher of its own.", "Leave out --teacher.")]
+        )
+    if not has_own and given is None:
+        raise ConfigError(
+            [
+                Problem(
+                    "",
+                    f"the file names no teacher: it has no {missing}.",
+                    "Name the model to distil from: --teacher MODEL.",
+                )
+            ]
+        )
+
+
 def describe_source(source: Mapping[str, Any]) -> str:
     """A dataset in a sentence: its path, and in brackets what else is given."""
     more = ", ".join(f"{name} {value}" for name, value in source.items() if name != "path")

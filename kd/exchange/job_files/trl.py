@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kd.errors import ConfigError, Problem
-from kd.exchange.job_files.draft import Draft, Fields, list_files
+from kd.exchange.job_files.draft import Draft, Fields, list_files, require_one_teacher
 from kd.exchange.job_files.training import (
     REASONS,
     TRAINER_DEFAULTS,
@@ -23,6 +22,8 @@ from kd.exchange.job_files.training import (
     write_warmup,
 )
 
+#: Fields that name a teacher.
+TEACHER_FIELDS = ("teacher_model_name_or_path", "teacher_model_server_url")
 #: Fields that only GKDConfig has.
 GKD_FIELDS = ("lmbda", "seq_kd", "max_new_tokens")
 #: Fields of trainers that do not distil and are not SFTTrainer.
@@ -87,34 +88,22 @@ def read_job(data: Any, draft: Draft, teacher: str | None = None) -> None:
 
 def _choose_trainer(fields: Fields, draft: Draft, teacher: str | None) -> _Script:
     """Tell the trainer by the fields; raises ``ConfigError`` for one that does not distil."""
-    named = [name for name in ("teacher_model_name_or_path", "teacher_model_server_url")
-             if name in fields]  # fmt: skip
-    if named and teacher is not None:
-        raise ConfigError(
-            [Problem("", f"the file has a teacher, {named[0]}.", "Leave out --teacher.")]
-        )
     gkd = any(name in fields for name in GKD_FIELDS)
-    if named and not gkd:
-        draft.remark("beta", "read as a file of DistillationTrainer; one of GKD has lmbda.")
-        return _DISTILLATION
-    for name in () if gkd else OTHER_FIELDS:
+    has_own = any(name in fields for name in TEACHER_FIELDS)
+    for name in () if gkd or has_own else OTHER_FIELDS:
         if name in fields:
             raise fields.refuse(
                 name,
                 "is of another trainer, and the file has no teacher_model_name_or_path.",
                 "Only distillation is offered: give a file of GKD, distillation or SFT.",
             )
-    if not named and teacher is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    "the file names no teacher: it has no teacher_model_name_or_path.",
-                    "Name the model to distil from: --teacher MODEL.",
-                )
-            ]
-        )
-    return _GKD if gkd else _SFT
+    require_one_teacher(has_own, teacher, "teacher_model_name_or_path")
+    if gkd:
+        return _GKD
+    if not has_own:
+        return _SFT
+    draft.remark("beta", "read as a file of DistillationTrainer; one of GKD has lmbda.")
+    return _DISTILLATION
 
 
 def _read_models(fields: Fields, draft: Draft, teacher: str | None) -> None:
