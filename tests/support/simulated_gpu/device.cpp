@@ -2,8 +2,8 @@
 //
 // A build of torch without CUDA refuses "cuda" where autograd looks for the device's guard, and where
 // pinned memory is asked for. Here both exist. The guard has one device and one stream. Pinned memory
-// is ordinary memory, filled with one pattern when it is taken and with another when it is given
-// back, so that who reads it too early or too late reads neither zeros nor the right values.
+// is ordinary memory, filled with a pattern when it is taken: code that reads it before a copy has
+// arrived reads neither zeros nor the right values.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -18,7 +18,6 @@
 namespace {
 
 constexpr int kNotWritten = 0xAB;
-constexpr int kGivenBack = 0xCD;
 
 std::mutex& lock() {
   static auto* made = new std::mutex;
@@ -34,12 +33,7 @@ std::map<const char*, size_t>& blocks() {
 struct PinnedAllocator final : c10::Allocator {
   static void release(void* start) {
     std::lock_guard<std::mutex> guard(lock());
-    auto found = blocks().find(static_cast<char*>(start));
-    if (found == blocks().end()) {
-      return;
-    }
-    std::memset(start, kGivenBack, found->second);
-    blocks().erase(found);
+    blocks().erase(static_cast<char*>(start));
     std::free(start);
   }
 

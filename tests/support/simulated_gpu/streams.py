@@ -133,12 +133,10 @@ def synchronize(*_: Any) -> None:
 
 # ---------------------------------------------------------------------- copies
 
-_recorded: set[int] = set()
 
-
-def record(inner: Tensor) -> None:
-    """Note that the memory of ``inner`` is in use on a second stream."""
-    _recorded.add(inner.untyped_storage().data_ptr())
+def record(tensor: Tensor) -> None:
+    """Note that a second stream uses the memory of ``tensor``, for as long as it exists."""
+    tensor.untyped_storage().recorded = True  # type: ignore[attr-defined]
 
 
 def send_to_device(source: Tensor, non_blocking: bool) -> None:
@@ -182,7 +180,7 @@ def bring_to_host(target: Tensor, inner: Tensor, non_blocking: bool) -> None:
     values = inner if other else inner.clone()
 
     def copy() -> None:
-        if other and inner.untyped_storage().data_ptr() not in _recorded:
+        if other and not hasattr(inner.untyped_storage(), "recorded"):
             raise CudaMisused("memory was read on a second stream without record_stream")
         torch.ops.aten.copy_.default(target, values)
 

@@ -136,7 +136,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in _WIDE and "dtype" in func._overloadname:
         return _multiply_wide(name, *args, **kwargs)
     _require_one_device(func, name, args, kwargs)
-    WAITS[name] += name in _WAITING
+    if name in _WAITING:
+        WAITS[name] += 1
     return _compute_inside(func, args, kwargs)
 
 
@@ -198,8 +199,8 @@ def _require_one_device(func: Any, name: str, args: Any, kwargs: dict[str, Any])
     if name in _INDEXING and isinstance(args[0], SimulatedTensor):
         indices = _list_tensors(args[1])
         from_host = [each for each in here if any(each is index for index in indices)]
-        WAITS["indices of the host"] += bool(from_host)
         if len(from_host) == len(here):
+            WAITS["indices of the host"] += 1
             return
     shapes = ", ".join(f"{tuple(each.shape)} on {each.device}" for each in tensors)
     raise DevicesMixed(f"{func} takes tensors of two devices: {shapes}")

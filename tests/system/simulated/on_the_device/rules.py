@@ -114,11 +114,11 @@ def test_a_copy_into_memory_that_is_not_pinned_must_block() -> None:
         torch.empty(3).copy_(there, non_blocking=True)
 
 
-def test_pinned_memory_that_was_given_back_is_overwritten() -> None:
-    pinned = torch.zeros(64, dtype=torch.uint8).pin_memory()
-    array = pinned.numpy()
-    assert pinned.is_pinned() and not torch.zeros(4).is_pinned()
-    assert not array.any()
+def test_pinned_memory_is_told_from_other_memory() -> None:
+    pinned = torch.arange(64.0).pin_memory()
+    assert pinned.is_pinned() and pinned[8:].is_pinned()
+    assert pinned.tolist() == list(range(64))
+    assert not torch.arange(64.0).is_pinned()
 
 
 # ---------------------------------------------------------------------- attention
