@@ -918,7 +918,8 @@ function transitions.beat(id, fence, lease, batch, fields, ...)
   charge(id)  -- before the lease gets another end
   redis.call('ZADD', 'kd:leases', now + lease, id)
   set(id, 'heartbeat_at', now)
-  if tonumber(batch) > tonumber(get(id, 'batch')) then
+  local written, status = unpack(redis.call('HMGET', key(id), 'batch', 'status'))
+  if tonumber(batch) > tonumber(written) then
     redis.call('HSET', key(id), 'batch', batch)
     for i = 1, 2 * fields, 2 do
       if pairs[i] ~= 'cache.fingerprint' then redis.call('HSET', key(id), pairs[i], pairs[i + 1])
@@ -929,7 +930,7 @@ function transitions.beat(id, fence, lease, batch, fields, ...)
       if SERIES[pairs[i]] then plot(id, pairs[i], pairs[i + 1]) end
     end
   end
-  return REPLY[get(id, 'status')]
+  return REPLY[status]
 end
 
 -- advance(id, fence, stage) -> queued | cancelled | paused | failed | fenced
