@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class NightlyRetention:
         """
         if not self._limits.remove_nightly:
             return
-        now = now or datetime.fromtimestamp(self._store.read_clock_ms() / 1000, UTC)
+        now = now or self._store.read_clock()
         if now.hour != self._settings.retain_hour:
             return
         if self._store.redis.set(f"kd:retention:{now.date()}", "1", nx=True, ex=PASS_SECONDS):

@@ -102,7 +102,7 @@ def test_the_reconciler_runs_it(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "INTERVAL_SECONDS", 0.05)
-    hour = datetime.fromtimestamp(parts.jobs.read_clock_ms() / 1000, UTC).hour
+    hour = parts.jobs.read_clock().hour
     settings = make_settings(tmp_path, retain_caches_unused_days=30, retain_hour=hour)
     folder = make_old_cache(tmp_path)
 
