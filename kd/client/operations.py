@@ -59,19 +59,26 @@ class Operations:
 
     # ------------------------------------------------------------------ one request
 
-    def call(self, request: Request, *accepted: int) -> Steps[Answer]:
+    def call(
+        self, request: Request, *accepted: int, after_loss: int | None = None
+    ) -> Steps[Answer]:
         """Send a request until it succeeds, or has a status of ``accepted``.
 
-        Raises ``Refused`` or ``Unreachable`` if another attempt is of no use, or came too late.
+        ``after_loss`` is a status that is accepted once the answer to an earlier attempt was lost:
+        that attempt may have done what is asked for. Raises ``Refused`` or ``Unreachable`` if
+        another attempt is of no use, or came too late.
         """
         backoff = Backoff(self.patience)
+        lost = False
         while True:
             try:
                 answer: Answer = yield Send(request)
-                if answer.ok or answer.status in accepted:
+                done_before = lost and answer.status == after_loss
+                if answer.ok or answer.status in accepted or done_before:
                     return answer
                 raise make_refused(answer)
             except (Refused, Unreachable) as error:
+                lost = lost or isinstance(error, Unreachable)
                 pause = backoff.next_pause(error)
             yield Pause(pause)
 
@@ -131,40 +138,21 @@ class Operations:
         A retry is refused for a job that is open. If the answer to an earlier attempt was lost,
         that attempt has opened it.
         """
-        backoff = Backoff(self.patience)
-        lost = False
-        while True:
-            try:
-                answer: Answer = yield Send(Request("POST", locate_job(job, f"/{action}")))
-                if answer.ok:
-                    return parse_answer(Job, answer)
-                raise make_refused(answer)
-            except (Refused, Unreachable) as error:
-                if lost and action == "retry" and getattr(error, "status", None) == CONFLICT:
-                    found = yield from self.job(job)
-                    if not found.ended:
-                        return found
-                lost = lost or isinstance(error, Unreachable)
-                pause = backoff.next_pause(error)
-            yield Pause(pause)
+        request = Request("POST", locate_job(job, f"/{action}"))
+        answer = yield from self.call(request, after_loss=CONFLICT if action == "retry" else None)
+        if answer.ok:
+            return parse_answer(Job, answer)
+        found = yield from self.job(job)
+        if found.ended:
+            raise make_refused(answer)
+        return found
 
     def delete(self, path: str, query: Mapping[str, Any] | None = None) -> Steps[None]:
         """Delete what is at ``path``.
 
         If it is gone after the answer to an earlier attempt was lost, that attempt has deleted it.
         """
-        backoff = Backoff(self.patience)
-        lost = False
-        while True:
-            try:
-                answer: Answer = yield Send(Request("DELETE", path, query or {}))
-                if answer.ok or (lost and answer.status == NOT_FOUND):
-                    return
-                raise make_refused(answer)
-            except (Refused, Unreachable) as error:
-                lost = lost or isinstance(error, Unreachable)
-                pause = backoff.next_pause(error)
-            yield Pause(pause)
+        yield from self.call(Request("DELETE", path, query or {}), after_loss=NOT_FOUND)
 
     def wait(self, job: JobRef, timeout: float | None) -> Steps[Job]:
         """Return a job once it has ended. Raises ``TimedOut`` after ``timeout`` seconds."""

@@ -191,7 +191,11 @@ class Admission:
         except (ConfigError, ApiProblem):
             return
         if (needed := int(found["bytes"])) > account.bytes.left:
-            raise make_bytes_problem(account, needed)
+            raise make_bytes_problem(
+                account,
+                f"The cache of this job needs about {format_bytes(needed)}.",
+                "If its cache is on the disk already, name it: cache.fingerprint.",
+            )
 
     def _create(self, config: JobConfig, key: str | None) -> CreateResult:
         # Only a new job is checked: a replayed one exists, even if its inputs are gone by now.
@@ -251,23 +255,18 @@ def make_open_jobs_problem(used: int, settings: Settings) -> ApiProblem:
     )
 
 
-def make_bytes_problem(
-    account: TeamAccount, needed: int = 0, what: str = "The cache of this job"
-) -> ApiProblem:
+def make_bytes_problem(account: TeamAccount, needed: str = "", remedy: str = "") -> ApiProblem:
     """Return the 429 for a team whose caches, runs and files take too much of the disk.
 
-    ``needed`` is about the size of ``what`` would be added.
+    ``needed`` says what would be added, and ``remedy`` what else to do; sentences, or empty.
     """
     use = account.bytes
     limit = use.limit or 0.0
-    more = f" {what} needs about {format_bytes(needed)}." if needed else ""
-    known = " If its cache is on the disk already, name it: cache.fingerprint."
     return _make_quota_problem(
         f"Caches and runs of team {account.team} take {format_bytes(use.used)}, and its quota is"
-        f" {format_bytes(limit)}.{more}",
+        f" {format_bytes(limit)}. {needed}".rstrip(),
         "Delete caches (DELETE /caches/{fingerprint}), or jobs with their files (DELETE"
-        " /jobs/{id}?artifacts=true). The disk is measured every minute."
-        + (known if needed and what.startswith("The cache") else ""),
+        f" /jobs/{{id}}?artifacts=true). The disk is measured every minute. {remedy}".rstrip(),
         QuotaProblem(what="bytes", limit=limit, used=use.used, frees_up=use.frees_up),
     )
 

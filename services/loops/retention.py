@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from redis.exceptions import RedisError
-
 from cache.errors import StorageError
+from services.process.lasting_loops import repeat_in_thread
 from services.settings import Settings
 from services.store.audit import AuditLog
 from services.store.jobs.store import JobStore
@@ -42,15 +40,7 @@ class NightlyRetention:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        try:
-            while True:
-                try:
-                    await asyncio.to_thread(self.step)
-                except RedisError as error:
-                    log.warning("Redis does not answer: %s", type(error).__name__)
-                await asyncio.sleep(INTERVAL_SECONDS)
-        finally:
-            self._stopping.set()  # the thread could not be cancelled
+        await repeat_in_thread(self.step, INTERVAL_SECONDS, self._stopping)
 
     def step(self, now: datetime | None = None) -> None:
         """Remove what the rules name, if it is time and no other process has begun today.
@@ -59,7 +49,7 @@ class NightlyRetention:
         """
         if not self._limits.remove_nightly:
             return
-        now = now or datetime.fromtimestamp(self._store.read_clock_ms() / 1000, UTC)
+        now = now or self._store.read_clock()
         if now.hour != self._settings.retain_hour:
             return
         if self._store.redis.set(f"kd:retention:{now.date()}", "1", nx=True, ex=PASS_SECONDS):

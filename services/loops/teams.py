@@ -7,7 +7,6 @@ is slow or has many files takes longer, so that its measurement is a loop of its
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections import Counter
@@ -15,11 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from redis.exceptions import RedisError
-
 from cache.disk import sum_file_sizes
 from cache.remote.address import is_mirror
 from cache.shards.names import MANIFEST
+from services.process.lasting_loops import repeat_in_thread
 from services.settings import DAY_SECONDS, Settings
 from services.store.callers import Quota
 from services.store.jobs.store import JobStore
@@ -61,15 +59,7 @@ class TeamRules:
 
     async def run(self) -> None:
         """Measure the disk whenever it is time, until cancelled."""
-        try:
-            while True:
-                try:
-                    await asyncio.to_thread(self.measure_if_due)
-                except RedisError as error:
-                    log.warning("Redis does not answer: %s", type(error).__name__)
-                await asyncio.sleep(INTERVAL_SECONDS)
-        finally:
-            self._stopping.set()  # the thread could not be cancelled
+        await repeat_in_thread(self.measure_if_due, INTERVAL_SECONDS, self._stopping)
 
     def measure_if_due(self) -> None:
         """Measure the disk, unless this or another API has done so within the last minute.

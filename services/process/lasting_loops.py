@@ -13,6 +13,8 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from redis.exceptions import RedisError
+
 from services.store.jobs.store import JobStore
 
 #: Time before a loop that died is started again.
@@ -48,6 +50,25 @@ async def keep_running_async(name: str, loop: Callable[[], Awaitable[None]]) -> 
         except Exception:
             _note_death(name)
         await asyncio.sleep(RESTART_SECONDS)
+
+
+async def repeat_in_thread(
+    step: Callable[[], None], pause_seconds: float, stopping: threading.Event
+) -> None:
+    """Call ``step`` in a thread, with a pause after each call, until cancelled.
+
+    A thread cannot be cancelled: ``stopping`` is set instead, and a long step looks at it. While
+    Redis does not answer, the step is tried again after each pause.
+    """
+    try:
+        while True:
+            try:
+                await asyncio.to_thread(step)
+            except RedisError as error:
+                log.warning("Redis does not answer: %s", type(error).__name__)
+            await asyncio.sleep(pause_seconds)
+    finally:
+        stopping.set()
 
 
 def flush_restarts(store: JobStore) -> None:

@@ -278,11 +278,14 @@ local function charge(id)
   book(team, found, 'recent', found.recent + more, 'today', found.today + more)
 end
 
--- A job takes the devices that it asks for, or one. The driver of a search needs none.
+-- The devices that each worker takes for a job: those that it asks for, or one.
+local function count_needed(gpus) return math.max(tonumber(gpus or '') or 1, 1) end
+
+-- The driver of a search needs no devices.
 local function take_devices(id, price)
   local gpus, stage = unpack(redis.call('HMGET', key(id), 'gpus', 'stage'))
   if stage == 'search' then return end
-  local devices = math.max(tonumber(gpus or '') or 1, 1)
+  local devices = count_needed(gpus)
   redis.call('HSET', key(id), 'devices', devices, 'charged_at', now)
   if price ~= '' then redis.call('HSET', key(id), 'price', price) else redis.call('HDEL', key(id), 'price') end
   redis.call('HSET', 'kd:devices:' .. team_of(id), id, devices)
@@ -372,21 +375,11 @@ local function unqueue(id, stage)
   if redis.call('ZCARD', name .. ':' .. team) == 0 then redis.call('SREM', 'kd:queuers:' .. stage, team) end
 end
 
--- Add the time of a claim to that for which workers had the job. An API drives a search, and no worker has it.
-local function note_held(id, stage)
-  local since = tonumber(get(id, 'claimed_at') or '')
-  if not since or stage == 'search' then return end
-  redis.call('HINCRBY', key(id), 'held_ms', string.format('%.0f', math.max(now - since, 0)))
-end
-
 local function move(id, status, ...)
   local before, stage = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
   if before then index(id, before, 'remove') end
   if before == 'queued' then unqueue(id, stage) end
-  if ACTIVE[before] and not ACTIVE[status] then
-    note_held(id, stage)
-    give_devices_back(id)
-  end
+  if ACTIVE[before] and not ACTIVE[status] then give_devices_back(id) end
   redis.call('HDEL', key(id), 'reason')
   set(id, 'status', status, ...)
   index(id, status, 'add')
@@ -427,11 +420,11 @@ end
 
 -- The consequences of an end: open trials are cancelled, and dependents go on or are cancelled.
 function ended(id, status)
-  local kind, started = unpack(redis.call('HMGET', key(id), 'kind', 'started_at'))
+  local kind, started, spent, gpus = unpack(redis.call('HMGET', key(id), 'kind', 'started_at', 'device_ms', 'gpus'))
   if started then observe('kd_job_duration_seconds', {'kind', kind, 'status', status}, (now - started) / 1000) end
   if status == 'succeeded' then
-    observe('kd_job_device_seconds', {'kind', kind}, (get(id, 'device_ms') or 0) / 1000)
-    observe('kd_job_worker_seconds', {'kind', kind}, (get(id, 'held_ms') or 0) / 1000)
+    observe('kd_job_device_seconds', {'kind', kind}, (spent or 0) / 1000)
+    observe('kd_job_worker_seconds', {'kind', kind}, (spent or 0) / 1000 / count_needed(gpus))
   end
   stop_trials(id)
   for _, other in ipairs(redis.call('SMEMBERS', key(id, 'dependents'))) do settling[#settling + 1] = {other, id} end
@@ -690,8 +683,8 @@ local function workers()
   return found
 end
 
--- The sum of the seconds for which workers had the jobs that have succeeded, and their number, as text. Then for each kind of job its name,
--- the sum of the device-seconds of those jobs, and their number.
+-- The sum of the seconds for which workers had the jobs that have succeeded, and their number, as text. Then for each kind
+-- of job its name, the sum of the device-seconds of those jobs, and their number.
 local function durations()
   local counters = redis.call('HGETALL', 'kd:counters')
   local totals = {sum = 0, count = 0}
@@ -818,7 +811,7 @@ function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   redis.call('HSETNX', key(id), 'started_at', now)
   redis.call('ZADD', 'kd:leases', now + lease, id)
   observe('kd_job_queue_wait_seconds', {'stage', stage}, (now - queued) / 1000)
-  move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now, 'claimed_at', now)
+  move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now)
   take_devices(id, price)
   local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'traceparent')
   return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or '', stage}
@@ -918,7 +911,8 @@ function transitions.beat(id, fence, lease, batch, fields, ...)
   charge(id)  -- before the lease gets another end
   redis.call('ZADD', 'kd:leases', now + lease, id)
   set(id, 'heartbeat_at', now)
-  if tonumber(batch) > tonumber(get(id, 'batch')) then
+  local written, status = unpack(redis.call('HMGET', key(id), 'batch', 'status'))
+  if tonumber(batch) > tonumber(written) then
     redis.call('HSET', key(id), 'batch', batch)
     for i = 1, 2 * fields, 2 do
       if pairs[i] ~= 'cache.fingerprint' then redis.call('HSET', key(id), pairs[i], pairs[i + 1])
@@ -929,7 +923,7 @@ function transitions.beat(id, fence, lease, batch, fields, ...)
       if SERIES[pairs[i]] then plot(id, pairs[i], pairs[i + 1]) end
     end
   end
-  return REPLY[get(id, 'status')]
+  return REPLY[status]
 end
 
 -- advance(id, fence, stage) -> queued | cancelled | paused | failed | fenced
@@ -963,7 +957,6 @@ end
 function transitions.idle(id, fence)
   if not holds(id, fence) then return 'fenced' end
   give_devices_back(id)
-  redis.call('HSET', key(id), 'claimed_at', now)
   return 'go'
 end
 

@@ -141,7 +141,7 @@ function transitions.ranges_help(worker, lease, gpus, memory, stages)
   table.sort(found, goes_before)
   if #found == 0 then return false end
   local id = found[1].id
-  local devices = math.max(tonumber(get(id, 'gpus') or '') or 1, 1)
+  local devices = count_needed(get(id, 'gpus'))
   local token = add_member(id, {worker = worker, devices = devices, gpus = gpus, memory = memory, stages = stages}, lease)
   local rest = redis.call('HMGET', key(id), 'attempt', 'config', 'owner', 'request_id', 'traceparent')
   local terms = redis.call('HGET', key(id, 'ranges'), 'terms')

@@ -234,7 +234,7 @@ class StageWorker:
             version=read_version(),
             started_at=self._started,
             # The clock of the job store: that of this host may be wrong.
-            beat_at=datetime.fromtimestamp(self.store.read_clock_ms() / 1000, UTC),
+            beat_at=self.store.read_clock(),
         )
 
     def _check_hearing(self) -> None:

@@ -11,7 +11,7 @@ GET /version    the version of the server
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 
 from fastapi import APIRouter, Response
 
@@ -79,7 +79,7 @@ def list_workers(service: TheService, caller: TheCaller) -> WorkerList:
     """
     states = service.store.list_workers()
     # The clock that the heartbeats have, too.
-    now = datetime.fromtimestamp(service.store.read_clock_ms() / 1000, UTC)
+    now = service.store.read_clock()
     return WorkerList(data=[_describe_worker(state, now, service, caller) for state in states])
 
 

@@ -20,6 +20,7 @@ from fastapi import Path as InPath
 from fastapi.concurrency import run_in_threadpool
 
 from kd.client.wire.jobs import TERMINAL_STATUSES, Status
+from kd.files import format_bytes
 from services.api.admission import make_bytes_problem, require_space
 from services.api.answers.accounts import describe_account
 from services.api.answers.byte_ranges import ByteSource, send_bytes
@@ -116,7 +117,8 @@ def _require_room(service: Service, caller: Caller, coming: int = 0) -> None:
     used = max(account.bytes.used + more, 0.0)
     if used + coming > limit:
         now = account.bytes.model_copy(update={"used": used, "left": max(limit - used, 0.0)})
-        raise make_bytes_problem(account.model_copy(update={"bytes": now}), coming, "The file")
+        needed = f"The file needs about {format_bytes(coming)}." if coming else ""
+        raise make_bytes_problem(account.model_copy(update={"bytes": now}), needed)
 
 
 def _describe(file: TrainingFile, service: Service, caller: Caller) -> FileObject:

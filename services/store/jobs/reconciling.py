@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import cast
 
 from services.store.jobs.script import ScriptedStore, to_ms
@@ -32,6 +33,10 @@ class Reconciling(ScriptedStore):
         """The server's clock in milliseconds."""
         seconds, microseconds = self.redis.time()
         return seconds * 1000 + microseconds // 1000
+
+    def read_clock(self) -> datetime:
+        """The server's clock, to the millisecond."""
+        return datetime.fromtimestamp(self.read_clock_ms() / 1000, UTC)
 
     def expire(self) -> list[str]:
         """Take back the jobs whose lease has run out. Returns their ids."""

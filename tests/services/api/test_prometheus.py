@@ -170,9 +170,7 @@ def test_histograms_are_whole(service: Service, parts: Parts) -> None:
 
 
 def test_workers_are_counted_by_state_and_by_host(service: Service, parts: Parts) -> None:
-    long_ago = datetime.fromtimestamp(parts.jobs.read_clock_ms() / 1000, UTC) - timedelta(
-        seconds=12
-    )
+    long_ago = parts.jobs.read_clock() - timedelta(seconds=12)
     gpus = Device(kind="cuda", index="0,1", count=2, memory_bytes=80 << 30)
     for number, (job, stopping) in enumerate([("job_1", False), (None, False), (None, True)]):
         beat_at = long_ago if number == 0 else long_ago + timedelta(seconds=11)

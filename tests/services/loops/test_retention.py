@@ -102,7 +102,7 @@ def test_the_reconciler_runs_it(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "INTERVAL_SECONDS", 0.05)
-    hour = datetime.fromtimestamp(parts.jobs.read_clock_ms() / 1000, UTC).hour
+    hour = parts.jobs.read_clock().hour
     settings = make_settings(tmp_path, retain_caches_unused_days=30, retain_hour=hour)
     folder = make_old_cache(tmp_path)
 
@@ -114,3 +114,30 @@ def test_the_reconciler_runs_it(
             await task
 
     asyncio.run(run())
+
+
+def test_a_removal_ends_with_the_api(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hour = parts.jobs.read_clock().hour
+    settings = make_settings(tmp_path, retain_runs_days=7, retain_hour=hour)
+    for _ in range(40):
+        parts.jobs.redis.hset(f"kd:job:{finished(parts.jobs)}", "finished_at", 1)
+    retired: list[str] = []
+
+    def retire(job_id: str, *_: Any) -> bool:
+        retired.append(job_id)
+        time.sleep(0.1)
+        return False
+
+    monkeypatch.setattr(parts.jobs, "retire", retire)
+
+    async def run() -> None:
+        task = asyncio.create_task(NightlyRetention(parts.jobs, settings).run())
+        await asyncio.to_thread(wait_until, lambda: retired, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())  # it waits for the thread
+    assert len(retired) < 20

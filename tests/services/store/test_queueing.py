@@ -188,19 +188,19 @@ def test_a_search_waits_for_no_worker(jobs: JobStore) -> None:
 
 def test_pauses_searches_and_failed_jobs_do_not_put_off_the_estimated_start(jobs: JobStore) -> None:
     jobs.show_worker(WorkerState(id="w:1", stages=["train"]), 30)
-    claim = running(jobs)
+    claim = running(jobs, resources={"gpus": 2})
     record = f"kd:job:{claim.id}"
-    jobs.redis.hincrby(record, "claimed_at", -30_000)
+    jobs.redis.hincrby(record, "charged_at", -30_000)
     jobs.change("pause", claim.id)
     jobs.release(claim)
     jobs.redis.hincrby(record, "started_at", -90_000_000)  # it is paused for a day
     jobs.change("resume", claim.id)
     again = jobs.claim(claim.id, "train", "w:1", 5)
     assert again is not None
-    jobs.redis.hincrby(record, "claimed_at", -70_000)
+    jobs.redis.hincrby(record, "charged_at", -70_000)
     assert jobs.finish(again, "succeeded") == "succeeded"
     failing = running(jobs)
-    jobs.redis.hincrby(f"kd:job:{failing.id}", "claimed_at", -90_000_000)
+    jobs.redis.hincrby(f"kd:job:{failing.id}", "charged_at", -90_000_000)
     jobs.finish(failing, "failed", {"type": "x", "detail": "x", "remedy": ""})
     waiting = queued(jobs)
     start = job_of(jobs, waiting).estimated_start_at
@@ -211,7 +211,7 @@ def test_pauses_searches_and_failed_jobs_do_not_put_off_the_estimated_start(jobs
     jobs.advance(search, "search")
     driven = jobs.claim(search.id, "search", "an API", 5)
     assert driven is not None
-    jobs.redis.hincrby(f"kd:job:{search.id}", "claimed_at", -90_000_000)
+    jobs.redis.hincrby(f"kd:job:{search.id}", "charged_at", -90_000_000)
     jobs.finish(driven, "succeeded")
     assert counted(jobs)["kd_job_worker_seconds_sum"] == pytest.approx(100, abs=5)
 
