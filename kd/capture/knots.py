@@ -57,8 +57,8 @@ class KnotChoice:
 def choose_knots(hidden_ND: Tensor, gold_N: Tensor, lm_head: LMHead, codec: Codec) -> KnotChoice:
     """Choose the smallest number of knots that keeps both mean errors within their bounds.
 
-    Errors are means over the codec's range of temperatures. Raises ``ModelError`` where no number
-    of knots is enough.
+    Errors are means over temperatures in equal ratios in the codec's range. Raises ``ModelError``
+    where no number of knots is enough.
     """
     every = max(len(gold_N) // _POSITIONS, 1)
     tail_NV, explicit_NV = _split_logprobs(
