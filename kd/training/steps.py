@@ -32,6 +32,7 @@ from kd.parallel.sharded_files import make_whole
 from kd.parallel.stages import StageLoss
 from kd.parallel.strategies import is_sharded, synchronising
 from kd.text.batches import Batch
+from kd.text.steps.order import is_by_difficulty
 from kd.training import checkpoint
 from kd.training.run import Run
 
@@ -132,7 +133,7 @@ def forward_backward(run: Run, step: Step) -> None:
     run.student.train()
     if run.loss.control is not None:
         run.loss.control.forget()
-        run.loss.control.applies = not is_in_curriculum(run, step)
+        run.loss.control.applies = not is_by_difficulty(run.source, run.options, step.number)
     # On the device and in float64: no micro-batch waits for the device, and long sums stay exact.
     sums = torch.zeros(4, device=run.device, dtype=torch.float64)
 
@@ -152,13 +153,6 @@ def forward_backward(run: Run, step: Step) -> None:
             add_gradients(run, step, compute_share)
     sums = run.group.add_(sums)
     step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
-
-
-def is_in_curriculum(run: Run, step: Step) -> bool:
-    """Whether the sequences of the step come in the order of the teacher's entropy."""
-    options = run.options
-    first = step.number * options.sequences_per_step
-    return options.order == "curriculum" and first < run.source.train_count
 
 
 def add_gradients(run: Run, step: Step, compute_share: Callable[[Batch], Tensor]) -> None:

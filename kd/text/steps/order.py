@@ -91,14 +91,21 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
         return functools.lru_cache(maxsize=4)(
             partial(order_by_length, np.concatenate(lengths), batch)
         )
-    # After the first epoch a curriculum is shuffled, so that a late resume needs no entropies.
-    in_first_epoch = steps.start * batch * options.gradient_accumulation_steps < source.train_count
-    if options.order == "curriculum" and in_first_epoch:
+    if is_by_difficulty(source, options, steps.start):
         _require_listable(source, options)
         return functools.lru_cache(maxsize=4)(
             partial(order_by_difficulty, compute_mean_entropies(source, batch))
         )
     return shuffle_epoch
+
+
+def is_by_difficulty(source: Source, options: TrainConfig, step: int) -> bool:
+    """Whether optimiser step ``step`` has sequences in the order of the teacher's entropy.
+
+    After the first epoch a curriculum is shuffled, so that a late resume needs no entropies.
+    """
+    in_first_epoch = step * options.sequences_per_step < source.train_count
+    return options.order == "curriculum" and in_first_epoch
 
 
 def _require_listable(source: Source, options: TrainConfig) -> None:
