@@ -131,8 +131,9 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
             content = _load_verified_state(path)
         except (OSError, CacheCorrupt) as error:
             # An older one is taken at once, so nobody has to do anything.
-            what = error.detail if isinstance(error, CacheCorrupt) else error
-            problems.append(f"checkpoint {path.name} is damaged and was skipped: {what}")
+            problems.append(
+                f"checkpoint {path.name} is damaged and was skipped: {_describe_damage(error)}"
+            )
             continue
         _require_same_job(path, content, identity)
         restore(path, content, state)
@@ -150,7 +151,7 @@ def load_step(folder: Path, step: int, state: TrainState, identity: str) -> None
         content = _load_verified_state(path)
     except (OSError, CacheCorrupt) as error:
         raise TrainingError(
-            f"the checkpoint of step {step} cannot be restored: {error}",
+            f"the checkpoint of step {step} cannot be restored: {_describe_damage(error)}",
             "Run the job again: it continues from the newest complete checkpoint.",
         ) from error
     _require_same_job(path, content, identity)
@@ -234,6 +235,11 @@ def prune_checkpoints(folder: Path, limit: int, keep_step: int | None) -> None:
     spare = [path for path in paths[:-1] if path != kept]
     for path in spare[: max(len(paths) - limit, 0)]:
         shutil.rmtree(path)
+
+
+def _describe_damage(error: OSError | CacheCorrupt) -> str:
+    """Say what is wrong with a checkpoint, without the error's own remedy."""
+    return error.detail if isinstance(error, CacheCorrupt) else str(error)
 
 
 def _load_verified_state(path: Path) -> dict[str, Any]:
