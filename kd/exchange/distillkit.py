@@ -36,7 +36,7 @@ from pydantic import Field, ValidationError, model_validator
 from cache.codec import round_to_bfloat16
 from kd.config.section import Section
 from kd.errors import DataError
-from kd.exchange.foreign_files import read_parquet_batches
+from kd.exchange.foreign_files import read_table_batches
 from kd.exchange.parquet import read_flat_column, read_nested_column, read_token_column
 from kd.exchange.rows import MASS_TOLERANCE, Row, mark_one_document
 
@@ -293,7 +293,7 @@ def read_rows(path: Path, compression: Compression) -> Iterator[Row]:
     numbers the documents of a packed row. Raises ``DataError`` for a row whose bytes do not fit
     ``compression``.
     """
-    for first, batch in read_parquet_batches(
+    for first, batch in read_table_batches(
         path, ("input_ids", LOGPROBS, INDICES), ("labels", "attention_mask")
     ):
         for index in range(len(batch)):

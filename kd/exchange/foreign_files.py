@@ -11,14 +11,13 @@ from typing import Any
 
 from cache.disk import hash_file
 from kd.errors import DataError
+from kd.text.files import SAVED_SPLIT, SAVED_SPLITS
 
-#: Rows of a Parquet file in memory at once.
+#: Rows of a file of Parquet or Arrow in memory at once.
 BATCH_ROWS = 16
 #: Suffix of the files that ``save_to_disk`` of ``datasets`` writes, and the beginning of their
 #: names; ``datasets`` keeps others beside them that it can make again.
 ARROW, ARROW_NAME = ".arrow", "data-"
-#: Files beside them that describe the data set.
-_ABOUT = ("state.json", "dataset_info.json", "dataset_dict.json")
 #: The beginning of the names of files with held-out sequences, here and in ``datasets``.
 HELD_OUT = "validation"
 
@@ -51,7 +50,9 @@ def find_foreign_files(
 
 
 def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
-    if path.name in _ABOUT or (path.suffix == ARROW and not path.name.startswith(ARROW_NAME)):
+    if path.name in (*SAVED_SPLIT, SAVED_SPLITS):
+        return False
+    if path.suffix == ARROW and not path.name.startswith(ARROW_NAME):
         return False
     return path.is_file() and path.name.removesuffix(".gz").endswith(suffixes)
 
@@ -94,13 +95,13 @@ def _require_object(value: Any, path: Path, number: int) -> dict[str, Any]:
     return value
 
 
-def read_parquet_batches(
+def read_table_batches(
     path: Path, needed: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number of the first row and a ``pyarrow.RecordBatch``, for a few rows at a time.
 
-    Reads only the named columns, or all if none is named, and files of Arrow too. Raises
-    ``DataError`` for a file of another form, and for one that lacks a needed column.
+    ``path`` is a file of Parquet or Arrow. Reads only the named columns, or all if none is named.
+    Raises ``DataError`` for a file that cannot be read, and for one that lacks a needed column.
     """
     import pyarrow
 
@@ -115,7 +116,7 @@ def read_parquet_batches(
             yield first, batch
             first += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
-        raise _make_parquet_error(path, error) from error
+        raise _make_table_error(path, error) from error
 
 
 #: The names of a file's columns, and what reads some of them.
@@ -151,11 +152,11 @@ def read_parquet_metadata(path: Path) -> tuple[dict[bytes, bytes], list[str]]:
     try:
         found = pyarrow.parquet.read_metadata(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise _make_parquet_error(path, error) from error
+        raise _make_table_error(path, error) from error
     return dict(found.metadata or {}), found.schema.to_arrow_schema().names
 
 
-def _make_parquet_error(path: Path, error: Exception) -> DataError:
+def _make_table_error(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} cannot be read: {type(error).__name__}: {error}",
         "Check that it is a complete file of Parquet, or of Arrow.",
@@ -170,6 +171,6 @@ def read_dict_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.name.endswith((".parquet", ARROW)):
         yield from read_json_rows(path)
         return
-    for first, batch in read_parquet_batches(path):
+    for first, batch in read_table_batches(path):
         for number, row in enumerate(batch.to_pylist(), first):
             yield f"{path}: row {number}", row

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kd.errors import DataError
-from kd.exchange.foreign_files import read_parquet_batches
+from kd.exchange.foreign_files import read_table_batches
 from kd.exchange.rows import Row, mark_one_document
 
 NEEDED = ("input_ids", "ids")
@@ -53,7 +53,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
     Raises ``DataError`` for the first row whose columns do not fit together.
     """
-    for first, batch in read_parquet_batches(path, NEEDED, OPTIONAL):
+    for first, batch in read_table_batches(path, NEEDED, OPTIONAL):
         if "logprobs" not in batch.schema.names:
             sampled = "weights of sampled entries" if "weights" in batch.schema.names else "neither"
             detail = f"{path} has no column logprobs, but {sampled}."

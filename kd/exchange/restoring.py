@@ -39,7 +39,7 @@ from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
 from kd.capture.teacher import find_sealed_cache, summarise_cache
 from kd.errors import DataError
-from kd.exchange.foreign_files import read_parquet_batches, read_parquet_metadata
+from kd.exchange.foreign_files import read_parquet_metadata, read_table_batches
 from kd.exchange.parquet import read_flat_column
 from kd.models.token_map import TokenMap
 from kd.progress import Monitor, ProgressMeter
@@ -157,7 +157,7 @@ class Origin:
         digest = hashlib.sha256()
         schema = self.manifest.identity.record_codec().schema()
         columns = (*_PER_SEQUENCE, *(PREFIX + name for name in schema))
-        for first, batch in read_parquet_batches(self.path, columns):
+        for first, batch in read_table_batches(self.path, columns):
             for index in range(len(batch)):
                 where = f"{self.path}: row {first + index}"
                 arrays = {

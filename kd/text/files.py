@@ -18,6 +18,9 @@ from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.rows import drop_absent_fields
 
+#: Files of one split that ``save_to_disk`` of ``datasets`` wrote, and the one above several splits.
+SAVED_SPLIT = ("state.json", "dataset_info.json")
+SAVED_SPLITS = "dataset_dict.json"
 #: The formats that format auto knows, by the suffix of a file.
 SUFFIXES = {
     ".txt": "text",
@@ -103,8 +106,8 @@ def list_stored_texts(url: str) -> list[str]:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether ``save_to_disk`` of ``datasets`` wrote ``folder``: one split, or several."""
-    one = [folder / name for name in ("state.json", "dataset_info.json")]
-    return (folder / "dataset_dict.json").is_file() or all(map(Path.is_file, one))
+    one = [folder / name for name in SAVED_SPLIT]
+    return (folder / SAVED_SPLITS).is_file() or all(map(Path.is_file, one))
 
 
 def find_suffix(path: Path) -> str:
