@@ -40,17 +40,16 @@ _ON_POLICY = (
 )
 
 
-class _Script(NamedTuple):
+class _TrainerKind(NamedTuple):
     """The trainer that a file is for: its defaults, and our format of its texts."""
 
-    name: str
     defaults: dict[str, Any]
     format: str
 
 
-_GKD = _Script("gkd", GKD, "messages")
-_DISTILLATION = _Script("distillation", DISTILLATION, "prompt_completion")
-_SFT = _Script("sft", SFT, "messages")
+_GKD = _TrainerKind(GKD, "messages")
+_DISTILLATION = _TrainerKind(DISTILLATION, "prompt_completion")
+_SFT = _TrainerKind(SFT, "messages")
 
 
 def read_job(data: Any, draft: Draft, teacher: str | None = None) -> None:
@@ -86,7 +85,7 @@ def read_job(data: Any, draft: Draft, teacher: str | None = None) -> None:
     )  # fmt: skip
 
 
-def _choose_trainer(fields: Fields, draft: Draft, teacher: str | None) -> _Script:
+def _choose_trainer(fields: Fields, draft: Draft, teacher: str | None) -> _TrainerKind:
     """Tell the trainer by the fields; raises ``ConfigError`` for one that does not distil."""
     gkd = any(name in fields for name in GKD_FIELDS)
     has_own = any(name in fields for name in TEACHER_FIELDS)
@@ -147,7 +146,7 @@ def _read_local_teacher(fields: Fields, draft: Draft, dtype: Any) -> None:
     arguments.close(REASONS)
 
 
-def _read_data(fields: Fields, draft: Draft, trainer: _Script) -> None:
+def _read_data(fields: Fields, draft: Draft, trainer: _TrainerKind) -> None:
     train_split = fields.take("dataset_train_split", "train")
     test_split = fields.take("dataset_test_split", "test")
     path, name = fields.take("dataset_name"), fields.take("dataset_config")
@@ -206,7 +205,7 @@ def _name_dataset(path: Any, name: Any, split: Any) -> dict[str, Any]:
     return {"path": path} | ({"name": name} if name else {}) | {"split": split}
 
 
-def _read_loss(fields: Fields, draft: Draft, trainer: _Script) -> None:
+def _read_loss(fields: Fields, draft: Draft, trainer: _TrainerKind) -> None:
     beta = fields.take_number("beta", trainer.defaults["beta"])
     if trainer is _GKD:
         fields.dismiss("temperature", "that of the student's own texts; GKD's loss has 1.")
