@@ -75,7 +75,7 @@ from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
 from kd.training.resume.continuing import (
     Earlier,
-    bring_best,
+    copy_best,
     copy_history,
     find_earlier,
     forget_lost_best,
@@ -220,7 +220,7 @@ def _restore_state(
         if group.leads:
             copy_history(earlier, folder)
         checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
-    bring_best(config, folder, state)
+    copy_best(config, folder, state)
     return state, identity
 
 

@@ -152,7 +152,7 @@ def forget_lost_best(earlier: Earlier, state: TrainState, options: TrainConfig) 
     )
 
 
-def bring_best(config: JobConfig, run_dir: Path, state: TrainState) -> None:
+def copy_best(config: JobConfig, run_dir: Path, state: TrainState) -> None:
     """Copy the best checkpoint of the run that this one continues, where early stopping needs it.
 
     Call it after the first checkpoint is saved: a run without one would go on from the best.

@@ -97,7 +97,7 @@ def _fetch_checkpoints(
         if found.step <= known:
             return
         try:
-            _bring(run, found, folder, report)
+            _fetch_checkpoint(run, found, folder, report)
         except CacheCorrupt as error:
             monitor.emit("warning", message=f"{error.detail} An older checkpoint is taken.")
             continue
@@ -107,10 +107,12 @@ def _fetch_checkpoints(
     best = None if state is None or not keep_best else state["progress"].get("best_step")
     for found in stored:
         if found.step == best and not checkpoint.locate_checkpoint(folder, found.step).exists():
-            _bring(run, found, folder, report)
+            _fetch_checkpoint(run, found, folder, report)
 
 
-def _bring(run: StoredRun, found: StoredCheckpoint, folder: Path, report: Report) -> None:
+def _fetch_checkpoint(
+    run: StoredRun, found: StoredCheckpoint, folder: Path, report: Report
+) -> None:
     final = checkpoint.locate_checkpoint(folder, found.step)
     with whole_folder(final) as partial:
         run.fetch_checkpoint(found, partial, report)
