@@ -240,7 +240,11 @@ def _cut_row(row: Row, length: int | None) -> Iterator[Row]:
 
 
 def _find_remedies(request: ImportRequest) -> dict[str, str]:
-    """What to do about records of position t that belong to token t or t + 2."""
+    """Return what to do about records that are off by one, as ``Alignment.require`` takes it.
+
+    A key is the token that the records of position t turned out to belong to, where t + 1 is right.
+    Only records of axolotl come in both forms.
+    """
     if request.format != "axolotl":
         return {}
     if request.ahead:

@@ -274,7 +274,8 @@ class Alignment:
         """Raise ``DataError`` if shifting the records by one position predicts the text clearly
         better.
 
-        ``remedies`` = what to do about records of position t that belong to token "t" or "t + 2".
+        ``remedies`` = what to do, by the token that the records of position t belong to: "t" or
+        "t + 2". Without one, the caller is to give records of the following token.
         """
         before, here, after = self.found
         worst = max(before, after)

@@ -283,10 +283,10 @@ class _Partition:
     knots_NJ2: Tensor
 
     def compute_total(self, beta: float | Tensor) -> Tensor:
-        """A(b), (N,). No maximum is subtracted: below T = 0.36 a forbidden token may underflow.
+        """A(b), (N,). No maximum is subtracted: a record holds log-probabilities down to -256.
 
-        Its probability is 0 then. Where it is the only entry, the logarithm would be -inf, and its
-        slope NaN.
+        Below T = 0.36 float64 does not hold exp(-256 b). Where such a token is the only entry, the
+        sum is 0, its logarithm -inf and the slope NaN; so the sum is at least the least number.
         """
         known_NA = (beta * self.entries.known_NA).exp() * self.entries.counted_NA
         explicit_N = known_NA.sum(1) + self.entries.sum_head((beta * self.entries.head_H).exp())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kd.loss.objective import Objective
 from kd.loss.targets import Columns, Targets, decode_entropies
-from kd.parallel.group import ALONE, Group
+from kd.parallel.group import Group
 
 
 def compute_token_weights(targets: Targets, objective: Objective) -> Tensor | None:
@@ -38,7 +38,7 @@ def compute_token_weights(targets: Targets, objective: Objective) -> Tensor | No
 
 
 def measure_mean_weight(
-    parts: Iterable[Columns | None], exponent: float, group: Group = ALONE
+    parts: Iterable[Columns | None], exponent: float, group: Group
 ) -> float | None:
     """Compute the mean of (1 + H)^w over the records of the micro-batches ``parts`` of all ranks.
 

@@ -176,9 +176,9 @@ def list_trained_parameters(student: nn.Module) -> list[nn.Parameter]:
 def find_linear_layers(student: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the layers that may have an adapter, by path: every linear layer except the LM head.
 
-    The loss reads the weight of the LM head itself, and would not see an adapter, and so do
-    state-space mixers. Routers that are linear layers return several tensors, so an adapter cannot
-    be added to what they return.
+    The loss reads the weight of the LM head itself, and state-space mixers read some of theirs:
+    neither would see an adapter. Routers that are linear layers return several tensors, so an
+    adapter cannot be added to what they return.
     """
     lm_head = student.get_output_embeddings()
     read = _find_read_layers(student)
