@@ -4,11 +4,13 @@ range.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.codec import PARTITION_STEP, Codec
@@ -51,10 +53,19 @@ def chosen(logits_NV: Tensor, codec: Codec, gold_N: Tensor | None = None) -> Any
     )
 
 
-def errors(logits_NV: Tensor, codec: Codec, knots: int, gold_N: Tensor) -> tuple[float, float]:
+def errors(
+    logits_NV: Tensor,
+    codec: Codec,
+    knots: int,
+    gold_N: Tensor,
+    space: Callable[..., NDArray[np.float64]] = np.geomspace,
+    share: bool = True,
+) -> tuple[float, float]:
     """Compute both errors again, in float64, by plain sums.
 
-    They are means over temperatures in equal ratios, as those of the choice, but over others.
+    They are means over temperatures in equal ratios, as those of the choice, but over others;
+    ``space`` gives the values of 1/T. Without ``share`` a tail counts down to a fixed mass, and not
+    down to a share of all probabilities.
     """
     logp = torch.log_softmax(logits_NV.double(), 1)
     sizes = torch.stack(
@@ -68,8 +79,8 @@ def errors(logits_NV: Tensor, codec: Codec, knots: int, gold_N: Tensor) -> tuple
         -32768, 32767
     ) * PARTITION_STEP
     found = []
-    for beta in np.geomspace(1 / codec.temperatures[1], 1 / codec.temperatures[0], 50).tolist():
-        floor = (beta * logp).logsumexp(1).clamp(max=0.0) + LEAST_LOG_MASS
+    for beta in space(1 / codec.temperatures[1], 1 / codec.temperatures[0], 50).tolist():
+        floor = (beta * logp).logsumexp(1).clamp(max=0.0) * share + LEAST_LOG_MASS
         exact = (beta * tail).logsumexp(1).clamp(min=floor)
         got = interpolate_hermite(stored, codec.nodes(knots), beta)[0].clamp(min=floor)
         head = (beta * logp).masked_fill(~explicit, -1e4).logsumexp(1)
@@ -92,6 +103,10 @@ def test_the_number_keeps_both_errors_in_bounds_and_fewer_would_not(
     assert log_mass <= LARGEST_LOG_MASS_ERROR * 1.02, "other temperatures differ a little"
     assert head_mass <= LARGEST_HEAD_MASS_ERROR * 1.02
     assert log_mass == pytest.approx(found.log_mass_error, rel=0.02)
+    # In equal steps of 1/T low temperatures count for more.
+    log_mass, head_mass = errors(logits, codec, found.count, gold, space=np.linspace, share=False)
+    assert log_mass <= LARGEST_LOG_MASS_ERROR * 1.25
+    assert head_mass <= LARGEST_HEAD_MASS_ERROR * 1.25
     assert found.log_mass_error <= LARGEST_LOG_MASS_ERROR
     assert found.head_mass_error <= LARGEST_HEAD_MASS_ERROR
     if found.count > KNOT_COUNTS[0]:
