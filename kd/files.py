@@ -35,6 +35,11 @@ MARK = "run.json"
 RUN_FORMAT = 1
 
 
+#: How a file begins that Git keeps in place of a large one, and more bytes than it has.
+_LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
+_LFS_BYTES = 1024
+LFS_REMEDY = "Fetch the files themselves: git lfs pull."
+
 #: The operator's settings of where caches lie; a worker hands them to its processes.
 STORE_VARIABLE = "KD_STORE"
 MIRROR_VARIABLE = "KD_STORE_CACHE_BYTES"
@@ -95,6 +100,14 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read the JSON at ``path``; return None if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether ``path`` is not the file that it is named after, but a pointer of Git LFS to it."""
+    if not path.is_file() or path.stat().st_size >= _LFS_BYTES:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_LFS_BEGIN)) == _LFS_BEGIN
 
 
 def read_run_format(run_dir: Path) -> int:

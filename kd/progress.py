@@ -41,16 +41,19 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from kd.errors import Interrupted
+from kd.files import read_json, write_json
 
 #: Least seconds between two ``alive`` events.
 ALIVE_SECONDS = 5.0
 #: Least seconds between two reports that a run waits for another process.
 WAITING_SECONDS = 30.0
+#: File in a run folder with what the run found in its inputs.
+NOTICES = "notices.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,44 @@ class Event:
     def to_json(self) -> dict[str, Any]:
         """Return the event as JSON for another process; NaN and infinity become None."""
         return {"type": self.type, "data": replace_nonfinite(self.data)}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a run found in its inputs and left out, changed or did not understand.
+
+    ``what`` is a plural that says what happened to it, such as "rows without text, left out".
+    ``example`` names the first one, with its place.
+    """
+
+    what: str
+    count: int
+    example: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        first = self.what[:1].upper() + self.what[1:]
+        return f"{first}: {self.count:,}, for example {self.example}. {self.remedy}".strip()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry in the file of a run's notices, and in the answer of a validation."""
+        return asdict(self)
+
+
+def ignore_notice(notice: Notice) -> None:
+    """Drop the notice: nobody asked for it."""
+
+
+def keep_notices(file: Path, monitor: Monitor) -> list[Notice]:
+    """Add the notices of this process to those in ``file``; return all of them.
+
+    A notice that comes again, as in a resumed run, replaces the one before it.
+    """
+    known = [Notice(**each) for each in read_json(file) or ()]
+    found = {each.what: each for each in (*known, *monitor.notices)}
+    if found:
+        write_json(file, [each.to_json() for each in found.values()])
+    return list(found.values())
 
 
 def replace_nonfinite(value: Any) -> Any:
@@ -165,13 +206,14 @@ class ShardRanges(Protocol):
 class Liveness:
     """The times of a run's last ``alive`` event and waiting report, and its last ``stepping``.
 
-    ``warned`` holds the warnings that are sent once.
+    ``warned`` holds the warnings that are sent once, ``notices`` what was found in the inputs.
     """
 
     alive_at: float = -math.inf
     waits_at: float = -math.inf
     stepping: bool = False
     warned: set[str] = field(default_factory=set)
+    notices: list[Notice] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -198,6 +240,17 @@ class Monitor:
         if message not in self._pulse.warned:
             self._pulse.warned.add(message)
             self.emit("warning", message=message)
+
+    def note(self, notice: Notice) -> None:
+        """Send a notice as a warning, once; ``keep_notices`` puts it into the run's report."""
+        if notice not in self._pulse.notices:
+            self._pulse.notices.append(notice)
+        self.warn_once(str(notice))
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """What was found in the inputs so far."""
+        return tuple(self._pulse.notices)
 
     def check(self, what: str) -> None:
         """Raise ``Interrupted`` if the run should stop. Call it only where everything is saved."""

@@ -8,6 +8,7 @@ from typing import Any
 from cache.perplexity import FEW_TOKENS
 from kd.evaluation.plots import TITLES
 from kd.files import format_bytes
+from kd.progress import Notice
 
 Facts = Mapping[str, Any]
 _PERCENT = "{:.1%}".format
@@ -70,6 +71,7 @@ def format_closing_sections(report: Facts) -> list[str]:
     found = report.get("evaluation") or {}
     return [
         *_format_checks(report.get("checks") or ()),
+        *_format_notices(report.get("notices") or ()),
         *_format_tasks(found.get("tasks") or {}),
         *_format_costs(found),
         *_format_samples(found.get("samples") or {}),
@@ -180,6 +182,12 @@ def _format_profile(profile: Mapping[str, Any]) -> list[str]:
         *map(_format_row, rows),
     ]
     return ["", "## Where the time went", "", f"{used}.", "", *table]
+
+
+def _format_notices(notices: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A section on what the run found in its inputs and left out, changed or did not understand."""
+    lines = [f"- {Notice(**each)}" for each in notices]
+    return ["", "## Found in the inputs", "", *lines] if lines else []
 
 
 def _format_tasks(tasks: Mapping[str, Mapping[str, float]]) -> list[str]:

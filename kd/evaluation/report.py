@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from transformers import PreTrainedModel
 
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
@@ -20,21 +19,19 @@ from cache.manifest import FidelityOverride
 from cache.perplexity import BlockLosses
 from kd.capture.teacher import summarise_cache
 from kd.config.job import JobConfig
-from kd.evaluation.comparison import TEACHER
+from kd.evaluation.comparison import TEACHER, compare_with_records
 from kd.evaluation.doubts import find_perplexity, judge_teacher
 from kd.evaluation.known_quality import describe_known_quality
 from kd.evaluation.measure import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.files import read_json, write_json, write_text
-from kd.loss.decoder import TargetDecoder
-from kd.models.lm_head import find_lm_head
-from kd.models.precision import Precision, float32_products, pick_device
-from kd.progress import replace_nonfinite
+from kd.models.precision import pick_device
+from kd.progress import NOTICES, keep_notices, replace_nonfinite
 from kd.text.batches import CachedRecords, Source
 from kd.text.bytes import compute_bits_per_byte
 from kd.tracking.metrics import read_metrics
 from kd.training.early_stopping import find_best_step
-from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
+from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.saved.state import TrainingProgress
 
 Report = dict[str, Any]
@@ -69,6 +66,9 @@ def make_report(
         report |= {
             "temperature_at_end": _find_last_temperature(run),
             **_read_checks_and_profile(run),
+            "notices": [
+                each.to_json() for each in keep_notices(run.training / NOTICES, run.monitor)
+            ],
         }
         report |= evaluate_in_depth(
             config, source, saved, run, with_start=config.evaluation.teacher
@@ -112,18 +112,7 @@ def _measure_student(
 
     It moves the student to the device.
     """
-    device = pick_device()
-    nn.Module.to(saved, device)
-    # In float32, so that the figures do not depend on the precision of the training.
-    precision = Precision.choose("fp32", device)
-    decoder = TargetDecoder.of(source, device)
-    temperature = choose_evaluation_temperature(config.loss)
-    lm_head = find_lm_head(saved, vocabulary)
-    batch_size = config.require_train().batch_size
-    with float32_products():
-        after = evaluate_student(
-            saved, lm_head, source, decoder, batch_size, precision, device, temperature
-        )
+    after = compare_with_records(saved, config, source, vocabulary)
     before = progress.first_evaluation or {}
     return {
         "student_perplexity_before": before.get("validation_perplexity"),
@@ -132,7 +121,7 @@ def _measure_student(
         "student_perplexity_before_interval": _read_interval(before),
         "student_perplexity_interval": _read_interval(after),
         "student_calibration_error": after.get("validation_calibration_error"),
-        "evaluation_temperature": temperature,
+        "evaluation_temperature": choose_evaluation_temperature(config.loss),
         "validation_kl": after.get("validation_kl"),
         "validation_agreement": after.get("validation_agreement"),
     }

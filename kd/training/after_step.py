@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from kd.checks.watch import StepSeconds
 from kd.errors import Interrupted
 from kd.memory.auto_batch import saving_errors
 from kd.models.layers import stopping_forward
+from kd.models.precision import Precision, computing_in_float32
 from kd.optim.averaging import serving
 from kd.optim.schedules import observe_evaluation
 from kd.parallel.strategies import call_whole
@@ -185,8 +187,11 @@ def finish_evaluation(run: Run) -> None:
             save_checkpoint(run)
 
 
-def evaluate_now(run: Run) -> dict[str, Any]:
-    """Evaluate the student on the held-out sequences, and log the results."""
+def evaluate_now(run: Run, in_float32: bool = False) -> dict[str, Any]:
+    """Evaluate the student on the held-out sequences, and log the results.
+
+    That is in the precision of the steps, or ``in_float32``.
+    """
     # An evaluation may take longer than a supervisor waits for a step.
     run.monitor.report_alive(stepping=False)
     loss = run.loss
@@ -204,8 +209,10 @@ def evaluate_now(run: Run) -> dict[str, Any]:
         with watching_units(run.student) as units:
             return call_whole(run.loss_module, work, batch)
 
+    precision = Precision.choose("fp32", run.device) if in_float32 else loss.precision
     with (
         run.clock.phase("evaluation"),
+        computing_in_float32(run.student) if in_float32 else nullcontext(),
         serving(run.student, run.state.optimizer, run.average),
         stopping_forward(run.monitor if run.group.alone else SILENT, stopped),
     ):
@@ -215,7 +222,7 @@ def evaluate_now(run: Run) -> dict[str, Any]:
             run.source,
             loss.decoder,
             run.options.batch_size,
-            loss.precision,
+            precision,
             run.device,
             choose_evaluation_temperature(loss.config),
             group=run.group,

@@ -12,8 +12,10 @@ from kd.progress import (
     WAITING_SECONDS,
     Event,
     Monitor,
+    Notice,
     ProgressMeter,
     WorkHeldElsewhere,
+    keep_notices,
 )
 
 
@@ -87,3 +89,23 @@ def test_units_that_were_done_before_say_nothing_of_the_pace(clock: list[float])
     clock[0] += 2
     told = meter.advance(1, 100)
     assert (told["done"], told["per_second"], told["eta_seconds"]) == (7, 0.5, 6.0)
+
+
+def test_a_notice_is_sent_once_and_kept_once_over_a_resume(tmp_path: Path) -> None:
+    file = tmp_path / "notices.json"
+    notice = Notice("rows without text, left out", 1200, "a.jsonl: row 2", "Remove them.")
+    for _attempt in range(2):
+        heard: list[Event] = []
+        monitor = Monitor(heard.append)
+        monitor.note(notice)
+        monitor.note(notice)
+        assert [event.data["message"] for event in heard] == [
+            "Rows without text, left out: 1,200, for example a.jsonl: row 2. Remove them."
+        ]
+        assert keep_notices(file, monitor) == [notice]
+    assert keep_notices(file, Monitor()) == [notice]
+
+
+def test_a_run_that_found_nothing_writes_no_file(tmp_path: Path) -> None:
+    assert keep_notices(tmp_path / "notices.json", Monitor()) == []
+    assert not list(tmp_path.iterdir())
