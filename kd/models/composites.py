@@ -11,13 +11,8 @@ other tensors are not read, and a saved student is a plain causal language model
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -64,32 +59,6 @@ def find_text_config(config: PreTrainedConfig, folder: ModelFolder) -> PreTraine
     return text
 
 
-def load_text_model(folder: ModelFolder, text: PreTrainedConfig, how: dict[str, Any]) -> Any:
-    """Load the language model inside the model in ``folder``, and nothing else.
-
-    ``how`` are arguments of transformers' ``from_pretrained``. Raises ``ModelError`` where tensors
-    of the language model are missing.
-    """
-    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    with torch.device("meta"):
-        hollow: PreTrainedModel = made(text)
-    with _without_report():
-        model, found = made.from_pretrained(
-            folder.path,
-            config=text,
-            key_mapping=_map_names(hollow, folder),
-            output_loading_info=True,
-            **how,
-        )
-    # transformers would give these tensors random numbers.
-    if missing := sorted(found["missing_keys"]):
-        raise _make_missing_error(folder.path, type(model).__name__, missing)
-    # Saving would undo the renaming, but a saved student is a plain model.
-    if hasattr(model, "_weight_conversions"):
-        del model._weight_conversions
-    return model
-
-
 def _convert_to_twin(text: PreTrainedConfig, twin: type[PreTrainedConfig]) -> PreTrainedConfig:
     fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
     rotary = fields.get("rope_parameters") or {}
@@ -105,14 +74,14 @@ def _is_tied(config: PreTrainedConfig, text: PreTrainedConfig, folder: ModelFold
     The tensors say it best: both configurations have a field for it, with other defaults.
     """
     names = folder.read_parameter_shapes()
-    tied = bool(text.tie_word_embeddings)
+    said = (bool(text.tie_word_embeddings), bool(getattr(config, "tie_word_embeddings", False)))
     if not names:
-        return tied
+        return said[0]
     with_head = any(f".{name}".endswith(".lm_head.weight") for name in names)
-    return not with_head or (tied and bool(config.tie_word_embeddings))
+    return all(said) if with_head else any(said)
 
 
-def _map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
+def map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
     """Map patterns of names in the files to names of the language model, as transformers asks.
 
     The embedding shows where the names of the language model begin: no other part has it.
@@ -127,7 +96,7 @@ def _map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
         if f".{name}".endswith(f".{inside}") and shape == tuple(embedding.shape)
     }
     if len(starts) != 1:
-        raise _make_missing_error(folder.path, type(hollow).__name__, [whole])
+        return {}  # the embedding is missing, and will be named
     heads = {
         name.removesuffix("lm_head.weight")
         for name in shapes
@@ -141,23 +110,3 @@ def _map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
 
 def _name_of(module: nn.Module, wanted: nn.Parameter) -> str:
     return next(name for name, parameter in module.named_parameters() if parameter is wanted)
-
-
-def _make_missing_error(folder: Path, name: str, missing: list[str]) -> ModelError:
-    shown = ", ".join(missing[:3])
-    return ModelError(
-        f"the files in {folder} do not hold all tensors of its language model, a {name}: "
-        f"{shown}{' and others' if len(missing) > 3 else ''}.",
-        "Download or save the model again.",
-    )
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Let transformers not list the tensors that it does not read: those of images and sound."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)

@@ -5,8 +5,10 @@ A student comes from its own folder, is cut out of the teacher, or is a fresh Ll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -27,8 +30,9 @@ from transformers import (
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import ConfigError, ModelError, format_first_line
+from kd.files import read_json
 from kd.models.adapters import add_adapters
-from kd.models.composites import find_text_config, load_text_model
+from kd.models.composites import find_text_config, map_names
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
@@ -37,6 +41,7 @@ from kd.models.folder import (
     resolve_model,
 )
 from kd.models.inheritance import cut_hollow_student, cut_student
+from kd.models.layers import train_all_rows
 from kd.models.precision import (
     choose_weight_dtype,
     pick_device,
@@ -47,7 +52,17 @@ from kd.models.quantization.rounding import make_quantization_config, read_width
 from kd.models.spread.device_map import Places
 from kd.models.spread.leading import find_leader
 from kd.models.spread.sharding import make_places, require_shareable, settle_part
-from kd.models.tokenizers import get_vocabulary_size
+from kd.models.stored.tensors import (
+    REPORTED,
+    has_own_head,
+    list_later_tokens,
+    list_notices,
+    match_tensors,
+    require_all_tensors,
+    without_report,
+)
+from kd.models.tokenizers import get_vocabulary_size, list_end_ids
+from kd.progress import Notice
 
 
 def hide_progress_bars() -> None:
@@ -205,6 +220,7 @@ def build_hollow_student(
 
 
 def _finish_student(student: PreTrainedModel, config: StudentConfig) -> PreTrainedModel:
+    train_all_rows(student)
     if config.lora is None:
         return student
     round_parameters(student, getattr(torch, config.lora.base))
@@ -226,7 +242,7 @@ def _build_without_adapters(
     read = _read_hollow if hollow else read_model
     cut = cut_hollow_student if hollow else cut_student
     if config.init is not None:
-        return _make_fresh_llama(config.init, tokenizer, context)
+        return _make_fresh_llama(config.init, tokenizer, context, teacher)
     if config.from_teacher is None:
         assert config.model is not None
         # Read as it is kept: two copies of a large base need not exist.
@@ -245,8 +261,13 @@ def _build_without_adapters(
 
 
 def _make_fresh_llama(
-    init: StudentInit, tokenizer: PreTrainedTokenizerBase, context: int
+    init: StudentInit,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    teacher: TeacherConfig | None,
 ) -> PreTrainedModel:
+    settings = _find_generation_settings(init, teacher)
+    ends = list_end_ids(settings, tokenizer)
     shape = LlamaConfig(
         vocab_size=get_vocabulary_size(tokenizer),
         hidden_size=init.hidden_size,
@@ -259,10 +280,36 @@ def _make_fresh_llama(
         # Rotary embeddings cost nothing, and a longer context lets the student be trained further.
         max_position_embeddings=max(context, 2048),
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        # One alone is written as a number, as every reader expects it.
+        eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),
     )
-    return LlamaForCausalLM(shape)
+    student = LlamaForCausalLM(shape)
+    # Only now: the library fills the row of the padding token with zeros.
+    for each in (student.config, student.generation_config):
+        each.pad_token_id = tokenizer.pad_token_id
+    if settings is not None:
+        settings.eos_token_id = shape.eos_token_id
+        student.generation_config = settings
+    return student
+
+
+def _find_generation_settings(
+    init: StudentInit, teacher: TeacherConfig | None
+) -> GenerationConfig | None:
+    """Read how the teacher, or the model whose tokenizer is taken, generates; None if unknown."""
+    named = [init.tokenizer] if init.tokenizer else []
+    revision = None
+    if teacher is not None:
+        named.insert(0, teacher.tokenizer or teacher.model)
+        revision = teacher.revision
+    for name in named:
+        found = ModelFolder.find(name, Path(), revision)
+        if found is not None and (found.path / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(found.path)
+        shape = (read_json(found.path / "config.json") if found is not None else None) or {}
+        if (end := {**shape, **shape.get("text_config", {})}.get("eos_token_id")) is not None:
+            return GenerationConfig(eos_token_id=end)
+    return None
 
 
 # ---------------------------------------------------------------------- files
@@ -311,39 +358,58 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
 
     Reads safetensors or GGUF, never a pickle: loading a pickle can run code. Raises ``ModelError``.
     """
-    try:
+    with _reading_errors(folder, how.gguf_file):
         model = _read_model(ModelFolder(folder), how)
-    except (ConfigError, ModelError):
-        raise
-    except Exception as error:
-        remedy = (
-            "GGUF files need: pip install 'potstill[gguf]'."
-            if how.gguf_file
-            else "It must be a causal language model."
-        )
-        raise ModelError(
-            f"the model in {folder} cannot be loaded: {format_first_line(error)}", remedy
-        ) from error
     _forget_gguf(model)
+    # Tensors of these layers are not read, so a saved model must not count them.
+    for name in list_later_tokens(model.config):
+        setattr(model.config, name, 0)
     if how.rounding is not None:
         _require_rounded_layers(model)
+    train_all_rows(model)
     return model
 
 
+@contextmanager
+def _reading_errors(folder: Path, gguf_file: str | None = None) -> Iterator[None]:
+    """Raise what transformers raises in this block as ``ModelError``: it has no common base."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except Exception as error:
+        remedy = "It must be a causal language model."
+        if gguf_file:
+            remedy = "GGUF files need: pip install 'potstill[gguf]'."
+        raise ModelError(
+            f"the model in {folder} cannot be loaded: {format_first_line(error)}", remedy
+        ) from error
+
+
 def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
+    made: Any = AutoModelForCausalLM
+    extra: dict[str, Any] = {}
     if how.gguf_file is None:
         folder.require_readable_weights()
         if how.rounding is not None:
             folder.require_plain_weights(ROUNDS_PLAIN_WEIGHTS)
         if how.places is not None:
             folder.require_plain_weights(SPREADS_PLAIN_WEIGHTS)
-        shape = _read_shape(folder, how.trust_remote_code)
-        if (text := find_text_config(shape, folder)) is not None:
-            return load_text_model(folder, text, how.list_arguments())
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder.path, trust_remote_code=how.trust_remote_code, **how.list_arguments()
-    )
-    return model
+        with torch.device("meta"):
+            outline = _make_outline(folder, how.dtype, None, how.trust_remote_code)
+        folder.require_whole_files()
+        made = type(outline.hollow)
+        extra = {"config": outline.shape, "key_mapping": outline.names}
+    extra |= how.list_arguments() | REPORTED
+    with without_report():
+        model, found = made.from_pretrained(
+            folder.path, trust_remote_code=how.trust_remote_code, **extra
+        )
+    require_all_tensors(type(model).__name__, folder.path, found)
+    # Saving would undo the renaming, but a saved student is a plain model.
+    if extra.get("key_mapping") and hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
+    return model  # type: ignore[no-any-return]
 
 
 def _require_rounded_layers(model: PreTrainedModel) -> None:
@@ -359,13 +425,61 @@ def _read_hollow(folder: Path, how: ReadingPlan) -> PreTrainedModel:
     return load_hollow(folder, how.dtype, how.gguf_file, how.trust_remote_code)
 
 
-def _read_shape(folder: ModelFolder, trust_remote_code: bool, **extra: Any) -> PreTrainedConfig:
-    """Read the configuration of the model in ``folder``; refuses encoder-decoders by name."""
+@dataclass(frozen=True)
+class _Outline:
+    """A model without its weights.
+
+    ``names`` maps patterns of names in the files to its own, where it is a part of another model.
+    ``is_split``: whether it has an LM head of its own although its configuration ties it.
+    """
+
+    hollow: PreTrainedModel
+    shape: PreTrainedConfig
+    names: dict[str, str]
+    is_split: bool
+
+
+def _make_outline(
+    folder: ModelFolder, dtype: torch.dtype, gguf_file: str | None, trust_remote_code: bool
+) -> _Outline:
+    """Build the model from its configuration, tied as its tensors are.
+
+    Refuses encoder-decoders by name.
+    """
     folder.require_decoder()
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
     shape: PreTrainedConfig = AutoConfig.from_pretrained(
         folder.path, trust_remote_code=trust_remote_code, **extra
     )
-    return shape
+    text = None if gguf_file else find_text_config(shape, folder)
+    shape = text or shape
+    make = partial(
+        AutoModelForCausalLM.from_config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    hollow = make(shape)
+    tied = getattr(shape, "tie_word_embeddings", False) and not gguf_file
+    if is_split := tied and has_own_head(hollow, folder):
+        shape.tie_word_embeddings = False
+        hollow = make(shape)
+    return _Outline(hollow, shape, map_names(hollow, folder) if text else {}, is_split)
+
+
+def check_stored_model(folder: Path) -> list[Notice]:
+    """Compare a model with the headers of its files, before its weights are read.
+
+    Returns what must be named. Raises ``ModelError`` where tensors are missing or have another
+    shape. Quantised weights are stored under other names, and compared when they are read.
+    """
+    stored = ModelFolder(folder)
+    stored.require_whole_files()
+    if stored.stored_quantization is not None:
+        return []
+    hide_progress_bars()
+    with _reading_errors(folder), torch.device("meta"):
+        outline = _make_outline(stored, torch.float32, None, trust_remote_code=False)
+        found = match_tensors(outline.hollow, stored, outline.names)
+    require_all_tensors(type(outline.hollow).__name__, folder, found)
+    return list_notices(outline.hollow, outline.is_split, folder, found)
 
 
 def _forget_gguf(model: PreTrainedModel) -> None:
@@ -398,18 +512,5 @@ def load_hollow(
 
     Under ``torch.device("meta")`` its parameters have a shape but no memory.
     """
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
-        shape = _read_shape(ModelFolder(folder), trust_remote_code, **extra)
-        text = None if gguf_file else find_text_config(shape, ModelFolder(folder))
-        hollow: PreTrainedModel = AutoModelForCausalLM.from_config(
-            text or shape, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"the model in {folder} cannot be made: {format_first_line(error)}",
-            "It must be a causal language model.",
-        ) from error
-    return hollow
+    with _reading_errors(folder, gguf_file):
+        return _make_outline(ModelFolder(folder), dtype, gguf_file, trust_remote_code).hollow

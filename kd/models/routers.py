@@ -6,14 +6,19 @@ loss is E sum_i f_i P_i (Fedus et al. 2021, arXiv 2101.03961). It is k where all
 many tokens, and grows as they get fewer. Only its gradient matters, so k is subtracted here: the
 loss of a balanced student is that of the student without the term.
 
+f and P are means over a micro-batch, and their product is no mean over tokens: the same step in
+other micro-batches, or on other numbers of devices, has another balance loss.
+
 Shapes: B sequences, L positions of a sequence, N positions with a target, D hidden width.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +28,9 @@ from kd.errors import ConfigError, Problem
 from kd.models.layers import run_body
 from kd.models.precision import Precision
 from kd.text.batches import Batch
+
+#: The arguments of that function.
+_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ def find_router_balance(student: PreTrainedModel, weight: float | None) -> Route
     ``weight`` None means that of the student's configuration, router_aux_loss_coef. Raises
     ``ConfigError`` for a weight where the student has no balance loss.
     """
-    measure = getattr(sys.modules[type(student).__module__], "load_balancing_loss_func", None)
+    measure = _find_measure(student)
     experts = getattr(student, "num_experts", None)
     chosen = getattr(student, "num_experts_per_tok", None)
     if measure is None or not isinstance(experts, int) or not isinstance(chosen, int):
@@ -75,6 +83,24 @@ def find_router_balance(student: PreTrainedModel, weight: float | None) -> Route
     own = getattr(student.config, "router_aux_loss_coef", None) or 0.0
     weight = own if weight is None else weight
     return RouterBalance(weight, experts, chosen, measure) if weight > 0 else None
+
+
+def _find_measure(student: PreTrainedModel) -> Callable[..., Tensor] | None:
+    """Return the function with which transformers computes the balance loss of ``student``.
+
+    None where its layers have no routers, although its class may, and where the function takes
+    other arguments: Doge's routers pick pairs of keys.
+    """
+    measure = getattr(sys.modules[type(student).__module__], "load_balancing_loss_func", None)
+    if measure is None or list(inspect.signature(measure).parameters) != _ARGUMENTS:
+        return None
+    recorded = (getattr(student, "_can_record_outputs", None) or {}).get("router_logits")
+    recorders = recorded if isinstance(recorded, list) else [recorded]
+    kinds: list[Any] = [getattr(each, "target_class", each) for each in recorders]
+    found: Callable[..., Tensor] = measure
+    if None in kinds:  # the class does not say which modules are its routers
+        return found
+    return found if any(isinstance(each, tuple(kinds)) for each in student.modules()) else None
 
 
 def _make_refusal(student: PreTrainedModel) -> ConfigError:

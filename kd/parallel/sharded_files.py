@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import torch
 from torch import Size, Tensor, dtype
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from kd.parallel.group import Group
 
@@ -35,10 +37,21 @@ def get_own(tensor: Tensor) -> Tensor:
 
 
 def take_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the part of ``whole``, which every rank has, that lies where ``like`` does."""
+    """Return the part of ``whole``, which every rank has, that lies where ``like`` does.
+
+    Both have one shape.
+    """
     if not isinstance(like, DTensor):
         return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    shape, offset = compute_local_shape_and_global_offset(
+        whole.shape, like.device_mesh, like.placements
+    )
+    own = whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+    # Not ``distribute_tensor``: it would move the part to the mesh's GPU, also beside a parameter
+    # that lies on the host.
+    part = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
+    get_own(part).copy_(own)
+    return part
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:

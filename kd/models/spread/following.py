@@ -56,4 +56,5 @@ def _run(model: PreTrainedModel, order: ReadingOrder) -> None:
     switch = use_packed_attention if order.words["packed_attention"] else use_own_attention
     switch(model)
     tokens_BL, *positions = (each.to(pick_device()) for each in order.tensors)
-    compute_hidden_states(model, tokens_BL, PackedRows.of(positions[0]) if positions else None)
+    documents = PackedRows.of(positions[0], order.words["apart"]) if positions else None
+    compute_hidden_states(model, tokens_BL, documents)

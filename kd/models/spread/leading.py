@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
-from kd.models.attention.interface import uses_packed_attention
+from kd.models.attention.interface import get_documents, uses_packed_attention
 from kd.models.layers import find_trunk
 from kd.models.spread.channel import Channel, ReadingOrder
 
@@ -49,9 +49,10 @@ class Leader:
         if self._reading:
             self._meet_again()
         tokens_BL = inputs["input_ids"]
-        positions_BL = inputs.get("position_ids")
-        rows = (tokens_BL,) if positions_BL is None else (tokens_BL, positions_BL)
-        words = {"packed_attention": uses_packed_attention(model)}
+        documents = get_documents()
+        rows = (tokens_BL,) if documents is None else (tokens_BL, documents.positions_BL)
+        apart = documents is not None and documents.apart
+        words = {"packed_attention": uses_packed_attention(model), "apart": apart}
         self._channel.send(ReadingOrder("read", words, rows))
         self._reading = True
 

@@ -18,7 +18,12 @@ from transformers import PreTrainedModel
 
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
-from kd.models.layers import find_decoder_layers, find_trunk, mark_shared_modules
+from kd.models.layers import (
+    find_decoder_layers,
+    find_trunk,
+    mark_shared_modules,
+    read_layer_sizes,
+)
 from kd.models.spread.whole_head import put_head_whole
 
 #: The layers of an attention whose rows are those of its heads, one head after the other.
@@ -147,8 +152,8 @@ def _find_uneven_heads(hollow: PreTrainedModel, size: int) -> tuple[str, str] | 
     if not cut.intersection(_HEAD_LAYERS):
         return None
     for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(shape, field, None) or size
-        if heads % size:
+        uneven = [heads for heads in read_layer_sizes(shape, field) if heads % size]
+        for heads in uneven:
             detail = f"tensor cuts the heads into {size} equal parts, but {field} is {heads}."
             return detail, f"Set resources.gpus to a divisor of {heads}, or parallel to fsdp."
     return None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -122,15 +123,16 @@ def test_a_gpu_gets_each_weight_once(large_model):
 
 def test_a_pickle_is_never_read(copied_teacher):
     (copied_teacher / "model.safetensors").rename(copied_teacher / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"holds neither model\.safetensors nor its index"):
         load_model(copied_teacher, torch.float32)
 
 
 def test_damaged_weights_and_models_of_another_kind_are_refused(copied_teacher):
     weights = (copied_teacher / "model.safetensors").read_bytes()
     (copied_teacher / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ModelError, match="cannot be loaded: SafetensorError"):
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: SafetensorError"):
         load_model(copied_teacher, torch.float32)
+    (copied_teacher / "model.safetensors").write_bytes(weights)
     (copied_teacher / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
     with pytest.raises(ModelError, match="causal language model"):
         load_model(copied_teacher, torch.float32)
@@ -177,6 +179,32 @@ def test_a_fresh_student_is_a_llama_of_the_shape_asked_for(tokenizer):
     untied = fresh(tokenizer, tie_word_embeddings=False, context=4096)
     assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
     assert untied.config.max_position_embeddings == 4096
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_a_fresh_student_stops_where_its_teacher_does(tokenizer, tiny_teacher, tmp_path, file):
+    """The teacher's list is in either of its files; its other settings are in one of them."""
+    teacher = shutil.copytree(tiny_teacher, tmp_path / "teacher")
+    settings = {"eos_token_id": [7, 0], "temperature": 0.9, "do_sample": True}
+    (teacher / "generation_config.json").unlink(missing_ok=True)
+    known = json.loads((teacher / file).read_text()) if file == "config.json" else {}
+    (teacher / file).write_text(json.dumps(known | settings))
+    plan = StudentConfig(init=StudentInit(layers=1, hidden_size=32))
+    student = build_student(plan, tokenizer, 64, TeacherConfig(model=str(teacher)))
+    save_student(student, tokenizer, tmp_path / "student")
+    saved = GenerationConfig.from_pretrained(tmp_path / "student")
+    assert saved.eos_token_id == [7, 0]
+    assert saved.temperature == (0.9 if file == "generation_config.json" else None)
+    assert json.loads((tmp_path / "student" / "config.json").read_text())["eos_token_id"] == [7, 0]
+
+
+def test_settings_that_the_library_would_not_save_lose_no_student(tokenizer, tmp_path):
+    student = fresh(tokenizer)
+    student.generation_config = GenerationConfig(
+        do_sample=False, temperature=0.9, eos_token_id=[7, 0]
+    )
+    save_student(student, tokenizer, tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [7, 0]
 
 
 def test_a_fresh_student_is_a_function_of_the_seed(tokenizer):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cache.records import Sequences
+from kd.config.loss import LossConfig
 from kd.errors import ConfigError
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.models.layers import compute_hidden_states
@@ -23,6 +24,7 @@ from kd.training.loop import train
 from kd.training.resume.identity import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
 from tests.support.kd.training import make_text_job
 from tests.support.kd.zoo import VOCABULARY, build, some_tokens
+from tests.support.packed_zoo import make_random
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,3 +148,29 @@ def test_a_job_without_the_field_may_resume_what_was_begun_before_it_existed() -
     assert compute_resume_identity(plain, "x") == before
     other = make_text_job({"max_steps": 1}, loss={"alpha": 1.0, "router_balance": 0.0})
     assert compute_resume_identity(other, "x") != before
+
+
+def test_a_class_with_routers_has_no_balance_where_its_layers_have_none() -> None:
+    """A dense Doge, whose routers would pick pairs of keys, and a Qwen of dense layers."""
+    for student in (make_random("doge"), build("qwen3 moe", mlp_only_layers=[0, 1, 2, 3])):
+        assert find_router_balance(student, None) is None
+        with pytest.raises(ConfigError, match="has no balance loss"):
+            find_router_balance(student, 0.5)
+
+
+def test_its_loss_is_that_of_each_micro_batch() -> None:
+    """The product of two means is no mean over tokens, as the field's description says."""
+    assert "micro-batch" in str(LossConfig.model_fields["router_balance"].description)
+    student = build("mixtral").requires_grad_(False)
+    balance = find(student)
+    half = make_batch().tokens_BL.shape[0] // 2
+    whole = balance.run(student, make_batch(), FULL)[1]
+    parts = [
+        balance.run(
+            student,
+            Batch(rows_BL, None, torch.arange(rows_BL.numel()), rows_BL.flatten(), None),
+            FULL,
+        )[1]
+        for rows_BL in make_batch().tokens_BL.split(half)
+    ]
+    assert abs(float(whole - sum(parts))) > 1e-3 * abs(float(whole))

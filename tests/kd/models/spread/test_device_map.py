@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kd.config.data import DataConfig
 from kd.config.teacher import TeacherConfig
 from kd.evaluation.comparison import EvaluatedModel
 from kd.models.attention.isolation import isolate_documents
@@ -93,6 +94,9 @@ def test_the_folder_of_converted_weights_is_deleted_with_the_teacher(tmp_path: P
 
 def test_a_teacher_that_is_spread_is_measured_where_it_lies(tmp_path: Path) -> None:
     plain, spread = load_both("gemma2 low cap", tmp_path, kept=0.0)
-    models = [EvaluatedModel.of(each, VOCABULARY, CPU) for each in (plain, spread)]
+    models = [
+        EvaluatedModel.of(each, VOCABULARY, DataConfig(train="x", sequence_length=64))
+        for each in (plain, spread)
+    ]
     assert models[0].lm_head.softcap == models[1].lm_head.softcap == 2.0
     assert models[1].model is spread

@@ -1,0 +1,137 @@
+"""The tensors in a model's files beside those of the model: which are missing, and which unused.
+
+transformers gives a missing tensor random numbers, and leaves out one that it does not know. Both
+are compared twice: from the headers of the files before anything is computed, and when the weights
+are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kd.errors import ModelError
+from kd.models.folder import ModelFolder
+from kd.progress import Notice
+
+#: What transformers must do so that ``require_all_tensors`` can judge what it found.
+REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+#: Fields that count layers which predict a later token than the next one. No causal language model
+#: of transformers has their tensors.
+_LATER_TOKENS = re.compile(r"(mtp|nextn).*(layers|modules)|num_mtp")
+#: The most names that an error shows.
+_SHOWN = 3
+
+#: What ``from_pretrained`` found: names in missing_keys and unexpected_keys, and in mismatched_keys
+#: names with the shapes in the files and in the model.
+Found = Mapping[str, Any]
+
+
+def match_tensors(hollow: PreTrainedModel, folder: ModelFolder, names: dict[str, str]) -> Found:
+    """Return what transformers would find in the files of ``hollow``: it loads their headers alone.
+
+    ``names`` maps patterns of names in the files to names of the model.
+    """
+    shapes = folder.read_text_shapes()
+    plan = {"config": hollow.config, "key_mapping": names, "device_map": {"": "meta"}, **REPORTED}
+    plan["state_dict"] = {name: torch.empty(shapes[name], device="meta") for name in shapes}
+    made: Any = type(hollow)
+    with without_report():
+        return dict(made.from_pretrained(None, dtype=torch.float32, **plan)[1])
+
+
+def require_all_tensors(name: str, folder: Path, found: Found) -> None:
+    """Raise ``ModelError`` where tensors of the model, a ``name``, are missing or of another shape.
+
+    What transformers can do without is not among them: a tied LM head, buffers that it computes,
+    and what the class of the model says.
+    """
+    if missing := sorted(found["missing_keys"]):
+        shown = ", ".join(missing[:_SHOWN])
+        if len(missing) > _SHOWN:
+            shown += f" and {len(missing) - _SHOWN} others"
+        remedy = "Download or save the model again, with its config.json."
+        unknown = sorted(found["unexpected_keys"])
+        if renamed := [each for end in missing[:_SHOWN] for each in unknown if each.endswith(end)]:
+            shown += f"; they hold {renamed[0]}"
+            remedy = "Save the model itself, not the one that wraps it, under its own names."
+        detail = f"the files in {folder} do not hold all tensors of its language model, a {name}"
+        raise ModelError(f"{detail}: {shown}.", remedy)
+    if wrong := sorted(found["mismatched_keys"]):
+        tensor, stored, own = wrong[0]
+        raise ModelError(
+            f"the shapes of tensors in {folder} are not those of its config.json, a {name}: "
+            f"{len(wrong)}, for example {tensor}: {tuple(stored)}, expected {tuple(own)}.",
+            "Download or save weights and config.json again, together.",
+        )
+
+
+def list_notices(
+    hollow: PreTrainedModel, is_split: bool, folder: Path, found: Found
+) -> list[Notice]:
+    """Name the tensors and layers that nothing uses, and an LM head apart from its embedding.
+
+    ``is_split``: whether the files hold such a head, and config.json says that there is none.
+    """
+    notices = []
+    if unused := sorted(found["unexpected_keys"]):
+        what = f"tensors in {folder} that the model has no use for, left out"
+        remedy = "Check that config.json belongs to these files."
+        notices.append(Notice(what, len(unused), unused[0], remedy))
+    if is_split:
+        what = f"LM heads in {folder} that are not the embedding, as its config.json says, used"
+        remedy = "Set it to false there: other programs may use the embedding in place of the head."
+        notices.append(Notice(what, 1, "tie_word_embeddings: true", remedy))
+    for name, count in list_later_tokens(hollow.config).items():
+        what = f"layers for later tokens (MTP) in config.json of {folder}, not used"
+        notices.append(Notice(what, count, f"{name}: {count}", "A saved student says 0."))
+    return notices
+
+
+def list_later_tokens(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the counts of layers that predict later tokens (MTP), by their fields."""
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if _LATER_TOKENS.search(name) and type(value) is int and value > 0
+    }
+
+
+def has_own_head(hollow: PreTrainedModel, folder: ModelFolder) -> bool:
+    """Whether the files hold an LM head that differs from the embedding.
+
+    Files may hold one matrix twice, and then the two are one.
+    """
+    shapes = folder.read_parameter_shapes()
+    names = set()
+    for layer in (hollow.get_output_embeddings(), hollow.get_input_embeddings()):
+        shape = None if layer is None else tuple(layer.weight.shape)  # type: ignore[arg-type]
+        paths = [name for name, each in hollow.named_modules() if each is layer] or [""]
+        end = f".{paths[0].rpartition('.')[2]}.weight"
+        found = [name for name in shapes if f".{name}".endswith(end) and shapes[name] == shape]
+        # Layers that predict later tokens may hold copies, deeper inside.
+        names |= {min(found, key=len)} if found else set()
+    tensors = []
+    for path in folder.list_read_files() if len(names) == 2 else ():
+        with safe_open(path, "pt") as file:
+            tensors += [file.get_tensor(name) for name in names & {*file.keys()}]
+    return len(tensors) == 2 and not torch.equal(*tensors)
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Let transformers not list missing and unused tensors: errors and notices name them."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
