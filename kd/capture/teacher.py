@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import filterfalse
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from cache.checking.verify import find_missing
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
+from cache.profiles import PROFILES
 from cache.reading.usage import hold_for
 from cache.records import Records, Sequences, TailSums
 from cache.shards.runs import ShardRuns
@@ -56,6 +57,7 @@ from kd.capture.shards import (
 )
 from kd.capture.usefulness import HeldOutWatch
 from kd.errors import OtherCapture, OutOfMemory, is_out_of_memory
+from kd.models.attention.causality import require_causal
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.folder import ModelFolder
 from kd.models.layers import (
@@ -69,14 +71,18 @@ from kd.models.loading import load_teacher
 from kd.models.precision import float32_products, pick_device
 from kd.models.quantization.rounding import describe_plain_layers
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, make_token_map
+from kd.models.tokenizing.rules import sample_texts
 from kd.progress import SILENT, Monitor, RangeTerms, ShardRanges
 from kd.text.batches import make_batch
+from kd.text.steps.reading import group_by_width
 from kd.text.stored.packed import PackedText, iterate
 
 #: What a capture waits for while another one holds its lock; events show it.
 OTHER_CAPTURE = "another job's capture of the same cache"
 #: What is stopped in the fidelity check.
 FIDELITY_STOP = "in the fidelity check; every shard is sealed"
+#: Texts of the job that a server is asked to tokenize, and the characters of one.
+ASKED_TEXTS, ASKED_CHARACTERS = 16, 1024
 
 
 def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, Any]:
@@ -247,14 +253,16 @@ def open_reader(
     """
     if plan.teacher.backend == "local":
         teacher = Teacher.load(plan)
-        if plan.config.data.packing:
+        if plan.identity.data.packing:
             warn_of_mask(teacher.model, plan.config.data.sequence_length, monitor)
         warn_of_plain_layers(teacher.model, plan.identity.teacher.quantization, monitor)
         yield fit_recorder(teacher, plan, writer, monitor, knots)
         return
     with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as remote:
         length = plan.config.data.sequence_length
-        remote.require_same_tokenizer(encode_probes(plan.tokenizer, PROBE_TEXTS), length)
+        texts = islice(sample_texts(plan.config.data), ASKED_TEXTS)
+        some = (text[:ASKED_CHARACTERS] for text in texts)
+        remote.require_same_tokenizer(encode_probes(plan.tokenizer, (*PROBE_TEXTS, *some)), length)
         yield remote
 
 
@@ -301,22 +309,27 @@ class Teacher:
     """A loaded teacher, and the recorder of its outputs.
 
     ``batch_size`` sequences are read in one forward pass; it is halved where memory runs out.
+    ``cuts_padding``: rows are one document each, and are read without most of their padding.
     """
 
     model: PreTrainedModel
     recorder: Recorder
     batch_size: int
     monitor: Monitor = SILENT
+    cuts_padding: bool = False
 
     @classmethod
     def load(cls, plan: CapturePlan) -> Teacher:
         """Load the model of ``plan``, and check its context, its LM head and its attention."""
         model = load_teacher(plan.teacher, plan.folder, pick_device())
         require_context(model, plan.config.data.sequence_length)
+        require_causal(model, plan.config.data.sequence_length)
         lm_head = find_lm_head(model, plan.identity.tokenizer.vocabulary_size)
-        if plan.config.data.packing:
+        if plan.identity.data.packing:
             isolate_documents(model)
-        return cls(model, Recorder(lm_head, plan.identity.record_codec()), plan.teacher.batch_size)
+        recorder = Recorder(lm_head, plan.identity.record_codec())
+        cuts_padding = not plan.identity.data.packing
+        return cls(model, recorder, plan.teacher.batch_size, cuts_padding=cuts_padding)
 
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
         """Yield (sequences read, their records) per micro-batch, as ``deliver`` does."""
@@ -396,9 +409,20 @@ class Teacher:
             raise make_out_of_memory(sequences.length, error) from error
 
     def read_rows(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-        """Yield each sequence's hidden states (N, D), next tokens (N,) and positions (N,), after
-        one forward pass.
+        """Yield each sequence's hidden states (N, D), next tokens (N,) and positions (N,).
+
+        They come of one forward pass, or with ``cuts_padding`` of one for each width.
         """
+        if not self.cuts_padding:
+            yield from self._read_at_once(sequences)
+            return
+        # Not the width of the longest row of a batch: records do not depend on other documents.
+        found: dict[int, tuple[Tensor, Tensor, np.ndarray]] = {}
+        for places, part in group_by_width(sequences):
+            found.update(zip(places.tolist(), self._read_at_once(part), strict=True))
+        yield from (found[place] for place in range(len(sequences)))
+
+    def _read_at_once(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         batch = make_batch(sequences, None)
         counts = batch.count_targets()
         device = find_device(self.model)
@@ -461,12 +485,15 @@ def select_shard_sequences(plan: CapturePlan, index: int) -> Sequences:
 def summarise_cache(store: Cache, reused: bool) -> dict[str, Any]:
     """Return the summary of a cache that events and reports show."""
     manifest: Manifest = store.manifest
+    codec = store.codec
+    # The next token, and those that are always kept, are entries beside head and tail.
+    known = 1 + len(codec.always_keep) if PROFILES[codec.profile].sampled else 0
     overruled = manifest.overruled
     quantization = manifest.identity.teacher.quantization
     return {
         "fingerprint": manifest.identity.fingerprint,
         "bytes_per_token": round(store.bytes_per_token, 3),
-        "entries_per_token": round(manifest.entries / max(manifest.positions, 1), 3),
+        "entries_per_token": round(known + manifest.entries / max(manifest.positions, 1), 3),
         "tokens": manifest.positions,
         "reused": reused,
         **({"teacher_quantization": quantization} if quantization else {}),

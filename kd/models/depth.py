@@ -40,6 +40,11 @@ def cut_fields(config: PreTrainedConfig, picked: tuple[int, ...]) -> Values:
             cut[name] = [new for new, old in enumerate(picked) if old in value]
         elif len(value) == layers and any(part in name for part in _PER_LAYER):
             cut[name] = [value[layer] for layer in picked]
+    if own := fields.get("per_layer_config"):
+        own = {int(layer): values for layer, values in own.items()}
+        cut["per_layer_config"] = {
+            str(new): own[old] for new, old in enumerate(picked) if old in own
+        }
     return fields | cut | _cut_counts(fields, layers, picked)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError, safe_open
 
 from cache.errors import PotstillError, StoreError
 from kd.addresses import HUB_ID
@@ -32,7 +33,8 @@ from kd.buckets.inputs import (
 )
 from kd.buckets.snapshots import download_snapshot
 from kd.config.teacher import TeacherConfig
-from kd.errors import DataError, ModelError
+from kd.errors import DataError, ModelError, format_first_line
+from kd.files import LFS_REMEDY, is_lfs_pointer
 
 #: The folder of the adapters, below a saved student's.
 ADAPTER_FOLDER = "adapter"
@@ -53,6 +55,8 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model",
     "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt", "tokenizer_config.json",
 )  # fmt: skip
+#: Kinds of scaled rotary positions whose factor multiplies the context.
+_SCALINGS = ("linear", "dynamic", "yarn")
 #: What to do about a folder without a tokenizer.
 TOKENIZER_REMEDY = "Copy tokenizer.json and tokenizer_config.json of the teacher into it."
 #: Packages that transformers needs to read weights that are stored quantised, by quant_method of
@@ -127,6 +131,7 @@ class ModelFolder:
         if not self.has_config:
             return {}
         path = self.path / "config.json"
+        self.require_no_pointer("config.json")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -153,6 +158,41 @@ class ModelFolder:
         """Whether the language model is a part of a model that also reads images or sound."""
         parts = ("text_config", "vision_config", "audio_config")
         return any(isinstance(self.config.get(part), dict) for part in parts)
+
+    def require_no_pointer(self, *names: str) -> None:
+        """Raise ``ModelError`` where Git LFS has not downloaded one of ``names``.
+
+        Without names: a file of the configuration, the tokenizer or the weights.
+        """
+        weights = [path.name for path in self.weight_files]
+        for name in names or ("config.json", *_TOKENIZER_FILES, *weights):
+            path = self.path / name
+            if path.is_file() and is_lfs_pointer(path):
+                raise ModelError(
+                    f"{path} is a pointer of Git LFS, not the file itself.", LFS_REMEDY
+                )
+
+    def require_whole_files(self) -> None:
+        """Raise ``ModelError`` where the weights are missing, cut off, or not downloaded.
+
+        Also where adapters lie beside them, which transformers would add.
+        """
+        self.require_no_pointer()
+        if (self.path / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{self.path} holds adapters beside a model.",
+                "Merge them into the model, or move their files to another folder.",
+            )
+        if not (paths := self.list_read_files()):
+            raise ModelError(
+                f"{self.path} holds neither model.safetensors nor its index.",
+                "Convert the model to safetensors, under these names.",
+            )
+        for path in paths:
+            try:
+                safe_open(path, "numpy")
+            except (OSError, SafetensorError) as error:
+                raise _make_unreadable_error(path, format_first_line(error)) from None
 
     def require_decoder(self) -> None:
         """Raise ``ModelError`` for a model with an encoder, such as T5, by its name.
@@ -223,9 +263,7 @@ class ModelFolder:
     @property
     def context(self) -> int | None:
         """The most positions that the model can attend to; None if config.json does not say."""
-        fields = self.text_config
-        context = fields.get("max_position_embeddings") or fields.get("n_positions")
-        return context if isinstance(context, int) else None
+        return find_context(self.text_config)
 
     @property
     def hidden_width(self) -> int | None:
@@ -266,6 +304,22 @@ class ModelFolder:
         """The safetensors files, sorted by name."""
         return sorted(self.path.glob("*.safetensors"))
 
+    def list_read_files(self) -> list[Path]:
+        """The safetensors files that the model is read from; a folder may hold more.
+
+        These are model.safetensors, or those of its index. Raises ``ModelError`` where the index
+        cannot be read.
+        """
+        whole = self.path / "model.safetensors"
+        index = self.path / "model.safetensors.index.json"
+        if whole.is_file() or not index.is_file():
+            return [whole] if whole.is_file() else []
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return [self.path / file for file in sorted(set(named))]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _make_unreadable_error(index, error) from None
+
     @property
     def gguf_files(self) -> list[str]:
         """The names of the GGUF files, sorted."""
@@ -289,18 +343,36 @@ class ModelFolder:
         }
 
     def read_parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each stored tensor, from the headers of the safetensors files.
+        """The shape of each stored tensor, from the headers of the files that are read.
 
         Unreadable files add none.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        for path in self.weight_files:
+        for path in self.list_read_files():
             shapes |= _read_shapes(path)
         return shapes
 
 
+def find_context(fields: Mapping[str, Any]) -> int | None:
+    """Return the most positions of a language model with the configuration ``fields``.
+
+    None if they do not say. Scaled rotary positions reach as many times further as vLLM lets them.
+    """
+    context = fields.get("max_position_embeddings") or fields.get("n_positions")
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    if not isinstance(context, int) or not isinstance(rope, dict):
+        return context if isinstance(context, int) else None
+    kind = rope.get("rope_type", rope.get("type"))
+    # Of other kinds, max_position_embeddings is what the scaling has made. So it is of Gemma 3.
+    scaled = kind in _SCALINGS and not str(fields.get("model_type")).startswith("gemma3")
+    original = "original_max_position_embeddings"
+    start = (kind == "yarn" and (fields.get(original) or rope.get(original))) or context
+    factor = rope.get("factor") if scaled else None
+    return max(context, int(start * factor)) if factor else context
+
+
 def _make_unreadable_error(path: Path, reason: object) -> ModelError:
-    return ModelError(f"{path} cannot be read: {reason}.", "Save the model again.")
+    return ModelError(f"{path} cannot be read: {reason}.", "Download or save the model again.")
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:

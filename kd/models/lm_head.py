@@ -7,7 +7,9 @@ tokenizer; V' >= V where the model pads its own), c tokens of one block of the v
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
 from kd.models.layers import compute_hidden_states, find_device, is_hollow
+from kd.models.precision import float32_products
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
 
@@ -23,6 +26,9 @@ from kd.models.products.wide import sums_wide, write_product_
 BLOCK_TOKENS = 512
 #: Tokens whose weights are converted at a time, on a GPU that cannot sum in a wider dtype.
 CONVERTED_TOKENS = 8192
+#: Outputs of the linear layer that show the scale (where every soft cap is linear), and the cap.
+NEAR_ZERO = 2.0**-20
+BEYOND_CAPS = 2.0**40
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,10 @@ class LMHead:
         """
         layer = model.get_output_embeddings()
         return replace(self, weight=layer.weight, bias=layer.bias)
+
+    def cast(self, dtype: torch.dtype) -> LMHead:
+        """Return this LM head for many products with hidden states of ``dtype``: rounded once."""
+        return replace(self, weight=self.weight[: self.vocabulary].detach().to(dtype))
 
     def multiply(self, hidden_ND: Tensor, room_NV: Tensor | None = None) -> Tensor:
         """Return x Wᵀ (N, V) without padding tokens, in the dtype of ``room_NV``.
@@ -139,13 +149,13 @@ def is_plain(weight: Tensor) -> bool:
 def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     """Return the LM head of ``model``, checked against the model's own logits where it has values.
 
-    Supports soft-capping (``final_logit_softcapping`` of Gemma) and scaling (``logit_scale`` of
-    Cohere, ``logits_scaling`` of Granite). Raises ``ModelError`` where the model does anything else
-    to its logits, and ``TokenizerMismatch`` where it has fewer rows than ``vocabulary``.
+    The scale and the soft cap are those that the model is seen to apply, under whatever name its
+    configuration has them; a model without values shows none. Raises ``ModelError`` where the model
+    does anything else to its logits, and ``TokenizerMismatch`` where it has fewer rows than
+    ``vocabulary``.
     """
     name = type(model).__name__
     layer = model.get_output_embeddings()
-    config = model.config
     if not isinstance(layer, nn.Linear):
         raise ModelError(
             f"{name} has no linear LM head (found {type(layer).__name__}).",
@@ -157,19 +167,18 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
             "Use a model whose LM head has plain weights.",
         )
     require_rows(model, vocabulary)
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
-    lm_head = LMHead(
-        layer.weight,
-        layer.bias,
-        scale,
-        getattr(config, "final_logit_softcapping", None),
-        vocabulary,
-    )
-    if not is_hollow(model):
-        _check_lm_head(model, lm_head, name)
-    return lm_head
+    lm_head = LMHead(layer.weight, layer.bias, 1.0, None, vocabulary)
+    return lm_head if is_hollow(model) else _examine_lm_head(model, lm_head, name)
+
+
+def find_student_head(student: PreTrainedModel, vocabulary: int) -> LMHead:
+    """Return the LM head of ``student`` as ``find_lm_head`` does, with all of its V' rows.
+
+    The softmax of a student is over all of them, as that of the saved model is. Rows beyond
+    ``vocabulary`` would otherwise never be trained, and win probability from the tokens.
+    """
+    require_rows(student, vocabulary)
+    return find_lm_head(student, count_rows(student))
 
 
 def precheck_lm_head(small: PreTrainedModel) -> None:
@@ -210,8 +219,12 @@ def require_rows(model: PreTrainedModel, vocabulary: int) -> None:
 
 
 @torch.no_grad()
-def _check_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> None:
-    """Raise ``ModelError`` where the model's own logits differ from those of ``lm_head``."""
+@float32_products()
+def _examine_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> LMHead:
+    """Return ``lm_head`` with the model's own scale and soft cap.
+
+    Raises ``ModelError`` where the model's own logits are others even so.
+    """
     training = model.training
     model.eval()
     tokens_BL = torch.arange(8, device=find_device(model)).remainder(lm_head.vocabulary)[None]
@@ -227,32 +240,77 @@ def _check_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> None:
         raise ModelError(
             f"{name} computes NaN or infinite logits.", "Check its weights, or run it in float32."
         )
+    lm_head = _measure_transform(model, lm_head, tokens_BL, hidden_LD)
     tolerance = 1e-3 if lm_head.weight.dtype == torch.float32 else 5e-2
-    # The logits as they are, then enlarged to 50: a soft cap is linear near 0, so it shows only
-    # there.
+    # The logits as they are, then enlarged to 50: what is done to large ones may not show near 0.
     for gain in (1.0, 50.0 / float(z_LV.abs().max().clamp(min=1e-30))):
-        theirs = _compute_own_logits(model, tokens_BL, gain)[:, : lm_head.vocabulary]
+        enlarge = partial(lambda gain, _, z: z * gain, gain)
+        theirs = _compute_own_logits(model, tokens_BL, enlarge).float()
         ours = lm_head.transform_logits(z_LV * gain)
-        difference = float((ours - theirs).abs().max())
+        difference = float((ours - theirs[:, : lm_head.vocabulary]).abs().max())
         # "not <=" is true for NaN too, and for an infinity of theirs.
         if not difference <= tolerance * float(ours.abs().max()):
             raise ModelError(
                 f"{name} does something to its logits after the LM head that is not supported "
                 f"(ours and its own differ by {difference:.3g}).",
-                "Supported: bias, logit_scale, logits_scaling, final_logit_softcapping.",
+                "Supported: a bias, a multiplier, and a soft cap c tanh(z / c).",
             )
     model.train(training)
+    return lm_head
 
 
-def _compute_own_logits(model: PreTrainedModel, tokens_BL: Tensor, gain: float) -> Tensor:
+def _measure_transform(
+    model: PreTrainedModel, lm_head: LMHead, tokens_BL: Tensor, hidden_LD: Tensor
+) -> LMHead:
+    """Return ``lm_head`` with the scale and the soft cap that ``model`` applies.
+
+    Some models (MiniCPM3) multiply the hidden states before the linear layer; without a bias this
+    is a scale too.
+    """
+    given: list[Tensor] = []
+
+    def measure(value: float) -> Tensor:
+        def give(x: Tensor, z: Tensor) -> Tensor:
+            given.append(x[0].double())
+            return torch.full_like(z, value, dtype=torch.float64)
+
+        return _compute_own_logits(model, tokens_BL, give)
+
+    near_LV, far_LV = measure(NEAR_ZERO), measure(BEYOND_CAPS)
+    x_LD = hidden_LD.double()
+    share = float((given[0] * x_LD).sum() / x_LD.square().sum())
+    before = _find_exact(share, model, hidden_LD.dtype) if lm_head.bias is None else 1.0
+    # The median, because single tokens may be masked.
+    after = _find_exact(float(near_LV.double().median()) / NEAR_ZERO, model, near_LV.dtype)
+    cap = abs(float(far_LV.double().median()))
+    capped = cap < 0.5 * abs(after) * BEYOND_CAPS
+    softcap = _find_exact(cap, model, far_LV.dtype) if capped else None
+    return replace(lm_head, scale=before * after, softcap=softcap)
+
+
+def _find_exact(measured: float, model: PreTrainedModel, dtype: torch.dtype) -> float:
+    """Return the number of the model's configuration, or its inverse, that rounds to ``measured``.
+
+    ``measured`` itself, of type ``dtype``, where there is none.
+    """
+    fields = model.config.get_text_config().to_dict().values()
+    known = [float(each) for each in fields if type(each) in (int, float) and each]
+    exact = min((1.0, *known, *(1.0 / each for each in known)), key=lambda x: abs(x - measured))
+    tolerance = 4 * max(torch.finfo(dtype).eps, 1e-9)  # of float64, a cap bends more than it rounds
+    return exact if abs(exact - measured) <= tolerance * abs(exact) else measured
+
+
+def _compute_own_logits(
+    model: PreTrainedModel, tokens_BL: Tensor, change: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """Return the model's own logits (L, V') of its first row.
 
-    The output of its LM head is multiplied by ``gain``.
+    ``change`` is given the input and the output of the linear layer, and returns another output.
     """
     hook = model.get_output_embeddings().register_forward_hook(
-        lambda layer, inputs, output: output * gain
+        lambda layer, inputs, output: change(inputs[0], output)
     )
     try:
-        return model(input_ids=tokens_BL, use_cache=False).logits[0].float()
+        return model(input_ids=tokens_BL, use_cache=False).logits[0]
     finally:
         hook.remove()

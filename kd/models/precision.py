@@ -152,7 +152,10 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def rounded_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``model`` have its parameters in ``dtype`` inside this context, beside the own ones."""
+    """Let ``model`` have its parameters in ``dtype`` inside this context, beside the own ones.
+
+    Those that are in ``dtype`` take no more memory.
+    """
     kept = {parameter: parameter.data for parameter in model.parameters()}
     round_parameters(model, dtype)
     try:
@@ -185,6 +188,13 @@ def float32_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def computing_in_float32(model: nn.Module) -> Iterator[None]:
+    """Let ``model`` compute in float32 inside this context, whatever its parameters are kept in."""
+    with float32_products(), rounded_parameters(model, torch.float32):
+        yield
 
 
 def compute_target_hidden_states(forward: nn.Module, batch: Batch, precision: Precision) -> Tensor:

@@ -17,6 +17,7 @@ from kd.capture.noise import (
 )
 from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError
+from kd.models.attention.causality import require_causal
 from kd.models.folder import compute_fingerprint, is_remote_code_allowed, resolve_model
 from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head
@@ -42,6 +43,7 @@ class LiveTeacher:
         config = config.model_copy(update={"dtype": captured.dtype, "quantization": quantization})
         model = load_teacher(config, folder, pick_device(), captured.quantization)
         require_context(model, identity.data.sequence_length)
+        require_causal(model, identity.data.sequence_length)
         return cls(model, find_lm_head(model, identity.tokenizer.vocabulary_size))
 
     @torch.no_grad()

@@ -67,9 +67,10 @@ def measure_fidelity(
 ) -> FidelityMeasurement:
     """Compare about ``positions`` positions with the teacher, at each temperature.
 
-    Positions come from sequences at equal distances over the cache. The teacher reads them one by
-    one, and once more together, which shows its own noise. The same cache and teacher always give
-    the same rows. ``waiting`` is called between the parts of the work, and may raise to give up.
+    Positions come from sequences at equal distances over the cache. The teacher reads each of their
+    documents alone, and once more beside copies of it, which shows its own noise. The same cache
+    and teacher always give the same rows. ``waiting`` is called between the parts of the work, and
+    may raise to give up.
     """
     codec = replace(store.codec, draws=1)  # one of the stored draws of each position is read
     device = find_device(live.model)

@@ -5,13 +5,14 @@ Shapes: N sampled positions, V vocabulary, D hidden width, R redraws.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.codec import Codec
@@ -36,29 +37,26 @@ SEQUENCES_PER_READ = 4
 class PositionSample:
     """Some of the compared positions, with their stored records and the teacher's log p.
 
-    ``sequences`` holds the sequences of the positions, and ``rows_N`` the place of each position
-    among all targets of these.
+    ``documents`` holds those of the positions.
     """
 
     hidden_ND: Tensor
     gold_N: Tensor
     stored: Records
     logp_NV: Tensor
-    sequences: Sequences
-    rows_N: Tensor
+    documents: tuple[_DocumentSample, ...]
 
     def measure_noise(self, live: LiveTeacher, temperatures: list[float]) -> list[Tensor]:
-        """Read all sequences together; return the squared noise of the positions.
+        """Read each document beside copies of itself; return the squared noise of the positions.
 
-        A lone sequence is read twice at once. Empty where memory holds only one at a time.
+        What stands beside a document in the capture must not change it: that would be no noise.
+        Empty where memory holds only one at a time.
         """
-        read = self.sequences
-        if len(read) == 1:
-            read = Sequences.concatenate([read, read])
-        hidden_ND = read_together(lambda part: live.compute_states(part)[0], read)
-        if hidden_ND is None:
+        read = (each.read_beside_copies(live) for each in self.documents)
+        again = [each for each in read if each is not None]
+        if len(again) < len(self.documents):
             return []
-        again_NV = live.lm_head.compute_logits(hidden_ND[self.rows_N]).double().log_softmax(1)
+        again_NV = live.lm_head.compute_logits(torch.cat(again)).double().log_softmax(1)
         return [measure_squared_noise(self.logp_NV, again_NV, self.gold_N, temperatures)]
 
     def redraw(
@@ -100,9 +98,8 @@ def read_samples(store: Cache, live: LiveTeacher, positions: int) -> Iterator[Po
     for start in range(0, len(numbers), SEQUENCES_PER_READ):
         chosen = numbers[start : start + SEQUENCES_PER_READ]
         share = math.ceil(positions / len(numbers))
-        found = [_read_positions(store, live, number, share) for number in chosen]
-        gold_N = torch.cat([each.gold_N for each in found])
-        if len(gold_N) == 0:
+        found = [each for number in chosen for each in _read_positions(store, live, number, share)]
+        if not found:
             continue
         hidden_ND = torch.cat([each.hidden_ND for each in found])
         logits_NV = live.lm_head.compute_logits(hidden_ND)
@@ -110,44 +107,69 @@ def read_samples(store: Cache, live: LiveTeacher, positions: int) -> Iterator[Po
             raise ModelError(
                 "The teacher's logits are NaN or infinite.", "Run it in float32 or bfloat16."
             )
-        starts = np.cumsum([0] + [each.targets for each in found])
-        rows = [each.places + start for each, start in zip(found, starts, strict=False)]
         yield PositionSample(
             hidden_ND,
-            gold_N,
+            torch.cat([each.gold_N for each in found]),
             Records.concatenate(each.stored for each in found),
             logits_NV.double().log_softmax(1),
-            Sequences.concatenate(each.sequences for each in found),
-            torch.from_numpy(np.concatenate(rows)),
+            tuple(found),
         )
 
 
 @dataclass(frozen=True)
-class _SequenceSample:
-    """Some positions of one sequence: ``places`` among its ``targets`` positions with a target."""
+class _DocumentSample:
+    """Some positions of one document: ``places`` among its positions with a target.
 
-    sequences: Sequences
-    targets: int
-    places: NDArray[np.int64]
+    ``copies`` of it have about as many tokens as a sequence.
+    """
+
+    document: Sequences
+    copies: int
+    places: list[int]
     hidden_ND: Tensor
     gold_N: Tensor
     stored: Records
 
+    def read_beside_copies(self, live: LiveTeacher) -> Tensor | None:
+        """Return the hidden states of the positions; None where memory holds only one copy."""
+        copies = Sequences.concatenate([self.document] * self.copies)
+        hidden_ND = read_together(lambda part: live.compute_states(part)[0], copies)
+        return None if hidden_ND is None else hidden_ND[self.places]
 
-def _read_positions(store: Cache, live: LiveTeacher, number: int, count: int) -> _SequenceSample:
-    """Read ``count`` positions of sequence ``number``, at equal distances."""
-    sequences, records = store.read([number], draws=number)
-    places = _space_evenly(len(records), count)
-    hidden_ND, gold_N = live.compute_states(sequences)
-    picked = Records.concatenate([records.slice(place, place + 1) for place in places] or [records])
-    return _SequenceSample(
-        sequences,
-        len(records),
-        np.array(places, np.int64),
-        hidden_ND[places],
-        gold_N[places],
-        picked,
-    )
+
+def _read_positions(
+    store: Cache, live: LiveTeacher, number: int, count: int
+) -> Iterator[_DocumentSample]:
+    """Read ``count`` positions of sequence ``number``, at equal distances.
+
+    Each document is read alone, so that the records show what stood beside it in the capture.
+    """
+    sequence, records = store.read([number], draws=number)
+    picked = _space_evenly(len(records), count)
+    first = 0
+    for document in _split_documents(sequence):
+        end = first + int(document.target_mask.sum())
+        own = [place for place in picked if first <= place < end]
+        if own:
+            hidden_ND, gold_N = live.compute_states(document)
+            places = [place - first for place in own]
+            yield _DocumentSample(
+                document,
+                max(2, sequence.length // document.length),
+                places,
+                hidden_ND[places],
+                gold_N[places],
+                Records.concatenate(records.slice(place, place + 1) for place in own),
+            )
+        first = end
+
+
+def _split_documents(sequence: Sequences) -> Iterator[Sequences]:
+    """Yield each document of one sequence as a sequence of its own."""
+    starts = np.flatnonzero(sequence.document_start[0, 1:]) + 1
+    fields: tuple[Any, ...] = (sequence.tokens, sequence.document_start, sequence.target_mask)
+    for start, stop in itertools.pairwise([0, *starts.tolist(), sequence.length]):
+        yield Sequences(*(each[:, start:stop] for each in fields))
 
 
 def _space_evenly(size: int, count: int) -> list[int]:

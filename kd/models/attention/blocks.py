@@ -115,14 +115,16 @@ class _Block:
 def _cut_blocks(first_l: NDArray[np.int64], heads: int, device: torch.device) -> Iterator[_Block]:
     length = len(first_l)
     start = 0
+    # Once: a GPU has to be waited for when numbers are copied to it.
+    first_l1 = torch.from_numpy(first_l).to(device)[:, None]
     while start < length:
         first = int(first_l[start:].min())
         fitting = BLOCK_ELEMENTS // (heads * (start - first + 1))
         stop = min(start + min(max(fitting, LEAST_QUERIES), MOST_QUERIES), length)
         key_k = torch.arange(first, stop, device=device)
         query_q1 = torch.arange(start, stop, device=device)[:, None]
-        first_q1 = torch.from_numpy(first_l[start:stop]).to(device)[:, None]
-        yield _Block(start, stop, first, (key_k > query_q1) | (key_k < first_q1))
+        hidden_qk = (key_k > query_q1) | (key_k < first_l1[start:stop])
+        yield _Block(start, stop, first, hidden_qk)
         start = stop
 
 

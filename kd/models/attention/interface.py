@@ -50,10 +50,12 @@ _BREAK = "what a mask lets each query read is found outside the graph"
 class _Reading(threading.local):
     """The rows that this thread's forward pass reads, if ``reading_rows`` began it.
 
-    ``ours``: the model uses our attention. ``packed``: None where each row is one document.
+    ``ours``: the model uses our attention. ``documents``: None where each row is one document.
+    ``packed``: the documents, if attention must keep them apart.
     """
 
     ours = False
+    documents: PackedRows | None = None
     packed: PackedRows | None = None
 
 
@@ -67,14 +69,20 @@ def reading_rows(model: nn.Module, packed: PackedRows | None) -> Iterator[None]:
 
     Some models (gpt-oss) do not hand their positions to their masks.
     """
-    before = _reading.ours, _reading.packed
+    before = _reading.ours, _reading.documents, _reading.packed
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     _reading.ours = name in NAMES.values()
-    _reading.packed = packed
+    _reading.documents = packed
+    _reading.packed = packed if packed is not None and packed.apart else None
     try:
         yield
     finally:
-        _reading.ours, _reading.packed = before
+        _reading.ours, _reading.documents, _reading.packed = before
+
+
+def get_documents() -> PackedRows | None:
+    """Return the documents of the rows that this thread reads; None if each row is one."""
+    return _reading.documents
 
 
 def use_packed_attention(model: nn.Module) -> bool:

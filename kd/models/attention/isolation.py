@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kd.errors import ModelError, format_first_line
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
 from kd.models.depth import cut_fields
 from kd.models.layers import compute_hidden_states, find_device
+from kd.models.precision import float32_products
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
 
@@ -35,6 +37,10 @@ MOST_ID = 5
 #: what a layer that attends otherwise changes.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 5e-2
+#: Parameters of a small model from which on its MLPs are narrowed, to this width.
+LARGE_LAYERS = 2**28
+NARROW = 16
+MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
 #: Bytes of a sequence's mask from which on a run warns of it.
 LARGE_MASK = 2**26
 
@@ -54,13 +60,24 @@ def warn_of_mask(model: PreTrainedModel, sequence_length: int, monitor: Monitor)
     )
 
 
-@torch.no_grad()
 def isolate_documents(model: PreTrainedModel) -> None:
     """Let ``model`` compute the documents of a packed row as if each were alone.
 
+    Raises ``ModelError`` if it cannot (``try_to_isolate``).
+    """
+    if (problem := try_to_isolate(model)) is not None:
+        raise problem
+
+
+@torch.no_grad()
+@float32_products()  # TF32's rounding in a deep mixture of experts would look like a leak
+def try_to_isolate(model: PreTrainedModel) -> ModelError | None:
+    """Let ``model`` compute the documents of a packed row as if each were alone, if it can.
+
     It uses our attention where this gives the hidden states of its own, and keeps its own mask
-    where it does not. Raises ``ModelError`` if a token changes the hidden states of the next
-    document either way.
+    where it does not. Returns why it cannot: a token changes the hidden states of the next document
+    either way, or the model's own code does not take packed rows. Raises ``ModelError`` if the
+    model cannot compute even documents alone.
     """
     training = model.training
     model.eval()
@@ -69,15 +86,27 @@ def isolate_documents(model: PreTrainedModel) -> None:
     try:
         trials = _make_trials(model)
         if use_packed_attention(model) and all(_computes_as_alone(model, each) for each in trials):
-            return
+            return None
         use_own_attention(model)
-        if not _isolates_in_all(model, trials):
-            raise ModelError(
-                f"{type(model).__name__} attends across the documents of a packed sequence.",
-                "Set data.packing to false, or use a model whose attention follows position_ids.",
-            )
+        return _explain_shared_rows(model, trials)
     finally:
         model.train(training)
+
+
+def explain_own_rows(hollow: PreTrainedModel) -> ModelError | None:
+    """Return why documents cannot share rows in a model whose weights are not read yet.
+
+    ``hollow`` may be on the device meta. None where they can, or where only the weights will show
+    it. A model that is too large to try has layers with a state, or has none.
+    """
+    small = make_small(hollow)
+    with suppress(ModelError):
+        if small is not None:
+            return try_to_isolate(small)
+    if getattr(hollow, "_is_stateful", False):
+        detail = f"{type(hollow).__name__} has layers whose state runs on through a row."
+        return ModelError(detail, "Set data.packing to false.")
+    return None
 
 
 def precheck_isolation(small: PreTrainedModel, sequence_length: int, monitor: Monitor) -> None:
@@ -98,15 +127,37 @@ def make_small(hollow: PreTrainedModel) -> PreTrainedModel | None:
     where none can be made: such a model is checked when it trains.
     """
     text = hollow.config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["any"]
+    named = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
+    kinds = next(filter(None, named), ["any"])
     # The last layer too: mixtures of experts often begin after the first layers.
     picked = sorted({*map(kinds.index, kinds), 0, text.num_hidden_layers - 1})
     with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        fields = cut_fields(hollow.config, tuple(picked))
-        fields |= {"vocab_size": 2 * MOST_ID, "pad_token_id": None}
+        fields = cut_fields(hollow.config, tuple(picked)) | {"pad_token_id": 0}
+        fields |= {name: 2 * MOST_ID for name in fields if name.startswith("vocab_size")}
+        if _count_numbers(hollow, fields) > LARGE_LAYERS:
+            fields |= _narrow_mlps(fields)
+            if _count_numbers(hollow, fields) > LARGE_LAYERS:
+                return None
         torch.manual_seed(0)
         return type(hollow)(type(hollow.config).from_dict(fields))
     return None
+
+
+def _count_numbers(hollow: PreTrainedModel, fields: dict[str, Any]) -> int:
+    """Count the parameters of a model of ``hollow``'s class with these ``fields``."""
+    with torch.device("meta"):
+        made = type(hollow)(type(hollow.config).from_dict(fields))
+    return sum(parameter.numel() for parameter in made.parameters())
+
+
+def _narrow_mlps(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of narrower MLPs: attention does not depend on their widths."""
+    return {
+        name: min(value, NARROW)
+        for name, value in fields.items()
+        if isinstance(value, int)
+        and ("intermediate_size" in name or name in ("ffn_dim", "n_inner"))
+    }
 
 
 @dataclass(frozen=True)
@@ -154,7 +205,9 @@ class _Trial:
 def _make_trials(model: PreTrainedModel) -> list[_Trial]:
     """Make a short trial, and one of documents longer than what a layer reads back."""
     config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or 2 * MOST_TOKENS
+    named = getattr(config, "max_position_embeddings", None) or 0
+    # XLNet says -1: its positions have no end.
+    context = named if named > 0 else 2 * MOST_TOKENS
     wanted = max(_find_longest_reach(config) + 2, LEAST_TOKENS)
     return [_Trial.of(each, context) for each in (SHORT_TOKENS, wanted)]
 
@@ -180,7 +233,7 @@ def _computes_as_alone(model: PreTrainedModel, trial: _Trial) -> bool:
     if not kept_apart:
         return False
     use_own_attention(model)
-    alone = trial.read_alone(model)
+    alone = _read_alone(model, trial)
     difference = float((packed - alone).abs().max())
     tolerance = TOLERANCES.get(packed.dtype, TOLERANCE_16_BIT) * float(alone.abs().max())
     if difference > tolerance and packed.dtype.itemsize < 4:
@@ -200,17 +253,36 @@ def _measure_rounding(model: PreTrainedModel, trial: _Trial, alone: Tensor) -> f
         return 0.0
 
 
-def _isolates_in_all(model: PreTrainedModel, trials: Sequence[_Trial]) -> bool:
+def _read_alone(model: PreTrainedModel, trial: _Trial) -> Tensor:
+    """Read the documents with the model's own attention; ``ModelError`` where it cannot."""
     try:
-        return all(_isolates(model, each) for each in trials)
+        return trial.read_alone(model)
     except (PotstillError, torch.OutOfMemoryError):
         raise
-    # The model's own code may raise anything, for example where its sizes do not fit each other.
+    # It may raise anything, for example where its sizes do not fit each other.
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} cannot read packed sequences: {format_first_line(error)}",
-            "Check the sizes in its config.json, or set data.packing to false.",
+            f"{type(model).__name__} cannot read a text of {len(trial.tokens_L)} tokens: "
+            f"{format_first_line(error)}",
+            "Check the sizes in its config.json.",
         ) from error
+
+
+def _explain_shared_rows(model: PreTrainedModel, trials: Sequence[_Trial]) -> ModelError | None:
+    """Return why documents cannot share rows with the model's own attention; None if they can."""
+    name = type(model).__name__
+    try:
+        if all(_isolates(model, each) for each in trials):
+            return None
+        detail = f"{name} attends across the documents of a packed sequence."
+    except (PotstillError, torch.OutOfMemoryError):
+        raise
+    # The model's own code may raise anything where positions begin anew.
+    except Exception as error:
+        _read_alone(model, trials[0])
+        detail = f"{name} cannot read packed sequences: {format_first_line(error)}"
+    remedy = "Set data.packing to false, or use a model whose attention follows position_ids."
+    return ModelError(detail, remedy)
 
 
 def _isolates(model: PreTrainedModel, trial: _Trial) -> bool:

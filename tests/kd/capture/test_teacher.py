@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,34 @@ class Wasteful(Lookup):
         blocks = [torch.ones(2**14) for _ in range(2**11)]
         self.kept = blocks[::64]
         return super().forward(input_ids)
+
+
+@torch.no_grad()
+def test_rows_of_one_document_are_read_without_most_of_their_padding(
+    job: JobConfig, tiny_teacher: Path
+) -> None:
+    """The width of a row depends on its own document, so that its records do, too."""
+    data = job.data.model_copy(update={"packing": False})
+    lengths = (3, 30, 64, 9, 33, 2)
+    drawn = np.random.default_rng(0)
+    documents = [Document(drawn.integers(0, 2000, each, np.uint32)) for each in lengths]
+    sequences = pack_documents(documents, data)
+    model = load_model(tiny_teacher, torch.float32)
+    codec = make_identity(2048, codec=make_codec("topk")).record_codec()
+    whole = Teacher(model, Recorder(find_lm_head(model, 2048), codec), 6)
+    expected = list(whole.read_rows(sequences))
+    widths: list[tuple[int, ...]] = []
+    body: Any = model.base_model
+    body.register_forward_pre_hook(
+        lambda _, __, given: widths.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    found = list(replace(whole, cuts_padding=True).read_rows(sequences))
+    assert sorted(widths) == [(1, 16), (1, 32), (2, 8), (2, 64)]
+    assert len(found) == len(expected) == len(lengths)
+    for (hidden_ND, gold_N, positions_N), wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(hidden_ND, wanted[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(gold_N, wanted[1])
+        assert np.array_equal(positions_N, wanted[2])
 
 
 def test_the_memory_that_a_forward_pass_frees_is_returned(job: JobConfig) -> None:

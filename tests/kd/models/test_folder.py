@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.support.waiting import PATIENCE_SECONDS
 from kd.errors import ModelError
 from kd.models.folder import ModelFolder
+from kd.models.layers import require_context
 
 
 def write_config(folder: Path, content: str) -> ModelFolder:
@@ -57,6 +59,47 @@ def test_sizes_of_the_language_model_come_before_those_of_the_whole(tmp_path: Pa
     text = {"hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 64}
     folder = write_config(tmp_path, json.dumps({"hidden_size": 8, "text_config": text}))
     assert (folder.hidden_width, folder.vocabulary_size, folder.context) == (32, 100, 64)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
+SCALED = {
+    "linear": ("LlamaConfig", {"rope_type": "linear", "factor": 2.0}, 128),
+    "dynamic": ("Qwen2Config", {"rope_type": "dynamic", "factor": 2.5}, 160),
+    "yarn": ("Qwen3Config", YARN, 192),
+    "yarn, in the context already": ("Qwen3Config", YARN | {"factor": 1.25}, 64),
+    "llama3": (
+        "LlamaConfig",
+        YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        64,
+    ),
+    "longrope": (
+        "Phi3Config",
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        64,
+    ),
+    "gemma 3": ("Gemma3TextConfig", {"rope_type": "linear", "factor": 8.0}, 64),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+def test_the_context_is_what_scaled_positions_make_it(tmp_path: Path, kind: str, form: str) -> None:
+    """As a folder says it in the form of either version of transformers, and as a model has it."""
+    config_class, rope, expected = SCALED[kind]
+    shape = {
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+        "max_position_embeddings": 64, "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    if kind != "longrope":
+        del shape["original_max_position_embeddings"]
+    config = getattr(transformers, config_class)(**shape, rope_scaling=dict(rope))
+    stored = {"model_type": config.model_type, **shape, "rope_theta": 1e4, form: rope}
+    assert write_config(tmp_path, json.dumps(stored)).context == expected
+    model = AutoModelForCausalLM.from_config(config)
+    require_context(model, expected)
+    with pytest.raises(ModelError, match=f"has a context of {expected} tokens"):
+        require_context(model, expected + 1)
 
 
 def test_an_empty_folder_says_nothing(tmp_path: Path) -> None:

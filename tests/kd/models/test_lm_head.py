@@ -85,6 +85,48 @@ def test_what_a_config_declares_is_in_the_head():
     assert find_lm_head(tied, VOCABULARY).weight is tied.get_input_embeddings().weight
 
 
+#: Models with multipliers and caps of their own names, their fields, and what these are.
+RECURRENT_GEMMA = {
+    "vocab_size": ROWS, "hidden_size": 32, "lru_width": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "block_types": ["recurrent", "attention"],
+}  # fmt: skip
+LOW_RANKS = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}  # fmt: skip
+XLSTM = {"vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+SEEN: dict[str, tuple[str, dict[str, Any], float, float | None]] = {
+    "multiplied": (
+        "FalconH1Config", FALCON_H1 | {"lm_head_multiplier": 0.0390625}, 0.0390625, None
+    ),
+    "not divided": ("HyperCLOVAXConfig", LLAMA | {"logits_scaling": 0.3}, 0.3, None),
+    "divided": ("GraniteMoeConfig", LLAMA | {"logits_scaling": 6.0}, 1.0 / 6.0, None),
+    "before the layer": (
+        "MiniCPM3Config", LLAMA | LOW_RANKS | {"dim_model_base": 9}, 9.0 / 32.0, None
+    ),
+    "capped": ("RecurrentGemmaConfig", RECURRENT_GEMMA | {"logits_soft_cap": 0.5}, 1.0, 0.5),
+    "capped in parts": ("xLSTMConfig", XLSTM | {"output_logit_soft_cap": 2.0}, 1.0, 2.0),
+    "capped as Gemma": ("NanoChatConfig", LLAMA, 1.0, 15.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEEN)
+@torch.no_grad()
+def test_multipliers_and_caps_of_any_name_are_found_by_what_the_model_computes(kind: str) -> None:
+    config_class, shape, scale, softcap = SEEN[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**shape)).eval()
+    head = find_lm_head(model, VOCABULARY)
+    assert head.scale == (pytest.approx(scale, rel=1e-6) if "before" in kind else scale)
+    assert head.softcap == softcap
+    theirs = model(input_ids=some_tokens(), use_cache=False).logits[..., :VOCABULARY]
+    ours = head.compute_logits(compute_hidden_states(model, some_tokens()).flatten(0, 1))
+    torch.testing.assert_close(ours, theirs.flatten(0, 1), rtol=1e-5, atol=1e-6)
+    rounded = find_lm_head(model.to(torch.bfloat16), VOCABULARY)
+    assert (rounded.scale, rounded.softcap) == (pytest.approx(scale, rel=1e-4), softcap)
+
+
 class Altered(LlamaForCausalLM):
     """A model that changes its logits in a way that its configuration does not show."""
 
@@ -96,11 +138,27 @@ class Altered(LlamaForCausalLM):
         return output
 
 
-UNDECLARED = {
-    "soft cap": lambda z: 30 * torch.tanh(z / 30),
-    "high soft cap": lambda z: 200 * torch.tanh(z / 200),
-    "multiplier": lambda z: z * 0.5,
-    "multiplier near one": lambda z: z * 1.01,
+UNDECLARED: dict[str, tuple[Any, float, float | None]] = {
+    "soft cap": (lambda z: 31 * torch.tanh(z / 31), 1.0, 31.0),
+    "high soft cap": (lambda z: 200 * torch.tanh(z / 200), 1.0, 200.0),
+    "multiplier": (lambda z: z * 0.7, 0.7, None),
+    "multiplier near one": (lambda z: z * 1.01, 1.01, None),
+    "both, the cap first": (lambda z: 5 * torch.tanh(z / 10), 0.5, 5.0),
+}
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.02, 1.0], ids=["minute logits", "usual", "large"])
+@pytest.mark.parametrize("kind", UNDECLARED)
+def test_what_a_configuration_does_not_say_is_found_too(kind: str, size: float) -> None:
+    torch.manual_seed(0)
+    model = Altered(LlamaConfig(**LLAMA, initializer_range=size, tie_word_embeddings=False))
+    model.change, scale, softcap = UNDECLARED[kind]
+    head = find_lm_head(model, VOCABULARY)
+    assert head.scale == pytest.approx(scale, rel=1e-9)
+    assert head.softcap == (softcap and pytest.approx(softcap, rel=1e-9))
+
+
+UNSUPPORTED = {
     "shift of one token": lambda z: (
         z + z.detach().abs().max() * nn.functional.one_hot(torch.tensor(5), ROWS)
     ),
@@ -112,8 +170,8 @@ UNDECLARED = {
 
 
 @pytest.mark.parametrize("size", [1e-6, 0.02, 1.0], ids=["minute logits", "usual", "large"])
-@pytest.mark.parametrize("change", UNDECLARED.values(), ids=UNDECLARED)
-def test_an_undeclared_change_after_the_head_is_refused_by_name(change, size):
+@pytest.mark.parametrize("change", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_any_other_change_after_the_head_is_refused_by_name(change, size):
     torch.manual_seed(0)
     model = Altered(LlamaConfig(**LLAMA, initializer_range=size, tie_word_embeddings=False))
     model.change = lambda z: z
@@ -123,28 +181,13 @@ def test_an_undeclared_change_after_the_head_is_refused_by_name(change, size):
         ModelError, match="Altered does something to its logits after the LM head"
     ) as caught:
         find_lm_head(model, VOCABULARY)
-    assert "final_logit_softcapping" in caught.value.remedy
+    assert "soft cap c tanh(z / c)" in caught.value.remedy
 
 
 def test_a_head_of_zeros_is_accepted():
     model = build("llama untied")
     nn.init.zeros_(model.lm_head.weight)
     assert find_lm_head(model, VOCABULARY).weight.count_nonzero() == 0
-
-
-@pytest.mark.parametrize("multiplier, accepted", [(1.0, True), (0.25, False)])
-def test_a_multiplier_we_do_not_know_is_refused(multiplier, accepted):
-    shape = transformers.FalconH1Config(**FALCON_H1, lm_head_multiplier=multiplier)
-    model = AutoModelForCausalLM.from_config(shape).eval()
-    if not accepted:
-        with pytest.raises(ModelError, match="FalconH1ForCausalLM does something"):
-            find_lm_head(model, VOCABULARY)
-        return
-    theirs = model(input_ids=some_tokens(), use_cache=False).logits[..., :VOCABULARY]
-    ours = find_lm_head(model, VOCABULARY).compute_logits(
-        compute_hidden_states(model, some_tokens())
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_are_not_finite_are_refused():
@@ -190,15 +233,17 @@ def require_small(hollow: PreTrainedModel) -> PreTrainedModel:
 
 
 def test_a_head_that_is_not_supported_is_foreseen_without_the_weights() -> None:
-    """RecurrentGemma caps its logits under a name that no other model has."""
-    capped = transformers.RecurrentGemmaConfig(
-        vocab_size=ROWS, hidden_size=32, lru_width=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, block_types=["recurrent", "attention"],
+    """A head that reads a projection, and one whose cap has a name of its own."""
+    electra = transformers.ElectraConfig(
+        vocab_size=ROWS, hidden_size=32, embedding_size=16, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64, is_decoder=True,
     )  # fmt: skip
     with torch.device("meta"):
-        hollow = AutoModelForCausalLM.from_config(capped)
-        known = AutoModelForCausalLM.from_config(build("gemma2 low cap").config)
-    with pytest.raises(ModelError, match="RecurrentGemmaForCausalLM does something to its logits"):
+        hollow = transformers.ElectraForCausalLM(electra)
+        known = AutoModelForCausalLM.from_config(
+            transformers.RecurrentGemmaConfig(**RECURRENT_GEMMA)
+        )
+    with pytest.raises(ModelError, match="the LM head reads 16"):
         precheck_lm_head(require_small(hollow))
     precheck_lm_head(require_small(known))
 

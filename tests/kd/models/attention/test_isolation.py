@@ -13,16 +13,18 @@ from kd.models.attention.interface import use_packed_attention
 from kd.models.attention.isolation import (
     _computes_as_alone,
     _make_trials,
+    explain_own_rows,
     isolate_documents,
     make_small,
     precheck_isolation,
     warn_of_mask,
 )
 from kd.models.layers import compute_hidden_states
-from kd.models.lm_head import precheck_lm_head
+from kd.models.lm_head import find_lm_head, precheck_lm_head
 from kd.progress import SILENT, Monitor
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import LEAKS, LLAMA, PACKS, build
+from tests.support.packed_zoo import OWN_ROWS, SHARING, make_random
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,10 +125,44 @@ def test_a_leak_outside_the_attention_is_found() -> None:
 def test_a_model_that_cannot_compute_is_refused_by_name() -> None:
     model = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
     model.model.layers[0].self_attn.o_proj = torch.nn.Linear(7, 7)
-    with pytest.raises(ModelError, match="LlamaForCausalLM cannot read packed sequences") as caught:
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot read a text of 8") as caught:
         isolate_documents(model)
     assert "shapes cannot be multiplied" in caught.value.detail
-    assert "config.json" in caught.value.remedy
+    assert caught.value.remedy == "Check the sizes in its config.json."
+
+
+def test_sizes_that_only_our_attention_accepts_are_refused_by_name() -> None:
+    """Half as many key heads as transformers' own code makes of the latent vectors."""
+    model = make_random("glm4_moe_lite", num_key_value_heads=2)
+    with pytest.raises(ModelError, match="Glm4MoeLiteForCausalLM cannot read a text of 8 tokens"):
+        isolate_documents(model)
+
+
+@pytest.mark.parametrize("kind", [*SHARING, *OWN_ROWS])
+def test_whether_documents_share_rows_shows_before_weights_are_read(kind: str) -> None:
+    with torch.device("meta"):
+        hollow = make_random(kind)
+    why = explain_own_rows(hollow)
+    assert (why is None) == (kind in SHARING)
+    if why is not None:
+        assert why.detail.startswith(type(hollow).__name__)
+
+
+def test_a_model_too_large_to_try_has_rows_by_the_kind_of_its_layers() -> None:
+    for kind, expected in (("qwen3_next", False), ("llama", True)):
+        with torch.device("meta"):
+            hollow = make_random(kind, hidden_size=2**23)
+        assert make_small(hollow) is None
+        assert (explain_own_rows(hollow) is None) == expected
+
+
+def test_wide_mlps_are_tried_narrow() -> None:
+    with torch.device("meta"):
+        hollow = make_random("mixtral", intermediate_size=2**24)
+    small = make_small(hollow)
+    assert small is not None
+    assert small.num_parameters() < 2**20
+    assert explain_own_rows(hollow) is None
 
 
 @pytest.mark.parametrize("distance", [16, 100])
@@ -235,3 +271,19 @@ def test_a_leak_is_seen_without_the_weights(kind: str) -> None:
     assert small is not None
     with pytest.raises(ModelError, match="attends across the documents"):
         precheck_isolation(small, 64, SILENT)
+
+
+def test_models_are_examined_without_tf32_and_trained_as_before() -> None:
+    """TF32 rounds to 10 bits: in a deep mixture of experts that looks like a leak."""
+    found = set()
+    model = build("mixtral")
+    model.register_forward_hook(lambda *_: found.add(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        isolate_documents(model)
+        find_lm_head(model, 8)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == {"highest"}
