@@ -4,12 +4,17 @@ cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cache.errors import PotstillError
 from cache.manifest import (
     CacheIdentity,
     DataIdentity,
@@ -23,8 +28,9 @@ from kd.capture.remote import hash_remote_teacher
 from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
+from kd.models.attention.isolation import explain_own_rows
 from kd.models.folder import compute_fingerprint, require_allowed_remote_code, resolve_model
-from kd.models.loading import choose_quantization, choose_teacher_dtype
+from kd.models.loading import choose_quantization, choose_teacher_dtype, load_hollow
 from kd.models.precision import pick_device
 from kd.models.tokenizers import (
     PROBE_TEXTS,
@@ -34,7 +40,7 @@ from kd.models.tokenizers import (
     load_tokenizer,
 )
 from kd.models.vocabulary import choose_teacher_vocabulary
-from kd.progress import SILENT, Monitor
+from kd.progress import SILENT, Monitor, Notice
 from kd.text.corpus import Corpus, describe_held_out, load_corpus, open_corpus
 
 
@@ -45,6 +51,7 @@ def plan_capture(
 
     The tokens are kept in a store below ``texts``; None packs a small text in memory.
     """
+    config = settle_packing(config, monitor)
     assert config.teacher is not None, (
         "JobConfig refuses a job that needs a cache and has no teacher"
     )
@@ -70,6 +77,50 @@ def resolve_teacher_folder(teacher: TeacherConfig, weights: str | None) -> Path:
         # A remote teacher's weights stay on its server: only the tokenizer is needed here.
         return resolve_model(teacher.tokenizer, teacher.revision, None)
     return resolve_model(teacher.model, teacher.revision, weights)
+
+
+def settle_packing(config: JobConfig, monitor: Monitor = SILENT) -> JobConfig:
+    """Return the job with data.packing true or false in place of auto, and say why false.
+
+    A job that names a sealed cache stays as it is: it gets the layout of that cache.
+    """
+    if config.data.packing != "auto" or config.cache.fingerprint is not None:
+        return config
+    for who, hollow in _load_hollow_models(config):
+        if (why := explain_own_rows(hollow)) is not None:
+            what = "models in which documents cannot share a row, so that each gets its own"
+            remedy = "Rows of similar length make a batch."
+            monitor.note(Notice(what, 1, f"the {who}: {why.detail}".rstrip("."), remedy))
+            return set_packing(config, False)
+    return set_packing(config, True)
+
+
+def set_packing(config: JobConfig, packing: bool) -> JobConfig:
+    """Return the job with what data.packing auto means for it."""
+    changed: dict[str, Any] = {"data": config.data.model_copy(update={"packing": packing})}
+    train = config.train
+    if not packing and train and train.order == "shuffled" and train.strategy != "pipeline":
+        changed["train"] = train.model_copy(update={"order": "length"})
+    return config.model_copy(update=changed)
+
+
+def _load_hollow_models(config: JobConfig) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Yield the job's models that are on this machine, without weights; a fresh one is a Llama."""
+    teacher, student = config.teacher, config.student
+    # What cannot be made is refused where it is loaded, by a better message.
+    if teacher is not None and teacher.backend == "local" and config.runs_teacher:
+        with suppress(PotstillError):
+            folder = resolve_teacher_folder(teacher, teacher.gguf_file)
+            trusted = require_allowed_remote_code(teacher)
+            yield "teacher", _load_hollow(folder, teacher.gguf_file, trusted)
+    if student is not None and student.model is not None:
+        with suppress(PotstillError):
+            yield "student", _load_hollow(resolve_model(student.model, student.revision))
+
+
+def _load_hollow(folder: Path, gguf_file: str | None = None, trusted: bool = False) -> Any:
+    with torch.device("meta"):
+        return load_hollow(folder, torch.float32, gguf_file, trusted)
 
 
 @dataclass(frozen=True)
@@ -114,7 +165,7 @@ def make_capture_plan(
         DataIdentity(
             sha256=corpus.compute_sha256(),
             sequence_length=config.data.sequence_length,
-            packing=config.data.packing,
+            packing=config.data.packing is not False,
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
         ),

@@ -102,6 +102,15 @@ class DataConfig(Section):
     text_column: str = Field(
         "text", min_length=1, description="Column (jsonl, parquet, datasets) that holds the text."
     )
+    document_separator: str | None = Field(
+        None,
+        description=(
+            "What ends a document within a plain text, so that nothing crosses it. Default: the "
+            "tokenizer's end token, where the text holds it; another text, such as "
+            "<|endoftext|>, ends documents in its place; an empty one: a file or row is one "
+            "document."
+        ),
+    )
     assistant_only_loss: bool = Field(
         True,
         description=(
@@ -117,11 +126,13 @@ class DataConfig(Section):
             "max_train_samples."
         ),
     )
-    packing: bool = Field(
-        True,
+    packing: bool | Literal["auto"] = Field(
+        "auto",
         description=(
-            "Fill each sequence with several documents; attention and loss do not cross from one "
-            "to the next. false = one document per sequence, padded."
+            "true = fill each sequence with several documents; attention and loss do not cross "
+            "from one to the next. false = one document per sequence, padded. auto = true where "
+            "teacher and student can keep documents apart in a sequence; else, as with recurrent "
+            "layers, false, and train.order length in place of shuffled."
         ),
     )
     max_train_samples: int | None = Field(

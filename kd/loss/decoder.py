@@ -72,7 +72,7 @@ class TargetDecoder:
             case "tempered":
                 return decode_tempered(self.codec, columns, gold_N, temperature)
             case "topk":
-                return decode_top(columns, self.k)
+                return decode_top(columns, self.k, self.codec.vocabulary_size)
             # Whole distributions take T as a number: the loss has formulas for their gradient.
             case "dense":
                 return DenseTarget(columns["logprobs"], detach_number(temperature))

@@ -6,14 +6,13 @@ The model's weights may have no memory (``torch.device("meta")``).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.memory.work import ModelWork, count_forward_bytes, find_expert_share
 from kd.models.adapters import find_expert_weights, has_adapters
-from kd.models.layers import find_decoder_layers
+from kd.models.layers import find_decoder_layers, read_layer_sizes
 from kd.models.quantization.groups import choose_int4_group
 from kd.models.quantization.rounding import find_rounded_layers
 
@@ -35,11 +34,9 @@ def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
         for name, parameter in model.named_parameters()
         if id(parameter) in inside and parameter.ndim >= 2
     )
-    heads = getattr(config, "num_attention_heads", 1)
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return ModelWork(
         products=round(products),
-        attention=len(find_decoder_layers(model)) * width,
+        attention=sum(map(measure_attention_width, find_decoder_layers(model))),
         head=config.hidden_size * vocabulary,
         vocabulary=vocabulary,
         stored=sum(parameter.numel() for parameter in model.parameters()),
@@ -96,7 +93,21 @@ def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int)
     return count_forward_bytes(config.hidden_size, find_mlp_width(config), tokens * item_bytes)
 
 
-def find_mlp_width(config: Any) -> int:
-    """The width of an MLP of a layer; four times that of the hidden states where none is named."""
-    inner = getattr(config, "intermediate_size", None)
-    return inner if isinstance(inner, int) else 4 * config.hidden_size
+def measure_attention_width(layer: nn.Module) -> int:
+    """The width of all heads of a decoder layer: of what the last map of its attention reads.
+
+    0 where its token mixer is no attention.
+    """
+    found = [0]
+    for module in layer.modules():
+        if "Attention" in type(module).__name__:
+            widths = (getattr(each, "in_features", getattr(each, "nx", 0))
+                      for each in module.children())  # fmt: skip
+            found += [width for width in widths if width][-1:]
+    return max(found)
+
+
+def find_mlp_width(config: PreTrainedConfig) -> int:
+    """The width of the widest MLP; four times that of the hidden states where none is named."""
+    width: int = config.hidden_size
+    return max(read_layer_sizes(config, "intermediate_size"), default=4 * width)

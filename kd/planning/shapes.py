@@ -28,6 +28,10 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 _HEADS = ("lm_head.weight", "embed_out.weight")
 #: Part of a name that says that a tensor is of one of several experts.
 _EXPERTS = re.compile(r"\bexperts\b")
+#: The name of the matrix that reads all heads of a layer's attention. GPT-2's is transposed.
+_ATTENTION_OUTPUT = re.compile(
+    r"\b(self_attn|attn|attention|self_attention)\.(o_proj|out_proj|dense|wo)\.weight$"
+)
 #: Bytes that autograd keeps for each number of the inputs and outputs of a layer's matrices, by
 #: precision: measured on tiny Llamas. bf16 keeps norms and residuals in float32.
 #: Other families keep 0.7 to 1.5 of what is told so (tests/kd/planning/test_shapes.py).
@@ -160,10 +164,12 @@ def _count_work(
 ) -> ModelWork:
     heads = _read_count(fields, "num_attention_heads", "n_head") or 1
     width = heads * (_read_count(fields, "head_dim") or student.width // heads)
+    # Layers may have heads of different widths: the last map of an attention reads all its heads.
+    read = sum(shape[1] for name, shape in shapes.items() if _ATTENTION_OUTPUT.search(name))
     products = sum(part * _multiply(shape) for shape, part in _list_met(shapes, share))
     return ModelWork(
         products=round(products),
-        attention=len(student.layers) * width,
+        attention=read or len(student.layers) * width,
         head=student.head.numbers,
         vocabulary=student.head.rows,
         stored=student.numbers,

@@ -20,7 +20,7 @@ from kd.loss.chunk_size import suits_kernels
 from kd.memory.phases import describe_training_phase, measure_saved_bytes, measure_training
 from kd.memory.step_bytes import SavedBytesFit
 from kd.memory.training_phase import TrainingPhase
-from kd.models.attention.isolation import isolate_documents
+from kd.models.attention.isolation import try_to_isolate
 from kd.models.loading import require_trainable_student
 from kd.models.vocabulary import choose_student_vocabulary
 from kd.pipeline import load_student_tokenizer
@@ -56,8 +56,9 @@ def describe_training(config: JobConfig, text: TextSize, steps: int) -> Training
     _allocate(student)
     for tensor in (*student.parameters(), *student.buffers()):
         nn.init.zeros_(tensor)
-    if config.data.packing:
-        isolate_documents(student)
+    why = try_to_isolate(student) if config.data.packing else None
+    if why is not None and config.data.packing is True:
+        raise why
     return measure_training(student, options, **sizes)
 
 

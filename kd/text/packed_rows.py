@@ -9,7 +9,7 @@ Shapes: B rows, L positions of a row, C documents of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,16 +23,18 @@ class PackedRows:
     document in the flattened batch, then B L: (C + 1,), int32. Both go to the device;
     ``host_bounds_C`` are the same bounds and stay on the host. No document is longer than
     ``longest``, which is rounded up to a power of two: compiled code serves all batches with the
-    same one.
+    same one. ``apart``: whether attention must keep the documents apart; not where only padding
+    follows the first one of each row.
     """
 
     positions_BL: Tensor
     bounds_C: Tensor
     host_bounds_C: Tensor
     longest: int
+    apart: bool = True
 
     @classmethod
-    def of(cls, positions_BL: Tensor) -> PackedRows:
+    def of(cls, positions_BL: Tensor, apart: bool = True) -> PackedRows:
         """Find the documents of rows whose positions are on the host.
 
         A document starts with each row, and where positions do not go up by one, as in
@@ -41,7 +43,8 @@ class PackedRows:
         begins_BL = torch.diff(positions_BL, dim=1, prepend=positions_BL[:, :1]) != 1
         starts_C = begins_BL.flatten().nonzero().flatten()
         bounds_C = torch.cat([starts_C, starts_C.new_tensor([positions_BL.numel()])]).int()
-        return cls(positions_BL, bounds_C, bounds_C, _round_up(int(bounds_C.diff().max())))
+        longest = _round_up(int(bounds_C.diff().max()))
+        return cls(positions_BL, bounds_C, bounds_C, longest, apart)
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device) -> PackedRows:
@@ -53,9 +56,13 @@ class PackedRows:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedRows:
         """Return the rows with ``change`` done to all that goes to the device."""
-        return PackedRows(
-            change(self.positions_BL), change(self.bounds_C), self.host_bounds_C, self.longest
-        )
+        return replace(self, positions_BL=change(self.positions_BL), bounds_C=change(self.bounds_C))
+
+    def measure_lengths(self) -> Tensor:
+        """Return the length of each token's document (B, L), without waiting for the device."""
+        length_C = self.bounds_C.diff()
+        size = self.positions_BL.numel()
+        return length_C.repeat_interleave(length_C, output_size=size).view_as(self.positions_BL)
 
 
 def _round_up(length: int) -> int:

@@ -207,11 +207,15 @@ def _require_text(documents: list[Document], config: DataConfig, field: str) -> 
     if tokens == 0:
         raise DataError(f"data.{field} holds no text.", "Check the files and data.text_column.")
     if config.packing and tokens < config.sequence_length:
-        raise DataError(
-            f"data.{field} holds {tokens} tokens, fewer than one sequence of "
-            f"{config.sequence_length}.",
-            "Add text or lower data.sequence_length.",
-        )
+        raise refuse_short(field, tokens, config.sequence_length)
+
+
+def refuse_short(field: str, tokens: int, length: int) -> DataError:
+    """Return the error for a text of fewer tokens than a sequence."""
+    return DataError(
+        f"data.{field} holds {tokens} tokens, fewer than one sequence of {length}.",
+        "Add text or lower data.sequence_length.",
+    )
 
 
 def compute_position_ids(document_start: np.ndarray) -> np.ndarray:

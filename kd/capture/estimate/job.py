@@ -122,11 +122,12 @@ def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSi
 def list_measured_files(config: JobConfig, root: Path) -> list[Path]:
     """List the files on which the result of ``measure_capture`` depends."""
     texts = {
-        source
-        for source in (*config.data.train, *config.data.validation)
+        (source, split)
+        for split in ("train", "validation")
+        for source in getattr(config.data, split)
         if isinstance(source, str)
     }
-    files = [file for source in texts for file in find_files(source, root)]
+    files = [file for source, split in texts for file in find_files(source, root, split).files]
     return files + list_teacher_files(config, root)
 
 

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from kd.capture.estimate.storage import MEASURED_VOCABULARY
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.models.folder import ModelFolder
-from kd.text.chats import Chat
+from kd.text.chat.chat import Chat, Completion
 from kd.text.corpus import count_held_out, count_kept_held_out, describe_held_out
-from kd.text.files import choose_format, find_files, is_saved_dataset, unpack
+from kd.text.files import choose_format, find_files, find_packing, find_suffix, is_saved_dataset
 from kd.text.mixtures import name_source
-from kd.text.rows import COLUMNS, Completion, read_cell
+from kd.text.reading.contents import unpack
+from kd.text.rows import COLUMNS, read_cell
 
 #: Bytes of English text per token; used where the tokenizer is not on this machine.
 BYTES_PER_TOKEN = 4.0
@@ -86,6 +88,12 @@ class TokenCounter:
                 ]
             ) from None
         return cls(max(inner.get_vocab(with_added_tokens=True).values()) + 1, inner)
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """The tokens with a meaning of their own, as they are written in a text."""
+        added = {} if self.inner is None else self.inner.get_added_tokens_decoder()
+        return [each.content for each in added.values() if each.special]
 
     def count(self, text: str) -> int:
         """Return the number of tokens in ``text``."""
@@ -208,8 +216,8 @@ class _TextSampler:
                     [Problem(f"/data/{field}/{number}", detail, "Estimate without --fast.")]
                 )
         # A source that comes again is looked for once, and counted as often as it comes.
-        found = {source: find_files(source, self.root) for source in dict.fromkeys(sources)}
-        files = [file for source in sources for file in found[source]]
+        found = {source: find_files(source, self.root, field) for source in dict.fromkeys(sources)}
+        files = [file for source in sources for file in found[source].files]
         if not files:
             raise DataError(
                 f"data.{field}: no file matches {sources}.", "Give a file, a folder or a glob."
@@ -237,7 +245,7 @@ class _TextSampler:
 
     def _measure_file(self, path: Path, limit: int) -> _TextSize:
         kind = choose_format(path, self.config.data)
-        if "parquet" in (kind, path.suffix.removeprefix(".")):
+        if "parquet" in (kind, find_suffix(path)[1:]):
             tokens = path.stat().st_size * PARQUET_EXPANSION / BYTES_PER_TOKEN
             return self._measure_documents(tokens, tokens, max(tokens / 512, 1.0))
         data, share = _read_beginning(path, limit)
@@ -305,7 +313,8 @@ def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
     if whole:
         return data, 1.0
     # How many bytes of a packed file were read is not known: compress them again to find out.
-    read = len(_PACK[path.suffix](data)) if path.suffix in _PACK else limit
+    packing = find_packing(path)
+    read = len(_PACK[packing](data)) if packing else limit
     return data, read / path.stat().st_size
 
 

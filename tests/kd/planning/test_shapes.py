@@ -20,6 +20,7 @@ from kd.models.attention.isolation import isolate_documents
 from kd.planning.shapes import StudentPlan, describe_student_files, shorten
 from kd.planning.students import measure_fake_passes
 from tests.support.kd.zoo import ROWS, build
+from tests.support.packed_zoo import make_random
 
 PRECISIONS = ("fp32", "bf16", "bf16_pure")
 
@@ -73,6 +74,19 @@ def test_a_student_is_what_its_files_say(
         kept = measure_saved_bytes(student, 48, precision).at(2, 48)
         assert least < told.layers / kept.layers < most, precision
         assert told.boundary == kept.boundary
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    # 4 heads in each of two layers; values of 6 numbers; heads of 16 and of 24; half is recurrent.
+    [("llama", 2 * 64), ("deepseek_v3", 2 * 24), ("gemma4_text", 64 + 96), ("qwen3_next", 64)],
+)
+def test_attention_is_as_wide_as_the_layers_are(kind: str, width: int, tmp_path: Path) -> None:
+    """A configuration names one width of heads, but layers have others, or no attention."""
+    student = make_random(kind)
+    student.save_pretrained(tmp_path)
+    assert count_model_work(student, ROWS).attention == width
+    assert describe({"model": str(tmp_path)}, tmp_path).work.attention == width
 
 
 def test_adapters_are_told_as_peft_adds_them(tmp_path: Path) -> None:

@@ -123,9 +123,13 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
 
 
 def write_gguf(
-    model: LlamaForCausalLM, tokenizer: Any, path: Path, dtype: type[np.floating]
+    model: LlamaForCausalLM,
+    tokenizer: Any,
+    path: Path,
+    dtype: type[np.floating],
+    left_out: str = "",
 ) -> None:
-    """Write the model as llama.cpp does.
+    """Write the model as llama.cpp does, without the tensor ``left_out``.
 
     Names and metadata are llama.cpp's; the rows of q and k are in its rotary order.
     """
@@ -163,6 +167,7 @@ def write_gguf(
         names |= {
             f"blk.{layer}.{short}": f"model.layers.{layer}.{long}" for short, long in parts.items()
         }
+    names.pop(left_out, None)
     for short, long in names.items():
         tensor = state[f"{long}.weight"].numpy()
         if "attn_q" in short or "attn_k" in short:

@@ -166,11 +166,11 @@ def test_a_text_that_changed_or_shrank_is_refused(
     text = (texts[0] / "a.txt").read_text(encoding="utf-8")
     grow(texts, tiny_text)
     # A file that is read before the old one.
-    (texts[0] / "_.txt").write_text("New words come first.", encoding="utf-8")
+    (texts[0] / "0.txt").write_text("New words come first.", encoding="utf-8")
     job = make_job(tiny_teacher, texts, extends=before.name)
     with pytest.raises(ConfigError, match=r"training sequence 0 differs. New text must come after"):
         capture(job, home)
-    for name in ("_.txt", "b.txt"):
+    for name in ("0.txt", "b.txt"):
         (texts[0] / name).unlink()
     (texts[0] / "a.txt").write_text(text[: len(text) // 2], encoding="utf-8")
     with pytest.raises(ConfigError, match=r"training sequences, and this job only \d+"):
