@@ -26,7 +26,7 @@ from kd.errors import ModelError
 from kd.evaluation.model_card import write_provenance
 from kd.files import locate_temporary, read_json, whole_folder
 from kd.models.folder import ADAPTER_FOLDER, BASE_FOLDER, resolve_model
-from kd.models.saving import load_saved_student
+from kd.models.saving import load_saved_student, save_model
 from kd.progress import Monitor
 
 Form = Literal["merged", "adapter", "gguf"]
@@ -127,7 +127,7 @@ def merge_into(student: Path, folder: Path) -> None:
         return
     model = load_saved_student(student)
     nn.Module.to(model, _find_base_dtype(student))
-    model.save_pretrained(folder)
+    save_model(model, folder)
     _copy_rest(student, folder)
     # The card of adapters names peft and the base; a whole model needs neither.
     known = read_json(folder / "distillation.json")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TokenizersBackend,
+)
 
 from kd.config.student import StudentConfig
 from kd.config.train import TrainConfig
-from kd.files import read_json
+from kd.files import read_json, write_json
 from kd.models.adapters import (
     has_adapters,
     load_adapters,
@@ -21,6 +31,29 @@ from kd.models.adapters import (
 from kd.models.folder import ADAPTER_FOLDER, BASE_FOLDER, resolve_model
 from kd.models.loading import ReadingPlan, load_model, read_model
 from kd.models.precision import Precision, pick_device, round_parameters
+
+#: What transformers 5 keeps in ``rope_parameters`` and transformers 4 beside ``rope_scaling``.
+_OLD_ROPE = ("rope_theta", "partial_rotary_factor")
+#: Other names of it in GPT-NeoX.
+_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+#: Types whose classes in transformers 4 accept no key beside those of the scaling itself, and call
+#: its kind "type".
+_STRICT_SCALING = {
+    "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo", "olmo2", "phi3", "phi4_multimodal"
+}  # fmt: skip
+#: The context before the scaling, which transformers 4 reads beside it for one kind.
+_CONTEXT = "original_max_position_embeddings"
+#: Classes of tokenizers that only transformers 5 has, and the one of both that reads any
+#: tokenizer.json as it is.
+_NEW_CLASSES = {
+    "TokenizersBackend", "PythonBackend", "SentencePieceBackend", "MistralCommonBackend"
+}  # fmt: skip
+_PLAIN_CLASS = "PreTrainedTokenizerFast"
+#: The vocabulary as SentencePiece has it, which llama.cpp's converter wants for some families.
+_SENTENCEPIECE = "tokenizer.model"
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+#: Counts that transformers 4 knows by the name that transformers 5 has as a second one.
+_OLD_COUNTS = {"num_experts"}
 
 
 def choose_save_dtype(options: TrainConfig, precision: Precision) -> torch.dtype:
@@ -56,8 +89,8 @@ def save_student(
         # The weights are rounded here and not by save_pretrained, so that ``student`` is what is
         # saved.
         nn.Module.to(student, dtype)
-        student.save_pretrained(target)
-    tokenizer.save_pretrained(folder)
+        save_model(student, target)
+    save_tokenizer(tokenizer, folder)
 
 
 def _save_adapters(
@@ -95,3 +128,121 @@ def load_saved_student(folder: Path) -> PreTrainedModel:
         else resolve_model(adapter["base_model_name_or_path"], adapter["revision"])
     )
     return load_adapters(load_model(base, torch.float32), folder / ADAPTER_FOLDER)
+
+
+# ---------------------------------------------------------------------- names of version 4
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write the weights and both configurations of ``model``, readable by transformers 4 and 5."""
+    settings = model.generation_config
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        # The library would not save them: a temperature without sampling, for example, which some
+        # models have. What ends a text is kept.
+        ids = {name: getattr(settings, name) for name in _TOKEN_IDS}
+        model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    written = read_json(folder / "config.json")
+    named = _add_old_names(written, model.config)
+    write_json(folder / "config.json", dict(sorted(named.items())))
+
+
+def _add_old_names(written: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Add the names under which transformers 4 reads what transformers 5 keeps under others.
+
+    It takes a default for a name that is missing. Readers of its folders, such as older versions of
+    vLLM and of llama.cpp's converter, do so too.
+    """
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    for name, part in inner.items():
+        if isinstance(part, PreTrainedConfig) and isinstance(written.get(name), dict):
+            written[name] = _add_old_names(written[name], part)
+    for old in _OLD_COUNTS & config.attribute_map.keys():
+        written[old] = getattr(config, old)
+    return written | _list_old_rope(written, written.get("rope_parameters") or {})
+
+
+def _list_old_rope(written: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """List the settings of the rotary embeddings under the names of transformers 4.
+
+    It has one scaling, of the layers with full attention, and a base for the others.
+    """
+    main = rope.get("full_attention", rope) or {}
+    is_new = str(written.get("model_type")).startswith("gemma4")
+    if is_new or any(isinstance(part, dict) for part in main.values()):
+        return {}  # layers of kinds that transformers 4 does not have
+    old = {name: main[name] for name in _OLD_ROPE if main.get(name) is not None}
+    if rope.get("sliding_attention") is not None:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    own = _NEOX_NAMES if str(written.get("model_type")).startswith("gpt_neox") else {}
+    old = {own.get(name, name): value for name, value in old.items()}
+    scaling = {name: value for name, value in main.items() if name not in _OLD_ROPE}
+    if scaling.get("rope_type") == "longrope" and _CONTEXT in scaling:
+        old[_CONTEXT] = scaling[_CONTEXT]
+    if written.get("model_type") in _STRICT_SCALING:
+        scaling.pop(_CONTEXT, None)
+        scaling["type"] = scaling.pop("rope_type", None)
+    if scaling.keys() - {"rope_type", "type"} or main.get("rope_type", "default") != "default":
+        old["rope_scaling"] = scaling
+    return old
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the files of ``tokenizer``, readable by transformers 4 and 5.
+
+    It keeps the name of its class in the folder that it was read from, where that name makes the
+    same tokenizer: llama.cpp's converter goes by it.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    written = read_json(path)
+    # Transformers 4 expects a map under the new name of this list.
+    if isinstance(extra := written.get("extra_special_tokens"), list):
+        written["additional_special_tokens"] = extra
+        del written["extra_special_tokens"]
+    write_json(path, written)
+    if not isinstance(tokenizer, TokenizersBackend) or "auto_map" in written:
+        return
+    written |= _list_old_rules(tokenizer, written)
+    origin = Path(tokenizer.name_or_path or folder)
+    own = (read_json(origin / path.name) or {}).get("tokenizer_class")
+    names: list[Any] = [
+        name for name in (own, written["tokenizer_class"]) if name not in {None, *_NEW_CLASSES}
+    ]
+    for name in (*names, _PLAIN_CLASS):
+        # With this rule the class would read SentencePiece's file in place of tokenizer.json.
+        left_out = {"add_prefix_space"} if "Llama" in name else set()
+        kept = {each: value for each, value in written.items() if each not in left_out}
+        write_json(path, kept | {"tokenizer_class": name})
+        if _list_rules(AutoTokenizer.from_pretrained(folder)) == _list_rules(tokenizer):
+            break
+    if (origin / _SENTENCEPIECE).is_file() and not (folder / _SENTENCEPIECE).exists():
+        shutil.copyfile(origin / _SENTENCEPIECE, folder / _SENTENCEPIECE)
+
+
+def _list_old_rules(tokenizer: TokenizersBackend, written: dict[str, Any]) -> dict[str, Any]:
+    """List what transformers 4 takes from the settings and transformers 5 from tokenizer.json."""
+    ids = tokenizer("a")["input_ids"]
+    rules: dict[str, Any] = {
+        "add_bos_token": len(ids) > 1 and ids[0] == tokenizer.bos_token_id,
+        "add_eos_token": len(ids) > 1 and ids[-1] == tokenizer.eos_token_id,
+        "added_tokens_decoder": {
+            str(number): token.__getstate__()
+            for number, token in tokenizer.added_tokens_decoder.items()
+        },
+    }
+    splitting = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+    prefix = splitting.get("add_prefix_space")
+    if prefix or (prefix is not None and "add_prefix_space" in written):
+        rules["add_prefix_space"] = prefix
+    return rules
+
+
+def _list_rules(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """All rules of a tokenizer but the state of its last call."""
+    if not isinstance(tokenizer, TokenizersBackend):
+        return None
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    return rules | {"truncation": None, "padding": None}, tokenizer.special_tokens_map

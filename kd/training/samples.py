@@ -7,6 +7,7 @@ Shapes: P prompts of one length, L tokens of each.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.config.evaluation import EvaluationConfig
+from kd.models.folder import find_context
 from kd.models.layers import compute_hidden_states, find_device
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision
-from kd.models.tokenizers import get_vocabulary_size
+from kd.models.tokenizers import list_end_ids
 from kd.text.batches import Source
 
 #: Tokens of a prompt that is the beginning of a held-out text.
@@ -96,38 +98,46 @@ def continue_prompts(
     There are fewer where the model ends its text or its context is full. A prompt that leaves no
     room in the context is cut at its start.
     """
-    context = getattr(model.config, "max_position_embeddings", None) or 2**31
+    context = find_context(model.config.to_dict()) or 2**31
     ids = [prompt.ids[-(context - 1) :] for prompt in prompts]
+    ends = list_end_ids(model.generation_config, tokenizer)
     found: dict[int, Continuation] = {}
     for length in sorted({len(each) for each in ids}):
         places = [place for place, each in enumerate(ids) if len(each) == length]
         ids_PL = torch.tensor([ids[place] for place in places]).to(find_device(model))
-        rules = _make_greedy_rules(model, tokenizer, min(count, context - length))
+        rules = _make_greedy_rules(tokenizer, ends, min(count, context - length))
         written_PL = _generate(model, ids_PL, rules)[:, length:]
         for place, row in zip(places, written_PL.tolist(), strict=True):
-            found[place] = _read_row(row, tokenizer)
+            found[place] = _read_row(row, tokenizer, ends)
     return [found[place] for place in range(len(prompts))]
 
 
-def _read_row(row: list[int], tokenizer: PreTrainedTokenizerBase) -> Continuation:
-    """Decode what a model wrote, up to the end of its text; what follows in a row is padding."""
-    end = tokenizer.eos_token_id
-    kept = row[: row.index(end) + 1] if end in row else row
-    return Continuation(str(tokenizer.decode(kept)), len(kept))
+def _read_row(row: list[int], tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> Continuation:
+    """Decode what a model wrote, up to the first of ``ends``; what follows in a row is padding."""
+    stop = next((place for place, each in enumerate(row) if each in ends), len(row))
+    kept = row[: stop + 1]
+    return Continuation(_decode_named(kept, tokenizer), len(kept))
+
+
+def _decode_named(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Decode ``ids``; one without a name, of a padded row of the LM head, becomes <id>."""
+    runs = itertools.groupby(ids, lambda each: tokenizer.convert_ids_to_tokens(each) is None)
+    return "".join(
+        "".join(f"<{each}>" for each in run) if nameless else str(tokenizer.decode(list(run)))
+        for nameless, run in runs
+    )
 
 
 def _make_greedy_rules(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
+    tokenizer: PreTrainedTokenizerBase, ends: list[int], count: int
 ) -> GenerationConfig:
-    """The rules for ``count`` tokens; rows of a padded LM head are no tokens and are suppressed."""
-    width = model.get_output_embeddings().weight.shape[0]
-    end = tokenizer.eos_token_id
+    """The rules for ``count`` tokens."""
+    end = ends[0] if ends else None
     return GenerationConfig(
         max_new_tokens=count,
         do_sample=False,
-        eos_token_id=end,
+        eos_token_id=ends or None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end,
-        suppress_tokens=list(range(get_vocabulary_size(tokenizer), width)) or None,
     )
 
 
@@ -183,7 +193,8 @@ class EvaluationSamples:
         models see nothing of the tokens that are not written yet.
         """
         head = lm_head.refresh(student)
-        context = getattr(student.config, "max_position_embeddings", None) or 2**31
+        context = find_context(student.config.to_dict()) or 2**31
+        ends = list_end_ids(student.generation_config, self.tokenizer)
         texts = []
         for prompt in self.prompts:
             ids = prompt.ids[-(context - 1) :][-CHAT_TOKENS:]
@@ -195,6 +206,6 @@ class EvaluationSamples:
                     hidden_1LD = compute_hidden_states(student, row_1L)
                 last_1D = hidden_1LD[0, place - 1 : place].to(precision.dtype)
                 row_1L[0, place] = head.compute_logits(last_1D).argmax(1)[0]
-            found = _read_row(row_1L[0, len(ids) :].tolist(), self.tokenizer)
+            found = _read_row(row_1L[0, len(ids) :].tolist(), self.tokenizer, ends)
             texts.append({"prompt": prompt.text, "text": found.text})
         return texts

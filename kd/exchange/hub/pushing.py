@@ -36,8 +36,9 @@ from kd.progress import Monitor, ProgressMeter
 COMMIT_FILES = 100
 #: Files that are uploaded before progress is reported again.
 _UPLOAD_FILES = 16
-#: Weights of a student that was there before would be loaded beside those of the new one.
-_STALE = (".safetensors", ".safetensors.index.json")
+#: Weights of a student that was there before would be loaded beside those of the new one, and its
+#: chat templates in place of none.
+_STALE = (".safetensors", ".safetensors.index.json", ".jinja")
 
 
 def push(
@@ -195,7 +196,7 @@ class _Push:
             return Manifest.from_bytes(path.read_bytes(), str(path)).identity.fingerprint
 
     def _list_stale(self, there: dict[str, RemoteFile]) -> list[str]:
-        """List weights of an earlier student, and of adapters, that this one does not have."""
+        """List weights and templates of an earlier student that this one does not have."""
         if self._shipment.fingerprint:
             return []
         return sorted(

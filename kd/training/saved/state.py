@@ -22,7 +22,7 @@ class TrainingProgress:
     ``step`` (counted from 1) and the numbers of its ``sequences`` whose loss or gradient is not
     finite. ``schedule_began`` is the step at which the present schedule of the learning rate began.
     ``stems`` are the identities of the longer runs that may continue this one
-    (``kd.training.resume.identity.compute_stems``).
+    (``kd.training.resume.identity.compute_stems``). ``threads`` are those of torch, on a CPU.
     """
 
     step: int = 0
@@ -42,6 +42,7 @@ class TrainingProgress:
     stems: dict[str, str] = field(default_factory=dict)
     watch: dict[str, Any] = field(default_factory=dict)
     scale_watch: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from bench.support.paths import AUSTEN
 from cache.records import Sequences
 from kd.config.evaluation import EvaluationConfig
-from kd.models.lm_head import find_lm_head
+from kd.models.lm_head import find_lm_head, find_student_head
 from kd.models.loading import load_model
 from kd.models.precision import Precision
 from kd.text.batches import PlainText
@@ -97,18 +97,21 @@ def test_what_a_model_says_of_its_own_sampling_changes_nothing(model: Any, token
     assert other.generation_config is own
 
 
-def test_a_row_of_padding_is_never_written(tiny_teacher: Path, tokenizer: Any) -> None:
-    """An LM head of 2,112 rows for 2,048 tokens; the rows of padding have the largest logits."""
+def test_an_id_without_a_name_is_shown(tiny_teacher: Path, tokenizer: Any) -> None:
+    """An LM head of 2,112 rows for 2,048 tokens; one row of padding has the largest logit."""
     model = load_model(tiny_teacher, torch.float32).eval()
-    options = EvaluationConfig(max_new_tokens=5)
-    before = continue_prompt(model, tokenizer, "She was", options)
     loud = torch.nn.Linear(32, 2112)
     with torch.no_grad():
         loud.weight.copy_(model.lm_head.weight)
         loud.bias.zero_()
-        loud.bias[2048:] = 1000.0
+        loud.bias[2060] = 1000.0
     model.lm_head = loud
-    assert continue_prompt(model, tokenizer, "She was", options) == before != ""
+    options = EvaluationConfig(max_new_tokens=3)
+    assert continue_prompt(model, tokenizer, "She was", options) == "<2060><2060><2060>"
+    samples = EvaluationSamples((Prompt.of("She was", tokenizer),), tokenizer)
+    head = find_student_head(model, 2048)
+    found = samples.write(model, head, Precision.choose("fp32", CPU), CPU)
+    assert found[0]["text"] == "<2060>" * TRAINING_TOKENS
 
 
 def test_prompts_of_one_length_are_continued_together_and_each_as_if_alone(
@@ -183,6 +186,8 @@ def test_no_prompt_and_a_prompt_beyond_the_context_are_answered(
     tiny_teacher: Path, tokenizer: Any
 ) -> None:
     model = load_model(tiny_teacher, torch.float32).eval()
+    # Each row of its LM head is a token.
+    model.resize_token_embeddings(len(tokenizer))
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     options = EvaluationConfig(max_new_tokens=4)
     assert continue_prompt(model, tokenizer, "", options) == tokenizer.decode(
@@ -193,3 +198,19 @@ def test_no_prompt_and_a_prompt_beyond_the_context_are_answered(
     assert len(ids) > 512, "more than the model has positions"
     found = continue_prompt(model, tokenizer, long, options)
     assert found == tokenizer.decode(continue_by_hand(model, ids[-511:], 1, tokenizer.eos_token_id))
+
+
+def test_a_text_ends_at_every_token_that_the_models_settings_name(
+    model: Any, tokenizer: Any
+) -> None:
+    """In a finished model and in a student that is trained; the tokenizer names another token."""
+    prompt = Prompt.of("She was", tokenizer)
+    ids = continue_by_hand(model, list(prompt.ids), 8, tokenizer.eos_token_id)
+    other = copy.deepcopy(model)
+    other.generation_config = GenerationConfig(eos_token_id=[2000, ids[3]])
+    [found] = continue_prompts(other, tokenizer, [prompt], 8)
+    assert found.tokens == ids.index(ids[3]) + 1
+    head = find_lm_head(other, 2048)
+    samples = EvaluationSamples((prompt,), tokenizer)
+    [written] = samples.write(other, head, Precision.choose("fp32", CPU), CPU)
+    assert written["text"] == found.text == tokenizer.decode(ids[: found.tokens])

@@ -115,11 +115,12 @@ def test_a_student_goes_to_the_hub_and_comes_back_to_the_byte(
     assert torch.equal(*logits)
 
 
-def test_a_student_that_replaces_another_leaves_no_weights_of_it(
+def test_a_student_that_replaces_another_leaves_no_weights_and_no_template_of_it(
     hub: FakeHub, online: dict[str, str], student: Path
 ) -> None:
     hub.make("model", "ann/small")
     hub.change("model", "ann/small", "model-00002-of-00002.safetensors", b"old")
+    hub.change("model", "ann/small", "chat_template.jinja", b"old")
     hub.change("model", "ann/small", "picture.svg", b"<svg/>")
     done("push", student, "ann/small", "--revision", "next", **online)
     assert hub.files("model", "ann/small", "next") == {
