@@ -157,7 +157,8 @@ def read_teacher(arguments: argparse.Namespace) -> tuple[Truth, Any]:
     """Read the first sequences of the text with the teacher; returns truth and tokenizer."""
     tokenizer = load_tokenizer(arguments.teacher, arguments.gguf_file)
     text = arguments.text.read_text(encoding="utf-8")
-    ids = np.concatenate(list(TextEncoder(tokenizer).encode([text])))
+    batches = TextEncoder(tokenizer).encode([text])
+    ids = np.concatenate([part.ids for parts in batches for part in parts])
     config = DataConfig(train=("-",), sequence_length=arguments.length)
     sequences = pack_documents([Document(ids)], config).select(np.arange(arguments.sequences))
     model = load_model(arguments.teacher, torch.float32, arguments.gguf_file).eval()

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from kd.capture.plan import settle_packing
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, DataError, ModelError
@@ -79,7 +80,7 @@ def examine(
     measured if a run made the model. Raises ``ConfigError`` for an impossible evaluation, and
     ``DataError`` where the job holds no text out.
     """
-    config = enable_teacher(adopt_run_training(config, target.run))
+    config = settle_packing(enable_teacher(adopt_run_training(config, target.run)), monitor)
     require_no_problems(config, machine=Machine(trains=False))
     hide_progress_bars()
     monitor.emit("stage", stage="train", phase="loading the model and the text")
@@ -143,7 +144,8 @@ def open_text(
         _, source = open_source(config, home, run_dir, monitor)
         if isinstance(source, CachedRecords):
             # The model may come from elsewhere than the job's student, which was compared above.
-            require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(source.store), "The model's")
+            known = KnownTokenizer.of_cache(source.store)
+            require_same_tokenizer(tokenizer, known, "The model's", note=monitor.note)
         config = adopt_cache_layout(source, config)
     else:
         source = PlainText(open_corpus(config.data, tokenizer, home / TEXTS, monitor, size))

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from cache.disk import make_folder, storage_errors
 from kd.capture.estimate.job import Estimate
-from kd.capture.plan import resolve_teacher_folder
+from kd.capture.plan import resolve_teacher_folder, settle_packing
 from kd.capture.probe import TrialCaches, open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
@@ -140,6 +140,7 @@ def estimate_job(
     Leaves no files behind, and raises what the capture and the training would raise.
     """
     question = question or Question()
+    config = settle_packing(config, monitor)
     here = describe_device(pick_device())
     if config.kind == "train":
         with storage_errors(home):

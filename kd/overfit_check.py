@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from cache.disk import make_folder, storage_errors
+from kd.capture.plan import settle_packing
 from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
@@ -48,6 +49,7 @@ def _shorten_text(config: JobConfig) -> JobConfig:
 
 
 def _run_check(config: JobConfig, home: Path, folder: Path, monitor: Monitor) -> Verdict:
+    config = settle_packing(config, monitor)
     if config.cache.fingerprint is None:
         home = folder
         if config.needs_cache:

@@ -22,9 +22,8 @@ from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import LossTerms, compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.models.lm_head import LMHead
-from kd.text.batches import Batch
+from kd.text.batches import Batch, find_documents
 from kd.text.packed_rows import PackedRows
-from kd.text.packing import needs_isolation
 
 
 class DistillationLoss(nn.Module):
@@ -79,8 +78,8 @@ class DistillationLoss(nn.Module):
 
         ``hidden_states`` (B, L, D) are those after the last norm. ``lm_head`` is the weight (V', D)
         of the LM head; for a head with a bias, a scale or a soft-cap give what
-        ``kd.models.lm_head.find_lm_head`` returns. ``batch`` has the form ``records`` and lies on
-        their device. ``num_targets`` divides the sum in place of the batch's own number, where
+        ``kd.models.lm_head.find_student_head`` returns. ``batch`` has the form ``records`` and lies
+        on their device. ``num_targets`` divides the sum in place of the batch's own number, where
         several batches make one step. Raises ``ValueError`` where the shapes do not fit.
         """
         made = make_training_batch(batch)
@@ -98,7 +97,7 @@ class DistillationLoss(nn.Module):
         Raises ``ValueError`` where the LM head has fewer rows than the vocabulary of the cache.
         """
         if isinstance(lm_head, Tensor):
-            lm_head = LMHead(lm_head, None, 1.0, None, self.vocabulary)
+            lm_head = LMHead(lm_head, None, 1.0, None, len(lm_head))
         if len(lm_head.weight) < self.vocabulary:
             raise ValueError(
                 f"lm_head must have at least {self.vocabulary} rows, as the cache's vocabulary "
@@ -143,8 +142,6 @@ def make_training_batch(batch: Mapping[str, Any]) -> Batch:
 
 
 def _find_documents(positions_BL: Tensor, target_BL: Tensor) -> PackedRows | None:
-    """Find the documents; None where no target has another document before it in its row."""
-    host_BL = positions_BL.cpu()
-    if not needs_isolation(host_BL.numpy(), target_BL.cpu().numpy()).any():
-        return None
-    return PackedRows.of(host_BL).map(lambda each: each.to(positions_BL.device))
+    """Find the documents, on the device of the positions; None if every row is one document."""
+    packed = find_documents(positions_BL.cpu(), target_BL.cpu().numpy())
+    return packed and packed.map(lambda each: each.to(positions_BL.device))

@@ -21,9 +21,10 @@ from kd.cached.datasets import Order
 from kd.cached.items import collate
 from kd.cached.loss import DistillationLoss, make_training_batch
 from kd.cached.opening import OpenCache
+from kd.models.attention.causality import require_causal
 from kd.models.attention.isolation import isolate_documents
-from kd.models.layers import compute_hidden_states
-from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.layers import compute_hidden_states, train_all_rows
+from kd.models.lm_head import LMHead, find_student_head
 from kd.text.batches import Batch
 
 
@@ -70,7 +71,9 @@ class CachedLoss:
         self.order: Order = order
         self.loss_fn = loss_fn if loss_fn is not None else DistillationLoss(opened)
         student = find_student(self.model)
-        self.lm_head = find_lm_head(student, opened.codec.vocabulary_size)
+        train_all_rows(student)
+        require_causal(student, opened.sequence_length)
+        self.lm_head = find_student_head(student, opened.codec.vocabulary_size)
         if opened.packed:
             isolate_documents(student)
         compute_in_forward(self.model)

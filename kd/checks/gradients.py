@@ -1,4 +1,10 @@
-"""Check that every trained parameter learns: its gradient must exist, be finite, and not be 0."""
+"""Check that every trained parameter learns: its gradient must exist, be finite, and not be 0.
+
+Of the embedding, each row whose token occurs is checked: a row that never learns would be hidden by
+all the others.
+
+Shapes: N positions that have a target, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +13,28 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kd.checks.verdict import Verdict, format_names
 from kd.parallel.group import ALONE, Group
 from kd.parallel.sharded_files import make_whole
 
 
-def check_gradients(student: nn.Module, scaled: bool = False, group: Group = ALONE) -> Verdict:
-    """Check the gradients after a backward pass.
+def check_gradients(
+    student: PreTrainedModel,
+    scaled: bool = False,
+    group: Group = ALONE,
+    tokens_N: Tensor | None = None,
+) -> Verdict:
+    """Check the gradients after a backward pass, which had its targets at ``tokens_N``.
 
     ``facts`` names the missing, zero and non-finite ones. ``scaled`` means that a loss scaler is at
     work: it skips a step whose gradients are not finite, so they are no fault here. Where ``group``
     are stages, all of them are checked together.
     """
     found = _find_faults(student, scaled)
+    if tokens_N is not None:
+        found["zero"] += _find_silent_rows(student, tokens_N)
     if group.staged:
         stages = group.gather(found)
         # A tied weight is on two of them.
@@ -46,6 +60,23 @@ def _find_faults(student: nn.Module, scaled: bool) -> dict[str, list[str]]:
     ]
     wild = [] if scaled else [name for name, size in largest.items() if not math.isfinite(size)]
     return {"trained": list(trained), "missing": missing, "zero": zero, "wild": wild}
+
+
+def _find_silent_rows(student: PreTrainedModel, tokens_N: Tensor) -> list[str]:
+    """The rows of the input embedding that get no gradient though their tokens occur, as a name.
+
+    Every token that has a target changes what is predicted there.
+    """
+    weight: nn.Parameter = student.get_input_embeddings().weight  # type: ignore[assignment]
+    name = next((name for name, each in student.named_parameters() if each is weight), None)
+    # A stage of a pipeline may have no embedding.
+    if name is None or weight.grad is None:
+        return []
+    size_V = make_whole(torch.linalg.vector_norm(weight.grad.float(), math.inf, dim=1)).cpu()
+    silent = [token for token in tokens_N.unique().tolist() if size_V[token] == 0.0]
+    # Where nothing has a gradient, the whole parameter is named.
+    shown = format_names([str(token) for token in silent])
+    return [f"{name} (the rows of tokens {shown})"] if silent and size_V.any() else []
 
 
 def _judge(trained: list[str], missing: list[str], zero: list[str], wild: list[str]) -> Verdict:

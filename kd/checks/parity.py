@@ -26,7 +26,7 @@ from kd.loss.dense import (
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
-from kd.loss.targets import Targets, TeacherTarget
+from kd.loss.targets import Targets, TeacherTarget, widen_logprobs
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
 from kd.models.lm_head import LMHead
 from kd.models.precision import float32_products
@@ -39,6 +39,8 @@ LEAST_SIZE = 0.1
 #: Rounding of both logits, in epsilons of their size. Where log p and log q differ by less,
 #: rounding decides which is greater.
 TIE_ROUNDING = 8.0
+#: Elements of the LM head that are float64 at once.
+BLOCK_ELEMENTS = 2**24
 _REMEDY = (
     "This is a bug in the loss or in how records are decoded: "
     "please report it with your job's `loss` and `cache`."
@@ -51,8 +53,8 @@ def check_parity(
     """Compare the fused loss of the first ``tokens`` positions with a dense one in float64.
 
     It compares the value, and the gradients for the hidden states and for the LM head's weight and
-    bias and T where these require one. It leaves no gradient behind. A float64 copy of the LM head
-    exists while it runs.
+    bias and T where these require one. It leaves no gradient behind. No float64 copy of the LM head
+    exists: its products are computed in blocks of the vocabulary.
     """
     count = min(tokens, len(targets))
     hidden_ND = hidden_ND.detach()[:count]
@@ -79,7 +81,7 @@ def _compare(
     with torch.enable_grad(), float32_products():
         products_NV, fused = _run_fused(hidden_ND, lm_head, targets, objective)
         dense = _run_dense(products_NV, hidden_ND, lm_head, targets, objective)
-    return _compute_errors(fused, dense), float(dense.values["loss"])
+    return _compute_errors(fused, dense), dense.loss
 
 
 def _choose_tolerance(name: str, dtype: torch.dtype) -> float:
@@ -163,9 +165,33 @@ class _DenseReference:
     ties may change it.
     """
 
-    values: _Values
+    loss: float
+    values: dict[str, Tensor | _Product]
     sizes: dict[str, float]
     undecided: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The matrix aᵀ b in float64, as large as the LM head, computed by blocks of rows."""
+
+    a_NV: Tensor
+    b_ND: Tensor
+
+    def measure(self, found_VD: Tensor) -> tuple[float, float]:
+        """Return the norms of ``found_VD`` less the product, and of the product."""
+        distances, norms = [], []
+        for rows in _cut_rows(found_VD):
+            expected_vD = self.a_NV[:, rows].T @ self.b_ND
+            distances.append(_compute_norm(found_VD[rows] - expected_vD.to(found_VD.dtype)))
+            norms.append(_compute_norm(expected_vD))
+        return math.hypot(*distances), math.hypot(*norms)
+
+
+def _cut_rows(matrix_VD: Tensor) -> list[slice]:
+    """Cut the rows of a matrix into blocks of at most ``BLOCK_ELEMENTS``."""
+    size = max(BLOCK_ELEMENTS // matrix_VD.shape[1], 1)
+    return [slice(first, first + size) for first in range(0, len(matrix_VD), size)]
 
 
 def _run_dense(
@@ -177,8 +203,9 @@ def _run_dense(
     """
     hidden_ND = hidden_ND.double()
     vocabulary = lm_head.vocabulary
-    logits_NV = hidden_ND @ lm_head.weight.detach()[:vocabulary].double().T
-    weight_VD = lm_head.weight.detach()[:vocabulary].to(products_NV.dtype).double()
+    weight_VD = lm_head.weight.detach()[:vocabulary]
+    blocks = _cut_rows(weight_VD)
+    logits_NV = torch.cat([hidden_ND @ weight_VD[rows].double().T for rows in blocks], 1)
     # In float64 ``double`` copies nothing; ``detach`` keeps the fused pass' tensor as it is.
     z_NV = products_NV.double().detach().requires_grad_()
     s_NV = lm_head.transform_logits(
@@ -188,26 +215,36 @@ def _run_dense(
     found = _compute_gradients(total, {"logits": z_NV, "T": targets.temperature})
     g_NV = found.pop("gradient of logits")
     padded_NV = F.pad(g_NV, (0, len(lm_head.weight) - vocabulary))
-    values = {
+    d_hidden_ND = torch.zeros_like(hidden_ND)
+    norms = list[Tensor]()
+    for rows in blocks:
+        rounded_vD = weight_VD[rows].to(products_NV.dtype).double()
+        d_hidden_ND += g_NV[:, rows] @ rounded_vD
+        norms.append(rounded_vD.norm(dim=1))
+    row_V = torch.cat(norms)
+    values: dict[str, Tensor | _Product] = {
         "logits": logits_NV,
         "loss": total.detach(),
-        "gradient of hidden states": g_NV @ weight_VD,
+        "gradient of hidden states": d_hidden_ND,
         "gradient of head bias": padded_NV.sum(0),
         **found,
     }
     if lm_head.weight.requires_grad:
-        values["gradient of head weight"] = padded_NV.T @ hidden_ND
+        values["gradient of head weight"] = _Product(padded_NV, hidden_ND)
     row_N = torch.linalg.vector_norm(hidden_ND, dim=1)
     moved_N, slope = _bound_effect_of_ties(s_NV.detach(), products_NV.dtype, targets, objective)
     moved_N = moved_N * abs(lm_head.scale)
     undecided = {
-        "gradient of hidden states": _compute_norm(moved_N) * float(weight_VD.norm(dim=1).amax()),
+        "gradient of hidden states": _compute_norm(moved_N) * float(row_V.amax()),
         "gradient of head weight": _compute_norm(moved_N * row_N),
         "gradient of head bias": float(moved_N.sum()),
         "gradient of T": slope,
     }
     return _DenseReference(
-        values, _estimate_sizes(g_NV, row_N, weight_VD, targets.temperature_value), undecided
+        float(total.detach()),
+        values,
+        _estimate_sizes(g_NV, hidden_ND, row_V, targets.temperature_value),
+        undecided,
     )
 
 
@@ -232,10 +269,13 @@ def _compute_errors(fused: _Values, dense: _DenseReference) -> dict[str, float]:
     errors = {}
     for name, found in fused.items():
         expected = dense.values[name]
-        distance = _compute_norm(found - expected.to(found.dtype)) - dense.undecided.get(name, 0.0)
-        size = max(
-            _compute_norm(expected), LEAST_SIZE * dense.sizes[name], torch.finfo(torch.float64).tiny
-        )
+        if isinstance(expected, _Product):
+            distance, norm = expected.measure(found)
+        else:
+            distance = _compute_norm(found - expected.to(found.dtype))
+            norm = _compute_norm(expected)
+        distance -= dense.undecided.get(name, 0.0)
+        size = max(norm, LEAST_SIZE * dense.sizes[name], torch.finfo(torch.float64).tiny)
         errors[name] = 0.0 if distance < 0.0 else distance / size
     return errors
 
@@ -245,21 +285,21 @@ def _compute_norm(tensor: Tensor) -> float:
 
 
 def _estimate_sizes(
-    g_NV: Tensor, row_N: Tensor, weight_VD: Tensor, temperature: float
+    g_NV: Tensor, hidden_ND: Tensor, row_V: Tensor, temperature: float
 ) -> dict[str, float]:
     """The size of each value where student and teacher differ.
 
-    ``row_N`` are the norms of the hidden states. The fused pass rounds ``g_NV``, the gradient for
+    ``row_V`` are the norms of the LM head's rows. The fused pass rounds ``g_NV``, the gradient for
     the logits, to the dtype of its products. Products of it may cancel, so they count as no smaller
     than its norm allows. T^2 multiplies the rounding of a divergence, even where the divergence
     falls as 1 / T^2.
     """
     count = len(g_NV)
-    weight = _compute_norm(weight_VD) / math.sqrt(len(weight_VD))
-    hidden = _compute_norm(row_N) / math.sqrt(count)
+    weight = _compute_norm(row_V) / math.sqrt(len(row_V))
+    hidden = _compute_norm(hidden_ND) / math.sqrt(count)
     reach = max(_compute_norm(g_NV), math.sqrt(count))
     return {
-        "logits": weight * hidden * math.sqrt(g_NV.numel() / weight_VD.shape[1]),
+        "logits": weight * hidden * math.sqrt(g_NV.numel() / hidden_ND.shape[1]),
         "loss": count * max(1.0, temperature**2),
         "gradient of hidden states": weight * reach,
         "gradient of head weight": hidden * reach,
@@ -284,7 +324,7 @@ def _bound_effect_of_ties(
     student = 1.0 if objective.teacher_only else temperature
     s_NV = s_NV / student
     t_NV = compute_teacher_logits(targets.teacher) / temperature
-    logp_NV = t_NV.log_softmax(1)
+    logp_NV = widen_logprobs(t_NV.log_softmax(1), s_NV.shape[1])
     logq_NV = s_NV.log_softmax(1)
     eps = TIE_ROUNDING * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     size_N1 = s_NV.abs().amax(1, keepdim=True) + t_NV.clamp(min=-100.0).abs().amax(1, keepdim=True)

@@ -22,15 +22,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cache.perplexity import BlockLosses, raise_e
+from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
+from kd.config.job import JobConfig
+from kd.loss.decoder import TargetDecoder
+from kd.loss.targets import widen_logprobs
+from kd.models.attention.causality import require_causal
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_device, require_context
-from kd.models.lm_head import LMHead, find_lm_head
-from kd.models.precision import float32_products
+from kd.models.lm_head import LMHead, find_lm_head, find_student_head
+from kd.models.precision import Precision, float32_products, pick_device
 from kd.text.batches import Batch, Source
 from kd.text.bytes import compute_bits_per_byte
 from kd.text.steps.reading import read_validation_batches
 from kd.training.calibration import Calibration
+from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
 
 #: Elements of a chunk's (N, V). One such tensor exists for each model, and about five more.
 CHUNK_ELEMENTS = 2**22
@@ -41,24 +47,34 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model in evaluation mode, and its LM head."""
+    """A model in evaluation mode that reads the sequences of a job, and its LM head.
+
+    All that measures a finished model reads it through this class, so that each document counts as
+    if it were alone.
+    """
 
     model: PreTrainedModel
     lm_head: LMHead
 
     @classmethod
-    def of(cls, model: PreTrainedModel, vocabulary: int, device: torch.device) -> EvaluatedModel:
-        """Move ``model`` to ``device`` and find its LM head."""
+    def of(
+        cls, model: PreTrainedModel, vocabulary: int, data: DataConfig, teaches: bool = False
+    ) -> EvaluatedModel:
+        """Move ``model`` to the device of the run, and let it read sequences packed as in ``data``.
+
+        A model that ``teaches`` is what its records are: a distribution over ``vocabulary`` tokens.
+        Any other is one over all rows of its LM head. Raises ``ModelError`` if it cannot read them.
+        """
+        device = pick_device()
         # A teacher whose layers are spread (teacher.parallel) has its LM head there already.
         if find_device(model).type != device.type:
             nn.Module.to(model, device)
-        return cls(model.eval(), find_lm_head(model, vocabulary))
-
-    def require_fit(self, sequence_length: int, packing: bool) -> None:
-        """Raise ``ModelError`` if the model cannot read such sequences as they are meant."""
-        require_context(self.model, sequence_length)
-        if packing:
-            isolate_documents(self.model)
+        require_context(model, data.sequence_length)
+        require_causal(model, data.sequence_length)
+        if data.packing:
+            isolate_documents(model)
+        find = find_lm_head if teaches else find_student_head
+        return cls(model.eval(), find(model, vocabulary))
 
     def compute_hidden_states(self, batch: Batch) -> Tensor:
         """Hidden states (N, D) of the positions that have a target."""
@@ -87,6 +103,28 @@ class ComparisonSums:
     def __add__(self, other: ComparisonSums) -> ComparisonSums:
         return ComparisonSums(
             *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
+        )
+
+
+def compare_with_records(
+    model: PreTrainedModel, config: JobConfig, source: Source, vocabulary: int
+) -> dict[str, Any]:
+    """Evaluate ``model`` by the held-out records, as ``kd.training.evaluate`` does, in float32.
+
+    So the figures do not depend on the precision of the training.
+    """
+    measured = EvaluatedModel.of(model, vocabulary, config.data)
+    device = pick_device()
+    with float32_products():
+        return evaluate_student(
+            model,
+            measured.lm_head,
+            source,
+            TargetDecoder.of(source, device),
+            config.require_train().batch_size,
+            Precision.choose("fp32", device),
+            device,
+            choose_evaluation_temperature(config.loss),
         )
 
 
@@ -147,7 +185,7 @@ def _iterate_chunk_sums(
         }
         gold_N = batch.gold_N[rows]
         for name, q_NV in logprobs.items():
-            p_NV = logprobs.get(TEACHER, q_NV)
+            p_NV = widen_logprobs(logprobs.get(TEACHER, q_NV), q_NV.shape[1])
             ce_N = -q_NV.gather(1, gold_N[:, None])[:, 0].double()
             yield name, ce_N, measure_chunk(p_NV, q_NV, gold_N, context_N[rows], options)
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
-from kd.config.teacher import TeacherConfig
 from kd.evaluation.baseline import build_starting_student, train_baseline
 from kd.evaluation.comparison import (
     TEACHER,
@@ -41,6 +40,7 @@ from kd.models.tokenizers import (
     load_tokenizer,
     require_same_tokenizer,
 )
+from kd.models.tokenizing.rules import sample_texts
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.progress import SILENT, Monitor
 from kd.text.batches import Source
@@ -91,7 +91,7 @@ def evaluate_in_depth(
     task.
     """
     students = _gather_students(config, source, student, run, with_start)
-    teacher = _load_teacher(config.teacher, run) if config.evaluation.teacher else None
+    teacher = _load_teacher(config, run) if config.evaluation.teacher else None
     run.monitor.emit("stage", stage="train", phase="measuring on the held-out text")
     found = measure_models(config, source, students, teacher, run.tokenizer)
     # Models that are measured no more make room for the teacher.
@@ -176,7 +176,8 @@ def _compare_side_by_side(
     used |= {TEACHER: teacher} if teacher is not None else {}
     vocabulary = choose_run_vocabulary(source, run.tokenizer, *used.values())
     models = {
-        name: EvaluatedModel.of(model, vocabulary, pick_device()) for name, model in used.items()
+        name: EvaluatedModel.of(model, vocabulary, config.data, name == TEACHER)
+        for name, model in used.items()
     }
     known = {
         STUDENT: ModelCost.of_folder(run.student_folder),
@@ -215,7 +216,7 @@ def _load_teacher_if_possible(
     if (reason := find_reason_without(config.teacher, pick_device(), limit)) is not None:
         return None, reason
     try:
-        return _load_teacher(config.teacher, run), None
+        return _load_teacher(config, run), None
     except PotstillError as error:
         return None, error.detail
     except (torch.OutOfMemoryError, MemoryError):
@@ -252,16 +253,14 @@ def measure_models(
 
     Without such text there are no models.
     """
-    device = pick_device()
-    models = (*students.values(), *([teacher] if teacher is not None else []))
-    vocabulary = choose_run_vocabulary(source, tokenizer, *models)
-    learners = {
-        name: EvaluatedModel.of(model, vocabulary, device) for name, model in students.items()
-    }
-    reference = EvaluatedModel.of(teacher, vocabulary, device) if teacher is not None else None
+    everyone = {**students, **({TEACHER: teacher} if teacher is not None else {})}
+    vocabulary = choose_run_vocabulary(source, tokenizer, *everyone.values())
     # All models are checked before the first one spends time on the text.
-    for model in (*learners.values(), *([reference] if reference is not None else [])):
-        model.require_fit(config.data.sequence_length, config.data.packing)
+    learners = {
+        name: EvaluatedModel.of(model, vocabulary, config.data, name == TEACHER)
+        for name, model in everyone.items()
+    }
+    reference = learners.pop(TEACHER, None)
     sums = compare_models(
         learners, reference, source, _choose_batch_size(config), config.evaluation
     )
@@ -304,8 +303,9 @@ def _choose_batch_size(config: JobConfig) -> int:
     return config.train.batch_size if config.train is not None else DEFAULT_BATCH
 
 
-def _load_teacher(config: TeacherConfig | None, run: EvaluationContext) -> PreTrainedModel:
+def _load_teacher(job: JobConfig, run: EvaluationContext) -> PreTrainedModel:
     """Load the teacher, if it shares the student's tokenizer."""
+    config = job.teacher
     assert config is not None, "JobConfig refuses an evaluation of a teacher that is not there"
     run.monitor.emit("stage", stage="train", phase="loading the teacher")
     folder = resolve_model(config.model, config.revision, config.gguf_file or "*.safetensors")
@@ -313,5 +313,6 @@ def _load_teacher(config: TeacherConfig | None, run: EvaluationContext) -> PreTr
     # Probabilities compare only where equal ids mean equal text.
     size = min(map(get_vocabulary_size, (own, run.tokenizer)))
     known = KnownTokenizer.of(own, size, f"that of {config.model}")
-    require_same_tokenizer(run.tokenizer, known)
+    texts = sample_texts(job.data)
+    require_same_tokenizer(run.tokenizer, known, texts=texts, note=run.monitor.note)
     return load_teacher(config, folder, pick_device())

@@ -32,12 +32,13 @@ from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.config.loss import FeatureConfig, LearnedTemperature, Ramp
 from kd.errors import TrainingError
+from kd.evaluation.comparison import EvaluatedModel
 from kd.evaluation.floor import find_least_loss
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.targets import Targets
-from kd.models.lm_head import find_lm_head
+from kd.models.lm_head import find_student_head
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.progress import Event, Monitor
 from kd.text.batches import Batch, Source, make_batch
@@ -176,8 +177,8 @@ def check_overfit(
     """
     subset = _choose_subset(source, config)
     config = _simplify_job(config, subset.train_count)
-    probe = _LossProbe.of(config, subset, vocabulary)
-    nn.Module.to(student, pick_device())
+    head = EvaluatedModel.of(student, vocabulary, config.data).lm_head
+    probe = _LossProbe.of(config, subset, head.vocabulary)
     span = LossRange(probe.measure_loss(student), probe.find_floor())
     if not np.isfinite(span.before):
         return _make_verdict(
@@ -341,7 +342,7 @@ class _LossProbe:
         precision = Precision.choose("fp32", pick_device())
         hidden_ND = compute_target_hidden_states(student, self.batch, precision)[: self.positions]
         terms = compute_distillation_loss(
-            hidden_ND, find_lm_head(student, self.vocabulary), self._targets, self.objective
+            hidden_ND, find_student_head(student, self.vocabulary), self._targets, self.objective
         )
         student.train(training)
         return float(terms.total) / self.positions

@@ -131,35 +131,16 @@ def measure_student(
     All runs of an ablation are measured on the same records at the same temperature, whatever they
     were trained on.
     """
-    from torch import nn
-
-    from kd.loss.decoder import TargetDecoder
-    from kd.models.attention.isolation import isolate_documents
-    from kd.models.lm_head import find_lm_head
-    from kd.models.precision import Precision, float32_products, pick_device
+    from kd.evaluation.comparison import compare_with_records
     from kd.models.saving import load_saved_student
     from kd.models.vocabulary import choose_run_vocabulary
     from kd.pipeline import adopt_cache_layout, open_source
     from kd.progress import replace_nonfinite
-    from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
 
     tokenizer, source = open_source(base, home, records, monitor)
     student = load_saved_student(folder)
-    device = pick_device()
-    nn.Module.to(student, device)
-    if adopt_cache_layout(source, base).data.packing:
-        isolate_documents(student)
-    with float32_products():
-        found = evaluate_student(
-            student,
-            find_lm_head(student, choose_run_vocabulary(source, tokenizer, student)),
-            source,
-            TargetDecoder.of(source, device),
-            base.require_train().batch_size,
-            Precision.choose("fp32", device),
-            device,
-            choose_evaluation_temperature(base.loss),
-        )
+    vocabulary = choose_run_vocabulary(source, tokenizer, student)
+    found = compare_with_records(student, adopt_cache_layout(source, base), source, vocabulary)
     measured: dict[str, Any] = replace_nonfinite(found)
     return measured
 

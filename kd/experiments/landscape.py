@@ -31,12 +31,12 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ModelError
 from kd.evaluation.baseline import build_starting_student
+from kd.evaluation.comparison import EvaluatedModel
 from kd.experiments.landscape_page import render_landscape
 from kd.files import read_json, write_json, write_text
 from kd.loss.decoder import TargetDecoder
 from kd.loss.ramps import evaluate_ramp
-from kd.models.attention.isolation import isolate_documents
-from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.lm_head import LMHead
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import (
     Precision,
@@ -192,15 +192,13 @@ class LossSurface:
     ) -> LossSurface:
         """Take ``options.sequences`` of each split, chosen by the seed."""
         device = pick_device()
-        nn.Module.to(student, device).eval()
-        if config.data.packing:
-            isolate_documents(student)
+        measured = EvaluatedModel.of(student, vocabulary, config.data)
         train = config.require_train()
         steps = train.count_steps(source.train_count) or 1
         alpha = 1.0 if source.codec is None else evaluate_ramp(config.loss.alpha, steps, steps)
         return cls(
             student,
-            find_lm_head(student, vocabulary),
+            measured.lm_head,
             TargetDecoder.of(source, device),
             {
                 split: [

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.config.job import JobConfig
+from kd.evaluation.comparison import EvaluatedModel
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
@@ -40,7 +41,7 @@ from kd.loss.ramps import evaluate_ramp
 from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.step_memory import measure_free_memory
 from kd.models.attention.isolation import isolate_documents
-from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.lm_head import LMHead, find_student_head
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.text.batches import Batch, CachedRecords, Source, make_batch
 from kd.training.evaluate import choose_evaluation_temperature
@@ -99,15 +100,14 @@ def measure_noise(
 ) -> GradientNoise:
     """The noise of the gradient of ``student`` on the sequences of ``second``."""
     device = pick_device()
-    nn.Module.to(student, device)
+    measured = EvaluatedModel.of(student, vocabulary, config.data)
     numbers = np.arange(second.train_count)
     first, again = (make_batch(*each.read(numbers)).to(device) for each in (source, second))
-    precision = Precision.choose("fp32", device)
-    hidden_ND = compute_target_hidden_states(student.eval(), first, precision)
+    hidden_ND = measured.compute_hidden_states(first)
     temperature = choose_evaluation_temperature(config.loss)
     decoder = TargetDecoder.of(source, device)
-    lm_head = find_lm_head(student, vocabulary)
-    return GradientNoise.of(*_sum_noise(hidden_ND, lm_head, decoder, (first, again), temperature))
+    sums = _sum_noise(hidden_ND, measured.lm_head, decoder, (first, again), temperature)
+    return GradientNoise.of(*sums)
 
 
 def _sum_noise(
@@ -300,7 +300,7 @@ class _SequenceLoss:
         steps = config.require_train().count_steps(source.train_count) or 1
         return cls(
             student,
-            find_lm_head(student, vocabulary),
+            find_student_head(student, vocabulary),
             TargetDecoder.of(source, student.device),
             Objective.of(config.loss).with_alpha(evaluate_ramp(config.loss.alpha, 0, steps)),
             choose_evaluation_temperature(config.loss),

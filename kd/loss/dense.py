@@ -18,7 +18,7 @@ from cache.codec import make_cosine_basis
 from kd.loss.fused import LossTerms
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
-from kd.loss.targets import Targets
+from kd.loss.targets import Targets, widen_logprobs
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
 from kd.models.lm_head import LMHead
 
@@ -48,6 +48,7 @@ def compute_dense_loss_from_logits(
             value_N, entropy_N = _compute_kl_of_top(top, logq_NV)
         case DenseTarget() | HiddenTarget() as whole:
             logp_NV = torch.log_softmax(compute_teacher_logits(whole) / temperature, 1)
+            logp_NV = widen_logprobs(logp_NV, s_NV.shape[1])
             value_N = _compute_divergence(objective, logp_NV, logq_NV)
             entropy_N = _compute_expectation(logp_NV, -logp_NV)
         case other:
@@ -136,7 +137,7 @@ def _compute_kl_of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tens
     logq_NK1 = torch.cat(
         [
             logq_NV.gather(1, target.ids_NK),
-            logq_NV.masked_fill(inside, -torch.inf).logsumexp(1, keepdim=True),
+            logq_NV.masked_fill(inside, -torch.inf)[:, : target.vocabulary].logsumexp(1, True),
         ],
         1,
     )

@@ -40,7 +40,7 @@ from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.student_rows import StudentRows
 from kd.loss.tail_control import HeadCorrection
-from kd.loss.targets import TargetChunk, Targets, subtract_target_
+from kd.loss.targets import TargetChunk, Targets, subtract_target_, widen_logprobs
 from kd.loss.token_weights import compute_token_weights
 from kd.loss.whole_targets import Distribution, TopTarget
 from kd.models.lm_head import LMHead
@@ -236,6 +236,9 @@ class _LossPass:
             for each, dtype, need, fill in zip(inputs, dtypes, needed, fills, strict=True)
         )
         d_hidden_ND, d_weight, d_bias, d_temperature, d_weights_E, d_entropy_N = gradients
+        if d_temperature is not None:
+            # T is on the CPU: each chunk would wait for the device.
+            d_temperature = d_temperature.to(hidden_ND.device)
         if d_weight is not None:
             d_weight[work.lm_head.vocabulary if len(work.targets) else 0 :].zero_()
         sums = hidden_ND.new_zeros(5, dtype=torch.float64)
@@ -297,18 +300,18 @@ class _LossPass:
         """
         lm_head = self.work.lm_head
         excess_V = correction.excess_V.double() * lm_head.scale
-        weight_VD = lm_head.weight[: lm_head.vocabulary]
+        weight_VD = lm_head.weight[: len(excess_V)]
         logits_V = (weight_VD @ correction.direction_D.to(weight_VD.dtype)).double()
         if lm_head.bias is not None:
-            logits_V += lm_head.bias[: lm_head.vocabulary]
+            logits_V += lm_head.bias[: len(excess_V)]
         self.kd += self.work.scale * (excess_V @ logits_V)
         excess_V = excess_V * self.work.soft
         if self.d_weight is not None:
-            d_weight_VD = self.d_weight[: lm_head.vocabulary]
+            d_weight_VD = self.d_weight[: len(excess_V)]
             factors = (excess_V, correction.direction_D)
             d_weight_VD.addr_(*(each.to(d_weight_VD.dtype) for each in factors))
         if self.d_bias is not None:
-            self.d_bias[: lm_head.vocabulary] += excess_V
+            self.d_bias[: len(excess_V)] += excess_V
 
     def _process_chunk(self, room_NV: Tensor, chunk: LossChunk, hidden_ND: Tensor) -> None:
         """Add one chunk in PyTorch; its logits use the memory ``room_NV``."""
@@ -450,7 +453,7 @@ class _LossPass:
         if self.d_temperature is not None and negentropy_N is not None:
             along_N = chunk.multiply_by_total(negentropy_N) - expected_N
             slope = chunk.sum(2.0 * kl_N - along_N) * work.student_temperature
-            self.d_temperature += (1.0 - work.objective.alpha) * slope.to(self.d_temperature.device)
+            self.d_temperature += (1.0 - work.objective.alpha) * slope
         if self.d_weights_E is not None and self.d_entropy_N is not None and logq_E is not None:
             assert isinstance(teacher, SparseTarget) and isinstance(
                 work.targets.teacher, SparseTarget
@@ -475,18 +478,19 @@ class _LossPass:
         work = self.work
         objective = self.work.objective
         temperature = self.work.student_temperature
-        found = compute_divergence(objective.divergence, objective.beta, teacher.logp_NV, logq_NV)
+        logp_NV = widen_logprobs(teacher.logp_NV, logq_NV.shape[1])
+        found = compute_divergence(objective.divergence, objective.beta, logp_NV, logq_NV)
         self.entropy += teacher.entropy_N.sum(dtype=torch.float64)
         self.kd += work.scale * chunk.sum(found.value_N)
         if self.d_temperature is not None:
-            along_N = compute_slope(found.b_NV, teacher.logp_NV) / work.targets.temperature_value
+            along_N = compute_slope(found.b_NV, logp_NV) / work.targets.temperature_value
             if not objective.teacher_only:
                 along_N = temperature**2 * along_N + temperature * compute_slope(
                     found.a_NV, logq_NV
                 )
                 along_N -= 2.0 * temperature * found.value_N
             slope = -chunk.sum(along_N) * (1.0 - objective.alpha)
-            self.d_temperature += slope.to(self.d_temperature.device)
+            self.d_temperature += slope
         if not self.wants_logits:
             return None
         g_NV = compute_logit_gradient(found.a_NV, logq_NV.exp())
@@ -551,12 +555,11 @@ class _FusedLMHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight, bias, temperature, weights_E, entropy_N, work: _LossInputs):  # type: ignore[no-untyped-def]
         inputs = hidden_ND, weight, bias, temperature, weights_E, entropy_N
-        cast = weight[: work.lm_head.vocabulary].detach().to(hidden_ND.dtype)  # once, not per chunk
-        work = replace(work, lm_head=replace(work.lm_head, weight=cast))
+        work = replace(work, lm_head=work.lm_head.cast(hidden_ND.dtype))
         loss = _LossPass.of(work, inputs, ctx.needs_input_grad[:6])
         loss.run(hidden_ND)
         ctx.gradients = loss.gradients
-        ctx.dtypes = [None if each is None else each.dtype for each in inputs]
+        ctx.places = [None if each is None else (each.device, each.dtype) for each in inputs]
         ctx.mark_non_differentiable(loss.kd, loss.ce, loss.z, loss.entropy, loss.smoothing)
         return loss.total, loss.kd, loss.ce, loss.z, loss.entropy, loss.smoothing
 
@@ -569,14 +572,16 @@ class _FusedLMHead(torch.autograd.Function):
         # Kept gradients would double their memory, which for the weight is that of the LM head.
         gradients = ctx.gradients
         ctx.gradients = None
-        return *map(_scale_gradient, gradients, [d_total] * len(gradients), ctx.dtypes), None
+        return *map(_scale_gradient, gradients, [d_total] * len(gradients), ctx.places), None
 
 
 def _scale_gradient(
-    gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None
+    gradient: Tensor | None, factor: Tensor, place: tuple[torch.device, torch.dtype] | None
 ) -> Tensor | None:
-    """The gradient times ``factor``, in place, then cast to ``dtype``, that of its input."""
-    return None if gradient is None else gradient.mul_(factor.to(gradient.device)).to(dtype)
+    """The gradient times ``factor``, in place, then where its input is, and in its dtype."""
+    if gradient is None or place is None:
+        return None
+    return gradient.mul_(factor).to(*place)
 
 
 def _subtract_gold_(g_NV: Tensor, gold_N: Tensor, share: float) -> None:

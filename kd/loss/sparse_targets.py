@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import KNOWN_STEP, PARTITION_STEP, Codec
-from kd.loss.targets import Columns, decode_entropies, detach_number, list_kept_ids
+from kd.loss.targets import Columns, decode_entropies, detach_number, list_betas, list_kept_ids
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,8 @@ class _Proposal:
         log_all_JM = torch.stack([entries.spread_over_tail(each_N) for each_N in self.log_all_JN])
         each_JM = self._evaluate_each(l_M, log_all_JM)
         g_M = each_JM.mean(0)
-        slope_M = each_JM.new_tensor(betas) @ each_JM / each_JM.sum(0)  # d log g / dl
+        beta_J = list_betas(betas, each_JM.device, each_JM.dtype)
+        slope_M = beta_J @ each_JM / each_JM.sum(0)  # d log g / dl
         c_M = beta - slope_M
         rounding_M = 1.0 + c_M * (c_M - 1.0) * (step**2 / 12.0)
         rest_N = (self.log_tail_JN - self.log_all_JN).exp().mean(0)
@@ -355,7 +356,7 @@ class _Proposal:
     def _evaluate_each(self, l_E: Tensor, log_all_JE: Tensor) -> Tensor:
         """p_{T_j} of the tokens, (J, E)."""
         betas = self.partition.codec.proposal_betas
-        beta_J1 = l_E.new_tensor(betas)[:, None]
+        beta_J1 = list_betas(betas, l_E.device, l_E.dtype)[:, None]
         return (beta_J1 * l_E - log_all_JE).exp()
 
 

@@ -11,7 +11,8 @@ unbiased sample may have another sum. So a chunk of a target provides W, E_p[s],
 subtraction of p. ``kd.loss.decoder`` makes targets from the cache's columns:
 ``kd.loss.sparse_targets`` has the first row of the table, ``kd.loss.whole_targets`` the others.
 
-Shapes: N positions that have a target, V vocabulary.
+Shapes: N positions that have a target, V vocabulary. The LM head of a student may have more rows,
+V' >= V: its softmax is over all of them, and the teacher's p is 0 beyond V.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
 
@@ -30,6 +32,9 @@ Columns = dict[str, Tensor]
 
 #: Log-probability of a token that the teacher forbids: 0 in every sum, finite in every divergence.
 LEAST_LOGPROB = -1e4
+#: Log-probability of an id without a name, which only the student has. It is 0 in every sum, and
+#: not so small that a reverse KL would learn nothing else.
+NAMELESS_LOGPROB = -50.0
 
 
 class TargetChunk(Protocol):
@@ -97,6 +102,12 @@ class Targets:
         return detach_number(self.temperature)
 
 
+def widen_logprobs(logp_NV: Tensor, rows: int) -> Tensor:
+    """The teacher's log-probabilities for a student whose LM head has ``rows`` rows, (N, V')."""
+    missing = rows - logp_NV.shape[1]
+    return F.pad(logp_NV, (0, missing), value=NAMELESS_LOGPROB) if missing > 0 else logp_NV
+
+
 def subtract_target_(q_NV: Tensor, target: TargetChunk) -> Tensor:
     """W q - p in place: the gradient of forward KL with respect to the logits s, (N, V).
 
@@ -120,6 +131,12 @@ def list_kept_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
     They are made once, because a GPU has to be waited for when numbers are copied to it.
     """
     return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def list_betas(betas: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return ``betas`` on ``device``. They are made once, as those of ``list_kept_ids``."""
+    return torch.tensor(betas, dtype=dtype, device=device)
 
 
 def decode_entropies(codes_N: Tensor, unknown: float) -> Tensor:

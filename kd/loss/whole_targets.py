@@ -29,12 +29,14 @@ class TopTarget:
     the student lies outside the K tokens, not where. In the gradient q - p the bucket is therefore
     spread as the student spreads it: r q_v / (1 - Q), with Q the student's mass on the K tokens. 1
     - Q is summed over the outside itself: as a difference, or as log1mexp of the K tokens'
-    logsumexp, it loses all digits where Q nears 1. A target of tokens is its own chunk.
+    logsumexp, it loses all digits where Q nears 1. The outside ends at ``vocabulary``, V: rows
+    beyond it get no part of the rest. A target of tokens is its own chunk.
     """
 
     ids_NK: Tensor
     p_NK: Tensor
     rest_N: Tensor
+    vocabulary: int | None = None
 
     @property
     def whole(self) -> bool:
@@ -43,7 +45,7 @@ class TopTarget:
 
     def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> TopTarget:
         """The target of positions ``rows``; its numbers stay in float64."""
-        return TopTarget(self.ids_NK[rows], self.p_NK[rows], self.rest_N[rows])
+        return TopTarget(self.ids_NK[rows], self.p_NK[rows], self.rest_N[rows], self.vocabulary)
 
     @property
     def entropy_N(self) -> Tensor:
@@ -58,12 +60,14 @@ class TopTarget:
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """sum_i p_i s_i + r LSE(s outside) of each position, float64."""
         inside_N = (self.p_NK * s_NV.gather(1, self.ids_NK)).sum(1)
-        outside_N = s_NV.scatter(1, self.ids_NK, -torch.inf).logsumexp(1)
+        named_NV = s_NV[:, : self.vocabulary]
+        outside_N = named_NV.scatter(1, self.ids_NK, -torch.inf).logsumexp(1)
         # Where K covers the vocabulary nothing is outside: the rest is 0 and LSE -inf.
         return inside_N + (self.rest_N * outside_N).where(self.rest_N > 0, 0.0)
 
     def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """q - share * p inside, q (1 - share * r / (1 - Q)) outside, in place."""
+        q_NV = q_NV[:, : self.vocabulary]
         # The K tokens are zeroed so that the sum is of the outside alone, and set again below.
         q_NK = q_NV.gather(1, self.ids_NK)
         q_NV.scatter_(1, self.ids_NK, 0.0)
@@ -78,7 +82,7 @@ class TopTarget:
         return self.ids_NK[:, 0]
 
 
-def decode_top(columns: Columns, k: int | None = None) -> TopTarget:
+def decode_top(columns: Columns, k: int | None = None, vocabulary: int | None = None) -> TopTarget:
     """The target of profile topk, of its first ``k`` entries; the others go to the rest.
 
     Rounding makes the stored probabilities sum to 1 within 1e-3, so they are divided by their sum.
@@ -91,7 +95,8 @@ def decode_top(columns: Columns, k: int | None = None) -> TopTarget:
     ids_NK = columns["top_ids"].long()[:, :k]
     # A record of fewer tokens ends in absent ones; they become repeats of the first, of weight 0.
     absent_NK = torch.isinf(logprobs_NK[:, :k])
-    return TopTarget(ids_NK.where(~absent_NK, ids_NK[:, :1]), p_NK1[:, :-1], p_NK1[:, -1])
+    ids_NK = ids_NK.where(~absent_NK, ids_NK[:, :1])
+    return TopTarget(ids_NK, p_NK1[:, :-1], p_NK1[:, -1], vocabulary)
 
 
 def _decode_steps(codes: Tensor) -> Tensor:
@@ -123,10 +128,12 @@ class Distribution:
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """p . s of each position, float64."""
-        return torch.linalg.vecdot(self.p_NV.to(s_NV.dtype), s_NV).double()
+        named_NV = s_NV[:, : self.p_NV.shape[1]]
+        return torch.linalg.vecdot(self.p_NV.to(s_NV.dtype), named_NV).double()
 
     def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """q - share * p, in place."""
+        q_NV = q_NV[:, : self.p_NV.shape[1]]
         if isinstance(share, Tensor):
             q_NV.addcmul_(self.p_NV, share, value=-1)
         else:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.attention.interface import reading_rows
+from kd.models.attention.rotary import keep_frequencies_apart
+from kd.models.folder import find_context
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
 
@@ -41,7 +43,8 @@ def run_body(
     model: nn.Module, tokens_BL: Tensor, packed: PackedRows | None = None, **wanted: Any
 ) -> Any:
     """Run ``model`` up to its last norm, and return its output with what else is ``wanted``."""
-    positions_BL = None if packed is None else packed.positions_BL
+    positions_BL = packed.positions_BL if packed is not None and packed.apart else None
+    keep_frequencies_apart(model)
     with reading_rows(model, packed):
         return find_body(model)(
             input_ids=tokens_BL, position_ids=positions_BL, use_cache=False, **wanted
@@ -70,8 +73,23 @@ def find_device(model: PreTrainedModel) -> torch.device:
 
 
 def is_hollow(model: nn.Module) -> bool:
-    """Whether parameters of ``model`` have a shape but no values, so that it cannot run."""
-    return any(parameter.is_meta for parameter in model.parameters())
+    """Whether parameters of ``model`` have a shape but no values, so that it cannot run.
+
+    Of a model that is placed on several devices, values may lie on the disk.
+    """
+    return not hasattr(model, "hf_device_map") and any(p.is_meta for p in model.parameters())
+
+
+def train_all_rows(model: nn.Module) -> None:
+    """Let every row of the embeddings of ``model`` be trained, that of the padding token too.
+
+    torch gives the row ``padding_idx`` no gradient as an input. But rows here have no padding, and
+    the padding token may be one of the text: the end or the beginning of a document. No other
+    number changes, and the configuration keeps the token.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -82,6 +100,17 @@ def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = (module for module in find_body(model).modules() if isinstance(module, nn.ModuleList))
     return next((list(each) for each in lists if len(each) == count), [])
+
+
+def read_layer_sizes(config: PreTrainedConfig, field: str) -> list[int]:
+    """Return the sizes that ``field`` of a configuration has in its layers, which may differ.
+
+    Empty where no layer has such a field.
+    """
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    found = [getattr(each, field, None) for each in layers]
+    sizes = [size for each in found for size in (each if isinstance(each, list) else [each])]
+    return [size for size in sizes if isinstance(size, int)]
 
 
 def find_trunk(model: PreTrainedModel) -> tuple[str, nn.Module]:
@@ -102,8 +131,8 @@ def require_context(model: PreTrainedModel, sequence_length: int) -> None:
     Learned position embeddings would raise an IndexError there. Rotary ones would continue
     silently, to positions that the model was never trained on.
     """
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and sequence_length > context:
+    context = find_context(model.config.get_text_config().to_dict())
+    if context is not None and 0 < context < sequence_length:
         raise ModelError(
             f"{type(model).__name__} has a context of {context} tokens, "
             f"but data.sequence_length is {sequence_length}.",

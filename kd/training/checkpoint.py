@@ -16,7 +16,8 @@ Where each rank holds a part of every parameter (train.strategy fsdp) or some la
 shard-*.safetensors take the place of the first three files, one from each rank with its parts of
 all their tensors. A run of any strategy and of any number of ranks goes on from either kind.
 
-Training resumed from a checkpoint equals training that was never stopped, bit for bit on a CPU.
+Training resumed from a checkpoint equals training that was never stopped, bit for bit on a CPU with
+the same number of threads.
 """
 
 from __future__ import annotations

@@ -176,6 +176,7 @@ def score_positions(
     calibration = Calibration.none(BINS, hidden_ND.device)
     size = chunk_size or choose_chunk_positions(lm_head.vocabulary, hidden_ND.device)
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+    lm_head = lm_head.cast(hidden_ND.dtype)
     for chunk in split_into_chunks(targets, size, dtype):
         logq_NV = torch.log_softmax(lm_head.compute_logits(hidden_ND[chunk.rows]), 1)
         chosen_N = logq_NV.gather(1, chunk.gold_N[:, None])[:, 0]

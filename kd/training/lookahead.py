@@ -38,6 +38,8 @@ from kd.text.batches import Batch, Source, make_batch
 
 #: Length of the move e v, as a share of the weights' length.
 RELATIVE_LENGTH = 1e-3
+#: Elements of a product of two tensors that are float64 at once.
+DOT_ELEMENTS = 2**24
 #: |v| / |h| below which v is rounding error alone.
 SMALLEST_REST = 1e-6
 
@@ -91,7 +93,16 @@ def _move_parameters(
 
 
 def _compute_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    parts = [(x.detach().double() * y.detach().double()).sum() for x, y in zip(a, b, strict=True)]
+    """The sum of all products, in float64, of which no more than ``DOT_ELEMENTS`` exist at once."""
+    parts = [
+        x_n.double() @ y_n.double()
+        for x, y in zip(a, b, strict=True)
+        for x_n, y_n in zip(
+            x.detach().flatten().split(DOT_ELEMENTS),
+            y.detach().flatten().split(DOT_ELEMENTS),
+            strict=True,
+        )
+    ]
     return float(torch.stack(parts).sum())
 
 

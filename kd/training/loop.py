@@ -31,7 +31,7 @@ from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.errors import OutOfMemory
 from kd.files import write_json
-from kd.memory.auto_batch import release_memory
+from kd.memory.auto_batch import memory_errors, release_memory
 from kd.memory.step_memory import read_peak_memory
 from kd.optim.averaging import use_served_weights
 from kd.parallel.group import ALONE, Group
@@ -85,7 +85,10 @@ def train(
     # Trackers and trace are closed after an error too: open ones would disturb the next run of this
     # process, for example the next trial of a search.
     with ExitStack() as closing:
-        trackers = Trackers(config, options.report_to if group.leads else (), run_dir, monitor)
+        names = options.report_to if group.leads else ()
+        newest = checkpoint.read_newest_state(run_dir / "checkpoints")
+        resumed = None if newest is None else int(newest["progress"]["step"])
+        trackers = Trackers(config, names, run_dir, monitor, resumed)
         closing.callback(trackers.finish)
         trace = Trace(run_dir / "trace.json", options.trace_steps if group.leads else 0)
         closing.callback(trace.close)
@@ -94,7 +97,8 @@ def train(
         run = prepare(config, source, student, vocabulary, run_dir, monitor, trace, group)
         run.uploads = uploads
         run.samples = samples
-        check_start(run)
+        with memory_errors(options, str(run.memory)):
+            check_start(run)
         finish_evaluation(run)
         run_loop(run)
         finish(run)
@@ -104,10 +108,12 @@ def train(
 def check_start(run: Run) -> None:
     """Evaluate the untrained student, and compare the fused loss with a dense one.
 
+    The report sets this evaluation beside that of the finished student, which is in float32. Ranks
+    evaluate in the precision of their steps, and ``kd.pipeline`` does it again for the report.
     Raises ``TrainingError`` where the two losses differ.
     """
     if run.progress.first_evaluation is None:
-        run.progress.first_evaluation = evaluate_now(run)
+        run.progress.first_evaluation = evaluate_now(run, in_float32=run.group.alone)
         warn_of_empty_evaluation(run, run.progress.first_evaluation)
     tokens = run.config.checks.parity_tokens
     if not tokens:

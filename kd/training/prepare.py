@@ -40,10 +40,11 @@ from kd.memory.step_memory import (
     measure_free_memory,
     reset_peak_memory,
 )
+from kd.models.attention.causality import require_causal
 from kd.models.attention.interface import use_packed_attention, uses_packed_attention
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.layers import find_decoder_layers, is_hollow, require_context
-from kd.models.lm_head import LMHead, find_lm_head
+from kd.models.lm_head import LMHead, find_student_head
 from kd.models.precision import (
     Precision,
     ScalerWatch,
@@ -221,7 +222,21 @@ def _restore_state(
             copy_history(earlier, folder)
         checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
     copy_best(config, folder, state)
+    keep_threads(state.progress, parts.loss.device, monitor)
     return state, identity
+
+
+def keep_threads(progress: TrainingProgress, device: torch.device, monitor: Monitor) -> None:
+    """Note the number of torch's threads on a CPU, and warn where earlier steps had another one."""
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    if None not in (threads, progress.threads) and threads != progress.threads:
+        monitor.warn_once(
+            f"The {progress.step:,} steps so far were computed with {progress.threads} threads, "
+            f"and this process has {threads}, which changes how sums are rounded: the student will "
+            "differ in its last digits from one that was trained without a stop. Set "
+            f"OMP_NUM_THREADS={progress.threads} for the same bits."
+        )
+    progress.threads = threads
 
 
 # ---------------------------------------------------------------------- student, loss, optimiser
@@ -251,7 +266,12 @@ def _examine_student(
     require_context(student, config.data.sequence_length)
     if group.staged:
         require_stages(config.loss, student, group.size)
-    lm_head = find_lm_head(student, vocabulary)
+    if group.leads:
+        require_causal(student, config.data.sequence_length)
+    lm_head = find_student_head(student, vocabulary)
+    # The weights of the other ranks have no values yet that could show it.
+    scale, softcap = group.share((lm_head.scale, lm_head.softcap))
+    lm_head = replace(lm_head, scale=scale, softcap=softcap)
     if config.data.packing:
         _isolate_documents_alike(student, group)
         warn_of_mask(student, config.data.sequence_length, monitor)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +139,14 @@ def forward_backward(run: Run, step: Step) -> None:
     sums = torch.zeros(4, device=run.device, dtype=torch.float64)
 
     def compute_share(batch: Batch) -> Tensor:
-        inputs = (batch, step.alpha, step.temperature, step.mean_weight)
-        terms: LossTerms = run.loss_module(run.loss.compute, *inputs)
+        # T is bound and no argument: DDP and FSDP move those to the GPU, where reading T waits.
+        work = partial(
+            run.loss.compute,
+            alpha=step.alpha,
+            T=step.temperature,
+            mean_weight=step.mean_weight,
+        )
+        terms: LossTerms = run.loss_module(work, batch)
         sums.add_(torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double())
         # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the ranks'
         # parts: so it is over the tokens of a rank, on average.
@@ -227,7 +234,8 @@ def check_first_step(run: Run, step: Step) -> list[Verdict]:
         verdicts.append(check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, fresh))
     if config.checks.gradients:
         scaled = run.loss.precision.scales_loss
-        verdicts.append(check_gradients(run.student, scaled, run.group))
+        tokens_N = torch.cat([each.tokens_BL.flatten()[each.rows_N] for each in step.micro_batches])
+        verdicts.append(check_gradients(run.student, scaled, run.group, tokens_N))
     return verdicts
 
 
@@ -309,9 +317,12 @@ def take_step(run: Run, step: Step) -> None:
     state = run.state
     step.learning_rates = [float(rate) for rate in state.scheduler.get_last_lr()]
     slope = None
-    if run.look_ahead is not None:
-        slope = run.look_ahead.compute_slope(run.loss.temperature, step.number, run.loss.objective)
-    # Memory may run out here too: the first step allocates the optimiser's state.
+    # Memory may run out here too: look-ahead has gradients of its own, and the first step allocates
+    # the optimiser's state.
+    with memory_errors(run.options, str(run.memory)):
+        if run.look_ahead is not None:
+            control, objective = run.loss.temperature, run.loss.objective
+            slope = run.look_ahead.compute_slope(control, step.number, objective)
     with (
         memory_errors(run.options, str(run.memory)),
         run.clock.phase("optimizer"),

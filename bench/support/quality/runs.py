@@ -41,7 +41,7 @@ from kd.errors import Interrupted
 from kd.files import read_json, write_json, write_text
 from kd.loss.targets import Targets
 from kd.memory.auto_batch import release_memory
-from kd.models.lm_head import find_lm_head
+from kd.models.lm_head import find_student_head
 from kd.models.loading import build_student
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.progress import Monitor
@@ -217,7 +217,7 @@ def measure_losses(
     options = job.require_train()
     device = pick_device()
     precision = Precision.choose(options.precision, device)
-    lm_head = find_lm_head(student, vocabulary)
+    lm_head = find_student_head(student, vocabulary)
     student.eval()
     parts = []
     for batch in read_validation_batches(PlainText(corpus), options.batch_size):

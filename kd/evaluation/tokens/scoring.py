@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from cache.records import Sequences
 from kd.evaluation.comparison import CHUNK_ELEMENTS, TEACHER, EvaluatedModel
 from kd.files import write_text
+from kd.loss.targets import widen_logprobs
 from kd.models.layers import find_device
 from kd.models.precision import float32_products
 from kd.progress import replace_nonfinite
@@ -115,9 +116,6 @@ def score_models(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str
 
     ``kl`` is null without a teacher; the model that is not the teacher is the student.
     """
-    if batch.packed is not None:
-        for model in models.values():
-            model.require_fit(batch.tokens_BL.shape[1], packing=True)
     with float32_products():
         states = {name: model.compute_hidden_states(batch) for name, model in models.items()}
         vocabulary = next(iter(models.values())).lm_head.vocabulary
@@ -132,7 +130,7 @@ def score_models(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str
                 {name: _score(q_NV, batch.gold_N[rows]) for name, q_NV in logprobs.items()}
             )
             divergences += [
-                _compute_kl(logprobs[TEACHER], q_NV)
+                _compute_kl(widen_logprobs(logprobs[TEACHER], q_NV.shape[1]), q_NV)
                 for name, q_NV in logprobs.items()
                 if TEACHER in logprobs and name != TEACHER
             ]

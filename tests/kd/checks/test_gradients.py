@@ -55,6 +55,19 @@ def test_a_parameter_that_nothing_uses_is_named() -> None:
     )
 
 
+def test_a_row_of_the_embedding_that_occurs_and_does_not_learn_is_named() -> None:
+    student = make_student(tied=False)
+    tokens_BL = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+    student.model.embed_tokens.padding_idx = int(tokens_BL[1, 3])
+    assert check_gradients(run_backward(student)).ok, "the whole parameter has a gradient"
+    verdict = check_gradients(student, tokens_N=tokens_BL[:, :-1].flatten())
+    name = f"model.embed_tokens.weight (the rows of tokens {int(tokens_BL[1, 3])})"
+    assert verdict.facts["zero"] == [name] and name in verdict.message
+    student.zero_grad()
+    student.model.embed_tokens.padding_idx = None
+    assert check_gradients(run_backward(student), tokens_N=tokens_BL[:, :-1].flatten()).ok
+
+
 def test_a_layer_that_is_cut_off_is_named() -> None:
     student = make_student()
     student.model.layers[0].mlp.register_forward_hook(lambda layer, inputs, output: output * 0.0)

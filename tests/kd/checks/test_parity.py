@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.store import open_cache
 from kd.checks import parity as parity_module
@@ -424,3 +425,32 @@ def test_the_first_targets_are_the_first_ones(targets_of: Take, student: Student
         ]
         assert float(alone.detach()) == pytest.approx(float(cut[1].total.detach()), rel=1e-6)
         assert float(cut[1].kd - cut[0].kd) > 0
+
+
+class LargestFloat64(TorchDispatchMode):
+    """Keeps the number of elements of the largest float64 tensor that an operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float64:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_no_copy_of_the_lm_head_is_float64(
+    targets_of: Take, student: Student, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a large vocabulary has gigabytes, and comes after the memory was found to suffice."""
+    targets = targets_of("threshold")
+    arguments = (student.hidden_ND, student.head, targets, Objective(alpha=0.3), 8)
+    whole = check_parity(*arguments)
+    monkeypatch.setattr(parity_module, "BLOCK_ELEMENTS", 4096)
+    with LargestFloat64() as largest:
+        found = check_parity(*arguments)
+    assert largest.elements < student.head.weight.numel() / 2
+    assert found.ok
+    assert found.facts["errors"] == pytest.approx(whole.facts["errors"], rel=1e-6)

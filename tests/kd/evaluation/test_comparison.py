@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from cache.perplexity import BlockLosses
 from cache.records import Sequences
+from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ModelError
@@ -25,6 +26,7 @@ from kd.evaluation.comparison import (
     measure_chunk,
     summarise_sums,
 )
+from kd.loss.targets import widen_logprobs
 from kd.models.loading import load_model
 from kd.text.batches import PlainText, make_batch
 from kd.text.corpus import Corpus
@@ -33,7 +35,7 @@ from tests.support.kd.references import assert_same_facts, by_hand, plain_logpro
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
+PACKED = DataConfig(train="x", sequence_length=128)
 OPTIONS = EvaluationConfig(top_k=3, bins=7)
 
 
@@ -191,17 +193,16 @@ def test_models_on_packed_text_are_what_the_library_makes_of_each_document(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kd.evaluation.comparison.CHUNK_ELEMENTS", chunk * 2048)
-    readers = {
-        "student": EvaluatedModel.of(student, 2048, CPU),
-        "itself": EvaluatedModel.of(teacher, 2048, CPU),
-    }
-    sums = compare_models(readers, EvaluatedModel.of(teacher, 2048, CPU), source, 3, OPTIONS)
+    teaching = EvaluatedModel.of(teacher, 2048, PACKED, teaches=True)
+    readers = {"student": EvaluatedModel.of(student, 2048, PACKED), "itself": teaching}
+    sums = compare_models(readers, teaching, source, 3, OPTIONS)
     held_out, _ = source.read(
         np.arange(source.train_count, source.train_count + source.validation_count)
     )
     assert make_batch(held_out, None).positions_BL is not None, "documents that begin within a row"
     p_NV, gold_N, context_N = plain_logprobs(teacher, held_out)
-    q_NV, _, _ = plain_logprobs(student, held_out)
+    q_NV, _, _ = plain_logprobs(student, held_out, 2112)
+    p_NV = widen_logprobs(p_NV, 2112)
     expected = summarise_sums(measure_chunk(p_NV, q_NV, gold_N, context_N, OPTIONS), 1000, True)
     assert expected["kl"] > 0.05 and len(expected["kl_by_context"]) >= 4
     ce_N = -q_NV.gather(1, gold_N[:, None])[:, 0].numpy()
@@ -228,7 +229,7 @@ def test_where_every_row_is_one_document_context_is_the_place_in_the_row(
     target[:, -1] = False
     rows = Sequences(tokens, start, target)
     assert make_batch(rows, None).positions_BL is None
-    reader = EvaluatedModel.of(teacher, 2048, CPU)
+    reader = EvaluatedModel.of(teacher, 2048, PACKED)
     sums = compare_models({"student": reader}, reader, PlainText(Corpus(rows, rows)), 2, OPTIONS)[
         "student"
     ]
@@ -242,7 +243,7 @@ def test_without_a_teacher_there_is_nothing_to_agree_with(
     student: LlamaForCausalLM, source: PlainText
 ) -> None:
     sums = compare_models(
-        {"student": EvaluatedModel.of(student, 2048, CPU)}, None, source, 4, OPTIONS
+        {"student": EvaluatedModel.of(student, 2048, PACKED)}, None, source, 4, OPTIONS
     )
     assert set(summarise_sums(sums["student"], None, False)) == {
         "loss", "tokens", "perplexity", "perplexity_interval", "bits_per_byte",
@@ -253,7 +254,7 @@ def test_without_a_teacher_there_is_nothing_to_agree_with(
     )
     assert (
         compare_models(
-            {"student": EvaluatedModel.of(student, 2048, CPU)}, None, nothing, 4, OPTIONS
+            {"student": EvaluatedModel.of(student, 2048, PACKED)}, None, nothing, 4, OPTIONS
         )
         == {}
     )
@@ -261,4 +262,4 @@ def test_without_a_teacher_there_is_nothing_to_agree_with(
 
 def test_a_model_that_cannot_read_the_sequences_is_refused(teacher: LlamaForCausalLM) -> None:
     with pytest.raises(ModelError, match="context of 512 tokens"):
-        EvaluatedModel.of(teacher, 2048, CPU).require_fit(513, packing=False)
+        EvaluatedModel.of(teacher, 2048, DataConfig(train="x", sequence_length=513))

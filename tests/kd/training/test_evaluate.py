@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from cache.store import open_cache
@@ -18,12 +19,13 @@ from kd.capture.teacher import capture_cache
 from kd.config.jobfile import parse_config
 from kd.config.loss import LossConfig
 from kd.loss.decoder import TargetDecoder
-from kd.models.lm_head import find_lm_head
+from kd.loss.targets import Targets
+from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import load_model
 from kd.models.precision import Precision
 from kd.progress import SILENT
 from kd.text.batches import CachedRecords
-from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
+from kd.training.evaluate import choose_evaluation_temperature, evaluate_student, score_positions
 from tests.support.kd.references import by_hand, plain_logprobs
 from tests.support.kd.students import make_llama
 
@@ -122,3 +124,30 @@ def test_every_mean_is_that_of_the_models(
 )
 def test_all_evaluations_of_a_job_are_made_at_one_temperature(temperature: Any, at: float) -> None:
     assert choose_evaluation_temperature(LossConfig(temperature=temperature)) == at
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts the tensors of a shape that are cast."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.casts = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cast = operation is torch.ops.aten._to_copy.default
+        self.casts += cast and args[0].shape == self.shape
+        return operation(*args, **(kwargs or {}))
+
+
+def test_an_evaluation_casts_the_lm_head_once_and_not_for_every_chunk() -> None:
+    """The weights of a vocabulary are gigabytes."""
+    torch.manual_seed(0)
+    head = LMHead(torch.randn(50, 8), None, 1.0, None, 50)
+    hidden_ND = torch.randn(12, 8).bfloat16()
+    targets = Targets(torch.randint(50, (12,)), None)
+    with CountsCasts((50, 8)) as counter:
+        score_positions(hidden_ND, head, targets, chunk_size=3)
+    assert counter.casts == 1

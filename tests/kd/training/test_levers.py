@@ -18,13 +18,14 @@ from cache.codec import KNOWN_STEP
 from cache.store import open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.errors import ConfigError, Interrupted, TrainingError
+from kd.errors import ConfigError, Interrupted, OutOfMemory, TrainingError
 from kd.loss.decoder import TargetDecoder
 from kd.loss.objective import Objective
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import build_student
 from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size
+from kd.parallel.strategies import WholeLoss
 from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
 from kd.text.batches import CachedRecords
@@ -33,6 +34,7 @@ from kd.training.lookahead import LookAhead
 from kd.training.loop import train
 from kd.training.resume import identity as resuming
 from kd.training.resume.identity import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
+from kd.training.step_loss import StepLoss
 from tests.support.kd.students import copy_weights
 from tests.support.kd.training import read_history, stop_after
 
@@ -255,6 +257,40 @@ def test_a_learned_temperature_is_told_at_every_step(
         line["temperature_gradient"] is not None and 0 <= line["temperature_margin"] <= 0.5
         for line in lines
     )
+
+
+@pytest.mark.parametrize("where", [(LookAhead, "compute_slope"), (StepLoss, "check_parity")])
+def test_memory_that_runs_out_has_a_remedy_wherever_it_does(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(*where, run_out)
+    learned = {"mode": "lookahead", "interval": 1, **LEARNED}
+    with pytest.raises(OutOfMemory) as caught:
+        taught.train(taught.config(loss={"temperature": learned}), tmp_path)
+    assert "train.batch_size" in caught.value.remedy
+
+
+def test_a_learned_temperature_is_no_argument_of_the_module_that_ddp_wraps(
+    taught: Taught, tmp_path: Path
+) -> None:
+    """DDP and FSDP move arguments to the GPU, and each read of T would wait for it there."""
+    given = list[Any]()
+
+    def see(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, WholeLoss):
+            given.extend(inputs)
+
+    config = taught.config(loss={"temperature": {"mode": "adversarial", "ramp_steps": 1}})
+    hook = nn.modules.module.register_module_forward_pre_hook(see)
+    try:
+        taught.train(config, tmp_path)
+    finally:
+        hook.remove()
+    assert given
+    assert not any(isinstance(each, Tensor) for each in given)
 
 
 @pytest.mark.parametrize("how", ["full", "sqrt", 2])

@@ -28,6 +28,7 @@ from kd.models.precision import Precision
 from kd.text.batches import PlainText, make_batch
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
+from kd.training import lookahead
 from kd.training.lookahead import LookAhead, compute_lookahead_gradient
 from tests.support.kd.students import make_llama
 
@@ -373,3 +374,20 @@ def test_the_leaf_gets_its_gradient_from_the_fused_loss_over_micro_batches() -> 
         expected += 0.75 * float(kd(z, s, 1.3 + 1e-5, False) - kd(z, s, 1.3 - 1e-5, False)) / 2e-5
     assert isinstance(T, Tensor) and T.grad is not None
     assert T.grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_product_of_large_tensors_is_float64_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    one, other = torch.randn(2, 300, 7)
+    exact = float((one.double() * other.double()).sum())
+    converted = list[int]()
+    double = Tensor.double
+
+    def see(tensor: Tensor) -> Tensor:
+        converted.append(tensor.numel())
+        return double(tensor)
+
+    monkeypatch.setattr(lookahead, "DOT_ELEMENTS", 100)
+    monkeypatch.setattr(Tensor, "double", see)
+    assert lookahead._compute_dot([one], [other]) == pytest.approx(exact, rel=1e-12)
+    assert max(converted) == 100

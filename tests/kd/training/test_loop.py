@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import subprocess
@@ -19,8 +20,10 @@ from transformers import LlamaForCausalLM
 from cache.errors import StorageError
 from kd.config.job import JobConfig
 from kd.errors import Interrupted, ModelError, TrainingError
+from kd.evaluation.comparison import compare_with_records
 from kd.loss.targets import Targets
-from kd.models.precision import Precision
+from kd.models.layers import train_all_rows
+from kd.models.precision import Precision, round_parameters
 from kd.optim.schedules import make_scheduler
 from kd.progress import Event, Monitor
 from kd.text.batches import PlainText
@@ -65,6 +68,53 @@ def run(
 ) -> tuple[Any, TrainingProgress]:
     student = make_student(dropout)
     return student, train(job, make_source(), student, VOCABULARY, folder, monitor or Monitor())
+
+
+def test_a_resume_with_another_number_of_threads_warns(tmp_path: Path) -> None:
+    job = make_job()
+    with pytest.raises(Interrupted):
+        run(job, tmp_path, stop_after(3))
+    messages: list[str] = []
+
+    stopping = stop_after(5)
+
+    def listen(event: Event) -> None:
+        stopping.listen(event)
+        if event.type == "warning":
+            messages.append(event.data["message"])
+
+    with pytest.raises(Interrupted):
+        run(job, tmp_path, Monitor(listen, stopping.should_stop))
+    assert not messages, "the same number"
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        run(job, tmp_path, Monitor(listen))
+    finally:
+        torch.set_num_threads(before)
+    assert len(messages) == 1 and f"computed with {before} threads" in messages[0]
+    assert f"this process has {before + 1}" in messages[0] and "OMP_NUM_THREADS" in messages[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+def test_the_first_evaluation_is_in_float32_as_the_report_s(tmp_path: Path, precision: str) -> None:
+    """Weights that bf16_pure keeps in bfloat16 are the rounded ones, in both."""
+    options = {"precision": precision, "optim": "adamw", "max_steps": 1}
+    student = make_student(0.0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    plain = copy.deepcopy(student)
+    if precision == "bf16_pure":
+        round_parameters(plain, torch.bfloat16)
+    job = make_job(**options)
+    progress = train(job, make_source(), student, VOCABULARY, tmp_path, Monitor())
+    found = compare_with_records(plain.float(), job, make_source(), VOCABULARY)
+    expected = found["validation_perplexity"]
+    assert progress.first_evaluation is not None
+    assert progress.first_evaluation["validation_perplexity"] == pytest.approx(expected, rel=1e-5)
+    kept = {"bf16_pure": torch.bfloat16}.get(precision, torch.float32)
+    assert {each.dtype for each in student.parameters()} == {kept}
 
 
 @pytest.mark.parametrize("stop", range(1, 8))
@@ -303,6 +353,7 @@ def test_optimizer_is_adamw(tmp_path: Path) -> None:
     job = make_job(max_steps=1, warmup_steps=0, max_grad_norm=0.5, weight_decay=0.1)
     student, _ = run(job, tmp_path, dropout=0.0)
     reference = make_student(0.0)
+    train_all_rows(reference)
     from kd.loss.fused import compute_distillation_loss
     from kd.loss.objective import Objective
     from kd.models.layers import compute_hidden_states

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from cache.records import Sequences
 
@@ -30,9 +30,9 @@ def assert_same_facts(found: Any, expected: Any, rel: float = 1e-9) -> None:
 
 
 def plain_logprobs(
-    model: LlamaForCausalLM, sequences: Sequences
+    model: PreTrainedModel, sequences: Sequences, rows: int = 2048
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run transformers alone on one piece of a document at a time.
+    """Run transformers alone on one piece of a document at a time; of the LM head, take ``rows``.
 
     Returns log-probabilities (N, V) in float64, next tokens (N,) and lengths of the context (N,).
     """
@@ -45,7 +45,7 @@ def plain_logprobs(
             if sequences.target_mask[row, start]:
                 ids = torch.from_numpy(sequences.tokens[row, start:stop].astype("int64"))[None]
                 with torch.no_grad():
-                    found.append(model(ids).logits[0, :-1, :2048].double().log_softmax(1))
+                    found.append(model(ids).logits[0, :-1, :rows].double().log_softmax(1))
                 golds.append(ids[0, 1:])
                 contexts.append(torch.arange(1, stop - start))
     return torch.cat(found), torch.cat(golds), torch.cat(contexts)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.support.paths import AUSTEN
+from kd.config.data import DataConfig
 from kd.config.jobfile import parse_config
 from kd.evaluation.comparison import TEACHER, EvaluatedModel
 from kd.evaluation.measure import STUDENT
@@ -61,7 +62,7 @@ def open_plain_text(job: dict[str, Any], home: Path) -> tuple[Any, Any]:
 
 def read_model(folder: Path) -> EvaluatedModel:
     model = load_model(folder, torch.float32)
-    return EvaluatedModel.of(model, VOCABULARY, torch.device("cpu"))
+    return EvaluatedModel.of(model, VOCABULARY, DataConfig(train="x", sequence_length=32))
 
 
 def test_the_columns_agree_with_float64(run: Path) -> None:
