@@ -15,7 +15,8 @@ is masked by ``labels[p]``, and contains a server's log-probabilities of its own
 becomes the record of position p - 1. ``ahead=True`` reads item p as the distribution of token p + 1
 instead, like axolotl's trainer since version 0.10, which no longer shifts (its online teacher
 shifts the items itself). The data shows which of the two a dataset follows; ``kd.exchange.rows``
-checks it.
+checks it. Where a template has written tokens after an answer that a server made, the lists belong
+to earlier ones: ``_find_place`` finds them.
 
 Log-probabilities must have temperature 1. A prepared dataset has another temperature already
 applied, and its entries are scaled to sum to 1; it can be imported only as it is.
@@ -32,8 +33,12 @@ import numpy as np
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_dict_rows
 from kd.exchange.prompt_logprobs import parse_token_id
-from kd.exchange.rows import Row, mark_one_document, pad_records, require_token_id
+from kd.exchange.rows import Row, mark_one_document, pad_records, require_token_id, score_tokens
 
+#: Tokens that a template may write after an answer.
+_AFTER = 64
+#: The most that all other places may be as probable as the one that is believed.
+_DOUBT = 1e-3
 #: The ids of a token's entries, and their log-probabilities.
 Pairs = tuple[list[int], list[float]]
 
@@ -102,6 +107,36 @@ def _is_target(place: int, labels: list[int] | None) -> bool:
     return place > 0 and (labels is None or (place < len(labels) and labels[place] != -100))
 
 
+def _find_place(where: str, tokens: list[int], items: list[Pairs]) -> int:
+    """Return the number of the token that the first list is about, as the lists themselves show it.
+
+    A template writes tokens after an answer that a server did not make. Raises ``DataError`` where
+    there is no proof.
+    """
+    ids, logprobs = pad_records(items)
+    expected = np.exp(logprobs) * np.where(np.isfinite(logprobs), logprobs, 0.0)
+    last = len(tokens) - len(items) + 1
+    places = range(max(1, last - _AFTER), last + 1)
+    scores, hits = [], []
+    for place in places:
+        own = np.asarray(tokens[place : place + len(items)], np.int64)
+        there = np.isfinite(logprobs[: len(own)])
+        scored = score_tokens(ids[: len(own)], logprobs[: len(own)], own)
+        # The list of a token that is not there is as probable as it expects.
+        scores.append(scored[there.any(axis=1)].sum() + expected[len(own) :].sum())
+        hits.append(int(((ids[: len(own)] == own[:, None]) & there).sum()))
+    best = int(np.argmax(scores))
+    doubt = np.exp(np.asarray(scores) - scores[best]).sum() - 1
+    if doubt > _DOUBT or hits[best] < np.exp(logprobs).sum() / 2:
+        raise DataError(
+            f"{where}: the {len(items)} lists of log-probabilities cannot be shown to belong to "
+            f"certain ones of the {len(tokens)} tokens. From token {places[best]} on they fit best,"
+            f" and {hits[best]} of them contain their token.",
+            "Use the chat template of the server, or give input_ids with a list for each token.",
+        )
+    return places[best]
+
+
 def _make_row(
     where: str, tokens: list[int], items: list[Pairs], labels: list[int] | None, ahead: bool
 ) -> Row:
@@ -114,6 +149,8 @@ def _make_row(
             detail,
             "The lists belong to the last tokens: there must not be more of them than tokens.",
         )
+    if before > 1:
+        before, ahead = _find_place(where, tokens, items), False
     places = [
         before + number
         for number, (ids, _) in enumerate(items)

@@ -1,122 +1,98 @@
 """Chats -> token ids, and which of them the assistant wrote.
 
-The tokenizer's chat template renders a chat as one text. The template's {% generation %} markers
-show which characters the assistant wrote; without markers, they are what an answer adds to its
-prompt. A token is the assistant's if it holds at least one of these characters.
+The tokenizer's chat template renders a chat as one text, or as one for each answer
+(``kd.text.chat.turns``). A token is the assistant's if it holds at least one character of an
+answer.
 
-Shapes: N tokens of one chat.
+Shapes: N tokens of one text.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cache.errors import PotstillError
+from kd.config.data import DataConfig
 from kd.errors import DataError
+from kd.progress import Notice, ignore_notice
+from kd.text.chat.chat import Chat, Completion, list_texts
+from kd.text.chat.markers import compile_markers, find_forged
+from kd.text.chat.rendering import Span, list_unread, name_columns
+from kd.text.chat.turns import WHOLE_CHAT, Rendered, TurnFinder
+from kd.text.reading.notes import TextNotes
+from kd.text.sources import FoundDocument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The first character of a piece of text, and the one after its last.
-Span = tuple[int, int]
-#: The ids (N,) of a chat, and which of them are targets, (N,); None = all.
+#: The ids (N,) of a text of a chat, and which of them are targets, (N,); None = all.
 EncodedChat = tuple[np.ndarray, np.ndarray | None]
+#: Receives what is found in a row, by the place of the row.
+NoteRow = Callable[[Notice], None]
 
 #: No warning for texts that are longer than the model's context: they are cut when they are packed.
 TOKENIZER_OPTIONS = {"verbose": False}
-
-#: The marker as transformers recognises it; text from here to {% endgeneration %} is the
-#: assistant's.
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: The remedy for every chat whose answers cannot be found.
-_WHOLE_CHAT = "set data.assistant_only_loss: false to learn whole chats"
-
-# A template that writes today's date (strftime_now) would make other tokens of the same chats every
-# day, and so another cache. It gets a fixed day, the one that Llama's templates write without a
-# clock.
-_DAY = {
-    "d": "26",
-    "-d": "26",
-    "m": "07",
-    "b": "Jul",
-    "B": "July",
-    "Y": "2024",
-    "y": "24",
-    "a": "Fri",
-    "A": "Friday",
-}
-_TIME = {"H": "00", "M": "00", "S": "00"}
-_REPLACED = "".join(f" | replace('%{code}', '{text}')" for code, text in (_DAY | _TIME).items())
-_NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
+#: What is noted of a row in which a control token is written as text.
+_MARKED = "rows that hold control tokens of the tokenizer as text"
+_MARKERS_REMEDY = (
+    "They become these tokens, and are not learned within an answer: write them otherwise."
+)
 
 
-@dataclass(frozen=True)
-class Chat:
-    """The messages of a chat ({role, content, ...}), and the JSON schemas of its tools, if any.
+def encode_row(
+    found: FoundDocument,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    notes: TextNotes,
+) -> list[EncodedChat]:
+    """Tokenize a chat, or a prompt and its completion; ``notes`` count what is not as it seems.
 
-    ``learned_from``: the number of messages before the first that may be learned. A message of the
-    assistant with ``weight`` 0 is not learned either, as in OpenAI's files for fine-tuning.
+    Raises ``DataError`` where it cannot be done.
     """
+    where, content, place = found
+    answers_only = config.assistant_only_loss
 
-    messages: list[Any]
-    tools: list[Any] | None = None
-    learned_from: int = 0
+    def note(notice: Notice) -> None:
+        notes.add(notice, place)
 
-    @staticmethod
-    def read_tools(row: dict[str, Any], place: str) -> list[Any] | None:
-        """Read the optional column tools of a row: a list, or the JSON text of one."""
-        tools = row.get("tools")
-        with contextlib.suppress(json.JSONDecodeError):
-            tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-        if tools and not (
-            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-        ):
-            raise DataError(
-                f"{place}: 'tools' must be a list of JSON schemas, but is {str(tools)[:40]!r}.",
-                "Convert it, or remove the column.",
-            )
-        return tools or None
+    try:
+        if isinstance(content, Completion):
+            return [encode_completion(content, where, tokenizer, not answers_only, note)]
+        return encode_chat(content, where, tokenizer, answers_only, note)
+    except PotstillError:
+        raise
+    # A chat template may raise anything; half a surrogate pair raises TypeError.
+    except Exception as error:
+        raise explain_untokenized(where, error) from error
 
-    def is_learned(self, number: int) -> bool:
-        """Whether message ``number`` is one of the assistant that may be learned."""
-        message = self.messages[number]
-        return bool(
-            message.get("role") == "assistant"
-            and number >= self.learned_from
-            and message.get("weight", 1)
-        )
 
-    def take_first(self, count: int) -> Chat:
-        """Return the chat's first ``count`` messages."""
-        return Chat(self.messages[:count], self.tools)
-
-    def count_characters(self) -> int:
-        """Return the characters of the messages that are texts."""
-        contents = (each.get("content") for each in self.messages if isinstance(each, dict))
-        return sum(len(content) for content in contents if isinstance(content, str))
+def explain_untokenized(where: str, error: Exception) -> DataError:
+    """Return the error for a document that a library refuses."""
+    return DataError(
+        f"{where} cannot be tokenized: {type(error).__name__}: {error}",
+        "Correct or remove it; messages need a tokenizer with a chat template.",
+    )
 
 
 def encode_chat(
-    chat: Chat, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
-) -> EncodedChat:
-    """Return the token ids (N,) uint32 of the chat, and which are targets, (N,) bool; None = all.
+    chat: Chat,
+    place: str,
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only: bool,
+    note: NoteRow = ignore_notice,
+) -> list[EncodedChat]:
+    """Return the token ids (N,) uint32 of the chat's texts, and which are targets; None = all.
 
-    Raises ``DataError`` if the assistant's tokens cannot be told from the others, or there are
-    none.
+    ``note`` receives what is not as it seems. Raises ``DataError`` if the assistant's tokens cannot
+    be told from the others, or there are none, or the template leaves out what is learned.
     """
-    text, spans = _render_for_training(chat, place, tokenizer, assistant_only)
-    if spans is None:
-        encoded = tokenizer(text, add_special_tokens=False, **TOKENIZER_OPTIONS)
-        return np.asarray(encoded["input_ids"], np.uint32), None
-    ids, trained = _tokenize(text, spans, tokenizer)
-    _require_learned(trained, place)
-    return ids, trained
+    return [
+        _encode(each, place, tokenizer, assistant_only)
+        for each in _render(chat, place, tokenizer, assistant_only, note)
+    ]
 
 
 def encode_chats(
@@ -124,7 +100,8 @@ def encode_chats(
     places: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     assistant_only: bool,
-) -> list[EncodedChat] | None:
+    notes: Sequence[NoteRow] | None = None,
+) -> list[list[EncodedChat]] | None:
     """Return what ``encode_chat`` returns of each chat; all are tokenized at once.
 
     It takes half of the time on one core, and the threads of the library use the others. None for a
@@ -134,121 +111,104 @@ def encode_chats(
     if library is None:
         return None
     rendered = [
-        _render_for_training(chat, place, tokenizer, assistant_only)
-        for chat, place in zip(chats, places, strict=True)
+        _render(chat, place, tokenizer, assistant_only, note)
+        for chat, place, note in zip(
+            chats, places, notes or [ignore_notice] * len(chats), strict=True
+        )
     ]
     # Others may have called the tokenizer with padding since the last batch.
     library.no_truncation()
     library.no_padding()
     encode = library.encode_batch if assistant_only else library.encode_batch_fast
-    encoded = encode([text for text, _ in rendered], add_special_tokens=False)
-    found = list[EncodedChat]()
-    for each, (_, spans), place in zip(encoded, rendered, places, strict=True):
-        trained = None if spans is None else _mark(each.offsets, spans)
-        if trained is not None:
-            _require_learned(trained, place)
-        found.append((np.asarray(each.ids, np.uint32), trained))
+    texts = [each.text for several in rendered for each in several]
+    encoded = iter(encode(texts, add_special_tokens=False))
+    found = list[list[EncodedChat]]()
+    for several, place in zip(rendered, places, strict=True):
+        found.append([])
+        for each, tokens in zip(several, encoded, strict=False):
+            trained = _mark(tokens.offsets, each.spans) if assistant_only else None
+            found[-1].append((np.asarray(tokens.ids, np.uint32), _require_learned(trained, place)))
     return found
 
 
-def _render_for_training(
-    chat: Chat, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
-) -> tuple[str, list[Span] | None]:
-    """Render the chat; return its text and the spans that are learned, None = all of it."""
-    if not assistant_only:
-        return _render(chat, tokenizer)[0], None
-    if _GENERATION.search(_get_template(chat, tokenizer)):
-        text, spans = _render(chat, tokenizer, marked=True)
-        if not all(message.get("weight", 1) for message in chat.messages):
-            spans = _drop_unlearned(chat, spans, tokenizer)
-        elif chat.learned_from:
-            _, known = _render(chat.take_first(chat.learned_from), tokenizer, marked=True)
-            spans = spans[len(known) :]
-    else:
-        text, _ = _render(chat, tokenizer)
-        spans = [
-            _find_answer(chat, number, text, place, tokenizer)
-            for number in range(len(chat.messages))
-            if chat.is_learned(number)
-        ]
-    return text, spans
+def _encode(
+    rendered: Rendered, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
+) -> EncodedChat:
+    if assistant_only:
+        ids, trained = _tokenize(rendered.text, rendered.spans, tokenizer)
+        return ids, _require_learned(trained, place)
+    encoded = tokenizer(rendered.text, add_special_tokens=False, **TOKENIZER_OPTIONS)
+    return np.asarray(encoded["input_ids"], np.uint32), None
 
 
-def _drop_unlearned(
-    chat: Chat, spans: list[Span], tokenizer: PreTrainedTokenizerBase
-) -> list[Span]:
-    """Leave out the spans between markers of the messages that are not learned.
-
-    A message has the spans that it adds to those of the messages before it.
-    """
-    kept: list[Span] = []
-    before = 0
-    for number, message in enumerate(chat.messages):
-        if message["role"] == "assistant":
-            _, known = _render(chat.take_first(number + 1), tokenizer, marked=True)
-            kept += spans[before : len(known)] if chat.is_learned(number) else []
-            before = len(known)
-    return kept
+def _render(
+    chat: Chat, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool, note: NoteRow
+) -> list[Rendered]:
+    found, notices = TurnFinder.find(chat, place, tokenizer, assistant_only)
+    for each in notices:
+        note(each)
+    if _note_row(list_unread(chat, tokenizer), [chat.messages, chat.tools], place, tokenizer, note):
+        for text in found:
+            text.cut_out(list(find_forged(text, tokenizer)))
+    return found
 
 
-def _require_learned(trained: np.ndarray, place: str) -> None:
-    """Raise ``DataError`` where no token of ``trained`` (N,) is a target."""
-    if not trained[1:].any():
+def _note_row(
+    unread: Iterable[str],
+    held: list[Any],
+    place: str,
+    tokenizer: PreTrainedTokenizerBase,
+    note: NoteRow,
+) -> bool:
+    """Note what a row has that is not read, and control tokens; return whether there are such."""
+    for name in unread:
+        note(Notice(f"rows with {name}, which is not read", 1, place))
+    pattern = compile_markers(tokenizer)
+    marker = next(filter(None, map(pattern.search, list_texts(held))), None)
+    if marker is not None:
+        note(Notice(_MARKED, 1, f"{marker[0]!r} in {place}", _MARKERS_REMEDY))
+    return marker is not None
+
+
+def _require_learned(trained: np.ndarray | None, place: str) -> np.ndarray | None:
+    """Return ``trained`` (N,); raise ``DataError`` where no token is a target."""
+    if trained is not None and not trained[1:].any():
         raise DataError(
             f"{place} has no token of the assistant to learn: it has no message of the role "
             "assistant, or only an empty one.",
-            f"Remove it, or {_WHOLE_CHAT}.",
+            f"Remove it, or {WHOLE_CHAT}.",
         )
+    return trained
 
 
 def encode_completion(
-    prompt: str, completion: str, place: str, tokenizer: PreTrainedTokenizerBase, whole: bool
-) -> tuple[np.ndarray, np.ndarray | None]:
+    pair: Completion,
+    place: str,
+    tokenizer: PreTrainedTokenizerBase,
+    whole: bool,
+    note: NoteRow = ignore_notice,
+) -> EncodedChat:
     """Return the token ids (N,) uint32 of two texts that follow each other, and an end.
 
-    Also returns which of them are targets, (N,) bool: those with a character of ``completion``,
+    Also returns which of them are targets, (N,) bool: those with a character of the completion,
     and the end; None = all, if ``whole``. Raises ``DataError`` if there is none.
     """
-    text = prompt + completion
-    ids, trained = _tokenize(text, [(len(prompt), len(text))], tokenizer, special=True)
+    _note_row(
+        name_columns(pair.unread_columns), [pair.prompt, pair.completion], place, tokenizer, note
+    )
+    text = pair.prompt + pair.completion
+    ids, trained = _tokenize(text, [(len(pair.prompt), len(text))], tokenizer, special=True)
     end = tokenizer.eos_token_id
     if end is not None and (len(ids) == 0 or ids[-1] != end):
         ids = np.append(ids, np.uint32(end))
         trained = np.append(trained, True)
     elif end is not None:
         trained[-1] = True
-    if not completion.strip():
+    if not pair.completion.strip():
         raise DataError(
             f"{place}: 'completion' is empty: there is nothing to learn.", "Remove the row."
         )
     return ids, None if whole else trained
-
-
-def _render(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, marked: bool = False, prompt: bool = False
-) -> tuple[str, list[Span]]:
-    """Render the chat; return its text and the spans between markers, if they are ``marked``.
-
-    With ``prompt`` the text ends where an answer would begin.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    special: dict[str, Any] = dict(tokenizer.special_tokens_map)
-    rendered: Any = render_jinja_template(
-        conversations=[chat.messages],
-        tools=chat.tools,
-        chat_template=_get_template(chat, tokenizer),
-        return_assistant_tokens_mask=marked,
-        add_generation_prompt=prompt,
-        **special,
-    )
-    (text,), spans = rendered
-    return text, spans[0] if marked else []
-
-
-def _get_template(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
-    own = str(tokenizer.get_chat_template(tools=chat.tools))
-    return _NO_CLOCK + own if "strftime_now" in own else own
 
 
 def _tokenize(
@@ -266,7 +226,39 @@ def _tokenize(
     encoded = tokenizer(
         text, add_special_tokens=special, return_offsets_mapping=True, **TOKENIZER_OPTIONS
     )
-    return np.asarray(encoded["input_ids"], np.uint32), _mark(encoded["offset_mapping"], spans)
+    ids = encoded["input_ids"]
+    offsets = encoded.get("offset_mapping") or _find_byte_offsets(ids, text, tokenizer)
+    return np.asarray(ids, np.uint32), _mark(offsets, spans)
+
+
+def _find_byte_offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+    """Find the characters of each token where Python computes the tokens, such as ByT5's.
+
+    Raises ``DataError`` unless each token is a byte of ``text``, or an added token that stands
+    there. Special tokens at the ends of a text have no characters.
+    """
+    data = text.encode()
+    places = [place for place, each in enumerate(text) for _ in each.encode()] + [len(text)]
+    found = list[Span]()
+    at = 0
+    for number in ids:
+        token = str(tokenizer.convert_ids_to_tokens(number))
+        is_added = number in tokenizer.added_tokens_decoder
+        part = token.encode() if is_added else token.encode("latin-1", errors="replace")
+        if not data.startswith(part, at):  # an added token may take the white space around it
+            at += len(data[at:]) - len(data[at:].lstrip())
+        if data.startswith(part, at) and (is_added or len(part) == 1):
+            found.append((places[at], places[at + len(part) - 1] + 1))
+            at += len(part)
+        elif is_added and at in (0, len(data)):
+            found.append((places[at], places[at]))
+        else:
+            raise DataError(
+                f"{type(tokenizer).__name__} does not tell which characters a token holds, so that "
+                "the tokens of an answer cannot be told from those of its prompt.",
+                "Use a model whose tokenizer has a tokenizer.json, or learn whole texts.",
+            )
+    return found
 
 
 def _mark(offsets: list[Span], spans: list[Span]) -> np.ndarray:
@@ -279,25 +271,3 @@ def _mark(offsets: list[Span], spans: list[Span]) -> np.ndarray:
     for first, last in spans:
         trained |= (begin < last) & (end > first)
     return trained
-
-
-def _find_answer(
-    chat: Chat, number: int, text: str, place: str, tokenizer: PreTrainedTokenizerBase
-) -> Span:
-    """Find message ``number`` in ``text``, the whole chat: what it adds to its prompt."""
-    remedy = f"Use a chat template with {{% generation %}} markers, or {_WHOLE_CHAT}."
-    if number == 0:
-        raise DataError(
-            f"{place} begins with a message of the assistant: there is no prompt before it.",
-            remedy,
-        )
-    prompt, _ = _render(chat.take_first(number), tokenizer, prompt=True)
-    answered, _ = _render(chat.take_first(number + 1), tokenizer)
-    if not (answered.startswith(prompt) and text.startswith(answered)):
-        raise DataError(
-            f"{place}: the assistant's part of message {number + 1} cannot be told from its "
-            "context: the chat template renders the messages before it differently in the whole "
-            "chat and in the prompt.",
-            remedy,
-        )
-    return len(prompt), len(answered)

@@ -21,7 +21,7 @@ from kd.capture.estimate.job import (
 )
 from kd.capture.estimate.storage import CacheSize
 from kd.capture.estimate.text import CaptureSize
-from kd.client.wire.plans import JobEstimate, JobPlan, MemoryEstimate
+from kd.client.wire.plans import JobEstimate, JobPlan, LearnedText, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, ModelError
@@ -33,6 +33,9 @@ from kd.memory.training_phase import Place
 from kd.planning.by_files import plan_by_files
 from kd.planning.devices import CPU, DeviceGroup, DeviceName
 from kd.planning.texts import TextFiles
+from kd.preflight.learned_rows import LearnedRow, find_row_problems
+from kd.progress import Notice
+from kd.text.rows import COLUMNS
 from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
 from services.store.costs import find_price
@@ -54,6 +57,7 @@ def plan_job(
     kept = kept or KeptAnswers()
     capture = _estimate_capture(config, settings, kept)
     steps = _count_steps(config, settings, capture)
+    learned, notices = _show_rows(config, settings.root, kept)
     return JobPlan(
         stages=list(config.stages),
         config=config.model_dump(mode="json"),
@@ -66,8 +70,30 @@ def plan_job(
         warnings=[
             *_find_warnings(config, capture, steps),
             *_find_worker_warnings(config, settings.root, workers),
+            *map(str, notices),
         ],
+        learned=learned,
     )
+
+
+def _show_rows(
+    config: JobConfig, root: Path, kept: KeptAnswers
+) -> tuple[list[LearnedText], list[Notice]]:
+    """Return what is learned of the first rows of chats, and what is worth knowing of them.
+
+    Raises ``ConfigError`` for rows that a run would refuse.
+    """
+    if config.teacher is None or config.data.format not in COLUMNS:
+        return [], []
+
+    def look() -> tuple[list[LearnedText], list[Notice]]:
+        rows, notices = list[LearnedRow](), list[Notice]()
+        if problems := list(find_row_problems(config, root, notices.append, rows.append)):
+            raise ConfigError(problems)
+        return [LearnedText.model_validate(row.to_json()) for row in rows], notices
+
+    sections = config.model_dump(mode="json", include={"data", "teacher"})
+    return kept.recall(["learned", sections], list_measured_files(config, root), look)
 
 
 def _estimate_capture(

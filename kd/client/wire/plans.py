@@ -55,6 +55,20 @@ class MemoryEstimate(View):
     )
 
 
+class LearnedPiece(View):
+    """A piece of a text."""
+
+    text: str
+    learned: bool = Field(description="Whether its tokens are learned; others are context.")
+
+
+class LearnedText(View):
+    """A text that is made of a row, as the student reads it."""
+
+    where: str = Field(description="The row.")
+    pieces: list[LearnedPiece]
+
+
 class JobPlan(View):
     """A job would do and need this if it were created."""
 
@@ -85,6 +99,10 @@ class JobPlan(View):
     )
     warnings: list[str] = Field(
         default_factory=list, description="Valid settings that are probably mistakes."
+    )
+    learned: list[LearnedText] = Field(
+        default_factory=list,
+        description="What is learned of the first rows of chats, or of prompts and completions.",
     )
 
 

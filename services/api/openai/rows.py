@@ -10,10 +10,14 @@ Each line is a JSON object of one of three forms, the same for all lines of a fi
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from typing import Any, NoReturn
 
+from kd.config.data import DataConfig
 from kd.config.jobfile import find_unusable_text
-from kd.errors import Problem
+from kd.errors import DataError, Problem
+from kd.text.chat.chat import Chat, Completion
+from kd.text.rows import read_cell
 from services.api.answers.problems import ApiProblem
 from services.store.training_files import RowForm
 
@@ -54,11 +58,9 @@ class RowChecker:
 
     def _check(self, line: bytes) -> None:
         self._line += 1
-        if not line.strip():
+        if not line.removeprefix(BOM_UTF8).strip():
             return
-        form = _find_form(self._parse(line))
-        if form is None:
-            self._refuse("it has none of the forms that a line may have.", _REMEDY)
+        form = self._read(self._parse(line))
         if self.form not in (None, form):
             self._refuse(
                 f"it has the form {form}, and the lines before it have {self.form}.",
@@ -67,7 +69,24 @@ class RowChecker:
         self.form = form
         self.rows += 1
 
+    def _read(self, row: Any) -> RowForm:
+        """Return the form of a row; refuse one that no job can read."""
+        form = _find_form(row)
+        if form is None:
+            self._refuse("it has none of the forms that a line may have.", _REMEDY)
+        try:
+            content = read_cell(row, "the row", DataConfig(format=form))
+        except DataError as error:
+            self._refuse(error.detail, f"{error.remedy} {_REMEDY}")
+        if isinstance(content, Chat) and not content.messages:
+            self._refuse("it has no messages.", _REMEDY)
+        if isinstance(content, Completion) and not content.completion.strip():
+            self._refuse("its completion is empty: there is nothing to learn.", "Remove it.")
+        return form
+
     def _parse(self, line: bytes) -> Any:
+        if self._line == 1:
+            line = line.removeprefix(BOM_UTF8)  # a job passes over it, too
         try:
             row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
         except UnicodeDecodeError as error:
@@ -100,22 +119,7 @@ def _find_form(row: Any) -> RowForm | None:
     if not isinstance(row, dict):
         return None
     if "messages" in row:
-        return "messages" if _are_messages(row["messages"]) else None
+        return "messages"
     if "prompt" in row or "completion" in row:
-        parts = (row.get("prompt"), row.get("completion"))
-        same = all(isinstance(each, str) for each in parts) or all(map(_are_messages, parts))
-        return "prompt_completion" if same else None
-    return "jsonl" if isinstance(row.get("text"), str) else None
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("role"), str)
-        # The content may be null where the assistant only calls tools.
-        and isinstance(value.get("content"), str | list | None)
-    )
+        return "prompt_completion"
+    return "jsonl" if "text" in row else None

@@ -4,7 +4,8 @@ import { Refused } from "../api.js";
 import { bytes, duration, facts, h, number } from "../elements.js";
 
 /** The plan of a job as elements. */
-export function planOf({ stages, steps, tokens, capture, memory, cost, free_bytes, warnings }) {
+export function planOf(plan) {
+  const { stages, steps, tokens, capture, memory, cost, free_bytes, warnings, learned } = plan;
   const parameters = memory.student_parameters;
   const estimated = cost?.estimated;
   return [
@@ -23,6 +24,17 @@ export function planOf({ stages, steps, tokens, capture, memory, cost, free_byte
       ["Estimated cost", number(estimated)],
       ["Disk free", bytes(free_bytes)],
     ]),
+    ...learnedOf(learned),
+  ];
+}
+
+/** The first rows of chats, with what is learned of them marked. */
+function learnedOf(rows) {
+  return rows.length === 0 ? [] : [
+    h("h3", {}, "What is learned, marked"),
+    ...rows.map(({ where, pieces }) => h("figure", { class: "learned" },
+      h("figcaption", { class: "quiet" }, where),
+      h("pre", {}, pieces.map(({ text, learned }) => learned ? h("mark", {}, text) : text)))),
   ];
 }
 

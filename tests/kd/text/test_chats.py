@@ -12,7 +12,9 @@ from transformers.utils import chat_template_utils
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
-from kd.text.chats import Chat, encode_chat, encode_chats
+from kd.text.chat.calls import read_tools
+from kd.text.chat.chat import Chat
+from kd.text.chats import encode_chat, encode_chats
 from kd.text.sources import FoundDocument, read_documents
 from kd.text.tokens import encode_documents
 
@@ -67,7 +69,7 @@ def talk(*contents: str) -> Chat:
 
 def learned(chat: Chat, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Return the runs of trained tokens as text."""
-    ids, trained = encode_chat(chat, "row", tokenizer, assistant_only=True)
+    ((ids, trained),) = encode_chat(chat, "row", tokenizer, assistant_only=True)
     assert trained is not None and ids.tolist() == tokenizer.apply_chat_template(
         chat.messages, return_dict=False
     )
@@ -97,7 +99,7 @@ def test_answers_of_weight_0_are_not_learned(bytes_tokenizer, template):
         message["weight"] = 0
     with pytest.raises(DataError, match="no token of the assistant to learn"):
         encode_chat(chat, "row", bytes_tokenizer, assistant_only=True)
-    _, trained = encode_chat(chat, "row", bytes_tokenizer, assistant_only=False)
+    ((_, trained),) = encode_chat(chat, "row", bytes_tokenizer, assistant_only=False)
     assert trained is None
 
 
@@ -137,7 +139,9 @@ def test_a_chat_is_the_same_on_any_day(bytes_tokenizer, monkeypatch):
         for template in (DATED, DATED.replace(UNMARKED, MARKED)):
             for assistant_only in (True, False):
                 bytes_tokenizer.chat_template = template
-                ids, _ = encode_chat(talk("Hi", "Good"), "row", bytes_tokenizer, assistant_only)
+                ((ids, _),) = encode_chat(
+                    talk("Hi", "Good"), "row", bytes_tokenizer, assistant_only
+                )
                 found.append(bytes_tokenizer.decode(ids.tolist()))
     assert set(found) == {
         "26 Jul 2024, Friday, July 26<|start|>user\nHi<|end|><|start|>assistant\nGood<|end|>"
@@ -155,7 +159,7 @@ def test_the_tools_of_a_row_are_told(bytes_tokenizer, tmp_path, template, tools)
     )
     bytes_tokenizer.chat_template = template
     for assistant_only in (True, False):
-        ids, trained = encode_chat(chat, place, bytes_tokenizer, assistant_only)
+        ((ids, trained),) = encode_chat(chat, place, bytes_tokenizer, assistant_only)
         text = bytes_tokenizer.decode(ids.tolist())
         assert text.startswith("<tools>") and "get_weather" in text.partition("</tools>")[0]
     assert trained is None
@@ -163,13 +167,13 @@ def test_the_tools_of_a_row_are_told(bytes_tokenizer, tmp_path, template, tools)
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])
 def test_no_tools_are_none(tools):
-    assert Chat.read_tools({"tools": tools}, "row") is None
+    assert read_tools(tools, "row") is None
 
 
 @pytest.mark.parametrize("tools", ["get_weather", [1], {"name": "get_weather"}, "{}x", 3])
 def test_tools_that_are_no_schemas_are_refused(tools):
     with pytest.raises(DataError, match="row 1: 'tools' must be a list of JSON schemas"):
-        Chat.read_tools({"tools": tools}, "row 1")
+        read_tools(tools, "row 1")
 
 
 def make_documents(count: int) -> list[FoundDocument]:

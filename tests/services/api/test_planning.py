@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,15 +297,14 @@ def test_an_answer_is_kept_while_its_files_stay_as_they_are(tmp_path: Path) -> N
     assert ask() == "one"
     file.write_text("two")
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert ask() == "one", "size and time are the same"
+    assert ask() == "two", "size and time of writing are the same, but not that of the change"
     assert ask("another") == "two"
-    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    assert ask() == "two"
+    file_state = file.stat()
+    assert kept.recall("size", [file], lambda: "new") == "two"
+    assert file.stat() == file_state
     for number in range(kept_answers.MOST_ANSWERS):
         ask(str(number))
-    file.write_text("six")
-    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    assert ask() == "six", "the oldest answers are dropped"
+    assert kept.recall("size", [file], lambda: "six") == "six", "the oldest answers are dropped"
 
 
 def test_a_plan_reads_its_text_again_only_when_it_has_changed(
@@ -325,9 +326,7 @@ def test_a_plan_reads_its_text_again_only_when_it_has_changed(
     before = count_tokens()
     file.write_bytes(b"0" * len(content))
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert count_tokens() == before, "size and time are the same"
-    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    assert count_tokens() != before
+    assert count_tokens() != before, "size and time of writing are the same"
 
 
 def test_a_source_that_comes_often_is_looked_at_once_and_counted_each_time(tmp_path: Path) -> None:
@@ -347,3 +346,27 @@ def test_a_source_that_comes_often_is_looked_at_once_and_counted_each_time(tmp_p
     with pytest.raises(ConfigError, match="1000"):
         make_config(1001)
     assert not home.exists()
+
+
+def test_a_plan_shows_what_is_learned_of_chats_and_refuses_rows(
+    tiny_teacher: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_teacher, teacher)
+    (teacher / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    row = {"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}]}
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps(row | {"source": "web"}) + "\n")
+    job = make_job({"init": INIT}, teacher, "adamw")
+    job["data"] = {"train": str(chats), "format": "messages", "sequence_length": 32}
+    settings = Settings(home=tmp_path, data_roots=["/"])
+    plan = plan_job(parse_config(job), settings, [])
+    (shown,) = plan.learned
+    assert [piece.text for piece in shown.pieces if piece.learned] == ["B<|endoftext|>"]
+    assert any("the column 'source'" in warning for warning in plan.warnings)
+    chats.write_text('{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(ConfigError, match="'content' in message 1"):
+        plan_job(parse_config(job), settings, [])

@@ -53,7 +53,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tokenizer = load_tokenizer(AUSTEN / "teacher")
 
     def read(model: torch.nn.Module) -> EvaluatedModel:
-        return EvaluatedModel.of(model, 2048, torch.device("cpu"))
+        return EvaluatedModel.of(model, 2048, config.data)
 
     teacher = read(load_model(AUSTEN / "teacher", torch.float32))
     random = read(build_starting_student(config, tokenizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from services.terminal.exit_codes import INVALID
 if TYPE_CHECKING:
     from kd.config.job import JobConfig
     from kd.errors import Problem
+    from kd.preflight.learned_rows import LearnedRow
+    from kd.progress import Notice
     from services.settings import Settings
 
 app = typer.Typer()
@@ -36,39 +39,69 @@ def validate(
     """Show the problems of a job that can be found without loading a model.
 
     A warning says what this machine lacks: a package, a GPU, a webhook's permission. The worker
-    that runs the job may be another machine.
+    that runs the job may be another machine. A notice says what a run would leave out or change.
+    Of chats the first rows are shown, with the tokens that are learned in colour or ⟦brackets⟧.
     """
     from kd.errors import ConfigError
     from kd.preflight.problems import Folders, find_problems
 
     settings = make_settings(home=home)
     warnings: list[Problem] = []
+    notices: list[Notice] = []
+    rows: list[LearnedRow] = []
     try:
         config = load_job_file(job_file, overrides)
         warnings = _find_warnings(config, settings)
-        problems = find_problems(config, Folders(settings.root, settings.home, opened=True))
+        folders = Folders(
+            settings.root, settings.home, opened=True, note=notices.append, show=rows.append
+        )
+        problems = find_problems(config, folders)
     except ConfigError as error:
         problems = error.problems
     if as_json:
-        found = {"problems": problems, "warnings": warnings}
+        found: dict[str, Sequence[Problem | Notice | LearnedRow]] = {
+            "problems": problems,
+            "warnings": warnings,
+            "notices": notices,
+            "learned": rows,
+        }
         shown = {name: [each.to_json() for each in found[name]] for name in found}
         print_json({"valid": not problems} | shown)
     elif not problems:
         out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
+    for row in () if as_json else rows:
+        _show_row(row)
     for problem in () if as_json else problems:
         print_error(str(problem), "")
     for warning in () if as_json else warnings:
         err.print(f"warning: {warning}", markup=False)
+    for notice in () if as_json else notices:
+        err.print(f"notice: {notice}", markup=False)
     raise typer.Exit(INVALID if problems else 0)
+
+
+def _show_row(row: LearnedRow) -> None:
+    """Print a text with the tokens in it that are learned in colour, or in brackets."""
+    from rich.text import Text
+
+    text = Text(f"{row.where}\n", style="bold")
+    for piece in row.pieces:
+        style = "not bold black on green" if piece["learned"] else "not bold"
+        plain = piece["learned"] and not out.color_system
+        text.append(f"⟦{piece['text']}⟧" if plain else piece["text"], style=style)
+    out.print(text)
 
 
 def _find_warnings(config: JobConfig, settings: Settings) -> list[Problem]:
     """Find what the job needs and this machine, or a service on it, does not have."""
-    from kd.config.extras import find_missing_extras
+    from kd.config.extras import find_missing_extras, find_missing_readers
+    from kd.preflight.validate import find_unreadable_weights
     from services.loops.webhooks import find_webhook_problems
 
     return [
         *find_missing_extras(config),
+        *find_missing_readers(config),
+        *find_unreadable_weights(config, settings.root),
         *find_webhook_problems(config.webhook, settings),
         *_find_missing_resources(config, settings),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ def refused(error: pytest.ExceptionInfo[Any], *words: str, param: str | None = N
 )
 def test_a_file_is_kept_as_it_was_sent(house: House, row: Any, form: str) -> None:
     client = house.client("ann")
-    content = lines(row, row) + b"\n" + json.dumps(row).encode()
+    content = BOM_UTF8 + lines(row, row) + b"\n" + json.dumps(row).encode()
     made = client.files.create(file=("two.jsonl", content), purpose="fine-tune")
     assert (made.bytes, made.filename, made.purpose) == (len(content), "two.jsonl", "fine-tune")
     assert made.model_extra is not None
@@ -160,8 +161,15 @@ BAD = {
     "not JSON": (lines(TEXT_ROW, TEXT_ROW) + b"{oops\n", ["Line 3", "not JSON"]),
     "no form": (lines(TEXT_ROW, TEXT_ROW, {"txet": "a"}), ["Line 3", "none of the forms"]),
     "a list": (lines(TEXT_ROW, TEXT_ROW, []), ["Line 3", "none of the forms"]),
-    "no role": (lines({"messages": [{"content": "a"}]}), ["Line 1", "none of the forms"]),
-    "half a pair": (lines({"prompt": "a"}), ["Line 1", "none of the forms"]),
+    "no role": (lines({"messages": [{"content": "a"}]}), ["Line 1", "'role' in message 1"]),
+    "half a pair": (lines({"prompt": "a"}), ["Line 1", "'completion'"]),
+    "no content": (lines({"messages": [{"role": "user", "content": None}]}), ["'content'"]),
+    "an image": (
+        lines({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ["Line 1", "only text can be read"],
+    ),
+    "no messages": (lines({"messages": []}), ["Line 1", "no messages"]),
+    "no completion": (lines({"prompt": "a", "completion": " "}), ["Line 1", "nothing to learn"]),
     "two forms": (lines(TEXT_ROW, TEXT_ROW, CHAT_ROW), ["Line 3", "messages", "jsonl"]),
     "not UTF-8": (lines(TEXT_ROW, TEXT_ROW) + b'{"text": "\xff"}', ["Line 3", "UTF-8"]),
     "half a pair of surrogates": (b'{"text": "\\ud800"}', ["Line 1", "surrogate"]),

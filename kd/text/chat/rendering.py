@@ -1,0 +1,82 @@
+"""Render a chat with the template of a tokenizer, as transformers does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from kd.text.chat.chat import Chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: The first character of a piece of text, and the one after its last.
+Span = tuple[int, int]
+
+#: The marker as transformers recognises it; text from here to {% endgeneration %} is the
+#: assistant's.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+# A template that writes today's date (strftime_now) would make other tokens of the same chats every
+# day, and so another cache. It gets a fixed day, the one that Llama's templates write without a
+# clock.
+_DAY = {
+    "d": "26",
+    "-d": "26",
+    "m": "07",
+    "b": "Jul",
+    "B": "July",
+    "Y": "2024",
+    "y": "24",
+    "a": "Fri",
+    "A": "Friday",
+}
+_TIME = {"H": "00", "M": "00", "S": "00"}
+_REPLACED = "".join(f" | replace('%{code}', '{text}')" for code, text in (_DAY | _TIME).items())
+_NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
+
+
+def render(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, marked: bool = False, prompt: bool = False
+) -> tuple[str, list[Span]]:
+    """Render the chat; return its text and the spans between markers, if they are ``marked``.
+
+    With ``prompt`` the text ends where an answer would begin.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special: dict[str, Any] = dict(tokenizer.special_tokens_map)
+    rendered: Any = render_jinja_template(
+        conversations=[chat.messages],
+        tools=chat.tools,
+        chat_template=get_template(chat, tokenizer),
+        return_assistant_tokens_mask=marked,
+        add_generation_prompt=prompt,
+        **special,
+    )
+    (text,), spans = rendered
+    return text, spans[0] if marked else []
+
+
+def marks_answers(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template has markers around what the assistant writes."""
+    return _GENERATION.search(get_template(chat, tokenizer)) is not None
+
+
+def list_unread(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Name the keys of messages that neither are read nor stand in the template, and columns."""
+    template = get_template(chat, tokenizer) if chat.unread_keys else ""
+    keys = [key for key in chat.unread_keys if not re.search(rf"\b{re.escape(key)}\b", template)]
+    return [f"the key {key!r} in a message" for key in keys] + name_columns(chat.unread_columns)
+
+
+def name_columns(columns: Iterable[str]) -> list[str]:
+    """Name columns that are not read."""
+    return [f"the column {column!r}" for column in columns]
+
+
+def get_template(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the template that renders ``chat``."""
+    own = str(tokenizer.get_chat_template(tools=chat.tools))
+    return _NO_CLOCK + own if "strftime_now" in own else own

@@ -1,0 +1,116 @@
+"""``kd validate`` shows what is learned of chats, and finds rows that a run would refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.paths import AUSTEN
+from kd.config.jobfile import parse_config
+from kd.errors import Problem
+from kd.preflight import learned_rows
+from kd.preflight.learned_rows import LearnedRow, find_row_problems
+from kd.progress import Notice, ignore_notice
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A teacher with a chat template, and one without."""
+    for name in ("teacher", "plain"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(AUSTEN / "teacher" / file, tmp_path / name)
+    (tmp_path / "teacher" / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def make_row(number: int, answer: str = "In 1815.", **more: Any) -> str:
+    question = {"role": "user", "content": f"Question {number}?"}
+    return json.dumps({"messages": [question, {"role": "assistant", "content": answer}]} | more)
+
+
+def look(
+    root: Path, lines: list[str], teacher: str = "teacher"
+) -> tuple[list[Problem], list[LearnedRow], list[Notice]]:
+    (root / "a.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"train": "a.jsonl", "validation": "a.jsonl", "format": "messages"}
+    job = {
+        "teacher": {"model": teacher},
+        "student": {"init": {"layers": 1, "hidden_size": 64}},
+        "data": data,
+    }
+    rows, notices = list[LearnedRow](), list[Notice]()
+    config = parse_config(job | {"train": {"max_steps": 1}})
+    return list(find_row_problems(config, root, notices.append, rows.append)), rows, notices
+
+
+def test_the_first_rows_are_shown_with_what_is_learned(root: Path) -> None:
+    problems, rows, notices = look(root, [make_row(n, source="web") for n in range(9)])
+    assert problems == [] and len(rows) == 3
+    assert rows[1].where == "a.jsonl: row 2"
+    assert rows[1].pieces == [
+        {"text": "[user]Question 1?<|endoftext|>[assistant]", "learned": False},
+        {"text": "In 1815.<|endoftext|>", "learned": True},
+    ]
+    (notice,) = notices
+    assert notice.what == "rows with the column 'source', which is not read"
+    (long,) = look(root, [make_row(1, "word " * 1000)])[1]
+    assert len(long.pieces[1]["text"]) < 500 and " … " in long.pieces[1]["text"]
+
+
+@pytest.mark.parametrize("place", [1, 150, 899])
+def test_a_broken_row_is_found_wherever_it_stands(root: Path, place: int) -> None:
+    lines = [make_row(n) for n in range(900)]
+    lines[place] = '{"messages": ['
+    train, _ = look(root, lines)[0]
+    assert train.pointer == "/data/train/0" and f"row {place + 1} cannot be read" in train.detail
+
+
+def test_the_last_row_of_a_file_that_is_long_to_read_is_looked_at(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned_rows, "_SECONDS", 0.0)
+    lines = [make_row(n) for n in range(90)]
+    assert look(root, lines)[0] == []
+    train, _ = look(root, [*lines, '{"messages": 3}'])[0]
+    assert "a.jsonl: the last row: 'messages' must be a list" in train.detail
+    train, _ = look(root, [*lines, '{"messages'])[0]
+    assert "a.jsonl: the last row cannot be read" in train.detail
+
+
+def test_rows_that_are_refused_are_counted_and_the_first_is_named(root: Path) -> None:
+    train, _ = look(root, [make_row(n, "" if n % 2 else "Yes.") for n in range(8)], "plain")[0]
+    assert "row 1 cannot be tokenized" in train.detail and "chat_template" in train.detail
+    assert train.detail.endswith("Of 8 rows that were looked at 8 are refused.")
+
+
+def test_looking_at_rows_imports_no_torch(root: Path) -> None:
+    look(root, [make_row(1)])
+    script = (
+        "import sys; from pathlib import Path; from kd.config.jobfile import parse_config;"
+        "from kd.preflight.learned_rows import find_row_problems;"
+        "job = {'teacher': {'model': 'teacher'},"
+        " 'student': {'init': {'layers': 1, 'hidden_size': 64}},"
+        " 'data': {'train': 'a.jsonl', 'format': 'messages'}, 'train': {'max_steps': 1}};"
+        "rows = [];"
+        f"list(find_row_problems(parse_config(job), Path({str(root)!r}), print, rows.append));"
+        "assert len(rows) == 1 and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_job_of_whole_texts_has_no_rows_to_show(root: Path) -> None:
+    (root / "a.txt").write_text("It was a dark night.")
+    job = {"teacher": {"model": "teacher"}, "data": {"train": "a.txt"}, "kind": "precompute"}
+    assert list(find_row_problems(parse_config(job), root, ignore_notice, pytest.fail)) == []
