@@ -45,6 +45,10 @@ CONFIG = "compression_config.yaml"
 LOGPROBS = "compressed_logprobs"
 #: The column of compressed ids.
 INDICES = "bytepacked_indices"
+#: The log-probability of entries that fill a record up to K in DistillKit's format, where every
+#: record has K. DistillKit's own sampler writes -inf, which its loss turns into NaN; -100 is
+#: finite, and exp(-100) is as good as 0.
+FILL_LOGPROB = -100.0
 #: The most by which probabilities of 16-bit log-probabilities may sum above 1; rounding moves each
 #: log-probability by up to 2^-9 of its value.
 _ROUNDING_16 = 1e-2
@@ -312,6 +316,7 @@ def _read_row(batch: Any, index: int, where: str, compression: Compression) -> R
             "There must be as many positions as tokens, or one fewer.",
         )
     ids, logprobs = decode_entries(compression, logprob_bytes, id_bytes)
+    logprobs = np.where(logprobs <= FILL_LOGPROB, -np.inf, logprobs)
     start = mark_one_document(len(tokens))
     wanted = np.ones(count, bool)
     if (documents := read_flat_column(batch, "attention_mask", index, where)) is not None:

@@ -23,7 +23,7 @@ from cache.records import Records, Sequences, compute_offsets
 from cache.store import Cache
 from kd.errors import DataError
 from kd.exchange import distillkit, parquet
-from kd.exchange.distillkit import INDICES, LOGPROBS, Compression
+from kd.exchange.distillkit import FILL_LOGPROB, INDICES, LOGPROBS, Compression
 from kd.exchange.entries import EntryTable, choose_entry_count, read_entries
 from kd.exchange.restoring import PREFIX, FileDescription, cut_by_sequence, make_stored_schema
 from kd.files import whole_folder
@@ -31,10 +31,6 @@ from kd.progress import SILENT, Monitor, ProgressMeter
 
 #: Sequences in one file.
 FILE_SEQUENCES = 2048
-#: The log-probability of entries that fill a record up to K in DistillKit's format, where every
-#: record has K. DistillKit's own sampler writes -inf, which its loss turns into NaN; -100 is
-#: finite, and exp(-100) is as good as 0.
-FILL_LOGPROB = -100.0
 
 
 class ExportLayout(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from cache.disk import hash_file
 from kd.errors import DataError
-from kd.text.files import SAVED_SPLIT, SAVED_SPLITS
+from kd.text.files import SAVED_SPLIT, SAVED_SPLITS, list_all_files
 
 #: Rows of a file of Parquet or Arrow in memory at once.
 BATCH_ROWS = 16
@@ -36,7 +36,7 @@ def find_foreign_files(
         found = (
             [path]
             if path.is_file()
-            else sorted(each for each in path.rglob("*") if _is_wanted(each, suffixes))
+            else [each for each in list_all_files(path) if _is_wanted(each, suffixes)]
         )
         if not found:
             what = "holds no file" if path.is_dir() else "does not exist, so it is not a file"

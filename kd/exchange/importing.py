@@ -41,6 +41,7 @@ from kd.exchange.restoring import Origin, read_origins, restore_cache
 from kd.exchange.rows import Alignment, Row, check_row, resize_row
 from kd.models.folder import resolve_model
 from kd.models.tokenizers import (
+    IMPORTED,
     PROBE_TEXTS,
     KnownTokenizer,
     encode_probes,
@@ -107,6 +108,8 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
     origins = _read_origins(source)
     if request.format == "parquet" and request.changes_nothing and _are_stored(origins):
         return restore_cache(origins, root, request.teacher_name, monitor)
+    for origin in origins[:1]:
+        source = replace(source, kept=origin.manifest.identity.codec.always_keep)
     monitor.emit("stage", stage="import", phase="checking")
     survey = ImportStatistics.of(source, monitor)
     identity = _make_identity(source, survey)
@@ -153,7 +156,10 @@ def _are_stored(origins: list[Origin]) -> bool:
 
 @dataclass(frozen=True)
 class ImportSource:
-    """The files of a request, with the reader of their format; ``vocabulary`` is V."""
+    """The files of a request, with the reader of their format; ``vocabulary`` is V.
+
+    ``kept`` are the ids that the cache which the files were exported from keeps in every record.
+    """
 
     request: ImportRequest
     tokenizer: PreTrainedTokenizerBase
@@ -162,6 +168,7 @@ class ImportSource:
     held_out: tuple[Path, ...]
     read: Callable[[Path], Iterator[Row]]
     described_by: tuple[Path, ...] = ()
+    kept: tuple[int, ...] = ()
 
     @classmethod
     def open(cls, request: ImportRequest) -> ImportSource:
@@ -195,8 +202,10 @@ class ImportSource:
 
         Skip rows without a record.
         """
+        remedies = _find_remedies(self.request)
         for row in chain.from_iterable(map(self.read, files)):
-            sound = check_row(row, self.vocabulary, self.request.tolerance)
+            row = replace(row, kept=self.kept)
+            sound = check_row(row, self.vocabulary, self.request.tolerance, remedies)
             yield from (
                 piece
                 for piece in _cut_row(sound, self.request.sequence_length)
@@ -275,10 +284,11 @@ class ImportStatistics:
         survey = cls()
         digest = hashlib.sha256()
         alignment = Alignment()
+        remedies = _find_remedies(source.request)
         for files in (source.train, source.held_out):
             for row in source.read_sequences(files):
                 survey._add(row, files is source.train)
-                alignment.add(row)
+                alignment.add(row, remedies)
                 # Lengths are hashed too, so that the borders of arrays count.
                 for array in (
                     row.tokens.astype("<u4"),
@@ -290,7 +300,7 @@ class ImportStatistics:
                     )
                 monitor.check("while checking the records")
         survey.sha256 = digest.hexdigest()
-        alignment.require(map(str, source.request.paths), _find_remedies(source.request))
+        alignment.require(map(str, source.request.paths), remedies)
         survey._hold_out(source.request)
         return survey
 
@@ -376,7 +386,7 @@ def _make_identity(source: ImportSource, survey: ImportStatistics) -> CacheIdent
     per_shard = min(max(SHARD_ENTRIES // (length * k), 1), SHARD_SEQUENCES)
     return CacheIdentity(
         TeacherIdentity(
-            hash_content((*source.train, *source.held_out, *source.described_by)), "imported"
+            hash_content((*source.train, *source.held_out, *source.described_by)), IMPORTED
         ),
         TokenizerIdentity(source.vocabulary, hash_tokenizer(source.tokenizer)),
         DataIdentity(survey.sha256, length, survey.packed, survey.train, survey.held_out),

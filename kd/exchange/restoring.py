@@ -9,6 +9,8 @@ the metadata of each file holds what describes them:
     potstill.first      number of the file's first sequence
     potstill.shapes     JSON of the shape of a row of each stored column
     potstill.digest     sha256 of the file's sequences and stored columns
+    potstill.rules      JSON of the rules of its tokenizer, if they are known
+    potstill.tails      its mean tail, if it has one: compressed by zlib
 
 So the import of an untouched export is the same cache, with the same fingerprint. An export with a
 chosen number of entries has no stored columns: its records are imported like those of another tool.
@@ -34,14 +36,14 @@ from cache.codec import Codec
 from cache.errors import CacheError
 from cache.layout import Arrays
 from cache.manifest import Manifest
-from cache.records import AXES, Records, Sequences, compute_offsets
+from cache.records import AXES, MEAN_ARRAYS, Records, Sequences, compute_offsets
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
 from kd.capture.teacher import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_parquet_metadata, read_table_batches
 from kd.exchange.parquet import read_flat_column
-from kd.models.token_map import TokenMap
+from kd.models.tokenizing.token_map import TokenMap
 from kd.progress import Monitor, ProgressMeter
 
 #: The beginning of the names of stored columns.
@@ -104,7 +106,11 @@ class FileDescription:
             "first": str(self._first).encode(),
             "shapes": json.dumps(self._shapes).encode(),
             "digest": self._digest.hexdigest().encode(),
+            "rules": json.dumps({} if token_map is None else token_map.rules).encode(),
         }
+        if (mean := self._store.tail_mean()) is not None and self._first == 0:
+            stored = np.stack([mean[name] for name in MEAN_ARRAYS]).astype("<f4")
+            values["tails"] = zlib.compress(stored.tobytes())
         return {f"potstill.{name}".encode(): value for name, value in values.items()}
 
 
@@ -129,6 +135,7 @@ class Origin:
     first: int
     digest: str
     shapes: dict[str, list[int]] | None
+    tail_mean: Arrays | None = None
 
     @classmethod
     def read(cls, path: Path) -> Origin | None:
@@ -143,13 +150,19 @@ class Origin:
         values = {name: found[key] for name, key in keys.items()}
         pairs = json.loads(zlib.decompress(values["tokens"]))
         stored = any(name.startswith(PREFIX) for name in columns)
+        # Files of earlier versions have neither.
+        rules = json.loads(found.get(b"potstill.rules", b"{}"))
+        tails = zlib.decompress(found.get(b"potstill.tails", zlib.compress(b"")))
+        mean = np.frombuffer(tails, "<f4").reshape(len(MEAN_ARRAYS), -1)
+        ids = [(int(number), token) for number, token in pairs]
         return cls(
             path,
             Manifest.from_bytes(values["manifest"], str(path)),
-            TokenMap.from_pairs((int(number), token) for number, token in pairs) if pairs else None,
+            TokenMap.from_pairs(ids, rules) if ids else None,
             int(values["first"]),
             values["digest"].decode("ascii"),
             json.loads(values["shapes"]) if stored else None,
+            dict(zip(MEAN_ARRAYS, mean, strict=True)) if tails else None,
         )
 
     def read_sequences(self) -> Iterator[tuple[Sequences, Records]]:
@@ -246,6 +259,8 @@ def restore_cache(
             monitor.check(f"after shard {index + 1} of {identity.shard_count}")
         if origins[0].token_map is not None:
             writer.write_token_map(origins[0].token_map.to_arrays())
+        if origins[0].tail_mean is not None:
+            writer.write_tail_mean(origins[0].tail_mean)
         writer.finish(provenance, manifest.fidelity, manifest.overruled)
     return summarise_cache(open_cache(folder, identity), reused=False)
 

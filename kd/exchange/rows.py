@@ -9,7 +9,7 @@ Shapes: L tokens of a row, N positions with a record, K entries of a record.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,17 @@ from kd.errors import DataError
 MASS_TOLERANCE = 1e-3
 #: Sums this close to 1 leave no residual: float32 is not more precise.
 _WHOLE = 1e-6
+#: Tokens after the right one to which records are compared, in order.
+SHIFTS = (-2, -1, 0, 1, 2)
+#: Records whose alignment is proven together.
+PART = 64
+#: The nats by which another alignment must be more probable before it is believed, and in how many
+#: more places the entries must contain the token.
+BEYOND_DOUBT = 18.0
+LEAST_PROOF = 5
+#: The least log-mass outside a record's entries that is believed, and the share of one token.
+_SMALLEST_REST = 1e-3
+_SHARE_OF_REST = -9.0
 _OTHER_CONFIGURATION = (
     "The records are damaged, or were encoded with another configuration or tokenizer "
     "than the one given."
@@ -47,6 +58,7 @@ class Row:
     fitted           whether entries lie on a curve through the teacher's values
     entropy          (N,)     in nats, NaN where it is not known; None if the source does not have
                               it
+    kept             ids that stand in every record, however rare they are
     """
 
     where: str
@@ -60,6 +72,7 @@ class Row:
     rounding: float = MASS_TOLERANCE
     fitted: bool = False
     entropy: NDArray[Any] | None = None
+    kept: tuple[int, ...] = ()
 
     def keep(self, mask: NDArray[np.bool_]) -> Row:
         """Return the row with only the records where ``mask`` (N,) is true."""
@@ -113,13 +126,19 @@ def pad_records(
     return ids, logprobs
 
 
-def check_row(row: Row, vocabulary: int, tolerance: float | None = None) -> Row:
+def check_row(
+    row: Row,
+    vocabulary: int,
+    tolerance: float | None = None,
+    remedies: Mapping[str, str] | None = None,
+) -> Row:
     """Check ``row``; return it with entries in descending order, ``gold`` and ``residual``.
 
     Records beyond the row's end, or of the first token of another document, are left out. Raises
     ``DataError`` with row and position for: ids outside the vocabulary, ids twice in a record,
     numbers that are not finite, probabilities that sum to more than 1 + ``tolerance``, and more
-    missing mass than the tokens outside the entries can have.
+    missing mass than the tokens outside the entries can have. Where that is because records belong
+    to other tokens, it says so, with ``remedies`` as ``Alignment.require`` takes them.
     """
     _require_tokens(row, vocabulary)
     row = row.keep(_find_predicting(row))
@@ -130,7 +149,7 @@ def check_row(row: Row, vocabulary: int, tolerance: float | None = None) -> Row:
     row = _normalise_row(
         replace(row, ids=ids, logprobs=logprobs), row.rounding if tolerance is None else tolerance
     )
-    _require_room(row, vocabulary)
+    _require_room(row, vocabulary, remedies)
     return replace(row, gold=_find_gold(row))
 
 
@@ -204,16 +223,17 @@ def _normalise_row(row: Row, tolerance: float) -> Row:
     return replace(row, logprobs=row.logprobs - np.maximum(mass, 0.0)[:, None], residual=outside)
 
 
-def _require_room(row: Row, vocabulary: int) -> None:
+def _require_room(row: Row, vocabulary: int, remedies: Mapping[str, str] | None) -> None:
     """Raise ``DataError`` where more mass is missing than the tokens outside the entries can have.
 
     Each of them is at most as probable as the last entry.
     """
     assert row.residual is not None
     counts = np.isfinite(row.logprobs).sum(axis=1)
-    # The next token may stand beside the most probable ones, however rare it is: it does not count
-    # as the last.
+    # The next token and those that are kept may stand beside the most probable ones, however rare
+    # they are: they do not count as the last.
     ranked = np.isfinite(row.logprobs) & (row.ids != row.tokens[row.positions + 1][:, None])
+    ranked &= ~np.isin(row.ids, row.kept)
     last = np.where(ranked, row.logprobs, 0.0).min(axis=1)
     slack = FITTED_SLACK if row.fitted else RESIDUAL_SLACK
     with np.errstate(divide="ignore"):
@@ -221,6 +241,8 @@ def _require_room(row: Row, vocabulary: int) -> None:
     for place in np.flatnonzero(
         np.exp(row.residual) > np.exp(np.minimum(room, 0.0)) + row.rounding
     )[:1]:
+        # A rare token that is the next one of another record looks like a last entry.
+        Alignment().add(row, remedies)
         what = (
             f"{np.exp(row.residual[place]):.4f} of the probability is missing, "
             "and cannot lie below the last entry."
@@ -249,44 +271,80 @@ def resize_row(row: Row, k: int) -> Row:
     return replace(row, ids=ids, logprobs=logprobs, residual=residual)
 
 
+def score_tokens(
+    ids: NDArray[Any], logprobs: NDArray[Any], tokens: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Return the log-probability of token n under record n, (N,), of records (N, K).
+
+    A token outside the entries shares the mass outside them with all others, of which there are
+    some ten thousand.
+    """
+    own = np.where(ids == tokens[:, None], logprobs, -np.inf).max(axis=1, initial=-np.inf)
+    mass = np.minimum(log_sum_exp(logprobs), -_SMALLEST_REST)
+    return np.maximum(own, log1mexp(mass) + _SHARE_OF_REST)
+
+
 @dataclass
 class Alignment:
     """Checks that records belong to the right token.
 
-    Records that are off by one are a common defect. Counts how often the entries of position t
-    contain token t, t + 1 and t + 2.
+    Records that are off by one are a common defect. For each of ``SHIFTS``: ``gains`` holds by how
+    many nats the text is more probable if record t belongs to that token after t + 1, and ``found``
+    in how many places its entries contain it. They expect to in ``mass`` places.
     """
 
-    found: tuple[int, int, int] = (0, 0, 0)
+    gains: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SHIFTS)))
+    found: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(SHIFTS), np.int64))
+    mass: float = 0.0
     records: int = 0
 
-    def add(self, row: Row) -> None:
-        """Count the records of ``row``."""
-        inner = row.positions[row.positions + 2 < len(row.tokens)]
-        ids = np.where(np.isfinite(row.logprobs), row.ids, -1)[: len(inner)]
-        hits = [
-            int((ids == row.tokens[inner + shift][:, None]).any(axis=1).sum()) for shift in range(3)
-        ]
-        self.found = (self.found[0] + hits[0], self.found[1] + hits[1], self.found[2] + hits[2])
-        self.records += len(inner)
+    def add(self, row: Row, remedies: Mapping[str, str] | None = None) -> None:
+        """Count the records of ``row``; raise ``DataError`` as ``require`` does for it alone.
+
+        Every part of ``PART`` records is looked at, because an answer may be shifted from one token
+        on.
+        """
+        places = row.positions + 1
+        inner = (places + SHIFTS[0] >= 0) & (places + SHIFTS[-1] < len(row.tokens))
+        ids, logprobs, places = row.ids[inner], row.logprobs[inner], places[inner]
+        shifted = [row.tokens[places + shift] for shift in SHIFTS]
+        scores = np.stack([score_tokens(ids, logprobs, each) for each in shifted])
+        there = np.where(np.isfinite(logprobs), ids, -1)
+        hits = np.stack([(there == each[:, None]).any(axis=1) for each in shifted])
+        for first in range(0, len(places), PART):
+            part = slice(first, first + PART)
+            one = Alignment(
+                (scores[:, part] - scores[SHIFTS.index(0), part]).sum(axis=1),
+                hits[:, part].sum(axis=1),
+                float(np.exp(logprobs[part]).sum()),
+                len(places[part]),
+            )
+            one.require([f"{row.where}, position {places[first] - 1}"], remedies)
+            self.gains, self.found = self.gains + one.gains, self.found + one.found
+            self.mass, self.records = self.mass + one.mass, self.records + one.records
 
     def require(self, names: Iterable[str], remedies: Mapping[str, str] | None = None) -> None:
-        """Raise ``DataError`` if shifting the records by one position predicts the text clearly
-        better.
+        """Raise ``DataError`` if shifting the records makes the text beyond doubt more probable.
 
         ``remedies`` = what to do, by the token that the records of position t belong to: "t" or
         "t + 2". Without one, the caller is to give records of the following token.
         """
-        before, here, after = self.found
-        worst = max(before, after)
-        # Six standard errors of the difference of two counts.
-        if worst - here > 6 * np.sqrt(worst + here + 1):
-            place = "t + 2" if worst == after else "t"
-            shares = [f"{each / self.records:.0%}" for each in self.found]
+        best = int(self.gains.argmax())
+        here, there = (int(self.found[each]) for each in (SHIFTS.index(0), best))
+        # A text that the teacher does not know may fit by chance, and one of repetitions one place
+        # too late. So another place must also contain what the entries expect, and far more than
+        # this one: three times or, in many records, by six standard errors of the difference.
+        more = there - here >= LEAST_PROOF and there >= max(3 * here, 0.8 * self.mass)
+        if self.gains[best] > BEYOND_DOUBT and (
+            more or there - here > 6 * np.sqrt(there + here + 1)
+        ):
+            place = f"t + {SHIFTS[best] + 1}".replace(" + 0", "").replace("+ -", "- ")
+            count = "one" if abs(SHIFTS[best]) == 1 else str(abs(SHIFTS[best]))
             raise DataError(
-                f"{', '.join(names)}: the records are off by one. The record of position t belongs "
-                f"to token t + 1, but contains it in only {shares[1]} of all places, "
-                f"and token {place} in {shares[0 if place == 't' else 2]}.",
+                f"{', '.join(names)}: the records are off by {count}. The record of position t "
+                f"belongs to token t + 1, but contains it in only "
+                f"{here / self.records:.0%} of all places, and token {place} in "
+                f"{there / self.records:.0%}.",
                 (remedies or {}).get(
                     place, "Give the records of the token that follows each position."
                 ),

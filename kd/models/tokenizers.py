@@ -1,22 +1,36 @@
-"""Load tokenizers, hash them, and compare two: all their ids, and how they encode a few texts."""
+"""Load tokenizers, hash them, and compare two: all their ids, and how they encode text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import numpy as np
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from cache.manifest import TokenizerProbe
+from cache.records import Sequences
 from cache.store import Cache
 from kd.errors import ModelError, TokenizerMismatch, format_first_line
 from kd.models.folder import TOKENIZER_REMEDY, ModelFolder
-from kd.models.token_map import TokenMap, describe_differences
+from kd.models.tokenizing.rules import (
+    SAMPLE_SEQUENCES,
+    decode_probes,
+    decodes_truly,
+    describe_rules,
+    find_other_word,
+    require_steady,
+)
+from kd.models.tokenizing.token_map import TokenMap, describe_differences
+from kd.progress import Notice, ignore_notice
 
+#: The dtype of the teacher of a cache that another tool's records made.
+IMPORTED = "imported"
 #: Texts on which tokenizers are compared: they differ in white space, scripts, digits and special
 #: tokens. The hash of a tokenizer, and so a cache's fingerprint, depends on them: never change
 #: them.
@@ -32,7 +46,8 @@ PROBE_TEXTS = (
 def load_tokenizer(
     folder: Path, gguf_file: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in ``folder``; raises ``ModelError``."""
+    """Load the tokenizer in ``folder``; raises ``ModelError``, also for one that is random."""
+    ModelFolder(folder).require_no_pointer(*filter(None, [gguf_file]))
     # For some families transformers would make an empty tokenizer.
     if gguf_file is None and not ModelFolder(folder).has_tokenizer:
         raise ModelError(f"{folder} holds no tokenizer.", TOKENIZER_REMEDY)
@@ -46,6 +61,7 @@ def load_tokenizer(
             f"the tokenizer in {folder} cannot be loaded: {format_first_line(error)}",
             "It needs a tokenizer.json.",
         ) from error
+    require_steady(tokenizer, folder)
     return tokenizer
 
 
@@ -65,6 +81,29 @@ def get_special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         "pad": tokenizer.pad_token_id,
     }
     return {name: int(value) for name, value in special.items() if value is not None}
+
+
+def list_end_ids(
+    settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """List the tokens at which a text ends: those of a model's ``settings``, and the tokenizer's.
+
+    Ids that the tokenizer does not have are left out.
+    """
+    known = settings.eos_token_id if settings is not None else None
+    ids = [*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id]
+    size = get_vocabulary_size(tokenizer)
+    return [each for each in dict.fromkeys(ids) if each is not None and each < size]
+
+
+def take_chat_template(
+    tokenizer: PreTrainedTokenizerBase, learned: PreTrainedTokenizerBase
+) -> None:
+    """Give ``tokenizer`` the chat template of another, and the special tokens that it writes."""
+    tokenizer.chat_template = learned.chat_template
+    for name, token in learned.special_tokens_map.items():
+        if name in str(learned.chat_template):
+            setattr(tokenizer, name, token)
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -87,13 +126,13 @@ def encode_probes(
 
 
 def make_token_map(tokenizer: PreTrainedTokenizerBase, size: int) -> TokenMap:
-    """Return the tokens of the ids below ``size``, V.
+    """Return the tokens of the ids below ``size``, V, and the rules of ``tokenizer``.
 
     Tokens such as [PAD32001] are none: llama.cpp names the padding rows of a GGUF file so.
     """
     vocabulary = tokenizer.get_vocab()
     named = {token: number for token, number in vocabulary.items() if token != f"[PAD{number}]"}
-    return TokenMap.of(named, size)
+    return TokenMap.of(named, size, describe_rules(tokenizer, size))
 
 
 @dataclass(frozen=True)
@@ -101,7 +140,8 @@ class KnownTokenizer:
     """The known facts of a tokenizer that another one must equal.
 
     ``name`` is its name in errors, ``size`` V; ``token_map`` is None in older caches, which are
-    known by ``sha256`` (``hash_tokenizer``) alone.
+    known by ``sha256`` (``hash_tokenizer``) alone. A text that shows its rules is encoded by
+    ``tokenizer``, or it was: then ``written`` reads some sequences.
     """
 
     name: str
@@ -109,41 +149,90 @@ class KnownTokenizer:
     probes: tuple[TokenizerProbe, ...]
     sha256: str
     token_map: TokenMap | None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    written: Callable[[], Sequences] | None = None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, size: int, name: str) -> KnownTokenizer:
         """Describe a tokenizer that is loaded."""
         probes = encode_probes(tokenizer, PROBE_TEXTS)
-        return cls(name, size, probes, hash_tokenizer(tokenizer), make_token_map(tokenizer, size))
+        token_map = make_token_map(tokenizer, size)
+        return cls(name, size, probes, hash_tokenizer(tokenizer), token_map, tokenizer)
 
     @classmethod
     def of_cache(cls, store: Cache) -> KnownTokenizer:
         """Read what a cache holds of its tokenizer."""
         known = store.identity.tokenizer
         probes = store.manifest.provenance.probes
-        return cls(
-            "the cache's", known.vocabulary_size, probes, known.sha256, TokenMap.of_cache(store)
-        )
+        token_map = TokenMap.of_cache(store)
+        # A server's own tokens need not be those that its tokenizer makes of their text.
+        drawn = store.identity.teacher.dtype == IMPORTED and not (token_map and token_map.rules)
+        written = None if drawn else partial(_read_some, store)
+        size = known.vocabulary_size
+        return cls("the cache's", size, probes, known.sha256, token_map, written=written)
+
+
+def _read_some(store: Cache) -> Sequences:
+    """Read sequences from all over a cache, or of the first shard of one in a bucket."""
+    count = min(len(store), store.identity.codec.shard_sequences if store.mirror else len(store))
+    return store.read(np.linspace(0, count - 1, min(count, SAMPLE_SEQUENCES)).astype(int))[0]
 
 
 def require_same_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, known: KnownTokenizer, whose: str = "The student's"
+    tokenizer: PreTrainedTokenizerBase,
+    known: KnownTokenizer,
+    whose: str = "The student's",
+    texts: Iterable[str] = (),
+    note: Callable[[Notice], None] = ignore_notice,
 ) -> None:
     """Raise ``TokenizerMismatch`` if ``tokenizer`` has other tokens or encodes text otherwise.
 
     Vocabularies of equal size do not prove equality: they may number their tokens differently, and
-    where only rare tokens are, no probe text shows it. Ids from V on are not compared.
+    where only rare tokens are, no probe text shows it. Ids from V on are not compared. Where the
+    rules differ or are not known, ``texts`` of the job decide, or those that a cache holds.
+    ``note`` receives what differs without an effect on them.
     """
     found = [
         *_describe_other_ids(tokenizer, known),
         *_describe_other_probes(tokenizer, known.probes),
     ]
+    if not found:
+        found = _describe_other_rules(tokenizer, known, whose, texts, note)
     if found:
         raise TokenizerMismatch(
             f"{whose} tokenizer is not {known.name}. {' '.join(found)}",
             "Use a student with the teacher's tokenizer, or student.init for a fresh one. Where "
             "only the names of unused ids differ, copy the teacher's tokenizer files.",
         )
+
+
+def _describe_other_rules(
+    tokenizer: PreTrainedTokenizerBase,
+    known: KnownTokenizer,
+    whose: str,
+    texts: Iterable[str],
+    note: Callable[[Notice], None],
+) -> list[str]:
+    theirs = known.token_map.rules if known.token_map is not None else {}
+    ours = describe_rules(tokenizer, known.size)
+    names = [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]
+    if theirs and ours and not names:
+        return []
+    probes: Iterable[TokenizerProbe] = ()
+    if known.tokenizer is not None:
+        probes = (encode_probes(known.tokenizer, [text])[0] for text in texts)
+    elif known.written is not None and decodes_truly(tokenizer, known.probes):
+        probes = decode_probes(known.written(), tokenizer)
+    rules = ", ".join(sorted(names)) or "not known"
+    word, tokens = find_other_word(tokenizer, probes, known.tokenizer is None)
+    if word:
+        return [f"It has the same tokens, but other rules ({rules}): {word}."]
+    if names:
+        what = f"rules of {whose.lower()} tokenizer that are not those of {known.name}"
+        tried = f"without an effect on {tokens:,} tokens of text"
+        remedy = "Copy the teacher's tokenizer files into the student's folder."
+        note(Notice(f"{what}, {tried}", len(names), rules, remedy))
+    return []
 
 
 def _describe_other_ids(tokenizer: PreTrainedTokenizerBase, known: KnownTokenizer) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +118,26 @@ def test_an_examined_model_is_compared_with_cache_and_teacher(
         examine(config, target, captured.home, tmp_path)
     whose = "The model's tokenizer is not the cache's" if by_name else "is not that of"
     assert captured.line in caught.value.detail and whose in caught.value.detail
+
+
+def test_other_rules_are_refused_at_every_door_by_a_word_of_the_text(
+    captured: Captured, tokenizer: Any, tiny_text: Path, tmp_path: Path
+) -> None:
+    student = tmp_path / "student"
+    shutil.copytree(captured.student, student)
+    tokenizer.save_pretrained(student)
+    word = tiny_text.read_text(encoding="utf-8")[:2000].split()[40]
+    path = student / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": word}, "content": "Zounds"}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    other = captured.job | {"student": {"model": str(student)}}
+    said = rf"other rules \(normalizer\): {re.escape(repr(word))[:-1]}.* becomes"
+    (problem,) = find_problems(parse_config(other), Folders(Path(), tmp_path, opened=True))
+    assert problem.pointer == "/student/model" and re.search(said, problem.detail)
+    with pytest.raises(TokenizerMismatch, match=said):
+        run_stages(parse_config(other), tmp_path, tmp_path / "run")
+    named = {"kind": "train", "cache": {"fingerprint": captured.fingerprint}, "data": {}}
+    doors = Folders(Path(), captured.home, opened=True)
+    (problem,) = find_problems(parse_config(other | named), doors)
+    assert re.search(said, problem.detail)

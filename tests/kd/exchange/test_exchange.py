@@ -244,21 +244,45 @@ def test_records_that_predict_nothing_are_left_out() -> None:
     np.testing.assert_array_equal(row.positions, [0, 2])
 
 
-def test_records_that_are_off_by_one_are_noticed() -> None:
+@pytest.mark.parametrize(
+    ("shift", "said"),
+    [(0, "off by one.* token t in 100%"), (1, ""), (2, r"off by one.* token t \+ 2 in 100%")],
+)
+@pytest.mark.parametrize("records", [498, 10])
+def test_records_of_another_token_are_noticed_in_few_records_too(
+    shift: int, said: str, records: int
+) -> None:
+    tokens = np.random.default_rng(0).permutation(500)[: records + 2]
+    row = make_row(tokens, np.roll(tokens, -shift)[:-2, None], np.full((records, 1), -0.1))
+    alignment = Alignment()
+    if not said:
+        alignment.add(row)
+        alignment.require(["x"])
+        return
+    with pytest.raises(DataError, match=rf"position \d+: the records are {said}"):
+        alignment.add(row)
+
+
+def test_a_row_whose_records_are_shifted_from_one_on_is_noticed() -> None:
+    tokens = np.random.default_rng(0).permutation(500)[:300]
+    ids = np.concatenate([tokens[1:150], tokens[151:]])[:, None]
+    with pytest.raises(DataError, match=r"position 193: the records are off by one.*token t \+ 2"):
+        Alignment().add(make_row(tokens[:-1], ids, np.full((298, 1), -0.1)))
+
+
+def test_shifts_that_no_single_row_shows_are_noticed_in_many() -> None:
+    alignment = Alignment()
+    tokens = np.random.default_rng(0).permutation(500)
+    for first in range(0, 60, 6):
+        some = tokens[first : first + 6]
+        alignment.add(make_row(some, some[:-1, None], np.full((5, 1), -0.1)))
+    with pytest.raises(DataError, match=r"x: the records are off by one.* token t in 100%"):
+        alignment.require(["x"])
+
+
+def test_random_records_prove_nothing() -> None:
     rng = np.random.default_rng(0)
-    tokens = rng.permutation(500)
-    for shift, fits in ((0, False), (1, True), (2, False)):
-        ids = np.roll(tokens, -shift)[:-2, None]
-        alignment = Alignment()
-        alignment.add(make_row(tokens, ids, np.zeros((498, 1))))
-        if fits:
-            alignment.require(["x"])
-            continue
-        with pytest.raises(
-            DataError,
-            match=rf"x: the records are off by one.* token t{' . 2' if shift else ''} in 100%",
-        ):
-            alignment.require(["x"])
     chance = Alignment()
-    chance.add(make_row(tokens, rng.integers(0, 500, (499, 3)), np.zeros((499, 3))))
-    chance.require(["random records prove nothing"])
+    logprobs = np.full((499, 3), -6.0)
+    chance.add(make_row(rng.permutation(500), rng.integers(0, 500, (499, 3)), logprobs))
+    chance.require(["x"])

@@ -28,8 +28,8 @@ from cache.testing import (
 from cache.writing.writer import open_writer
 from kd.errors import DataError
 from kd.exchange import distillkit, exporting
-from kd.exchange.distillkit import Compression, decode_entries
-from kd.exchange.exporting import FILL_LOGPROB, export_records
+from kd.exchange.distillkit import FILL_LOGPROB, Compression, decode_entries
+from kd.exchange.exporting import export_records
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.text.batches import make_batch

@@ -332,13 +332,13 @@ def test_a_cache_is_named_by_content_and_not_imported_twice(tmp_path: Path) -> N
 
 
 def test_the_tokenizer_travels_with_the_cache(tmp_path: Path, tokenizer: Any) -> None:
-    from kd.models.token_map import TokenMap
     from kd.models.tokenizers import (
         KnownTokenizer,
         hash_tokenizer,
         make_token_map,
         require_same_tokenizer,
     )
+    from kd.models.tokenizing.token_map import TokenMap
 
     write_vllm(tmp_path / "source")
     store = imported("vllm", tmp_path / "source", tmp_path / "caches", teacher_name="theirs")

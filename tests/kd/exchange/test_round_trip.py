@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from bench.support.paths import AUSTEN
-from cache.codec import TOP_STEP
+from cache.codec import TOP_STEP, UNKNOWN
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
 from cache.profiles import PROFILES
-from cache.records import Records, Sequences
+from cache.records import Records, Sequences, TailSums
 from cache.store import Cache, open_cache
 from cache.testing import make_codec, make_identity, make_lm_head, make_shard
 from cache.writing.writer import open_writer
@@ -25,6 +25,7 @@ from kd.exchange.entries import read_entries
 from kd.exchange.exporting import export_records
 from kd.exchange.importing import ImportRequest, import_records
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, hash_tokenizer, make_token_map
+from kd.models.tokenizing.token_map import TokenMap
 from tests.support.caches import content
 from tests.support.kd.tokenizers import exchange_ids, list_rare_tokens
 
@@ -60,7 +61,9 @@ def make_store(root: Path, profile: str, tokenizer: Any) -> Cache:
             writer.write_lm_head(make_lm_head(V))
         for index in range(identity.shard_count):
             shard = make_shard(identity, index)
-            writer.write_shard(index, *(shard if index else without_some(*shard)))
+            sums = np.linspace(0.0, 1.0 + index, V)
+            tails = TailSums(3, 30, sums, sums**2) if profile == "threshold" else None
+            writer.write_shard(index, *(shard if index else without_some(*shard)), tails)
         writer.write_token_map(make_token_map(tokenizer, V).to_arrays())
         probes = encode_probes(tokenizer, PROBE_TEXTS)
         writer.finish(Provenance("tiny", probes=probes), FIDELITY)
@@ -82,6 +85,8 @@ def test_parquet_brings_back_the_same_cache_byte_for_byte(
     again = bring_back("parquet", tmp_path / "out", tmp_path / "again")
     assert again.folder.name == store.folder.name
     assert content(again.folder) == content(store.folder)
+    assert (again.tail_mean() is not None) == (profile == "threshold")
+    assert TokenMap.of_cache(again).rules
 
 
 @pytest.mark.parametrize("profile", ["topk", "dense", "hidden"])
@@ -130,6 +135,22 @@ def test_what_distillkit_cannot_hold_is_refused(
     with pytest.raises(DataError, match="no place for the sampled tail") as caught:
         export_records(stores[profile], "distillkit", tmp_path / "out")
     assert "Parquet" in caught.value.remedy and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("k", [None, 4])
+@pytest.mark.parametrize("profile", ["threshold", "tempered"])
+def test_a_lossy_export_for_distillkit_comes_back(
+    stores: dict[str, Cache], profile: str, k: int | None, tmp_path: Path
+) -> None:
+    store = replace_first(stores[profile], tmp_path / "whole")
+    said = export_records(store, "distillkit", tmp_path / "out", k, lossy=True)
+    again = bring_back("distillkit", tmp_path / "out", tmp_path / "again")
+    sequences, records = again.read(range(len(again)))
+    assert int(sequences.target_mask.sum()) == said["records"]
+    logprobs = np.where(records["top_logprobs"] == UNKNOWN, np.inf, records["top_logprobs"])
+    mass = np.exp(logprobs * -TOP_STEP).sum(axis=1)
+    assert mass.mean() == pytest.approx(said["kept_mass"], abs=1e-3)
+    assert np.exp(records["residual"] * -TOP_STEP) == pytest.approx(1 - mass, abs=1e-2)
 
 
 def test_another_tokenizer_is_refused_by_its_ids(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kd.errors import ModelError, TokenizerMismatch
-from kd.models.token_map import TokenMap
 from kd.models.tokenizers import (
     PROBE_TEXTS,
     KnownTokenizer,
@@ -18,6 +17,7 @@ from kd.models.tokenizers import (
     make_token_map,
     require_same_tokenizer,
 )
+from kd.models.tokenizing.token_map import TokenMap
 from tests.support.kd.tokenizers import exchange_ids, list_rare_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,8 +14,8 @@ from cache.store import open_cache
 from kd.config.jobfile import parse_config
 from kd.errors import DataError, TokenizerMismatch
 from kd.examine import ExaminedModel, examine
-from kd.models.token_map import TokenMap
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
+from kd.models.tokenizing.token_map import TokenMap
 from kd.pipeline import run_stages
 
 pytestmark = pytest.mark.usefixtures("one_thread")

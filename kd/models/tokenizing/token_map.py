@@ -7,8 +7,9 @@ V   vocabulary size      E   tokens, in the order of their ids      B   bytes of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 
@@ -38,35 +39,49 @@ class TokenDifference:
 
 @dataclass(frozen=True)
 class TokenMap:
-    """The tokens of each id below V; usually one, but an id may have none, or several."""
+    """The tokens of each id below V; usually one, but an id may have none, or several.
+
+    ``rules`` are those of its tokenizer (``kd.models.tokenizing.rules``); empty = not known.
+    """
 
     tokens: dict[int, tuple[str, ...]]
+    rules: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, vocabulary: Mapping[str, int], size: int) -> TokenMap:
+    def of(
+        cls, vocabulary: Mapping[str, int], size: int, rules: dict[str, str] | None = None
+    ) -> TokenMap:
         """Make the map of the ids below ``size``, V, from a map of tokens to ids."""
         return cls.from_pairs(
-            sorted((number, token) for token, number in vocabulary.items() if number < size)
+            sorted((number, token) for token, number in vocabulary.items() if number < size), rules
         )
 
     @classmethod
-    def from_pairs(cls, pairs: Iterable[tuple[int, str]]) -> TokenMap:
+    def from_pairs(
+        cls, pairs: Iterable[tuple[int, str]], rules: dict[str, str] | None = None
+    ) -> TokenMap:
         """Make the map of ``pairs`` of an id and a token, in the order of the ids."""
         groups = groupby(pairs, key=itemgetter(0))
-        return cls({number: tuple(token for _, token in held) for number, held in groups})
+        tokens = {number: tuple(token for _, token in held) for number, held in groups}
+        return cls(tokens, rules or {})
 
     def list_pairs(self) -> list[tuple[int, str]]:
         """List each id with each of its tokens; the inverse of ``from_pairs``."""
         return [(number, token) for number, held in self.tokens.items() for token in held]
 
     def to_arrays(self) -> Arrays:
-        """Return ids (E,), lengths in bytes (E,) and the text (B,) of all tokens, as UTF-8."""
+        """Return ids (E,), lengths in bytes (E,) and the text (B,) of all tokens, as UTF-8.
+
+        Also the rules as JSON, where they are known.
+        """
         pairs = self.list_pairs()
         texts = [token.encode(errors=_ERRORS) for _, token in pairs]
+        rules = {"rules": np.frombuffer(json.dumps(self.rules).encode(), np.uint8)}
         return {
             "ids": np.array([number for number, _ in pairs], np.uint32),
             "lengths": np.array([len(text) for text in texts], np.uint32),
             "text": np.frombuffer(b"".join(texts), np.uint8),
+            **(rules if self.rules else {}),
         }
 
     @classmethod
@@ -75,7 +90,8 @@ class TokenMap:
         text = arrays["text"].tobytes()
         cuts = compute_offsets(arrays["lengths"]).tolist()
         tokens = [text[start:stop].decode(errors=_ERRORS) for start, stop in pairwise(cuts)]
-        return cls.from_pairs(zip(arrays["ids"].tolist(), tokens, strict=True))
+        rules = json.loads(arrays["rules"].tobytes()) if "rules" in arrays else {}
+        return cls.from_pairs(zip(arrays["ids"].tolist(), tokens, strict=True), rules)
 
     @classmethod
     def of_cache(cls, store: Cache) -> TokenMap | None:
