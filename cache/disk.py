@@ -54,7 +54,9 @@ def storage_errors(path: Path) -> Iterator[None]:
             ) from error
         if error.errno in _FORBIDDEN:
             raise StorageError(
-                where, f"Make {path} writable for this user, or choose another folder."
+                where,
+                f"Make {path} readable and writable for the user {os.geteuid()}, or choose "
+                "another folder.",
             ) from error
         raise
 
@@ -223,13 +225,14 @@ def list_file_sizes(folder: Path) -> dict[str, int]:
     return dict(sorted((name, about.st_size) for name, about in walk_files(folder)))
 
 
-def walk_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+def walk_files(folder: Path, seen_only: bool = False) -> Iterator[tuple[str, os.stat_result]]:
     """Yield each file below ``folder``, by relative POSIX name, in no order; nothing is listed.
 
     There are none where there is no folder. Links to folders, and files that go meanwhile, are left
-    out.
+    out. Raises ``PermissionError`` for a folder that may not be read, unless only what may be seen
+    is wanted: its files are not missing.
     """
-    for path, entry in _walk(str(folder), ""):
+    for path, entry in _walk(str(folder), "", seen_only):
         if entry.is_dir():
             continue
         try:
@@ -240,28 +243,33 @@ def walk_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def sum_file_sizes(folder: Path) -> int:
-    """Add up the bytes of all files below ``folder``."""
-    return sum(about.st_size for _, about in walk_files(folder))
+    """Add up the bytes of all files below ``folder``, as far as they may be seen."""
+    return sum(about.st_size for _, about in walk_files(folder, seen_only=True))
 
 
 def find_last_change(folder: Path) -> float:
     """Return the time of the last change of anything in ``folder``, in seconds since 1970."""
-    inside = (entry.stat(follow_symlinks=False).st_mtime for _, entry in _walk(str(folder), ""))
+    found = _walk(str(folder), "", seen_only=True)
+    inside = (entry.stat(follow_symlinks=False).st_mtime for _, entry in found)
     return max(folder.lstat().st_mtime, max(inside, default=0.0))
 
 
-def _walk(folder: str, name: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def _walk(folder: str, name: str, seen_only: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield everything below a folder, folders before what is in them."""
     try:
         found = os.scandir(folder)
-    except OSError:  # as os.walk does
+    except (FileNotFoundError, NotADirectoryError):
         return
+    except PermissionError:
+        if seen_only:
+            return
+        raise
     with found:
         for entry in found:
             inner = f"{name}{entry.name}"
             yield inner, entry
             if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, f"{inner}/")
+                yield from _walk(entry.path, f"{inner}/", seen_only)
 
 
 def find_leftovers(folder: Path) -> Iterator[Path]:

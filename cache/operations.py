@@ -26,7 +26,14 @@ from cache.disk import (
     storage_errors,
     sum_file_sizes,
 )
-from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
+from cache.errors import (
+    CacheCorrupt,
+    CacheError,
+    CacheIncomplete,
+    CacheMismatch,
+    CacheNotFound,
+    StorageError,
+)
 from cache.inspection import open_stored_shards
 from cache.manifest import (
     FORMAT_VERSION,
@@ -406,6 +413,10 @@ def _explain_unusable(folder: Path, older_than: float) -> str | None:
         return error.detail if _is_older(folder) else None
     except CacheNotFound as error:
         return error.detail if is_mirror(folder) else None
+    except StorageError:
+        if is_mirror(folder):
+            raise
+        return None  # it may not be read, which does not make it unusable
     except (CacheIncomplete, CacheCorrupt) as error:
         idle = time.time() - find_last_change(folder)
         return (

@@ -222,9 +222,14 @@ class Cache:
         """Read the tokens of all ids; None in a cache that was written before caches kept them.
 
         ``ids`` (E,) of the tokens, their ``lengths`` (E,) in bytes, and their ``text`` in UTF-8.
+        Newer caches also keep ``rules`` of the tokenizer, as JSON in UTF-8.
         """
         entry = self.manifest.token_map
-        return self._read_folder(TOKEN_MAP, entry, TOKEN_ARRAYS) if entry.digest else None
+        if not entry.digest:
+            return None
+        kept = {Path(name).parts[0] for name in self.open_seal(TOKEN_MAP, entry.digest).files}
+        rules = ("rules",) if "rules" in kept else ()
+        return self._read_folder(TOKEN_MAP, entry, (*TOKEN_ARRAYS, *rules))
 
     def tail_mean(self) -> Arrays | None:
         """Read the mean tail: ``mean`` and ``share`` (V,) in float32; None in a cache without.

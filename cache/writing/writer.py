@@ -186,7 +186,8 @@ class CacheWriter:
     def find_missing_shards(self, shards: Iterable[int] | None = None) -> ShardRuns:
         """Find those of ``shards`` (all) still to be written; check every byte of sealed ones."""
         among = range(self.identity.shard_count) if shards is None else shards
-        return ShardRuns.of(index for index in among if not self._is_sound(index))
+        with storage_errors(self.folder):
+            return ShardRuns.of(index for index in among if not self._is_sound(index))
 
     def has_every_seal(self) -> bool:
         """Whether all shards are sealed; their bytes are not read."""
@@ -268,6 +269,10 @@ class CacheWriter:
     def write_token_map(self, arrays: Arrays) -> None:
         """Write and seal the tokens of all ids, unless they are sealed already."""
         self._write_once(TOKEN_MAP, arrays)
+
+    def write_tail_mean(self, mean: Arrays) -> None:
+        """Write and seal the mean tail that another cache of the same records has."""
+        self._write_once(TAIL_MEAN, encode_tail_mean(mean))
 
     def _write_once(self, name: str, arrays: Arrays) -> None:
         seal = self._read_own_seal(name)

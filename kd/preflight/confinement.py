@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from kd.addresses import resolve_public_address
 from kd.buckets.inputs import is_stored_name
 from kd.config.job import JobConfig
-from kd.errors import ConfigError, Problem
+from kd.errors import ConfigError, DataError, Problem
 from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
 from kd.preflight.limits import Confinement
 from kd.preflight.named_paths import NamedResource, find_plain_prefix, list_named_resources
@@ -112,6 +112,8 @@ def _check_stored(each: NamedResource, root: Path, limits: Confinement) -> Itera
 def _find_reason(each: NamedResource, root: Path, limits: Confinement) -> Reason:
     try:
         return _CHECKS[each.kind](each, root, limits)
+    except DataError as error:
+        return error.detail, error.remedy
     except (OSError, ValueError) as error:  # ValueError: a byte that no path may have
         return (
             f"{each.name!r} cannot be read: {error}.",
@@ -160,7 +162,16 @@ def _check_text(each: NamedResource, root: Path, limits: Confinement) -> Reason:
             f"the pattern {each.name!r} contains .. or more than one **.",
             "Give a simpler pattern.",
         )
-    if (outside := limits.find_first_outside(find_files(each.name, root))) is not None:
+    linked = list[Path]()
+    split = each.pointer.split("/")[2]
+
+    def enter(folder: Path) -> bool:
+        if not limits.permits(folder):
+            linked.append(folder)
+        return not linked
+
+    found = find_files(each.name, root, split, enter).files
+    if (outside := next(iter(linked), None) or limits.find_first_outside(found)) is not None:
         return f"{each.name!r} includes {outside.name!r}, which jobs may not read.", _OUTSIDE
     return None
 

@@ -1,18 +1,22 @@
 """Find what a run would refuse in its first seconds, by opening the files that a job names.
 
     models       on this machine, or known to the hub
+    tensors      in the files of a model on this machine, all that its configuration asks for
     tokenizers   there, and the student's is the teacher's, or that of the sealed cache
-    rows         the first row of each file of text has the form that the job says
+    rows         the first rows of each file of text have the form that the job says
+    text         plain text can be read, and fills a sequence (first_text.py)
 
 ``kd validate`` and ``kd run`` look this far. The API does not: two tokenizers take seconds to load,
-and the hub may not answer. Imports no torch unless two tokenizers have to be compared.
+and the hub may not answer. Imports torch where a model is on this machine, or where two tokenizers
+have to be compared.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,21 +27,36 @@ from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
 from kd.files import find_caches
 from kd.models.folder import ModelFolder, locate_model
+from kd.preflight.first_text import find_unusable_text
 from kd.preflight.named_paths import NamedResource, list_named_resources
+from kd.preflight.stored_models import find_tensor_problems
 from kd.preflight.validate import describe_missing_tokenizer, guard_access
+from kd.progress import Notice, ignore_notice
 
 #: How long the hub may take to answer, in seconds.
 HUB_SECONDS = 5.0
+#: Rows of a file that are read: a form that holds for these holds for most.
+_FIRST_ROWS = 100
 
 
-def find_first_problems(config: JobConfig, root: Path, home: Path) -> Iterator[Problem]:
-    """Find what opening the job's files shows; call it only if their names have no problem."""
+def find_first_problems(
+    config: JobConfig, root: Path, home: Path, note: Callable[[Notice], None] = ignore_notice
+) -> Iterator[Problem]:
+    """Find what opening the job's files shows; call it only if their names have no problem.
+
+    ``note`` receives what is no problem, but worth knowing.
+    """
     models = [each for each in list_named_resources(config) if each.kind == "model"]
     missing = [problem for each in models for problem in _check_folder(each, root)]
     yield from missing
     if not missing:
-        yield from _check_same_tokenizer(config, root, home)
-    yield from _check_rows(config, root)
+        find = partial(_find_folder, root)
+        yield from find_tensor_problems(config, config.runs_teacher, find, note)
+        yield from _check_same_tokenizer(config, root, home, note)
+    rows = list(_check_rows(config, root))
+    yield from rows
+    if not rows:
+        yield from find_unusable_text(config, root, note)
 
 
 # ---------------------------------------------------------------------- models
@@ -48,8 +67,12 @@ def _check_folder(each: NamedResource, root: Path) -> Iterator[Problem]:
     if folder.path.is_dir():
         if each.file is None and not (folder.has_tokenizer or folder.gguf_files):
             yield describe_missing_tokenizer(each.pointer, each.name)
-    elif HUB_ID.match(each.name) and ModelFolder.find(each.name, root, each.revision) is None:
+    elif HUB_ID.match(each.name) and _find_folder(root, each) is None:
         yield from _ask_hub(each)
+
+
+def _find_folder(root: Path, each: NamedResource) -> ModelFolder | None:
+    return ModelFolder.find(each.name, root, each.revision)
 
 
 def _ask_hub(each: NamedResource) -> Iterator[Problem]:
@@ -76,7 +99,9 @@ def _ask_hub(each: NamedResource) -> Iterator[Problem]:
 # ---------------------------------------------------------------------- tokenizers
 
 
-def _check_same_tokenizer(config: JobConfig, root: Path, home: Path) -> Iterator[Problem]:
+def _check_same_tokenizer(
+    config: JobConfig, root: Path, home: Path, note: Callable[[Notice], None]
+) -> Iterator[Problem]:
     """Find that the student's own tokenizer is not the one of the records."""
     student = config.student
     if student is None or not config.needs_cache:
@@ -89,7 +114,7 @@ def _check_same_tokenizer(config: JobConfig, root: Path, home: Path) -> Iterator
     if folder is None or (_is_copy(folder, config, root) and config.cache.fingerprint is None):
         return
     try:
-        _require_same_tokenizer(folder.path, config, root, home)
+        _require_same_tokenizer(folder.path, config, root, home, note)
     except PotstillError as error:
         yield Problem(pointer, error.detail, error.remedy)
 
@@ -109,15 +134,18 @@ def _find_teacher_folder(config: JobConfig, root: Path) -> ModelFolder | None:
     return ModelFolder.find(teacher.tokenizer or teacher.model, root, teacher.revision)
 
 
-def _require_same_tokenizer(own: Path, config: JobConfig, root: Path, home: Path) -> None:
+def _require_same_tokenizer(
+    own: Path, config: JobConfig, root: Path, home: Path, note: Callable[[Notice], None]
+) -> None:
     from cache.store import open_cache
     from kd.models import tokenizers, vocabulary
+    from kd.models.tokenizing.rules import sample_texts
 
     if config.cache.fingerprint is not None:
         with suppress(CacheError):  # find_cache_problems has said what is wrong with it
             store = open_cache(find_caches(home, config.cache.store) / config.cache.fingerprint)
             known = tokenizers.KnownTokenizer.of_cache(store)
-            tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known)
+            tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known, note=note)
         return
     teacher = _find_teacher_folder(config, root)
     if teacher is None or config.teacher is None or config.teacher.trust_remote_code:
@@ -125,14 +153,15 @@ def _require_same_tokenizer(own: Path, config: JobConfig, root: Path, home: Path
     theirs = tokenizers.load_tokenizer(teacher.path, config.teacher.gguf_file)
     size = vocabulary.choose_teacher_vocabulary(theirs, config.teacher, teacher.path)
     known = tokenizers.KnownTokenizer.of(theirs, size, "the teacher's")
-    tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known)
+    texts = sample_texts(config.data, root)
+    tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known, texts=texts, note=note)
 
 
 # ---------------------------------------------------------------------- rows
 
 
 def _check_rows(config: JobConfig, root: Path) -> Iterator[Problem]:
-    """Find files whose first row is not of the job's form; whole texts are not read."""
+    """Find files whose first rows are not of the job's form; whole texts are not read."""
     for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
             # Text of a bucket is not downloaded for this.
@@ -148,11 +177,11 @@ def _check_first_rows(
     from kd.text.sources import read_documents
 
     saved = [root / source] if is_saved_dataset(root / source) else []
-    for file in saved or find_files(source, root):
+    for file in saved or find_files(source, root, pointer.split("/")[2]).files:
         try:
             if not saved and choose_format(file, config.data) == "text":
                 continue
-            for _ in islice(read_documents((str(file),), pointer, config.data), 1):
+            for _ in islice(read_documents((str(file),), pointer, config.data), _FIRST_ROWS):
                 pass
         except (DataError, ModelError) as error:
             yield Problem(pointer, error.detail, error.remedy)

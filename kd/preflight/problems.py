@@ -16,14 +16,14 @@ Imports no torch, because the API and the terminal import it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kd.buckets.inputs import avoiding_buckets
-from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_quantizer
+from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_readers
 from kd.config.job import JobConfig
 from kd.config.teacher import SHARED
 from kd.config.train import TrainConfig
@@ -35,6 +35,7 @@ from kd.parallel.limits import (
 )
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
+from kd.preflight.learned_rows import Show, find_row_problems, hide_row
 from kd.preflight.limits import Confinement
 from kd.preflight.named_paths import find_url_problems
 from kd.preflight.validate import (
@@ -45,6 +46,7 @@ from kd.preflight.validate import (
     find_text_problems,
     find_unreadable_weights,
 )
+from kd.progress import Notice, ignore_notice
 from kd.search.space import find_space_problems
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class Folders:
     None = no file is looked at, only ``limits``. ``limits``: what the job may name; None =
     anything. ``opened``: whether files are opened too, and the hub is asked: this takes seconds.
     ``asked``: whether buckets are asked for what the job names in them: one may not answer.
+    ``note`` receives what opening the files shows that is no problem, but worth knowing,
+    ``show`` what is learned of some rows.
     """
 
     root: Path
@@ -72,6 +76,8 @@ class Folders:
     limits: Confinement | None = None
     opened: bool = False
     asked: bool = True
+    note: Callable[[Notice], None] = ignore_notice
+    show: Show = hide_row
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def find_problems(
             found += _find_folder_problems(config, folders)
     if machine is not None:
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
-        found += find_missing_quantizer(config)
+        found += find_missing_readers(config)
         found += _find_device_problems(config, machine.device)
         if folders is not None and folders.home is not None and folders.asked:
             found += find_unreadable_weights(config, folders.root)
@@ -129,14 +135,16 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
         return urls
     looked_up = [
         *find_model_problems(config, folders.root),
-        *find_text_problems(config, folders.root),
+        *find_text_problems(config, folders.root, folders.note),
         *find_cache_problems(config, folders.home),
         *find_extension_problems(config, folders.home),
         *find_disk_problems(folders.home),
     ]
     found = [*urls, *(each for each in looked_up if each.pointer not in named)]
     if folders.opened and not found:
-        found += find_first_problems(config, folders.root, folders.home)
+        found += find_first_problems(config, folders.root, folders.home, folders.note)
+    if folders.opened and not found:
+        found += find_row_problems(config, folders.root, folders.note, folders.show)
     return found
 
 

@@ -25,8 +25,10 @@ from kd.models.folder import (
     locate_model,
 )
 from kd.preflight.confinement import describe_missing_cache
+from kd.progress import Notice, ignore_notice
 from kd.text.files import (
     SUFFIXES,
+    FoundFiles,
     find_files,
     find_suffix,
     is_saved_dataset,
@@ -132,6 +134,8 @@ def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]
             f"{error.filename} may not be read.",
             "Check the mode and owner of its folders.",
         )
+    except DataError as error:
+        yield Problem(pointer, error.detail, error.remedy)
     # A name too long, a loop of links, or a byte that no path may have.
     except (OSError, ValueError) as error:
         yield Problem(pointer, f"it cannot be read: {error}.", "Check how it is written.")
@@ -142,6 +146,16 @@ def _check_tokenizer(pointer: str, name: str, root: Path) -> Iterator[Problem]:
         yield from _check_stored(pointer, name)
     elif not (root / name).is_dir() and not HUB_ID.match(name):
         yield Problem(pointer, f"no folder {name!r}.", _explain_root(root))
+    else:
+        yield from _refuse(pointer, ModelFolder(root / name).require_no_pointer)
+
+
+def _refuse(pointer: str, require: Callable[[], None]) -> Iterator[Problem]:
+    """Find what ``require`` raises as ``ModelError``."""
+    try:
+        require()
+    except ModelError as error:
+        yield Problem(pointer, error.detail, error.remedy)
 
 
 def describe_missing_tokenizer(pointer: str, name: str) -> Problem:
@@ -186,6 +200,7 @@ def _check_model(
                 if found.gguf_files
                 else "There is no *.gguf in it.",
             )
+        yield from _refuse("/teacher/gguf_file", partial(found.require_no_pointer, gguf_file))
     elif not found.has_config:
         remedy = _suggest_gguf(pointer, found) or "Give the folder of a Hugging Face model."
         yield Problem(pointer, f"{model!r} holds no config.json.", remedy)
@@ -193,6 +208,7 @@ def _check_model(
         remedy = _suggest_gguf(pointer, found) or "Convert its weights to safetensors."
         yield Problem(pointer, f"{model!r} holds no *.safetensors weights.", remedy)
     else:
+        yield from _refuse(pointer, found.require_no_pointer)
         yield from _ask(pointer, found, ModelFolder.require_decoder)
 
 
@@ -241,12 +257,8 @@ def _ask(
         is_readable = bool(folder.config)
     except (OSError, ModelError):  # loading the model will report it
         is_readable = False
-    if not is_readable:
-        return
-    try:
-        require(folder)
-    except ModelError as error:
-        yield Problem(pointer, error.detail, error.remedy)
+    if is_readable:
+        yield from _refuse(pointer, partial(require, folder))
 
 
 def find_unreadable_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
@@ -334,19 +346,22 @@ def _list_setting_differences(config: JobConfig, known: CacheIdentity) -> list[s
     The codec's version depends on the teacher's precision too, which only loading shows.
     """
     codec = replace(make_codec_identity(config.cache), version=known.codec.version)
-    data = replace(
-        known.data,
-        sequence_length=config.data.sequence_length,
-        packing=config.data.packing,
-    )
+    asked = config.data
+    packing = known.data.packing if asked.packing == "auto" else asked.packing
+    data = replace(known.data, sequence_length=asked.sequence_length, packing=packing)
     return list_differences(replace(known, codec=codec, data=data), known)
 
 
 # ---------------------------------------------------------------------- text
 
 
-def find_text_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
-    """Find text files that are missing, empty, unreadable, or of an unknown format."""
+def find_text_problems(
+    config: JobConfig, root: Path, note: Callable[[Notice], None] = ignore_notice
+) -> Iterator[Problem]:
+    """Find text files that are missing, empty, unreadable, or of an unknown format.
+
+    ``note`` receives what a folder or a pattern leaves out.
+    """
     for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
         looked_at = set[str]()
         for number, source in enumerate(sources):
@@ -354,21 +369,26 @@ def find_text_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
             if isinstance(source, str) and source not in looked_at:
                 looked_at.add(source)
                 pointer = f"/data/{field}/{number}"
-                yield from guard_access(
-                    pointer, _check_source(pointer, source, root, config.data.format)
-                )
+                check = _check_source(pointer, source, root, config.data.format, note)
+                yield from guard_access(pointer, check)
 
 
-def _check_source(pointer: str, source: str, root: Path, format: str) -> Iterator[Problem]:
+def _check_source(
+    pointer: str, source: str, root: Path, format: str, note: Callable[[Notice], None]
+) -> Iterator[Problem]:
     if is_stored_name(source):
-        yield from _check_stored_text(pointer, source, format)
+        yield from _check_stored_text(pointer, source, format, note)
         return
     if is_saved_dataset(root / source):
         return
-    files = find_files(source, root)
+    found = find_files(source, root, pointer.split("/")[2])
+    files = found.files
     if not files:
-        yield Problem(pointer, f"no file matches {source!r}.", _explain_root(root))
+        refused = found.refuse_nothing(f"no file matches {source!r}.")
+        yield Problem(pointer, refused.detail, _explain_root(root))
         return
+    for notice in found.list_notices():
+        note(notice)
     # One file with text is enough: a folder may hold empty ones.
     if not any(map(_has_text, files)):
         yield Problem(pointer, f"{source!r} holds no text.", "Give a file with text in it.")
@@ -384,13 +404,17 @@ def _check_source(pointer: str, source: str, root: Path, format: str) -> Iterato
             yield Problem(pointer, f"{file.name!r} cannot be read.", "Check its mode and owner.")
 
 
-def _check_stored_text(pointer: str, url: str, format: str) -> Iterator[Problem]:
+def _check_stored_text(
+    pointer: str, url: str, format: str, note: Callable[[Notice], None]
+) -> Iterator[Problem]:
     """Find that no text lies at the URL of a bucket; no text is downloaded."""
     found = list(_check_stored(pointer, url))
     yield from found
     if found or not may_read_buckets():
         return
-    names = list_stored_texts(url)
+    names, left_out = list_stored_texts(url, pointer.split("/")[2])
+    for notice in FoundFiles(left_out=left_out).list_notices():
+        note(notice)
     if not any(list_stored(url).objects[name].bytes for name in names):
         yield Problem(pointer, f"{url!r} holds no text.", "Give a file with text in it.")
     strange = [name for name in names if find_suffix(Path(name)) not in SUFFIXES]

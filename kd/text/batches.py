@@ -147,9 +147,9 @@ class Batch:
     """The input of one forward pass.
 
     ``rows_N``: the flat places (b * L + l) of the positions with a target. ``gold_N``: the ids of
-    their targets. ``packed``: None if every row is one document, so that attention takes its plain
-    causal path. ``teacher``: the columns of the N records as they are stored
-    (``kd.loss.targets`` decodes them); None without a teacher.
+    their targets. ``packed``: None if every row is one document without padding. ``teacher``: the
+    columns of the N records as they are stored (``kd.loss.targets`` decodes them); None without a
+    teacher.
     """
 
     tokens_BL: Tensor
@@ -163,8 +163,8 @@ class Batch:
 
     @property
     def positions_BL(self) -> Tensor | None:
-        """The place of each token in its document; None if every row is one document."""
-        return None if self.packed is None else self.packed.positions_BL
+        """The place of each token in its document; None if one of a row is all that matters."""
+        return self.packed.positions_BL if self.packed is not None and self.packed.apart else None
 
     def count_targets(self) -> NDArray[np.int64]:
         """Count the targets of each sequence, (B,)."""
@@ -215,13 +215,21 @@ def make_batch(sequences: Sequences, records: Records | None) -> Batch:
     columns = records.columns if records is not None else {}
     return Batch(
         tokens_BL=torch.from_numpy(tokens.astype(np.int64)),
-        packed=PackedRows.of(torch.from_numpy(positions))
-        if needs_isolation(positions, target).any()
-        else None,
+        packed=find_documents(torch.from_numpy(positions), target),
         rows_N=torch.from_numpy(rows),
         gold_N=torch.from_numpy(gold),
         teacher={name: torch.from_numpy(column) for name, column in columns.items()} or None,
     )
+
+
+def find_documents(positions_BL: Tensor, target: np.ndarray) -> PackedRows | None:
+    """Find the documents of rows on the host; None if every row is one document.
+
+    Where no target has another document before it, they need not be kept apart.
+    """
+    if torch.equal(positions_BL, torch.arange(positions_BL.shape[1]).expand_as(positions_BL)):
+        return None
+    return PackedRows.of(positions_BL, bool(needs_isolation(positions_BL.numpy(), target).any()))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,14 +38,15 @@ from kd.text.mixtures import (
     name_source,
 )
 from kd.text.packing import Block, Document, join_blocks, pack_in_blocks
+from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents
 from kd.text.stored.digest import hash_text
 from kd.text.stored.inputs import describe_inputs, name_inputs
 from kd.text.stored.packed import PackedText
 from kd.text.stored.places import BEGINNING, Cursor, TextPlace
-from kd.text.stored.shards import MANIFEST, Layout
+from kd.text.stored.shards import Layout
 from kd.text.stored.view import StoredSequences, TokenStore
-from kd.text.stored.writing import StoreOrder, check_inputs, write_store
+from kd.text.stored.writing import StoreOrder, is_current, write_store
 from kd.text.tokens import choose_pad_id, encode_documents
 
 if TYPE_CHECKING:
@@ -159,6 +161,7 @@ class _FieldText:
     tokenizer: PreTrainedTokenizerBase
     monitor: Monitor
     size: int | None
+    notes: TextNotes = dataclass_field(default_factory=TextNotes)
 
     @property
     def sources(self) -> TextSources:
@@ -168,6 +171,8 @@ class _FieldText:
         """Read the first ``wanted`` sequences into memory."""
         reader = self.read()
         sequences = join_blocks(reader.read_all(wanted))
+        for notice in self.notes.list_notices():
+            self.monitor.note(notice)
         self._warn_if_ended(reader.ended, len(sequences))
         return sequences
 
@@ -175,17 +180,19 @@ class _FieldText:
         """Open the store of the first ``wanted`` sequences; write it first if need be."""
 
         def describe() -> dict[str, object]:
-            return describe_inputs(self.sources, self.config, self.tokenizer, self.size, wanted)
+            text = (self.sources, self.field, self.config)
+            return describe_inputs(*text, self.tokenizer, self.size, wanted)
 
         inputs = describe()
         folder = texts / name_inputs(inputs)
-        if (folder / MANIFEST).is_file():
-            check_inputs(folder, inputs)
-        else:
+        if not is_current(folder, inputs):
             layout = Layout.choose(self.config.sequence_length, self.size)
-            order = StoreOrder(layout, describe, self.read, wanted, _count_bytes(self.sources))
+            bytes_to_read = _count_bytes(self.sources, self.field)
+            order = StoreOrder(layout, describe, self.read, wanted, bytes_to_read, self.notes)
             write_store(folder, order, self.monitor)
         store = TokenStore(folder)
+        for notice in store.manifest.notices:
+            self.monitor.note(notice)
         self._warn_if_ended(store.manifest.ended, len(store))
         return store
 
@@ -194,19 +201,20 @@ class _FieldText:
         if not is_mixture(self.sources, self.config):
             return TextReader([self._pack(self.sources, self.field)], [1.0], cursor)
         texts = [
-            self._pack((source,), f"{self.field}.{number}")
+            self._pack((source,), f"{self.field}.{number}", number)
             for number, source in enumerate(self.sources)
         ]
         return TextReader(texts, list(map(get_weight, self.sources)), cursor)
 
-    def _pack(self, sources: TextSources, field: str) -> Packer:
-        """Return what packs ``sources`` from a place on."""
+    def _pack(self, sources: TextSources, field: str, number: int = 0) -> Packer:
+        """Return what packs ``sources`` from a place on; they are text ``number`` of a mixture."""
         config, monitor, size = self.config, self.monitor, self.size
+        notes = self.notes.of_text(number)
 
         def pack(start: TextPlace) -> Iterator[Block]:
-            report = _ReadingReport(field, monitor, _count_bytes(sources))
-            found = find_documents(sources, field, config, report.note, start)
-            documents = encode_documents(found, self.tokenizer, config, size, monitor)
+            report = _ReadingReport(field, monitor, _count_bytes(sources, field))
+            found = find_documents(sources, field, config, report.note, start, notes)
+            documents = encode_documents(found, self.tokenizer, config, size, monitor, notes)
             pad_id = choose_pad_id(self.tokenizer, size)
             resumed = start != BEGINNING
             return pack_in_blocks(report.follow(documents), config, field, pad_id, resumed)
@@ -224,13 +232,13 @@ class _FieldText:
         )
 
 
-def _count_bytes(sources: TextSources) -> int:
-    """Count the bytes of the files that ``sources`` name; 0 if one is a dataset."""
+def _count_bytes(sources: TextSources, field: str) -> int:
+    """Count the bytes of the files of ``field`` in ``sources``; 0 if one is a dataset."""
     if has_dataset(sources):
         return 0
-    return sum(
-        file.stat().st_size for source in sources for file in find_files(name_source(source))
-    )
+    split = field.partition(".")[0]
+    found = (find_files(name_source(source), split=split) for source in sources)
+    return sum(file.stat().st_size for each in found for file in each.files)
 
 
 class _ReadingReport:

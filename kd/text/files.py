@@ -1,22 +1,32 @@
-"""Files of text: which there are, in which format, and their rows."""
+"""Files of text: which there are, and in which format.
+
+One rule says which files of a folder, of a pattern and of a bucket are read, and which of a local
+``{path: ...}`` are counted:
+
+    read       files with an ending of ``SUFFIXES``, in any case; folders that are linked, too
+    left out   hidden files and folders (their names begin with . or _), files about the data
+               (README, LICENSE, dataset_info.json, a.txt.json beside a.txt), other endings, and the
+               files of other splits, where the names tell splits apart
+
+What is left out is counted and named. A file that is named itself is always read.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import glob
-import gzip
-import io
 import itertools
-import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+import os
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 
 from kd.buckets.inputs import download_files, is_stored_name, list_stored
 from kd.config.data import DataConfig
 from kd.errors import DataError
-from kd.text.rows import drop_absent_fields
+from kd.progress import Notice
 
 #: Files of one split that ``save_to_disk`` of ``datasets`` wrote, and the one above several splits.
 SAVED_SPLIT = ("state.json", "dataset_info.json")
@@ -31,77 +41,109 @@ SUFFIXES = {
 }
 #: The suffixes of compressed files; each stands after that of the format.
 PACKED = (".gz", ".zst")
-#: What a file raises that is not gzip or zstd, cut short, or not readable.
-_BROKEN = (OSError, EOFError, zlib.error)
-#: Rows that are read at once from a Parquet file.
-_PARQUET_BATCH = 1000
-#: Characters that are read at once from a text file.
-_CHUNK = 2**18
+
+#: Why something without an ending of text may be left out.
+_NO_FILE = "folders and devices"
+_HIDDEN = "hidden files and folders"
+#: What the names of files about the data begin with, and whole names of such files.
+_ABOUT = re.compile(r"(readme|licen[cs]e|copying|changelog|contributing|citation)([-_.]|$)")
+_ABOUT_NAMES = frozenset(
+    ["dataset_info", "dataset_infos", "dataset_dict", "state", "metadata", "manifest", "config",
+     "croissant", "tokenizer", "tokenizer_config", "special_tokens_map", "generation_config"]
+)  # fmt: skip
+#: Words at the begin or the end of a name that tell its split, as ``datasets`` knows them. The
+#: numbers of parts may stand after them.
+_WORDS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
+_SPLITS = {
+    split: re.compile(rf"(.*[-_.])?({words})([-_.]?\d+([-_.]of[-_.]\d+)?)?|({words})[-_.].*")
+    for split, words in _WORDS.items()
+}
 
 
-def _ignore(count: int) -> None:
-    """Drop the count: nobody shows the progress."""
+def _enter(folder: Path) -> bool:
+    """Look into every folder that is linked."""
+    return True
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """A text file. It is one document, and read in parts, because it may be large.
+class FoundFiles:
+    """The files of a source, sorted, and the names of those that are left out, by the reason."""
 
-    ``note`` is called with the number of bytes of the file that were read since the last call.
-    """
+    files: list[Path] = field(default_factory=list)
+    left_out: Mapping[str, list[str]] = field(default_factory=dict)
 
-    path: Path
-    note: Callable[[int], None] = _ignore
+    def refuse_nothing(self, detail: str) -> DataError:
+        """Return the error for a source without files; ``detail`` names it."""
+        found = [f"{len(names)} {reason}" for reason, names in self.left_out.items()]
+        left_out = f" Left out: {', '.join(found)}." if found else ""
+        return DataError(detail + left_out, "Give a file, a folder or a glob.")
 
-    def read_chunks(self) -> Iterator[str]:
-        """Yield the text in order. Raises ``DataError`` where it cannot be read as UTF-8."""
-        try:
-            with self.path.open("rb") as raw, _decode(self.path, raw) as file:
-                noted = 0
-                while chunk := file.read(_CHUNK):
-                    yield chunk
-                    self.note(raw.tell() - noted)
-                    noted = raw.tell()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.path} is not UTF-8 text: {error}.", "Convert it, or set data.format."
-            ) from None
-        except _BROKEN as error:
-            raise DataError(
-                f"{self.path} cannot be read: {error}.",
-                "Check that the file is whole, and compressed as its suffix says.",
-            ) from None
+    def list_notices(self) -> Iterator[Notice]:
+        """Yield what is left out, one notice for each reason."""
+        for reason, names in self.left_out.items():
+            remedy = "To read such a file, name it itself."
+            yield Notice(f"{reason}, left out", len(names), repr(names[0]), remedy)
 
 
-def find_files(source: str, root: Path = Path()) -> list[Path]:
-    """List the files that a path, a folder or a glob names, sorted; empty if there are none.
+def find_files(
+    source: str, root: Path = Path(), split: str = "train", enter: Callable[[Path], bool] = _enter
+) -> FoundFiles:
+    """List the files of ``split`` (train or validation) that a path, folder or pattern names.
 
     A saved dataset has none: its files cannot be read one by one. Those of a bucket are downloaded.
+    ``enter`` says of a folder that is linked whether to look into it. Raises ``DataError`` for what
+    cannot be looked at, such as a folder without permission or a link to nowhere.
     """
     if is_stored_name(source):
-        names = list_stored_texts(source)
+        names, left_out = list_stored_texts(source, split)
         folder = download_files(source, names)
-        return [folder / name for name in names]
+        return FoundFiles([folder / name for name in names], left_out)
     path = root / source
-    if is_saved_dataset(path):
-        return []
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return sorted(
-            file for file in path.rglob("*") if find_suffix(file) in SUFFIXES and file.is_file()
-        )
-    # Path.glob takes no absolute pattern.
-    names = glob.glob(str(path), recursive=True)  # noqa: PTH207
-    return sorted(Path(name) for name in names if Path(name).is_file())
+    try:
+        if path.is_file():
+            return FoundFiles([path])
+        if is_saved_dataset(path):
+            return FoundFiles()
+        base, parts = (path, ["**"]) if path.is_dir() else _split_pattern(path)
+        found = dict(_expand(base, parts, enter))
+    except OSError as error:
+        raise refuse_unreadable(error) from None
+    below = {path.relative_to(base).as_posix(): found[path] for path in sorted(found)}
+    chosen, left_out = _choose(below, split)
+    return FoundFiles([base / name for name in chosen], left_out)
 
 
-def list_stored_texts(url: str) -> list[str]:
-    """List the files of text at the URL of a bucket: that object, or those below it, sorted."""
-    found = list_stored(url).objects
-    if len(found) == 1 and (name := next(iter(found))) == url.rstrip("/").rpartition("/")[2]:
-        return [name]
-    return sorted(name for name in found if find_suffix(Path(name)) in SUFFIXES)
+def list_all_files(folder: Path) -> list[Path]:
+    """List the files of a dataset's folder, sorted; hidden folders are not looked into."""
+    try:
+        found = _expand(folder, ["**"], _enter) if folder.is_dir() else ()
+        return sorted(path for path, is_file in found if is_file)
+    except OSError as error:
+        raise refuse_unreadable(error) from None
+
+
+def refuse_unreadable(error: OSError) -> DataError:
+    """Return the error for a file or folder that cannot be looked at."""
+    return DataError(
+        f"{error.filename} may not be read: {error.strerror}.",
+        f"Check its mode and owner, and those of its folders, for the user {os.geteuid()} who "
+        "reads it.",
+    )
+
+
+def list_stored_texts(url: str, split: str = "train") -> tuple[list[str], dict[str, list[str]]]:
+    """List the files of text at the URL of a bucket, sorted: that object, or those below it.
+
+    Also returns what is left out, by the reason.
+    """
+    found = sorted(list_stored(url).objects)
+    if len(found) == 1 and found[0] == url.rstrip("/").rpartition("/")[2]:
+        return found, {}
+    return _choose(dict.fromkeys(found, True), split)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -110,9 +152,16 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / SAVED_SPLITS).is_file() or all(map(Path.is_file, one))
 
 
-def find_suffix(path: Path) -> str:
+def find_suffix(path: PurePath) -> str:
     """Return the suffix that shows a file's format, without that of its compression after it."""
-    return Path(path.stem if path.suffix in PACKED else path.name).suffix
+    whole = path.name if find_packing(path) == "" else path.stem
+    return PurePath(whole).suffix.lower()
+
+
+def find_packing(path: PurePath) -> str:
+    """Return the suffix of a file's compression, or nothing."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in PACKED else ""
 
 
 def choose_format(path: Path, config: DataConfig) -> str:
@@ -128,71 +177,140 @@ def choose_format(path: Path, config: DataConfig) -> str:
         ) from None
 
 
-def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
-    """Open the rows of a file that is not plain text."""
-    kinds = (choose_format(path, config), find_suffix(path)[1:])
-    if "parquet" in kinds:
-        return map(drop_absent_fields, _read_parquet_rows(path))
-    return _read_json_rows(path)
+# ---------------------------------------------------------------------- which are read
 
 
-def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that has one JSON object per line, or a JSON array of them."""
-    with path.open("rb") as raw, _decode(path, raw) as file:
-        # A compressed file cannot be read from its beginning again.
-        first = file.read(1)
-        while first.isspace():
-            first = file.read(1)
-        if first == "[":
-            yield from json.loads(first + file.read())
-            return
-        lines = itertools.chain([first + file.readline()], file)
-        yield from (json.loads(line) for line in lines if line.strip())
+def _choose(names: Mapping[str, bool], split: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Choose the names to read, and return the others by the reason; False: it is no file."""
+    left_out = defaultdict[str, list[str]](list)
+    splits = dict[str, str]()
+    for name, is_file in names.items():
+        hidden = any(map(_is_hidden, PurePath(name).parts))
+        if reason := _HIDDEN if hidden else _find_reason(name, names) if is_file else _NO_FILE:
+            left_out[reason].append(name)
+        else:
+            splits[name] = _find_split(name)
+    kept = _choose_splits(set(splits.values()), split)
+    if others := [name for name, found in splits.items() if found not in kept]:
+        left_out["files of other splits"] = others
+    return [name for name, found in splits.items() if found in kept], dict(left_out)
 
 
-def _read_parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    from datasets import load_dataset
+def _find_reason(name: str, names: Mapping[str, bool]) -> str:
+    """Say why the file ``name`` is left out; nothing if it is not."""
+    path = PurePath(name)
+    about = path.name.removesuffix(path.suffix).lower()
+    if find_suffix(path) not in SUFFIXES:
+        return "files without an ending of text"
+    beside = find_suffix(PurePath(about)) in SUFFIXES and str(path.with_suffix("")) in names
+    return "files about the data" if beside or _tells_about(about) else ""
 
-    # Without a batch size the reader uses that of the first row group, and fails if it is 0.
-    rows = iter(
-        load_dataset(
-            "parquet",
-            data_files=str(path),
-            split="train",
-            streaming=True,
-            batch_size=_PARQUET_BATCH,
+
+def _tells_about(stem: str) -> bool:
+    return stem in _ABOUT_NAMES or _ABOUT.match(stem) is not None
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+def _find_split(name: str) -> str:
+    """Return the split that a part of a name tells; nothing if none does."""
+    *folders, file = PurePath(name).parts
+    for part in (file.partition(".")[0], *reversed(folders)):
+        for split, pattern in _SPLITS.items():
+            if pattern.fullmatch(part.lower()):
+                return split
+    return ""
+
+
+def _choose_splits(found: set[str], split: str) -> set[str]:
+    """Choose which of the splits that names tell (nothing: none) are read as ``split``."""
+    if len(found) < 2:
+        return found
+    if split == "train":
+        return found - {"validation", "test"}
+    held_out = [each for each in ("validation", "test") if each in found]
+    return {held_out[0]} if held_out else found - {"train"}
+
+
+# ---------------------------------------------------------------------- folders and patterns
+
+
+def _split_pattern(path: Path) -> tuple[Path, list[str]]:
+    """Split a pattern into the folder above it and the parts that are matched."""
+    fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
+    return Path(*fixed), list(path.parts[len(fixed) :])
+
+
+def _expand(
+    folder: Path, parts: list[str], enter: Callable[[Path], bool], deep: bool = False
+) -> Iterator[tuple[Path, bool]]:
+    """Yield what ``parts`` of a pattern match in ``folder``, and whether it is a file.
+
+    ``deep``: whether the folders in it are visited too.
+    """
+    part, *rest = parts
+    if part == "**":
+        for each in _list_folders(folder, enter):
+            yield from _expand(each, rest or [""], enter, deep=True)
+        return
+    for entry in _list(folder, part):
+        path = Path(entry)
+        if entry.is_dir():
+            if rest and (not entry.is_symlink() or enter(path)):
+                yield from _expand(path, rest, enter)
+            elif not rest and (not deep or _is_hidden(entry.name)):
+                yield path, False
+        elif not rest:
+            yield path, _require_target(path, entry.is_file())
+
+
+def _list(folder: Path, part: str) -> list[os.DirEntry[str] | Path]:
+    """List what in ``folder`` has a name that matches ``part``, all if that is empty."""
+    if part and not glob.has_magic(part):
+        return [folder / part] if os.path.lexists(folder / part) else []
+    try:
+        with os.scandir(folder) as found:
+            entries = list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    if not part:
+        return list(entries)
+    return [
+        each
+        for each in entries
+        if fnmatch.fnmatchcase(each.name, part)
+        and (part.startswith(".") or not each.name.startswith("."))
+    ]
+
+
+def _list_folders(folder: Path, enter: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield a folder and those below it, each once; linked ones come after the others."""
+    seen = set[tuple[int, int]]()
+    waiting = deque([folder])
+    while waiting:
+        each = waiting.pop()
+        about = each.stat()
+        if (about.st_dev, about.st_ino) in seen:
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        yield each
+        for entry in _list(each, ""):
+            if _is_hidden(entry.name) or not entry.is_dir():
+                continue
+            if not entry.is_symlink():
+                waiting.append(Path(entry))
+            elif enter(Path(entry)):
+                waiting.appendleft(Path(entry))
+
+
+def _require_target(path: Path, is_file: bool) -> bool:
+    """Pass on whether ``path`` is a file; refuse a link to nowhere that would be read."""
+    wanted = find_suffix(path) in ("", *SUFFIXES) and not _is_hidden(path.name)
+    if wanted and not is_file and path.is_symlink() and not path.exists():
+        target = str(path.readlink())
+        raise DataError(
+            f"{path} is a link to {target!r}, where nothing is.", "Correct or remove the link."
         )
-    )
-    try:
-        yield next(rows)
-    except StopIteration:
-        raise DataError(
-            f"{path} holds no rows.", "Remove it, or check how it was written."
-        ) from None
-    yield from rows
-
-
-def _decode(path: Path, raw: BinaryIO) -> TextIO:
-    """Return the text of ``raw``, the open file ``path``, which may be compressed."""
-    # utf-8-sig removes a byte order mark, which is not text.
-    return io.TextIOWrapper(unpack(path, raw), encoding="utf-8-sig")
-
-
-def unpack(path: Path, raw: BinaryIO) -> Any:
-    """Return the bytes of ``raw``, the open file ``path``, as a file that decompresses them."""
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if path.suffix == ".zst":
-        return _open_zstd(path, raw)
-    return raw
-
-
-def _open_zstd(path: Path, raw: BinaryIO) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise DataError(
-            f"{path} is compressed with zstd, which needs pyarrow.",
-            "Install it: pip install 'potstill[worker]'.",
-        ) from None
-    return pyarrow.CompressedInputStream(raw, "zstd")
+    return is_file

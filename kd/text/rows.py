@@ -1,13 +1,16 @@
 """A row of a file or dataset -> its document: a text, a chat, or a prompt with its completion.
 
-    format               columns                              document
-    auto, jsonl, ...     text_column                          the text
-    messages             messages; tools                      a chat
-    sharegpt             conversations; system, tools         a chat
-    alpaca               instruction, output; input, system   a chat of one question and its answer
-    prompt_completion    prompt, completion; tools            two texts, or a chat in two parts
+    format               columns                      document
+    auto, jsonl, ...     text_column                  the text
+    messages             messages                     a chat
+    sharegpt             conversations                a chat
+    alpaca               instruction, output; input   a chat of one question and its answer, after
+                         and history                  earlier ones
+    prompt_completion    prompt, completion           two texts, or a chat in two parts
 
-Every error names the row and the column.
+A row with a chat may have its system text under system, and schemas of tools under tools or
+functions. Every error names the row and the column. A column or key of a message that changes what
+is learned is read or refused; others are named as unread.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
-from kd.text.chats import Chat
+from kd.text.chat.calls import read_calls, read_tools
+from kd.text.chat.chat import REASONING, Chat, Completion
 
 #: The roles of messages by the names that ShareGPT files have for them.
 SHAREGPT_ROLES = {
@@ -32,7 +36,12 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
 }
+#: Those of them whose value is the JSON text of calls of tools.
+_CALLS = frozenset({"function_call", "tool_call"})
 #: The columns that show what a row holds, by the format that reads it.
 COLUMNS = {
     "messages": ("messages",),
@@ -40,6 +49,27 @@ COLUMNS = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
+#: The columns that a row with a chat may have besides.
+_BESIDES = frozenset({"system", "tools", "functions", "input", "history"})
+#: The keys of a message that say whether it is learned, and other keys that are read.
+_WEIGHTS = ("weight", "train", "loss")
+_KEYS = frozenset(
+    {
+        "role",
+        "content",
+        "tool_calls",
+        "function_call",
+        "tool_call_id",
+        "name",
+        *_WEIGHTS,
+        *REASONING,
+    }
+)
+#: Columns, and keys of messages, that others read as a change of what is learned.
+_TELLING = frozenset(
+    {"system_prompt", "system_message", "chat_template_kwargs", "train_detail", "loss_mask",
+     "mask", "trainable", "refusal", "from", "value", *_WEIGHTS}
+)  # fmt: skip
 
 
 #: What values are called in errors.
@@ -54,16 +84,12 @@ _TYPES: dict[type, str] = {
 }
 
 
+class RowWithoutText(DataError):
+    """A row lacks the column that holds its text or chat, or has null in it."""
+
+
 def _name_type(value: Any) -> str:
     return _TYPES.get(type(value), f"of type {type(value).__name__}")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Two texts, one after the other; only the second is learned."""
-
-    prompt: str
-    completion: str
 
 
 @dataclass(frozen=True)
@@ -75,14 +101,14 @@ class TextRow:
     format: str
 
     def read(self, column: str) -> Any:
-        """Return what the row has in ``column``; raises ``DataError`` if there is nothing."""
+        """Return what the row has in ``column``; raises ``RowWithoutText`` if it is nothing."""
         if column not in self.cells:
             known = ", ".join(sorted(self.cells))
-            raise DataError(
+            raise RowWithoutText(
                 f"{self.place} has no {column!r}; its columns: {known}.", self.suggest_format()
             )
         if self.cells[column] is None:
-            raise DataError(
+            raise RowWithoutText(
                 f"{self.place}: {column!r} is null.",
                 f"Give it a value, or remove the row. {self.suggest_format()}",
             )
@@ -179,34 +205,47 @@ def read_cell(cells: Any, place: str, config: DataConfig) -> str | Chat | Comple
 
 
 def _read_messages(row: TextRow) -> Chat:
-    return Chat(_read_chat(row, "messages"), Chat.read_tools(row.cells, row.place))
+    return _make_chat(row, _read_chat(row, "messages"))
 
 
 def _read_sharegpt(row: TextRow) -> Chat:
-    messages = [
-        _read_turn(row, turn, f"turn {number} of 'conversations'")
-        for number, turn in enumerate(row.read_list("conversations"), 1)
-    ]
-    return Chat(_read_system(row) + messages, Chat.read_tools(row.cells, row.place))
+    turns = enumerate(row.read_list("conversations"), 1)
+    return _make_chat(
+        row, [_read_turn(row, turn, f"turn {number} of 'conversations'") for number, turn in turns]
+    )
 
 
 def _read_alpaca(row: TextRow) -> Chat:
     question = row.read_text("instruction")
     context = row.read_optional_text("input")
+    earlier = _read_history(row)
     messages = [
+        *earlier,
         {"role": "user", "content": f"{question}\n\n{context}" if context else question},
         {"role": "assistant", "content": row.read_text("output")},
     ]
-    return Chat(_read_system(row) + messages)
+    return _make_chat(row, messages, learned_from=len(earlier))
+
+
+def _read_history(row: TextRow) -> list[dict[str, Any]]:
+    """Return the earlier questions and answers of an Alpaca row, a list of pairs, as messages."""
+    pairs = row.read_list("history") if row.cells.get("history") else []
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise row.refuse_type("'history'", pairs, "a list of pairs [question, answer]")
+    return [
+        {"role": role, "content": row.require_text(text, "a text in 'history'")}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _read_prompt_completion(row: TextRow) -> Chat | Completion:
     if isinstance(row.read("prompt"), str):
-        return Completion(row.read_text("prompt"), row.read_text("completion"))
+        texts = (row.read_text("prompt"), row.read_text("completion"))
+        return Completion(*texts, _find_unread(row, frozenset()))
     prompt = _read_chat(row, "prompt")
     answer = _read_chat(row, "completion")
-    tools = Chat.read_tools(row.cells, row.place)
-    return Chat(prompt + answer, tools, learned_from=len(prompt))
+    return _make_chat(row, prompt + answer, learned_from=len(prompt))
 
 
 _READERS: dict[str, Callable[[TextRow], str | Chat | Completion]] = {
@@ -217,12 +256,39 @@ _READERS: dict[str, Callable[[TextRow], str | Chat | Completion]] = {
 }
 
 
-# ---------------------------------------------------------------------- messages
-
-
-def _read_system(row: TextRow) -> list[dict[str, Any]]:
+def _make_chat(row: TextRow, messages: list[dict[str, Any]], learned_from: int = 0) -> Chat:
+    """Make the chat of a row, with what its other columns say."""
+    besides = _BESIDES if row.format == "alpaca" else _BESIDES - {"input", "history"}
+    columns = _find_unread(row, besides)
     text = row.read_optional_text("system")
-    return [{"role": "system", "content": text}] if text else []
+    system = {"role": "system", "content": text}
+    if text and system not in messages[:1]:
+        messages = [system, *messages]
+        learned_from += learned_from > 0
+    tools = read_tools(row.cells.get("tools") or row.cells.get("functions"), row.place)
+    keys = dict.fromkeys(key for each in messages for key in each if key not in _KEYS)
+    return Chat(messages, tools, learned_from, tuple(keys), columns)
+
+
+def _find_unread(row: TextRow, besides: frozenset[str]) -> tuple[str, ...]:
+    """Return the columns that are not read; raise ``DataError`` for one that changes a chat."""
+    read = {*COLUMNS[row.format], *besides}
+    unread = [name for name, cell in row.cells.items() if name not in read and not _is_empty(cell)]
+    for name in unread:
+        if name in _TELLING | _BESIDES - {"input"}:
+            raise DataError(
+                f"{row.place} has {name!r} beside {' and '.join(map(repr, COLUMNS[row.format]))}, "
+                "which changes what is learned and is not read here.",
+                "Write it into the messages, or remove the column.",
+            )
+    return tuple(unread)
+
+
+def _is_empty(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, str | list | dict) and not cell)
+
+
+# ---------------------------------------------------------------------- messages
 
 
 def _read_turn(row: TextRow, turn: Any, what: str) -> dict[str, Any]:
@@ -235,8 +301,10 @@ def _read_turn(row: TextRow, turn: Any, what: str) -> dict[str, Any]:
             f"{row.place}: {what} is from {name!r}, which is not known.",
             f"Use one of {', '.join(SHAREGPT_ROLES)}.",
         )
-    content = _read_content(row, turn.get("value"), f"'value' in {what}")
-    return {"role": SHAREGPT_ROLES[name], "content": content}
+    value = turn.get("value")
+    said = {"tool_calls": value} if name in _CALLS else {"content": value}
+    rest = {key: each for key, each in turn.items() if key not in ("from", "value")}
+    return _read_message(row, rest | {"role": SHAREGPT_ROLES[name]} | said, what, "value")
 
 
 def _read_chat(row: TextRow, column: str) -> list[dict[str, Any]]:
@@ -246,21 +314,45 @@ def _read_chat(row: TextRow, column: str) -> list[dict[str, Any]]:
     ]
 
 
-def _read_message(row: TextRow, message: Any, what: str) -> dict[str, Any]:
-    """Return a message whose content is a text; only a call of tools may have none."""
+def _read_message(
+    row: TextRow, message: Any, what: str, content: str = "content"
+) -> dict[str, Any]:
+    """Return a message whose content is a text; one that calls tools may have none."""
     if not isinstance(message, dict):
         raise row.refuse_type(what, message, "an object with keys")
-    row.require_text(message.get("role"), f"'role' in {what}")
-    if message.get("weight") not in (None, 0, 1):
-        raise DataError(
-            f"{row.place}: 'weight' in {what} is {message['weight']!r}, but must be 0 or 1.",
-            "0 = the message is not learned. Leave it out to learn the message.",
-        )
+    role = row.require_text(message.get("role"), f"'role' in {what}")
     # Chat templates ask whether a message has a key, such as tool_calls, and do not expect null.
-    message = {key: each for key, each in message.items() if each is not None or key == "content"}
-    if message.get("content") is None and message.get("tool_calls"):
-        return message
-    return message | {"content": _read_content(row, message.get("content"), f"'content' in {what}")}
+    kept = {key: each for key, each in message.items() if key == "content" or not _is_empty(each)}
+    for key in kept.keys() & _TELLING - {*_WEIGHTS}:
+        raise DataError(
+            f"{row.place}: {what} has {key!r}, which changes what is learned and is not read.",
+            "Write it into the content or as weight 0 or 1, or remove it.",
+        )
+    weight = _read_weight(row, {key: kept.pop(key) for key in _WEIGHTS if key in kept}, role, what)
+    calls = kept.pop("function_call", None) or kept.get("tool_calls")
+    if calls:
+        kept["tool_calls"] = read_calls(calls, f"{row.place}: {what}")
+    if calls and kept.get("content") is None:
+        kept["content"] = ""
+    kept["content"] = _read_content(row, kept.get("content"), f"{content!r} in {what}")
+    return kept | weight | {"role": "tool" if role == "function" else role}
+
+
+def _read_weight(row: TextRow, said: dict[str, Any], role: str, what: str) -> dict[str, int]:
+    """Return the weight of a message: 0 = it is not learned, nothing = it is."""
+    for key, value in said.items():
+        if value not in (0, 1):
+            raise DataError(
+                f"{row.place}: {key!r} in {what} is {value!r}, but must be 0 or 1.",
+                "0 = the message is not learned. Leave it out to learn the message.",
+            )
+        if value and key != "weight" and role != "assistant":
+            raise DataError(
+                f"{row.place}: {key!r} in {what} is {value!r}, but only messages of the assistant "
+                "are learned.",
+                "Set data.assistant_only_loss: false to learn whole chats, or remove it.",
+            )
+    return {} if all(said.values()) else {"weight": 0}
 
 
 def _read_content(row: TextRow, content: Any, what: str) -> str:

@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 from kd.addresses import HUB_ID
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
-from kd.text.files import TextFile, choose_format, find_files, is_saved_dataset, open_rows
-from kd.text.rows import drop_absent_fields, read_cell
+from kd.progress import Notice
+from kd.text.files import choose_format, find_files, is_saved_dataset
+from kd.text.reading.contents import BROKEN, TextFile, explain_broken, open_rows
+from kd.text.reading.notes import TextNotes
+from kd.text.rows import RowWithoutText, drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
+
+#: What is noted of rows that hold no text, and the least of them that may be too many.
+MISSING = "rows without text, left out"
+_BLANK = "rows of white space alone, left out"
+_MANY_MISSING = 100
 
 
 def _ignore(count: int) -> None:
@@ -45,12 +53,14 @@ def find_documents(
     config: DataConfig,
     note: Callable[[int], None] = _ignore,
     start: TextPlace = BEGINNING,
+    notes: TextNotes | None = None,
 ) -> Iterator[FoundDocument]:
     """Yield the documents of ``sources`` from ``start`` on.
 
     ``note`` is called with the number of bytes of files that were read since the last call. Files
-    before ``start`` are not opened, and count as read.
+    before ``start`` are not opened, and count as read. ``notes`` receives what is left out.
     """
+    notes = TextNotes() if notes is None else notes
     for number, source in enumerate(sources):
         if number < start.source:
             continue
@@ -59,20 +69,20 @@ def find_documents(
             source = DatasetSpec(path=source)
         if isinstance(source, DatasetSpec):
             rows = map(drop_absent_fields, open_dataset(source, config.streaming))
-            yield from _read_cells(rows, source.path, config, begin)
+            yield from _read_cells(rows, source.path, config, begin, notes)
             continue
-        files = find_files(source)
-        if not files:
-            raise DataError(
-                f"data.{field}: no file matches {source!r}.", "Give a file, a folder or a glob."
-            )
-        for index, file in enumerate(files):
+        found = find_files(source, split=field.partition(".")[0])
+        for each in found.list_notices():
+            notes.add(each, TextPlace(number))
+        if not found.files:
+            raise found.refuse_nothing(f"data.{field}: no file matches {source!r}.")
+        for index, file in enumerate(found.files):
             if index >= begin.file:
                 place = begin if index == begin.file else TextPlace(number, index)
                 if choose_format(file, config) == "text":
                     yield FoundDocument(f"{file}: row 1", TextFile(file, note), place)
                     continue
-                yield from _read_cells(open_rows(file, config), str(file), config, place)
+                yield from _read_cells(open_rows(file, config), str(file), config, place, notes)
             note(file.stat().st_size)
 
 
@@ -179,25 +189,59 @@ def datasets_opened_by(opener: Opener) -> Iterator[None]:
 
 
 def _read_cells(
-    rows: Iterable[dict[str, Any]], where: str, config: DataConfig, start: TextPlace
+    rows: Iterable[dict[str, Any]],
+    where: str,
+    config: DataConfig,
+    start: TextPlace,
+    notes: TextNotes,
 ) -> Iterator[FoundDocument]:
-    """Yield the documents of ``rows`` from ``start`` on; those before it are only passed over."""
+    """Yield the documents of ``rows`` from ``start`` on; those before it are only passed over.
+
+    Rows without text are left out. Raises ``DataError`` where there are more of them than others.
+    """
+    missing, found = 0, start.row
+    first: RowWithoutText | None = None
+    for number, row in enumerate(_read_rows(rows, where, config)):
+        if number < start.row:
+            continue
+        place = start if number == start.row else TextPlace(start.source, start.file, number)
+        named = f"{where}: row {number + 1}"
+        try:
+            content = read_cell(row, named, config)
+        except RowWithoutText as error:
+            missing += 1
+            notes.add(Notice(MISSING, 1, named, "Give them a text, or remove them."), place)
+            first = first or error
+            if missing < max(_MANY_MISSING, found):
+                continue
+            detail = f"{first.detail} Of {number + 1:,} rows {missing:,} are like that."
+            raise DataError(detail, first.remedy) from None
+        found += 1
+        if isinstance(content, str) and not content.strip():
+            notes.add(Notice(_BLANK, 1, named), place)
+        yield FoundDocument(named, content, place)
+    if first is not None and not found:
+        raise first
+
+
+def _read_rows(
+    rows: Iterable[dict[str, Any]], where: str, config: DataConfig
+) -> Iterator[dict[str, Any]]:
+    """Pass ``rows`` on; raise ``DataError`` that names the first which cannot be read."""
     iterator = iter(rows)
-    for number in itertools.count():
+    for number in itertools.count(1):
         try:
             row = next(iterator)
         except StopIteration:
             return
         except DataError:
             raise
-        except Exception as error:  # json, gzip and pyarrow raise classes of their own
-            detail = f"{where}: row {number + 1} cannot be read: {type(error).__name__}: {error}"
+        except BROKEN as error:
+            raise explain_broken(Path(where), f"{where}: row {number}", error) from error
+        except Exception as error:  # json and pyarrow raise classes of their own
+            detail = f"{where}: row {number} cannot be read: {type(error).__name__}: {error}"
             remedy = "Correct or remove it."
             if config.format not in ("auto", "parquet"):
                 remedy += f" data.format {config.format} reads JSON Lines or Parquet."
             raise DataError(detail, remedy) from error
-        if number < start.row:
-            continue
-        place = start if number == start.row else TextPlace(start.source, start.file, number)
-        named = f"{where}: row {number + 1}"
-        yield FoundDocument(named, read_cell(row, named, config), place)
+        yield row

@@ -12,11 +12,19 @@ from cache.errors import PotstillError
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
-from kd.text.chats import Chat, EncodedChat, encode_chat, encode_chats, encode_completion
-from kd.text.files import TextFile
+from kd.text.chat.chat import Chat, Completion
+from kd.text.chats import (
+    TOKENIZER_OPTIONS,
+    EncodedChat,
+    NoteRow,
+    encode_chats,
+    encode_row,
+    explain_untokenized,
+)
 from kd.text.packing import BLOCK_SEQUENCES, Document
-from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS, TextEncoder
-from kd.text.rows import Completion
+from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS, Piece, TextEncoder, TextPart
+from kd.text.reading.contents import TextFile
+from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument
 from kd.text.stored.places import TextPlace
 
@@ -35,30 +43,44 @@ def encode_documents(
     config: DataConfig,
     size: int | None = None,
     monitor: Monitor = SILENT,
+    notes: TextNotes | None = None,
 ) -> Iterator[Document]:
     """Tokenize each document; a plain text gets the tokenizer's end-of-sequence token at its end.
 
-    A long text becomes several documents, each of which continues the one before. Documents of a
-    single token are dropped, because they have no target. Of a document whose place is not its
-    beginning only the rest is yielded. Raises ``DataError`` for one that cannot be tokenized, or
-    that holds an id which is not below ``size``, V.
+    A plain text that holds that token, or ``data.document_separator``, ends there, so that it
+    becomes several documents. A long text becomes several documents, each of which continues the
+    one before. Documents of a single token are dropped, because they have no target. Of a document
+    whose place is not its beginning only the rest is yielded. Raises ``DataError`` for one that
+    cannot be tokenized, or that holds an id which is not below ``size``, V. ``notes`` receives what
+    was found in texts and chats.
     """
-    encoder = TextEncoder(tokenizer, monitor)
-    for group in _group_short_documents(documents):
-        for found, known in zip(group, _encode_together(group, encoder, config), strict=True):
+    notes = TextNotes() if notes is None else notes
+    encoder = TextEncoder(tokenizer, monitor, choose_separator(config, tokenizer), notes)
+    for group in _group_short_documents(documents, encoder.separator):
+        encoded = _encode_together(group, encoder, config, notes)
+        for found, known in zip(group, encoded, strict=True):
             try:
-                yield from _encode_document(found, known, encoder, config, size)
+                yield from _encode_document(found, known, encoder, config, size, notes)
             except PotstillError:
                 raise
-            # A chat template may raise anything; half a surrogate pair raises TypeError.
-            except Exception as error:
-                raise DataError(
-                    f"{found.where} cannot be tokenized: {type(error).__name__}: {error}",
-                    "Correct or remove it; messages need a tokenizer with a chat template.",
-                ) from error
+            except Exception as error:  # half a surrogate pair raises TypeError
+                raise explain_untokenized(found.where, error) from error
 
 
-def _group_short_documents(documents: Iterable[FoundDocument]) -> Iterator[list[FoundDocument]]:
+def choose_separator(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Choose what ends a document within a plain text; nothing if nothing does."""
+    if config.document_separator is not None:
+        return config.document_separator
+    end = tokenizer.eos_token
+    if not isinstance(end, str):
+        return ""
+    ids = tokenizer(end, add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"]
+    return end if tokenizer.eos_token_id in ids else ""
+
+
+def _group_short_documents(
+    documents: Iterable[FoundDocument], separator: str
+) -> Iterator[list[FoundDocument]]:
     """Group short texts, or chats, that follow each other; every other document is alone.
 
     The groups grow, so that a stream of which little is wanted is read little further.
@@ -67,7 +89,7 @@ def _group_short_documents(documents: Iterable[FoundDocument]) -> Iterator[list[
     characters = 0
     most = 1
     for found in documents:
-        length = _measure(found)
+        length = _measure(found, separator)
         if group and (length is None or type(found.content) is not type(group[0].content)):
             yield group
             group, characters = [], 0
@@ -84,17 +106,19 @@ def _group_short_documents(documents: Iterable[FoundDocument]) -> Iterator[list[
         yield group
 
 
-def _measure(found: FoundDocument) -> int | None:
+def _measure(found: FoundDocument, separator: str) -> int | None:
     """Return the characters of a short text or a chat; None of a document that is read alone."""
     content = found.content
     if isinstance(content, Chat):
         return content.count_characters()
-    return len(content) if isinstance(content, str) and len(content) <= PIECE_CHARACTERS else None
+    if not isinstance(content, str) or len(content) > PIECE_CHARACTERS:
+        return None
+    return None if separator and separator in content else len(content)
 
 
 def _encode_together(
-    group: list[FoundDocument], encoder: TextEncoder, config: DataConfig
-) -> Sequence[NDArray[np.uint32] | EncodedChat | None]:
+    group: list[FoundDocument], encoder: TextEncoder, config: DataConfig, notes: TextNotes
+) -> Sequence[NDArray[np.uint32] | list[EncodedChat] | None]:
     """Tokenize a group in the threads of the library; None for a document that is read alone."""
     alone = [None] * len(group)
     if len(group) == 1:
@@ -104,22 +128,30 @@ def _encode_together(
         if isinstance(contents[0], Chat):
             places = [found.where for found in group]
             answers_only = config.assistant_only_loss
-            return encode_chats(contents, places, encoder.tokenizer, answers_only) or alone
+            receivers = [_note_at(found, notes) for found in group]
+            together = encode_chats(contents, places, encoder.tokenizer, answers_only, receivers)
+            return together or alone
         return encoder.encode_short(contents) or alone
     except Exception:  # alone, the document that is at fault is found
         return alone
 
 
+def _note_at(found: FoundDocument, notes: TextNotes) -> NoteRow:
+    """Return what counts the notices of a document by its place."""
+    return lambda notice: notes.add(notice, found.place)
+
+
 def _encode_document(
     found: FoundDocument,
-    known: NDArray[np.uint32] | EncodedChat | None,
+    known: NDArray[np.uint32] | list[EncodedChat] | None,
     encoder: TextEncoder,
     config: DataConfig,
     size: int | None,
+    notes: TextNotes,
 ) -> Iterator[Document]:
     """Make the documents of one that was found; ``known`` is what its group was tokenized to."""
     tokenizer = encoder.tokenizer
-    for part in _encode_parts(found, known, encoder, config):
+    for part in _encode_parts(found, known, encoder, config, notes):
         if size is not None:
             _require_known_ids(part.ids, part.place.tokens, found.where, size, tokenizer)
         if len(part) > (1 if part.begins else 0):
@@ -128,25 +160,28 @@ def _encode_document(
 
 def _encode_parts(
     found: FoundDocument,
-    known: NDArray[np.uint32] | EncodedChat | None,
+    known: NDArray[np.uint32] | list[EncodedChat] | None,
     encoder: TextEncoder,
     config: DataConfig,
+    notes: TextNotes,
 ) -> Iterator[Document]:
     where, content, place = found
     tokenizer = encoder.tokenizer
-    answers_only = config.assistant_only_loss
-    if isinstance(content, Chat):
-        encoded = known if isinstance(known, tuple) else None
-        encoded = encoded or encode_chat(content, where, tokenizer, answers_only)
-        yield _take_rest(*encoded, place)
-    elif isinstance(content, Completion):
-        texts = (content.prompt, content.completion)
-        yield _take_rest(*encode_completion(*texts, where, tokenizer, not answers_only), place)
+    if isinstance(content, Chat | Completion):
+        texts = known if isinstance(known, list) else encode_row(found, tokenizer, config, notes)
+        # The texts of a chat are counted as the batches of a long text are.
+        for number, each in enumerate(texts[place.batch :], place.batch):
+            yield _take_rest(*each, place)
+            place = place._replace(batch=number + 1, tokens=0)
     else:
-        chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
-        ids = known if isinstance(known, np.ndarray) else None
-        batches = encoder.encode(chunks, where, place.batch) if ids is None else [ids]
-        yield from _cut_into_parts(_add_end(batches, tokenizer), config, place)
+        batches: Iterable[list[TextPart]] = ()
+        if isinstance(known, np.ndarray):
+            piece = (Piece(content, begins=True, ends=True), known)
+            batches = [encoder.finish([piece] if content.strip() else [], where, place)]
+        else:
+            chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
+            batches = encoder.encode(chunks, where, place)
+        yield from _cut_into_parts(batches, config, place)
 
 
 def _take_rest(ids: np.ndarray, trained: np.ndarray | None, place: TextPlace) -> Document:
@@ -156,47 +191,42 @@ def _take_rest(ids: np.ndarray, trained: np.ndarray | None, place: TextPlace) ->
     return Document(ids[skip:], rest, begins=skip == 0, place=place)
 
 
-def _add_end(
-    parts: Iterable[NDArray[np.uint32]], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[NDArray[np.uint32]]:
-    """Pass the ids of a text on, and its end-of-sequence token if it has not got it."""
-    end = tokenizer.eos_token_id
-    last = None
-    for ids in parts:
-        yield ids
-        last = ids[-1] if len(ids) else last
-    if end is not None and last is not None and last != end:
-        yield np.asarray([end], np.uint32)
-
-
 def _cut_into_parts(
-    batches: Iterable[NDArray[np.uint32]], config: DataConfig, start: TextPlace
+    batches: Iterable[list[TextPart]], config: DataConfig, start: TextPlace
 ) -> Iterator[Document]:
-    """Join the ids of a text to documents of a whole number of sequences; the last has the rest.
+    """Join the parts of each document of a text; a long one becomes several documents.
 
-    ``batches`` begin with that of ``start``, whose ids before ``start`` are left out.
+    They have a whole number of sequences, and the last one the rest. ``batches`` begin with that
+    of ``start``, whose ids before ``start`` are left out.
     """
     enough = BLOCK_SEQUENCES * config.sequence_length
     held = list[NDArray[np.uint32]]()
-    begins = list[TextPlace]()  # of the batches that the held ids are from
-    tokens = 0
+    places = list[TextPlace]()  # of the batches that the held ids are from
+    tokens = 0  # held
     done = start.tokens
-    end = start.before
-    for number, ids in enumerate(batches, start.batch):
-        begins.append(start._replace(batch=number, before=end))
-        end += len(ids)
-        some = ids[max(done + tokens - begins[-1].before, 0) :]
-        held.append(some)
-        tokens += len(some)
-        if tokens > enough:
-            joined = np.concatenate(held)
-            whole = (tokens - 1) // config.sequence_length * config.sequence_length
-            yield Document(joined[:whole], begins=done == 0, place=_find_place(begins, done))
-            held = [joined[whole:].copy()]
-            tokens -= whole
-            done += whole
+    end = start.before  # of the part before
+    begins = False
+    for number, parts in enumerate(batches, start.batch):
+        places.append(start._replace(batch=number, before=end))
+        for part in parts:
+            if part.begins and tokens:
+                yield Document(np.concatenate(held), begins=begins, place=_find_place(places, done))
+                done += tokens
+                held, tokens = [], 0
+            skipped = max(done + tokens - end, 0)
+            begins = part.begins and skipped == 0 if tokens == 0 else begins
+            end += len(part.ids)
+            held.append(part.ids[skipped:])
+            tokens += len(held[-1])
+            if tokens > enough:
+                joined = np.concatenate(held)
+                whole = (tokens - 1) // config.sequence_length * config.sequence_length
+                yield Document(joined[:whole], begins=begins, place=_find_place(places, done))
+                held, begins = [joined[whole:].copy()], False
+                tokens -= whole
+                done += whole
     if tokens:
-        yield Document(np.concatenate(held), begins=done == 0, place=_find_place(begins, done))
+        yield Document(np.concatenate(held), begins=begins, place=_find_place(places, done))
 
 
 def _find_place(begins: list[TextPlace], done: int) -> TextPlace:

@@ -3,18 +3,23 @@
 import os
 import random
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
 from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
-from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
+from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, StorageError
+from cache.operations import find_garbage
 from cache.profiles import PROFILES
 from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity
-from tests.support.caches import captured, content, equal, flip, identity_of, tiny
+from cache.writing.writer import open_writer
+from tests.support.caches import IDENTITY, captured, content, equal, flip, identity_of, tiny
 from tests.support.manifests import edits
+from tests.support.users import not_as_root
 
 #: Caches of two shards of 4 and 1 sequences: tests that damage each file in turn verify all others
 #: each time, so their time grows with the square of the files.
@@ -227,3 +232,25 @@ def test_a_shard_of_another_cache_is_not_taken(plain_copy, tmp_path):
     with pytest.raises(CacheCorrupt, match=r"seals/000001.json is not the seal"):
         open_cache(plain_copy)
     assert any("seals/000001.json" in line for line in verify_cache(plain_copy))
+
+
+@pytest.mark.parametrize("part", ["shards/000000", "shards/000000/entropy", "seals/000000.json"])
+def test_what_may_not_be_read_is_not_damaged_and_stays(plain_copy, part):
+    """A job of another user must not renounce the cache, nor say that its files are missing."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        folder = Path(shutil.copytree(plain_copy, Path(name) / plain_copy.name))
+        for each in (folder, *folder.rglob("*")):
+            each.chmod(0o777)
+        files = list_file_sizes(folder)
+        (folder / part).chmod(0)
+        with not_as_root():
+            for use in (open_cache, verify_cache):
+                with pytest.raises(StorageError, match="Permission denied"):
+                    use(folder)
+            refused = pytest.raises(StorageError, match="Permission denied")
+            with open_writer(folder.parent, IDENTITY) as writer, refused:
+                writer.find_missing_shards()
+            assert not list(find_garbage(folder.parent, older_than=0.0))
+        (folder / part).chmod(0o777)
+        assert set(files) <= set(list_file_sizes(folder)) and not verify_cache(folder)

@@ -110,6 +110,22 @@ def _load_micro_batch(
 def cut_padding(sequences: Sequences) -> Sequences:
     """Cut off the columns that are padding in all ``sequences``; targets and records stay."""
     width = max(-(-int(measure_text_lengths(sequences).max()) // WIDTH_STEP), 1) * WIDTH_STEP
+    return _cut_columns(sequences, width)
+
+
+def group_by_width(sequences: Sequences) -> Iterator[tuple[np.ndarray, Sequences]]:
+    """Yield the places of sequences that are about as long, and those sequences without padding.
+
+    The width of a sequence is the power of two above its own text, whatever the others are.
+    """
+    least = np.maximum(measure_text_lengths(sequences), WIDTH_STEP)
+    widths = np.exp2(np.ceil(np.log2(least))).astype(np.int64)
+    for width in np.unique(widths):
+        places = np.flatnonzero(widths == width)
+        yield places, _cut_columns(sequences.select(places), width)
+
+
+def _cut_columns(sequences: Sequences, width: int) -> Sequences:
     return Sequences(
         tokens=sequences.tokens[:, :width],
         document_start=sequences.document_start[:, :width],

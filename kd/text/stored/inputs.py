@@ -1,21 +1,25 @@
 """What a token store is made of: its name is a digest of this, so that the same text is kept once.
 
-The tokenizer counts with all its rules. A file counts with its path, its bytes and the time when it
-was written: its content is not read, because that would take as long as to tokenize it. A folder
-of a dataset counts with its files, and a dataset of the hub with its name, its revision and the
-fingerprint that ``datasets`` gives it; a stream of the hub has none.
+The tokenizer counts with all its rules. A file counts with its path, its bytes, its inode and the
+times of its last writing and of its last change, which no program can set back: its content is not
+read, because that would take as long as to tokenize it. Only a young file is hashed, too: it may
+change again within one tick of the clock of its disk. A folder of a dataset counts with its files,
+and a dataset of the hub with its name, its revision and the fingerprint that ``datasets`` gives it;
+a stream of the hub has none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cache.disk import hash_file
 from kd.config.data import DataConfig, DatasetSpec, TextSources
 from kd.errors import DataError
-from kd.text.files import find_files, is_saved_dataset
+from kd.text.files import find_files, is_saved_dataset, list_all_files
 from kd.text.sources import open_dataset
 
 if TYPE_CHECKING:
@@ -23,14 +27,18 @@ if TYPE_CHECKING:
 
 #: The fields of the section ``data`` that change the sequences of a source.
 _FIELDS = (
-    "format", "text_column", "assistant_only_loss", "sequence_length", "streaming", "packing",
+    "format", "text_column", "document_separator", "assistant_only_loss", "sequence_length",
+    "streaming", "packing",
 )  # fmt: skip
+#: The age from which a file does not change without another time.
+_YOUNG_NS = 2_000_000_000
 #: Digits of a digest in a name.
 _DIGITS = 32
 
 
 def describe_inputs(
     sources: TextSources,
+    field: str,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     size: int | None,
@@ -38,12 +46,12 @@ def describe_inputs(
 ) -> dict[str, Any]:
     """Describe everything that decides the first ``wanted`` sequences of ``sources``, as JSON.
 
-    ``size`` is V, the size of the vocabulary.
+    ``field`` is train or validation, and ``size`` is V, the size of the vocabulary.
     """
     return {
         "data": {name: getattr(config, name) for name in _FIELDS},
         "sequences": wanted,
-        "sources": [_describe_source(source, config) for source in sources],
+        "sources": [_describe_source(source, field, config) for source in sources],
         "tokenizer": hash_rules(tokenizer),
         "vocabulary_size": size,
     }
@@ -95,20 +103,27 @@ def _get_options(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {name: str(value) for name, value in options if not str(value).startswith("/")}
 
 
-def _describe_source(source: str | DatasetSpec, config: DataConfig) -> dict[str, Any]:
+def _describe_source(source: str | DatasetSpec, field: str, config: DataConfig) -> dict[str, Any]:
     if isinstance(source, str) and is_saved_dataset(Path(source)):
         source = DatasetSpec(path=source)
     if isinstance(source, str):
-        return {"files": [_describe_file(file) for file in find_files(source)]}
+        return {"files": [_describe_file(file) for file in find_files(source, split=field).files]}
     spec = source.model_dump(mode="json")
     folder = Path(source.path)
     if folder.is_dir():
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-        return {**spec, "files": [_describe_file(file) for file in files]}
+        return {**spec, "files": [_describe_file(file) for file in list_all_files(folder)]}
     rows = None if config.streaming else open_dataset(source, False)
     return {**spec, "fingerprint": getattr(rows, "_fingerprint", None)}
 
 
 def _describe_file(file: Path) -> list[str | int]:
-    state = file.stat()
-    return [str(file.absolute()), state.st_size, state.st_mtime_ns]
+    about = file.stat()
+    times = (about.st_mtime_ns, about.st_ctime_ns)
+    return [str(file.absolute()), str(file.resolve()), about.st_size, about.st_ino, *times]
+
+
+def hash_young_files(inputs: dict[str, Any]) -> dict[str, str]:
+    """Map each file in ``inputs`` that may change again without another time to its sha256."""
+    now = time.time_ns()
+    files = [file for source in inputs["sources"] for file in source.get("files", ())]
+    return {file[0]: hash_file(Path(file[0])) for file in files if now - file[-1] < _YOUNG_NS}

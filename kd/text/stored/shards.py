@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from cache.disk import TEMPORARY_PREFIX, find_last_change, sum_file_sizes
 from cache.reading.usage import read_last_use
 from cache.records import Sequences
 from kd.errors import DataError
+from kd.progress import Notice
 from kd.text.stored.places import Cursor
 
 #: The version of the format. A store of another version is refused. Raise it, too, if a change to
@@ -138,7 +139,8 @@ class TokenSeal:
 class StoreProgress:
     """What the first ``shards`` shards hold together, and where the text goes on after them.
 
-    ``sha256`` is a chain: the hash of the one before it and of the next shard's.
+    ``sha256`` is a chain: the hash of the one before it and of the next shard's. ``notes`` is what
+    was found up to there (``TextNotes.to_json``).
     """
 
     shards: int
@@ -146,6 +148,7 @@ class StoreProgress:
     targets: int
     sha256: str
     cursor: Cursor
+    notes: list[Any] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> StoreProgress | None:
@@ -158,7 +161,7 @@ class StoreProgress:
         except (TypeError, KeyError, ValueError) as error:
             raise damaged(folder, f"{PROGRESS} lacks a field: {error}") from None
 
-    def add(self, seal: TokenSeal, cursor: Cursor) -> StoreProgress:
+    def add(self, seal: TokenSeal, cursor: Cursor, notes: list[Any]) -> StoreProgress:
         """Return the progress after one more shard."""
         chained = hashlib.sha256(bytes.fromhex(self.sha256 + seal.sha256)).hexdigest()
         return StoreProgress(
@@ -167,6 +170,7 @@ class StoreProgress:
             self.targets + seal.targets,
             chained,
             cursor,
+            notes,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -179,7 +183,7 @@ class TextManifest:
     """The counts of a complete store.
 
     ``sha256`` is that of ``StoreProgress`` after the last shard. ``ended``: the number of the text
-    that ended a mixture.
+    that ended a mixture. ``notices``: what was found in the text and left out or changed.
     """
 
     layout: Layout
@@ -187,6 +191,7 @@ class TextManifest:
     targets: int
     sha256: str
     ended: int | None
+    notices: tuple[Notice, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> TextManifest:
@@ -195,7 +200,9 @@ class TextManifest:
         require_format(folder, value)
         try:
             layout = Layout(**value.pop("layout"))
-            return cls(layout, **{name: value[name] for name in value if name != "format"})
+            notices = tuple(Notice(**each) for each in value.pop("notices", ()))
+            counts = {name: value[name] for name in value if name != "format"}
+            return cls(layout, **counts, notices=notices)
         except (TypeError, KeyError) as error:
             raise damaged(folder, f"{MANIFEST} lacks a field: {error}") from None
 

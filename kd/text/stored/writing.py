@@ -8,11 +8,11 @@ have written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cache.disk import locked, make_folder, remove_path, storage_errors, write_file
+from cache.disk import hash_file, locked, make_folder, remove_path, storage_errors, write_file
 from cache.errors import StorageError
 from cache.records import Sequences
 from kd.errors import DataError
@@ -20,7 +20,8 @@ from kd.files import format_bytes, measure_free_bytes, write_json
 from kd.progress import SILENT, Monitor
 from kd.text.mixtures import TextReader
 from kd.text.packing import join_blocks
-from kd.text.stored.inputs import require_inputs
+from kd.text.reading.notes import TextNotes
+from kd.text.stored.inputs import hash_young_files, require_inputs
 from kd.text.stored.places import Cursor
 from kd.text.stored.shards import (
     FORMAT,
@@ -47,7 +48,7 @@ class StoreOrder:
     """A text to tokenize: at most ``wanted`` sequences of what ``read`` opens at a cursor.
 
     ``describe`` returns the inputs as they are now. ``source_bytes``: the bytes of the text, 0 if
-    they are not known.
+    they are not known. ``notes`` holds what the reading finds.
     """
 
     layout: Layout
@@ -55,6 +56,7 @@ class StoreOrder:
     read: Callable[[Cursor | None], TextReader]
     wanted: int | None
     source_bytes: int
+    notes: TextNotes = field(default_factory=TextNotes)
 
 
 def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> None:
@@ -67,14 +69,24 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
     with storage_errors(folder):
         make_folder(folder.parent)
         with locked(lock, lambda: monitor.check("while another process read the text")):
+            if (folder / INPUTS).is_file() and _has_changed(folder):
+                remove_path(folder)
             make_folder(folder)
             inputs = _begin(folder, order)
             if (folder / MANIFEST).is_file():
                 return
             done = StoreProgress.read(folder)
             _require_space(folder, order, done)
+            known = monitor.notices
             manifest = _write_shards(folder, order, done)
             _require_same(folder, order, inputs)
+            # A complete store is not read again, so that it tells what was found in its text.
+            own = tuple(order.notes.list_notices())
+            for notice in own:
+                monitor.note(notice)
+            # Another text may have had the same notice.
+            others = (each for each in monitor.notices if each not in (*known, *own))
+            manifest = replace(manifest, notices=(*own, *others))
             write_json(folder / MANIFEST, manifest.to_json())
             remove_path(folder / PROGRESS)
 
@@ -83,9 +95,24 @@ def _begin(folder: Path, order: StoreOrder) -> dict[str, Any]:
     """Write the inputs of a new store, or compare those of one that was begun; return them."""
     inputs = order.describe()
     if not (folder / INPUTS).is_file():
-        write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs})
+        young = hash_young_files(inputs)
+        write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs, "young": young})
     check_inputs(folder, inputs)
     return inputs
+
+
+def is_current(folder: Path, expected: dict[str, Any]) -> bool:
+    """Whether the store in ``folder`` is complete and of ``expected``; raises for another's."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    check_inputs(folder, expected)
+    return not _has_changed(folder)
+
+
+def _has_changed(folder: Path) -> bool:
+    """Whether a file that was young when the store was begun has another content now."""
+    young = read_object(folder, folder / INPUTS).get("young", {})
+    return any(not Path(file).is_file() or hash_file(Path(file)) != young[file] for file in young)
 
 
 def check_inputs(folder: Path, expected: dict[str, Any]) -> None:
@@ -99,6 +126,7 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
     """Write the shards that are missing; return the manifest of all."""
     reader = order.read(None if found is None else found.cursor)
     done = found or StoreProgress(0, 0, 0, "", reader.cursor)
+    order.notes.recall(done.notes)
     while (sequences := _read_shard(reader, _count_next(order, done.sequences))) is not None:
         path = locate_shard(folder, done.shards)
         data = order.layout.encode(sequences)
@@ -107,7 +135,7 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
         write_file(path, data)
         write_json(locate_seal(folder, done.shards), asdict(seal))
         # A shard counts from here on. One that is killed before is written again.
-        done = done.add(seal, reader.cursor)
+        done = done.add(seal, reader.cursor, order.notes.to_json())
         write_json(folder / PROGRESS, done.to_json())
     return TextManifest(order.layout, done.sequences, done.targets, done.sha256, reader.ended)
 
@@ -126,7 +154,7 @@ def _read_shard(reader: TextReader, most: int) -> Sequences | None:
 
 def _require_same(folder: Path, order: StoreOrder, inputs: dict[str, Any]) -> None:
     """Raise ``DataError`` if the text has changed since its reading began; what is read goes."""
-    if order.describe() == inputs:
+    if order.describe() == inputs and not _has_changed(folder):
         return
     # Nothing shows which of the shards hold the text as it was.
     remove_path(folder)

@@ -53,13 +53,13 @@ def test_a_file_and_a_folder_of_text_are_listed_as_those_of_a_disk(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}")
     put_folder(bucket, tmp_path / "text", "text")
-    found = find_files(f"{address}/text")
-    same = find_files(str(tmp_path / "text"))
+    found = find_files(f"{address}/text").files
+    same = find_files(str(tmp_path / "text")).files
     assert [path.read_bytes() for path in found] == [path.read_bytes() for path in same]
     assert [path.name for path in found] == [path.name for path in same]
-    [alone] = find_files(f"{address}/text/readme")
+    [alone] = find_files(f"{address}/text/readme").files
     assert (alone.name, alone.read_text()) == ("readme", "text of readme")
-    assert find_files(f"{address}/none") == []
+    assert find_files(f"{address}/none").files == []
 
 
 def test_a_file_is_downloaded_once_and_again_where_the_object_has_changed(
@@ -70,14 +70,14 @@ def test_a_file_is_downloaded_once_and_again_where_the_object_has_changed(
     proxy = Proxy(s3_server.port, lambda method, path: asked.append(f"{method} {path}") or "")
     with proxy.running():
         reach(proxy.port)
-        [first] = find_files(f"{address}/a.txt")
+        [first] = find_files(f"{address}/a.txt").files
         begin_downloads(tmp_path / "home")
-        assert find_files(f"{address}/a.txt") == [first]
+        assert find_files(f"{address}/a.txt").files == [first]
         assert sum(line.startswith("GET") and "a.txt" in line.split("?")[0] for line in asked) == 1
         bucket.put("a.txt", b"two")
-        assert find_files(f"{address}/a.txt") == [first]  # a stage sees one version
+        assert find_files(f"{address}/a.txt").files == [first]  # a stage sees one version
         begin_downloads(tmp_path / "home")
-        [second] = find_files(f"{address}/a.txt")
+        [second] = find_files(f"{address}/a.txt").files
     assert (first.read_bytes(), second.read_bytes()) == (b"one", b"two")
 
 
@@ -104,7 +104,7 @@ def test_a_download_that_was_cut_goes_on_where_it_ended(
         reach(proxy.port)
         with pytest.raises(StoreError, match="have expired"):
             find_files(f"{address}/a.txt")
-        [path] = find_files(f"{address}/a.txt")
+        [path] = find_files(f"{address}/a.txt").files
         assert left[0] == -7  # the seven parts that were left
     assert path.read_bytes() == data
     assert [each.name for each in path.parent.iterdir()] == ["a.txt"]
@@ -131,7 +131,7 @@ def test_faults_of_the_network_change_nothing(
     proxy = Proxy(s3_server.port, choose)
     with proxy.running():
         reach(proxy.port)
-        [path] = find_files(f"{address}/a.txt")
+        [path] = find_files(f"{address}/a.txt").files
     assert path.read_bytes() == data
     assert proxy.faults[fault]
 

@@ -317,7 +317,8 @@ CONFINED = {
 }  # fmt: skip
 NO_PLACE = {
     "name", "labels", "depends_on", "webhook",  # webhooks have rules of their own
-    "teacher.api_key_env", "data.text_column", "data.train.name", "data.train.split",
+    "teacher.api_key_env", "data.text_column", "data.document_separator", "data.train.name",
+    "data.train.split",
     "data.validation.name", "data.validation.split", "student.lora.targets", "evaluation.prompts",
     "search.space", "train.optim_args", "train.lr_scheduler_kwargs",
     "resume.run",  # the API asks whose job it is
@@ -383,7 +384,6 @@ def test_patterns_and_folders_inside_are_fine(
         (".", "includes"),
         ("**/*.txt", "includes"),
         ("*.txt", "includes"),  # keys.txt
-        (".env*", "includes"),
         ("home/runs/*/*.txt", "outside"),
         ("text/*/../../../outside/*", ".. or more"),
         ("**/**/*.txt", ".. or more"),

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import datasets
 import huggingface_hub.constants
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from bench.support.paths import AUSTEN
 from cache.testing import make_cache
 from kd.config.jobfile import parse_config
 from kd.errors import Problem
 from kd.preflight.problems import Folders, find_problems
+from kd.progress import Notice, ignore_notice
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +31,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("teacher", "same", "none", "other"):
         (folder / name).mkdir()
         shutil.copy(AUSTEN / "teacher" / "config.json", folder / name)
-        (folder / name / "model.safetensors").write_bytes(b"weights")
+        (folder / name / "model.safetensors").symlink_to(AUSTEN / "teacher" / "model.safetensors")
         for file in ("tokenizer.json", "tokenizer_config.json") if name != "none" else ():
             shutil.copy(AUSTEN / "teacher" / file, folder / name)
     swap_ids(folder / "other" / "tokenizer.json", "the", "and")
-    (folder / "text.txt").write_text("It was a dark night.")
-    (folder / "text.jsonl").write_text('{"text": "It was a dark night."}\n')
+    (folder / "text.txt").write_text("It was a dark night. " * 200)
+    (folder / "text.jsonl").write_text('{"text": "It was a dark night."}\n' * 200)
     (folder / "body.jsonl").write_text('{"body": "It was a dark night."}\n')
     return folder
 
@@ -45,14 +48,16 @@ def swap_ids(file: Path, first: str, second: str) -> None:
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def look(root: Path, opened: bool = True, **changes: Any) -> list[Problem]:
+def look(
+    root: Path, opened: bool = True, note: Callable[[Notice], None] = ignore_notice, **changes: Any
+) -> list[Problem]:
     job = {
         "teacher": {"model": "teacher"},
         "student": {"model": "same"},
         "data": {"train": "text.txt"},
         "train": {"max_steps": 1},
     }
-    folders = Folders(root, root / "home", opened=opened)
+    folders = Folders(root, root / "home", opened=opened, note=note)
     return find_problems(parse_config(job | changes), folders)
 
 
@@ -63,7 +68,9 @@ def test_a_job_whose_files_fit_has_no_problem(root: Path) -> None:
 
 def test_a_saved_dataset_is_looked_at_like_a_file(root: Path) -> None:
     for name, column in (("saved", "text"), ("wrong", "body")):
-        datasets.Dataset.from_dict({column: ["It was a dark night."]}).save_to_disk(root / name)
+        datasets.Dataset.from_dict({column: ["It was a dark night."] * 200}).save_to_disk(
+            root / name
+        )
     assert look(root, data={"train": "saved"}) == []
     (problem,) = look(root, data={"train": ["saved", "wrong"]})
     assert problem.pointer == "/data/train/1" and "row 1 has no 'text'" in problem.detail
@@ -89,6 +96,34 @@ def test_a_job_whose_files_do_not_fit_is_told_before_it_runs(
     assert words in problem.detail
     assert problem.remedy
     assert look(root, opened=False, **changes) == [], "the API opens no file"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"caf\xe9 " * 5000, "is not UTF-8 text"),
+        ("text".encode("utf-16-le") * 5000, "many zero bytes"),
+        (b"Too short.", "tokens, fewer than one sequence of 64"),
+    ],
+)
+def test_a_text_that_a_run_would_refuse_is_told(root: Path, content: bytes, words: str) -> None:
+    (root / "bad.txt").write_bytes(content)
+    (problem,) = look(root, data={"train": "bad.txt", "sequence_length": 64})
+    assert problem.pointer.startswith("/data/train") and words in problem.detail
+
+
+def test_rows_without_text_and_special_tokens_are_noted(root: Path) -> None:
+    rows = [{"text": "It was a dark night. " * 40}, {"text": None}, {"text": "a<|endoftext|>b"}]
+    parquet.write_table(pa.Table.from_pylist([*rows, *rows[:1] * 5]), root / "a.parquet")
+    notices: list[Notice] = []
+    data = {"train": "a.parquet"}
+    assert look(root, note=notices.append, data=data) == []
+    found = {each.what: each.count for each in notices}
+    assert found["rows without text, left out"] == 1
+    assert found["special tokens in the beginning of the text, read as such"] == 1
+    parquet.write_table(pa.Table.from_pylist([*rows[:1] * 2, *rows[1:2] * 9]), root / "a.parquet")
+    (problem,) = look(root, data=data)
+    assert "9 of 11 rows have no 'text'" in problem.detail
 
 
 def test_a_model_folder_without_a_tokenizer_is_not_loaded(root: Path) -> None:

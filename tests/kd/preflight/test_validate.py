@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Problem
 from kd.preflight.problems import Folders, find_problems
 from kd.preflight.validate import FREE_BYTES
+from tests.support.users import not_as_root
 
 
 @pytest.fixture(autouse=True)
@@ -333,19 +333,6 @@ def common_root(root) -> Iterator[Path]:
         copy = Path(shutil.copytree(root, Path(folder) / "root"))
         copy.chmod(0o755)
         yield copy
-
-
-@contextmanager
-def not_as_root() -> Iterator[None]:
-    """Become the user nobody for a while, because root may write everywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)
 
 
 def test_a_home_that_does_not_exist_yet_is_fine_and_is_not_made(root):

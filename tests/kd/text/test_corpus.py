@@ -13,11 +13,12 @@ import pytest
 
 from kd.config.data import DatasetSpec
 from kd.errors import DataError
-from kd.text.chats import Chat
+from kd.text.chat.chat import Chat
 from kd.text.corpus import Corpus, describe_held_out, load_corpus
 from kd.text.files import find_files
 from kd.text.packing import Document, pack_documents
-from kd.text.sources import read_documents
+from kd.text.reading.notes import TextNotes
+from kd.text.sources import find_documents, read_documents
 from kd.text.tokens import encode_documents
 from tests.support.kd.text import ROWS, TEXTS, config, cut, documents, refusal, rows, write
 
@@ -71,9 +72,9 @@ def test_folders_and_globs_are_read_in_sorted_order(tmp_path):
     names = ["b.txt", "a.txt", "deep/c.md", "deep/er/d.txt"]
     for name in [*names, "skipped.bin"]:
         (tmp_path / name).write_text(f"text of {name}", encoding="utf-8")
-    assert [path.relative_to(tmp_path).as_posix() for path in find_files(str(tmp_path))] == sorted(
-        names
-    )
+    found = find_files(str(tmp_path))
+    assert [path.relative_to(tmp_path).as_posix() for path in found.files] == sorted(names)
+    assert found.left_out == {"files without an ending of text": ["skipped.bin"]}
     assert documents(tmp_path) == [f"text of {name}" for name in sorted(names)]
     assert documents(f"{tmp_path}/*.txt") == ["text of a.txt", "text of b.txt"]
     assert documents(f"{tmp_path}/**/*.txt") == [
@@ -81,7 +82,7 @@ def test_folders_and_globs_are_read_in_sorted_order(tmp_path):
         "text of b.txt",
         "text of deep/er/d.txt",
     ]
-    assert find_files("a.txt", tmp_path) == [tmp_path / "a.txt"]
+    assert find_files("a.txt", tmp_path).files == [tmp_path / "a.txt"]
 
 
 def test_several_sources_follow_each_other(tmp_path):
@@ -147,10 +148,19 @@ def test_a_wrong_column_names_the_columns_there_are(tmp_path, name):
     assert "row 1 has no 'messages'" in refusal(tmp_path / name, format="messages")
 
 
-def test_a_row_without_a_value_is_named(tmp_path):
-    assert "row 2: 'text' is null" in refusal(
-        write(tmp_path, "a.jsonl", [*ROWS[:1], {"text": None}])
-    )
+@pytest.mark.parametrize("bad", [{"text": None}, {"body": "x"}])
+def test_a_row_without_text_is_left_out_and_counted_and_too_many_are_refused(tmp_path, bad):
+    good = [{"text": f"row {number}"} for number in range(300)]
+    path = write(tmp_path, "a.jsonl", [*good[:200], bad, *good[200:], bad, {"text": " "}])
+    notes = TextNotes()
+    found = list(find_documents([str(path)], "train", config(), notes=notes))
+    assert [each.content for each in found] == [*(each["text"] for each in good), " "]
+    missing, blank = notes.list_notices()
+    assert (missing.count, missing.example) == (2, f"{path}: row 201")
+    assert "without text" in missing.what and "white space" in blank.what
+    assert "a.jsonl: row 1" in refusal(write(tmp_path, "a.jsonl", [bad] * 5))
+    many = refusal(write(tmp_path, "a.jsonl", [*good[:50], *[bad] * 500, *good]))
+    assert "a.jsonl: row 51" in many and "Of 150 rows 100 are like that" in many
 
 
 @pytest.mark.parametrize(
@@ -397,8 +407,10 @@ def test_markers_decide_where_there_are_any(tokenizer, monkeypatch):
         ("user", "And?"),
         ("assistant", "No one."),
     ]
-    (document,) = chats([talk], tokenizer)
-    assert tokenizer.decode(document.ids[document.trained].tolist()) == "AnnNo one."
+    learned = [
+        tokenizer.decode(each.ids[each.trained].tolist()) for each in chats([talk], tokenizer)
+    ]
+    assert learned == ["Anne Elliot.", "No one."]
 
 
 @pytest.mark.parametrize(
@@ -421,8 +433,8 @@ def test_the_whole_chat_is_learned_on_request(tokenizer, monkeypatch, template):
         (MARKED.replace("<|endoftext|>{{ '\n' }}{% endgen", "{% endgen"),
          [("user", "Who?"), ("assistant", "")],
          "has no token of the assistant to learn"),
-        (FORGETFUL, TALKS[1], "message 3 cannot be told from its context"),
-        (CHATML + "!", TALKS[0] * 2, "message 2 cannot be told from its context"),
+        ("{{ add_generation_prompt }}" + CHATML, TALKS[0] * 2,
+         "message 4 cannot be told from its context"),
         (CHATML, [("assistant", "Hello."), ("user", "Who?")],
          "begins with a message of the assistant"),
     ],

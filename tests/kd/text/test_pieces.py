@@ -13,29 +13,22 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    processors,
-    trainers,
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from bench.support.paths import AUSTEN
-from kd.text.pieces import TextEncoder, cut_text
+from kd.text.pieces import Piece, TextEncoder, cut_text
 from kd.text.seams import CONTEXT, NoSeamError, find_seams, split_alternatives
+from kd.text.stored.places import BEGINNING
+from tests.support.kd.tokenizers import (
+    KINDS,
+    MARKS,
+    NOVEL,
+    isolated,
+    metaspace,
+    train_kind,
+)
 
-NOVEL = (AUSTEN / "text" / "persuasion.txt").read_text(encoding="utf-8")[5000:45000]
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DEEPSEEK = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 #: The marks of many scripts, white space of many kinds, and what tokenizers treat in its own way.
 ALPHABET = [
     *"aAbeéßİ1², .!'-/(\"", "'s", " ", " ", "  ", "\n", "\n\n", "\r", "\t", "\u00a0", "\u2028",
@@ -46,123 +39,13 @@ ALPHABET = [
 TEXTS = st.lists(st.sampled_from(ALPHABET), min_size=40, max_size=160).map("".join)
 
 
-def isolated(regex: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(regex), "isolated")
-
-
-def byte_words(*first: pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-
-
-def metaspace(scheme: str = "always", split: bool = True) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
-
-
-MARKS = normalizers.Replace(" ", "\u2581")
-#: The steps of well-known tokenizers: model, normalizer, pre-tokenizer.
-KINDS = {
-    "GPT-2": ("bytes", None, pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "RoBERTa": ("bytes", normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "SmolLM 2": (
-        "bytes",
-        None,
-        pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        ),
-    ),
-    "Falcon": (
-        "bytes",
-        None,
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Punctuation("contiguous"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-                pre_tokenizers.Digits(False),
-                isolated("[0-9][0-9][0-9]"),
-            ]
-        ),
-    ),
-    "Llama 3": ("bytes", None, byte_words(isolated(LLAMA_3))),
-    "Qwen": ("bytes", normalizers.NFC(), byte_words(isolated(LLAMA_3.replace("{1,3}", "")))),
-    "GPT-4o": ("bytes", None, byte_words(isolated(O200K))),
-    "DeepSeek": (
-        "bytes",
-        None,
-        byte_words(isolated(r"\p{N}{1,3}"), isolated("[一-龥\u3040-ゟ゠-ヿ]+"), isolated(DEEPSEEK)),
-    ),
-    "Gemma": ("BPE", MARKS, pre_tokenizers.Split(" ", "merged_with_previous")),
-    "Llama 2": ("BPE", normalizers.Sequence([normalizers.Prepend("\u2581"), MARKS]), None),
-    "Mistral": ("BPE", None, metaspace("first", split=False)),
-    "T5": ("Unigram", normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()]), metaspace()),
-    "ALBERT": (
-        "Unigram",
-        normalizers.Sequence(
-            [
-                normalizers.Replace("``", '"'),
-                normalizers.NFKD(),
-                normalizers.StripAccents(),
-                normalizers.Lowercase(),
-            ]
-        ),
-        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace("first")]),
-    ),
-    "XLM-R": (
-        "Unigram",
-        normalizers.Sequence(
-            [normalizers.Strip(left=False), normalizers.Replace(Regex(" {2,}"), "\u2581")]
-        ),
-        metaspace("first"),
-    ),
-    "BERT": ("WordPiece", normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()),
-    "BERT cased": (
-        "WordPiece",
-        normalizers.BertNormalizer(clean_text=False, lowercase=False),
-        pre_tokenizers.Whitespace(),
-    ),
-}
-
-
-def train(kind: str) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of ``kind`` on some pages of a novel, with added tokens of three kinds."""
-    model, normalizer, words = KINDS[kind]
-    options = {"special_tokens": ["<unk>", "<end>"], "vocab_size": 700, "show_progress": False}
-    if model == "Unigram":
-        tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(unk_token="<unk>", **options)
-    elif model == "WordPiece":
-        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-        trainer = trainers.WordPieceTrainer(**options)
-    else:
-        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-        alphabet = pre_tokenizers.ByteLevel.alphabet() if model == "bytes" else ["\u2581"]
-        trainer = trainers.BpeTrainer(
-            initial_alphabet=alphabet, max_token_length=12 if model == "BPE" else None, **options
-        )
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    if words is not None:
-        tokenizer.pre_tokenizer = words
-    # Without words the trainer would join them: a vocabulary of SentencePiece has none that are.
-    pages = NOVEL.split("\n\n") if model != "BPE" else NOVEL.replace(" ", "\n \n").split("\n")
-    tokenizer.train_from_iterator(pages, trainer)
-    tokenizer.add_tokens([AddedToken("<Soft>", normalized=True)])
-    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, rstrip=True)])
-    end = tokenizer.token_to_id("<end>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<end> $A <end>", special_tokens=[("<end>", end)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-
-
 @pytest.fixture(scope="module")
 def trained() -> Callable[[str], PreTrainedTokenizerFast]:
     made: dict[str, PreTrainedTokenizerFast] = {}
 
     def make(kind: str) -> PreTrainedTokenizerFast:
         if kind not in made:
-            made[kind] = train(kind)
+            made[kind] = train_kind(kind)
         return made[kind]
 
     return make
@@ -207,10 +90,22 @@ def test_text_without_spaces_is_cut_at_its_lines(trained, kind):
     assert pieces > 20
 
 
+def encode(encoder: TextEncoder, text: str, chunk: int) -> list[int]:
+    """Return all ids of ``text``, which comes in chunks of so many characters."""
+    batches = encoder.encode(in_chunks(text, chunk))
+    return [int(each) for parts in batches for part in parts for each in part.ids]
+
+
+def add_end(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the ids that ``tokenizer`` gives a text of words, and the end token."""
+    ids = tokenizer(text)["input_ids"] if text.strip() else []
+    end = tokenizer.eos_token_id
+    return ids + [end] * bool(ids and end is not None and ids[-1] != end)
+
+
 def test_the_examples_own_tokenizer_gives_a_novel_the_same_ids():
     tokenizer = AutoTokenizer.from_pretrained(AUSTEN / "teacher")
-    parts = TextEncoder(tokenizer).encode(in_chunks(NOVEL, 1000))
-    assert list(itertools.chain(*parts)) == tokenizer(NOVEL)["input_ids"]
+    assert encode(TextEncoder(tokenizer), NOVEL, 1000) == add_end(NOVEL, tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "T5", "BERT", "Llama 2"])
@@ -218,25 +113,26 @@ def test_the_examples_own_tokenizer_gives_a_novel_the_same_ids():
 def test_special_tokens_stand_once_at_the_ends(trained, kind, text):
     encoder = TextEncoder(trained(kind))
     assert encoder.why_whole is None
-    ids = [int(each) for part in encoder.encode(in_chunks(text, 999)) for each in part]
-    assert ids == (trained(kind)(text)["input_ids"] if text.strip() else [])
+    assert encode(encoder, text, 999) == add_end(text, trained(kind))
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "T5", "BERT", "Llama 2"])
 def test_short_texts_have_the_ids_that_each_has_alone(trained, kind):
     texts = ["A word.", "", NOVEL[:900], " \n ", "\n\n word", "two  spaces "]
-    found = TextEncoder(trained(kind)).encode_short(texts)
-    expected = [trained(kind)(text)["input_ids"] if text.strip() else [] for text in texts]
-    assert [ids.tolist() for ids in found] == expected
+    encoder = TextEncoder(trained(kind))
+    for text, ids in zip(texts, encoder.encode_short(texts), strict=True):
+        piece = (Piece(text, begins=True, ends=True), ids)
+        parts = encoder.finish([piece] if text.strip() else [], "a", BEGINNING)
+        assert [int(each) for part in parts for each in part.ids] == add_end(text, trained(kind))
 
 
 def test_what_others_asked_of_the_tokenizer_changes_no_ids(trained):
     tokenizer = trained("BERT")
     encoder = TextEncoder(tokenizer)
-    expected = [int(each) for part in encoder.encode([NOVEL]) for each in part]
+    expected = encode(encoder, NOVEL, len(NOVEL))
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     tokenizer([NOVEL, "A word."], padding=True, truncation=True, max_length=5)
-    assert [int(each) for part in encoder.encode([NOVEL]) for each in part] == expected
+    assert encode(encoder, NOVEL, len(NOVEL)) == expected
 
 
 # ---------------------------------------------------------------------- what is not cut

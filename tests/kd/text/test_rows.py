@@ -8,9 +8,8 @@ import pytest
 
 from kd.config.data import DatasetSpec
 from kd.errors import DataError
-from kd.text.chats import Chat
+from kd.text.chat.chat import Chat, Completion
 from kd.text.corpus import load_corpus
-from kd.text.rows import Completion
 from kd.text.sources import read_documents
 from kd.text.tokens import encode_documents
 from tests.support.kd.text import config, documents, refusal, rows, write
@@ -84,13 +83,14 @@ def test_what_a_format_may_have_besides_is_read(tmp_path):
 def test_a_call_of_tools_needs_no_content(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look_up"}]}
     path = write(tmp_path, "a.jsonl", [{"messages": [QUESTION, call, ANSWER]}])
-    assert documents(path, format="messages")[0].messages[1] == call
+    assert documents(path, format="messages")[0].messages[1] == make_call("look_up")
 
 
 def make_call(name: str, **arguments: str) -> dict:
     """Return a message that calls a tool."""
     function = {"name": name, "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    calls = [{"type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def test_a_key_of_a_message_that_is_null_is_as_one_that_is_missing(tmp_path):
@@ -164,7 +164,6 @@ IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image", "image": "
 @pytest.mark.parametrize(
     "format, row, detail",
     [
-        ("auto", {"text": None}, "'text' is null"),
         ("auto", {"text": 5}, "'text' must be a text, but is a number"),
         ("auto", {"text": "half \ud800 pair"}, r"character 6 of 'text' is '\ud800', half"),
         ("messages", {"messages": [QUESTION | {"content": IMAGE}]},
@@ -184,7 +183,6 @@ IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image", "image": "
         ("sharegpt", {"conversations": [{"from": "human", "value": None}]},
          "'value' in turn 1 of 'conversations' is null"),
         ("alpaca", ALPACA | {"output": 3}, "'output' must be a text, but is a number"),
-        ("prompt_completion", PAIR | {"completion": None}, "'completion' is null"),
         ("prompt_completion", PAIR | {"completion": [ANSWER]}, "'completion' must be a text"),
         ("prompt_completion", CHAT_PAIR | {"completion": "x"}, "'completion' must be a list"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
-from kd.text.files import TextFile
+from kd.text.reading.contents import TextFile
 from kd.text.sources import FoundDocument, read_documents
 
 TEXTS = [

@@ -237,3 +237,56 @@ def test_a_disk_that_is_too_small_is_refused_before_a_token_is_read(
         open_text(source, tmp_path / "texts", tokenizer)
     assert "Free space" in caught.value.remedy
     open_text(source, tmp_path / "texts", tokenizer, max_train_samples=9, validation_fraction=0)
+
+
+def rewrite_in_place(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def put_in_its_place(path: Path, text: str) -> None:
+    other = path.with_name("other")
+    other.write_text(text, encoding="utf-8")
+    shutil.copystat(path, other)
+    other.replace(path)
+
+
+def turn_a_link(path: Path, text: str) -> None:
+    version = path.with_name(f"{hash(text)}.version")
+    version.write_text(text, encoding="utf-8")
+    times = path.stat()
+    os.utime(version, ns=(times.st_atime_ns, times.st_mtime_ns))
+    path.unlink()
+    path.symlink_to(version)
+
+
+@pytest.mark.parametrize("change", [rewrite_in_place, put_in_its_place, turn_a_link])
+def test_a_changed_text_with_its_old_time_and_size_is_read_again(tokenizer, tmp_path, change):
+    path = tmp_path / "data" / "a.txt"
+    path.parent.mkdir()
+    digests = list[str]()
+    for word in ("rain", "snow"):
+        text = f"It was a dark night, and there was {word}. " * 100
+        if word == "rain":
+            path.write_text(text, encoding="utf-8")
+            times = path.stat()
+        else:
+            change(path, text)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        data = config(train=str(path.parent), sequence_length=32)
+        digests.append(open_corpus(data, tokenizer, tmp_path / "texts").compute_sha256())
+    assert digests[0] != digests[1] and path.stat().st_mtime_ns == times.st_mtime_ns
+
+
+def test_a_young_text_is_hashed_again(tokenizer, tmp_path, monkeypatch):
+    """On a disk whose clock ticks slowly two changes may leave the same times."""
+    monkeypatch.setattr(
+        "kd.text.stored.inputs._describe_file",
+        lambda file: [str(file), file.stat().st_size, time.time_ns() // 10**12],
+    )
+    monkeypatch.setattr("kd.text.stored.inputs._YOUNG_NS", 10**20)
+    data = config(train=str(tmp_path / "a.txt"), sequence_length=32)
+    digests = set()
+    for word in ("rain", "snow", "snow"):
+        (tmp_path / "a.txt").write_text(f"There was {word}. " * 200, encoding="utf-8")
+        digests.add(open_corpus(data, tokenizer, tmp_path / "texts").compute_sha256())
+    assert len(digests) == 2 and len(list(list_stores(tmp_path / "texts"))) == 1

@@ -1,0 +1,1 @@
+"""What a file of text holds: its text, or its rows."""

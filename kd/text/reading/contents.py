@@ -1,0 +1,195 @@
+"""Open a file of text, which may be compressed: as one text, or row by row."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from kd.config.data import DataConfig
+from kd.errors import DataError
+from kd.files import LFS_REMEDY, is_lfs_pointer
+from kd.text.files import choose_format, find_packing, find_suffix, refuse_unreadable
+from kd.text.reading.tables import read_parquet_rows
+
+#: What a file raises that is not UTF-8, not gzip or zstd, cut short, or not readable.
+BROKEN = (UnicodeDecodeError, OSError, EOFError, zlib.error)
+#: Characters that are read at once from a text file.
+_CHUNK = 2**18
+_SPACE = re.compile(r"[ \t\n\r]*")
+#: Characters of the longest name of a value in JSON, and of an escape.
+_LONGEST_LITERAL = 16
+#: A text holds fewer of these characters than one in so many.
+_NUL, _NUL_SHARE = "\0", 100
+#: How files of other kinds begin, and what each is called.
+_KINDS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "Parquet",
+    b"PK\x03\x04": "a zip archive",
+    b"%PDF": "PDF",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+#: The kinds that the suffixes of compressed files promise.
+_PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def _ignore(count: int) -> None:
+    """Drop the count: nobody shows the progress."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text file. It is read in parts, because it may be large.
+
+    ``note`` is called with the number of bytes of the file that were read since the last call.
+    """
+
+    path: Path
+    note: Callable[[int], None] = _ignore
+
+    def read_chunks(self) -> Iterator[str]:
+        """Yield the text in order. Raises ``DataError`` where it cannot be read as UTF-8."""
+        require_content(self.path)
+        try:
+            with self.path.open("rb") as raw, _decode(self.path, raw) as file:
+                noted = 0
+                while chunk := file.read(_CHUNK):
+                    if chunk.count(_NUL) * _NUL_SHARE > len(chunk):
+                        detail = f"{self.path} is not UTF-8 text: it holds many zero bytes."
+                        raise DataError(detail, "Convert it, or remove it.")
+                    yield chunk
+                    self.note(raw.tell() - noted)
+                    noted = raw.tell()
+        except BROKEN as error:
+            raise explain_broken(self.path, str(self.path), error) from None
+
+
+def require_content(path: Path) -> None:
+    """Raise ``DataError`` where ``path`` holds not its content, but a pointer of Git LFS to it."""
+    if is_lfs_pointer(path):
+        raise DataError(f"{path} is a pointer of Git LFS, and not the file itself.", LFS_REMEDY)
+
+
+def explain_broken(path: Path, place: str, error: Exception) -> DataError:
+    """Return the error for a file that is not UTF-8, or cannot be decompressed, at ``place``."""
+    if isinstance(error, PermissionError):
+        return refuse_unreadable(error)
+    promised = _PACKINGS.get(find_packing(path))
+    begin = _read_begin(path) if path.is_file() else b""
+    kind = next((name for mark, name in _KINDS.items() if begin.startswith(mark)), "")
+    why, remedy = "", "Check that the file is whole."
+    if promised and kind != promised:
+        why = f"it is not {promised}, although its name ends in {path.suffix}: "
+        remedy = f"Name it after what it is{kind and f', {kind}'}, or compress it."
+    elif isinstance(error, EOFError) or "runcated" in str(error):
+        why, remedy = "it is cut short: ", "Copy or download it again: its end is missing."
+    elif "too much memory" in str(error):
+        why = "its zstd window is larger than 128 MiB: "
+        remedy = "Compress it again with a smaller one: zstd --long=27, or without --long."
+    elif isinstance(error, UnicodeDecodeError):
+        why = "it is not UTF-8 text: "
+        remedy = "Convert it, for example with iconv -f latin1 -t utf-8, or set data.format."
+        if kind:
+            remedy = f"It begins as {kind} does: convert it, or give it the suffix of what it is."
+    return DataError(f"{place} cannot be read: {why}{error}.", remedy)
+
+
+def _read_begin(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(max(map(len, _KINDS)))
+
+
+def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
+    """Open the rows of a file that is not plain text."""
+    require_content(path)
+    kinds = (choose_format(path, config), find_suffix(path)[1:])
+    if "parquet" in kinds:
+        return read_parquet_rows(path, config)
+    return _read_json_rows(path)
+
+
+def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file that has one JSON object per line, or a JSON array of them."""
+    with path.open("rb") as raw, _decode(path, raw) as file:
+        # A compressed file cannot be read from its beginning again.
+        first = file.read(1)
+        while first.isspace():
+            first = file.read(1)
+        if first == "[":
+            yield from _read_array(file)
+            return
+        lines = itertools.chain([first + file.readline()], file)
+        yield from (json.loads(line) for line in lines if line.strip())
+
+
+def _read_array(file: TextIO) -> Iterator[Any]:
+    """Yield the items of the JSON array in ``file``, whose [ has been read; few are in memory."""
+    decode = json.JSONDecoder().raw_decode
+    held, place, begun = "", 0, False
+    while True:
+        part = file.read(max(_CHUNK, len(held)))  # a long item is tried a few times only
+        held, place = held[place:] + part, 0
+        while True:
+            begin = _skip_space(held, place)
+            if held.startswith("]", begin):
+                if rest := (held[begin + 1 :] + file.read(_CHUNK)).strip():
+                    raise json.JSONDecodeError("Extra data after the array", rest, 0)
+                return
+            if begun and held.startswith(",", begin):
+                begin = _skip_space(held, begin + 1)
+            elif begun and begin < len(held):
+                raise json.JSONDecodeError("Expecting ',' between two rows", held, begin)
+            try:
+                row, place = decode(held, begin)
+            except json.JSONDecodeError as error:
+                if not part or not _may_be_cut(error, held):
+                    raise
+                break
+            begun = True
+            yield row
+
+
+def _skip_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return found.end() if found else place
+
+
+def _may_be_cut(error: json.JSONDecodeError, held: str) -> bool:
+    """Whether an item is no JSON only because the text ``held`` ends within it."""
+    return error.msg.startswith("Unterminated") or error.pos > len(held) - _LONGEST_LITERAL
+
+
+def _decode(path: Path, raw: BinaryIO) -> TextIO:
+    """Return the text of ``raw``, the open file ``path``, which may be compressed."""
+    # utf-8-sig removes a byte order mark, which is not text.
+    return io.TextIOWrapper(unpack(path, raw), encoding="utf-8-sig")
+
+
+def unpack(path: Path, raw: BinaryIO) -> Any:
+    """Return the bytes of ``raw``, the open file ``path``, as a file that decompresses them."""
+    packing = find_packing(path)
+    if packing == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if packing == ".zst":
+        return _open_zstd(path, raw)
+    return raw
+
+
+def _open_zstd(path: Path, raw: BinaryIO) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(
+            f"{path} is compressed with zstd, which needs pyarrow.",
+            "Install it: pip install 'potstill[worker]'.",
+        ) from None
+    return pyarrow.CompressedInputStream(raw, "zstd")
