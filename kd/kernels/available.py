@@ -38,14 +38,17 @@ def can_run_kernels(hidden_ND: Tensor) -> bool:
     return (
         hidden_ND.is_cuda
         and hidden_ND.dtype != torch.float64
-        and not describe_kernel_failure(hidden_ND.device)
+        and not describe_kernel_failure(hidden_ND.device, hidden_ND.dtype)
     )
 
 
 @functools.cache
-def describe_kernel_failure(device: torch.device) -> str:
-    """Try the kernels on a GPU, once in this process; return what fails, or "" if nothing does."""
-    failed = [trial for trial in try_kernels(device) if trial.error]
+def describe_kernel_failure(device: torch.device, dtype: torch.dtype) -> str:
+    """Try the kernels on a GPU on logits of ``dtype``; return what fails, or "" if nothing does.
+
+    A process tries each pair once.
+    """
+    failed = [trial for trial in try_kernels(device, dtype) if trial.error]
     if not failed:
         return ""
     message = (

@@ -6,6 +6,7 @@ The figures are those of dense products with sums in float32. A job never reache
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 MIB = 2**20
@@ -102,12 +103,21 @@ DEVICE_KINDS = {
 CUDA_CONTEXT = 512 * MIB
 
 
+#: Words in the names of GPUs that have the name of a kind too, and other rates: a part of a GPU
+#: (MIG), cards of laptops, and cards with less power.
+_OTHERS = (
+    {"mig"}, {"laptop"}, {"max"}, {"h100", "pcie"}, {"h100", "nvl"}, {"rtx3090", "ti"},
+    {"rtx4090", "d"},
+)  # fmt: skip
+
+
 def find_device_kind(name: str) -> DeviceRates | None:
     """Find the kind of the GPU that torch calls ``name``; None if it is not in the table.
 
     Kinds that differ in their memory alone count as one.
     """
-    plain = name.lower().replace(" ", "")
-    # Longest names first: L40S is no L4.
-    kinds = sorted(DEVICE_KINDS.values(), key=lambda each: -len(each.name.partition("-")[0]))
-    return next((each for each in kinds if each.name.partition("-")[0] in plain), None)
+    words = set(re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx")))
+    if any(other <= words for other in _OTHERS):
+        return None
+    kinds = DEVICE_KINDS.values()
+    return next((each for each in kinds if each.name.partition("-")[0] in words), None)

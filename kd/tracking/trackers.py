@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,16 @@ class Trackers:
     """
 
     def __init__(
-        self, config: JobConfig, names: tuple[str, ...], run_dir: Path, monitor: Monitor
+        self,
+        config: JobConfig,
+        names: tuple[str, ...],
+        run_dir: Path,
+        monitor: Monitor,
+        resumed: int | None = None,
     ) -> None:
+        """``resumed`` is the step after which a run that was stopped goes on."""
         self._monitor = monitor
-        self._trackers = {name: _start_tracker(name, config, run_dir) for name in names}
+        self._trackers = {name: _start_tracker(name, config, run_dir, resumed) for name in names}
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Send the numbers among ``values``."""
@@ -60,16 +67,19 @@ def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
         if event.type in NUMBERS and "step" in event.data:
             trackers.log(int(event.data["step"]), event.data)
 
-    return Monitor(listen, monitor.should_stop)
+    # It keeps the notices of the run.
+    return replace(monitor, listen=listen)
 
 
-def _start_tracker(name: str, config: JobConfig, run_dir: Path) -> Any:
+def _start_tracker(name: str, config: JobConfig, run_dir: Path, resumed: int | None) -> Any:
     try:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         kind = LOGGER_TYPE_TO_CLASS[name]
         if name == "tensorboard":
-            tracker = kind(config.name, run_dir / "tensorboard")
+            # Steps after the checkpoint will come again. The others begin a run of their own.
+            purged = {} if resumed is None else {"purge_step": resumed + 1}
+            tracker = kind(config.name, run_dir / "tensorboard", **purged)
         elif name == "mlflow":
             tracker = kind(experiment_name=config.name)
         else:

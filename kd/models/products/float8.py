@@ -17,7 +17,7 @@ from kd.models.precision import name_device
 
 #: The least compute capability with products in float8: Ada (RTX 40, L4, L40S) and Hopper.
 CAPABILITY = (8, 9)
-#: Widths must be multiples of this (cuBLASLt).
+#: Widths must be multiples of this (cuBLASLt). Numbers of tokens are padded.
 TILE = 16
 
 
@@ -57,7 +57,8 @@ def multiply_in_float8(student: PreTrainedModel, emulate: bool = False) -> list[
         sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (1,)
         return all(size % TILE == 0 for size in sizes)
 
-    config = Float8LinearConfig(emulate=emulate)
+    # The gradient of a weight sums over the tokens, of which a pass may have any number.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     for number, layer in enumerate(find_decoder_layers(student)):
         found += [
             f"layer {number}: {name}"

@@ -16,6 +16,7 @@ import torch
 from bench.support.paths import AUSTEN
 from kd import pipeline
 from kd.config.jobfile import parse_config
+from kd.kernels import available
 from kd.kernels.available import describe_kernel_failure, try_kernels
 from kd.progress import Event, Monitor
 
@@ -64,6 +65,23 @@ def test_a_wrong_result_and_a_broken_kernel_are_told_by_name(
     assert errors["reduce_rows"] == ""
     assert errors["reduce_blocks"] == "ArithmeticError: its result is wrong by 0.5"
     assert errors["write_gradient"].startswith("TypeError: ")
+
+
+def test_a_kernel_that_fails_in_one_dtype_is_replaced_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hidden states of a run in bfloat16 are bfloat16: float32 alone tells nothing of it."""
+
+    def fail_in_halves(z_NV: torch.Tensor) -> None:
+        if z_NV.dtype != torch.float32:
+            raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(available, "_TRIALS", {"reduce_rows": fail_in_halves})
+    describe_kernel_failure.cache_clear()
+    assert describe_kernel_failure(CPU, torch.float32) == ""
+    with pytest.warns(UserWarning, match="no such instruction"):
+        assert "reduce_rows" in describe_kernel_failure(CPU, torch.bfloat16)
+    describe_kernel_failure.cache_clear()
 
 
 def test_kernels_that_fail_are_one_warning_of_a_run(

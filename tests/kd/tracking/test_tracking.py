@@ -15,7 +15,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import TrainingError
 from kd.memory.devices import find_device_kind
-from kd.progress import Event, Monitor
+from kd.progress import Event, Monitor, Notice
 from kd.tracking.scalars import SpeedMeter, StepWork
 from kd.tracking.stopwatch import Stopwatch, compute_utilisation, count_flops_per_token
 from kd.tracking.trace import SKIPPED_STEPS, Trace
@@ -94,6 +94,33 @@ def test_utilisation_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert meter.report()["throughput/mfu"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-40gb"),  # they differ in their memory alone
+        ("NVIDIA A100 80GB PCIe", "a100-40gb"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Laptop GPU", None),
+        ("NVIDIA T400", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_rates_are_not_those_of_a_gpu_with_a_like_name(name: str, kind: str | None) -> None:
+    found = find_device_kind(name)
+    assert (found and found.name) == kind
+
+
 def test_a_trace_holds_the_steps_after_the_first_ones(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "trace.json", 2)
     written = []
@@ -155,6 +182,27 @@ def test_tensorboard_is_told_the_numbers(tmp_path: Path) -> None:
     assert [event.type for event in heard] == ["metrics", "evaluation", "progress"], (
         "all others hear the same"
     )
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """It was killed after step 7, and goes on from the checkpoint of step 5."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps, resumed in ((range(1, 8), None), (range(6, 10), 5)):
+        trackers = Trackers(make_job(), ("tensorboard",), tmp_path, Monitor(), resumed)
+        for step in steps:
+            trackers.log(step, {"loss": float(step)})
+        trackers.finish()
+        time.sleep(1.1)  # the names of its files have the second in which they were begun
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "told")).Reload()
+    assert [event.step for event in found.Scalars("loss")] == list(range(1, 10))
+
+
+def test_what_training_notices_is_kept_for_the_report(tmp_path: Path) -> None:
+    monitor = Monitor()
+    trackers = Trackers(make_job(), (), tmp_path, monitor)
+    notice = Notice("rows without text, left out", 1, "a.jsonl: row 2")
+    add_trackers(monitor, trackers).note(notice)
+    assert monitor.notices == (notice,)
 
 
 def test_a_tracker_that_is_not_there_ends_the_run_before_it_begins(

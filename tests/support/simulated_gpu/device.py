@@ -77,7 +77,7 @@ def adapt_product() -> None:
     import kd.kernels.available as kernels
     import kd.models.lm_head as lm_head
 
-    kernels.describe_kernel_failure = lambda device: "the GPU is simulated"
+    kernels.describe_kernel_failure = lambda *_: "the GPU is simulated"
     plain = lm_head.is_plain
     lm_head.is_plain = lambda weight: plain(getattr(weight, "cpu_tensor", weight))
 

@@ -48,6 +48,10 @@ def test_the_rules_of_a_gpu() -> None:
     run_on_the_device("rules.py")
 
 
+def test_what_the_hot_path_waits_for() -> None:
+    run_on_the_device("waits.py")
+
+
 @pytest.mark.parametrize("capability", ["7.5", "8.0"])
 def test_packed_rows_of_some_architectures(capability: str) -> None:
     run_on_the_device("architectures.py", capability=capability)

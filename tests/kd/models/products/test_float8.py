@@ -48,6 +48,18 @@ def test_layers_multiply_in_float8_at_its_error_and_keep_their_names() -> None:
         assert float((gradients[name] - reference).norm() / reference.norm()) < 0.2, name
 
 
+@needs_torchao
+def test_a_pass_may_have_any_number_of_tokens() -> None:
+    """Products on the device meta have the rules of sizes that a GPU has."""
+    with torch.device("meta"):
+        student = LlamaForCausalLM(SHAPE).bfloat16()
+        assert multiply_in_float8(student)
+        layer = student.model.layers[0].self_attn.q_proj
+        hidden = torch.zeros(1, 8, 32, dtype=torch.bfloat16, requires_grad=True)
+    layer(hidden).sum().backward()
+    assert layer.weight.grad.shape == layer.weight.shape
+
+
 @pytest.mark.gpu
 @needs_torchao
 @pytest.mark.skipif(not has_float8(pick_device()), reason="needs a GPU with products in float8")

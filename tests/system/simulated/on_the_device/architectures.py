@@ -21,10 +21,11 @@ WIDE_EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 
 FEW = ["gemma3_text", "gpt_oss", "jetmoe", "llama", "mistral"]
 #: In half precision a router may choose another expert.
 ROUTED = {
-    "afmoe", "aria_text", "cohere2_moe", "deepseek_v2", "ernie4_5_moe", "exaone_moe", "flex_olmo",
-    "glm4_moe", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe",
-    "jetmoe", "laguna", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe",
-    "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
+    "afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "jetmoe", "laguna", "llama4_text",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_moe", "solar_open",
 }  # fmt: skip
 
 
