@@ -76,5 +76,8 @@ def parse_tls(url: str) -> dict[str, Any]:
 
 
 def _parse_host(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    return (host, int(port)) if colon else (text, SENTINEL_PORT)
+    """Split the address of a sentinel; an IPv6 address with a port is in brackets."""
+    if text.count(":") > 1 and not text.startswith("["):
+        return text, SENTINEL_PORT
+    parts = urlsplit(f"//{text}")
+    return parts.hostname or "", parts.port or SENTINEL_PORT

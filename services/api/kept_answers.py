@@ -37,7 +37,8 @@ def _hash_state(question: Any, files: Iterable[Path]) -> str:
     digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode())
     for file in sorted(set(files)):
         found = file.stat()
-        # The number of the file too: a file that was put in its place may have the same time.
-        state = [str(file), found.st_ino, found.st_size, found.st_mtime_ns]
+        # The number of the file and the time of its change too: the time of its last writing may
+        # be set back, and a file that was put in its place may have the same.
+        state = [str(file), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
         digest.update(json.dumps(state).encode())
     return digest.hexdigest()

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable
 
@@ -30,7 +28,9 @@ from services.loops.searches import Searches
 from services.loops.teams import TeamRules
 from services.loops.webhooks import Webhooks
 from services.process.lasting_loops import flush_restarts, keep_running_async
+from services.process.names import name_process
 from services.settings import SEARCH, STAGES, Settings
+from services.store.connection import describe_failure
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.script import is_own_mistake
@@ -81,7 +81,7 @@ class Reconciler:
                 await asyncio.to_thread(self.step)
             except RedisError as error:
                 self._contact_since = None
-                log.warning("Redis does not answer: %s", type(error).__name__)
+                log.warning("the job store %s", describe_failure(error))
             await asyncio.sleep(INTERVAL_SECONDS)
 
     def step(self) -> None:
@@ -152,7 +152,7 @@ class LostCaches:
     def __init__(self, store: JobStore, settings: Settings) -> None:
         self._store = store
         self._settings = settings
-        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._owner = name_process()
         self._cursor: int | None = None
         self._next_look = 0.0
 

@@ -11,8 +11,6 @@ another driver goes on. The API's reconciler runs the drivers.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ from kd.search.study import (
     start_trial,
     suggest_values,
 )
+from services.process.names import name_process
 from services.settings import SEARCH, Settings
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
@@ -80,7 +79,7 @@ class Searches:
         self._store = store
         self._app = app
         self._settings = settings
-        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._owner = name_process()
         self._drivers: dict[str, Driver] = {}
 
     def step(self) -> None:

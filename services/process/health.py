@@ -8,15 +8,16 @@ import sys
 import httpx
 from redis.exceptions import RedisError
 
-from services.settings import Settings
-from services.store.connection import connect_redis
+from services.settings import Settings, make_address
+from services.store.connection import connect_redis, describe_failure
 from services.store.jobs.store import JobStore
 
 
 def check_api(settings: Settings) -> str:
     """Check this host's API. Returns the problem, or an empty text."""
     try:
-        answer = httpx.get(f"http://127.0.0.1:{settings.port}/healthz", timeout=3, trust_env=False)
+        address = make_address(settings.host, settings.port)
+        answer = httpx.get(f"{address}/healthz", timeout=3, trust_env=False)
     except httpx.TransportError as error:
         return f"the API does not answer: {error}"
     return "" if answer.is_success else f"the API answers {answer.status_code}"
@@ -29,7 +30,7 @@ def check_worker(settings: Settings) -> str:
     try:
         workers = JobStore(connect_redis(settings.redis_url)).list_workers()
     except RedisError as error:
-        return f"Redis does not answer: {error}"
+        return f"the job store {describe_failure(error)}"
     host = socket.gethostname()
     return "" if any(state.host == host for state in workers) else f"no worker of {host} shows life"
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
+from services.store.connection import describe_failure
 from services.store.jobs.store import JobStore
 
 #: Time before a loop that died is started again.
@@ -65,7 +66,7 @@ async def repeat_in_thread(
             try:
                 await asyncio.to_thread(step)
             except RedisError as error:
-                log.warning("Redis does not answer: %s", type(error).__name__)
+                log.warning("the job store %s", describe_failure(error))
             await asyncio.sleep(pause_seconds)
     finally:
         stopping.set()

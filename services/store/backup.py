@@ -42,7 +42,7 @@ from cache.errors import PotstillError, StorageError
 from cache.remote.address import PLACE_FILE
 from kd.face.version import read_version
 from kd.files import measure_free_bytes
-from services.store.connection import connect_redis, describe_silence
+from services.store.connection import connect_redis, describe_failure
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 
@@ -139,7 +139,7 @@ def open_store(settings: Settings) -> Iterator[Redis]:
             client.ping()
         except RedisError as error:
             raise StoreUnavailable(
-                f"The job store does not answer: {describe_silence(error)}.",
+                f"The job store {describe_failure(error)}.",
                 "Start it, or correct KD_REDIS_URL.",
             ) from None
         yield client

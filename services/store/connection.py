@@ -10,9 +10,17 @@ import redis.asyncio.sentinel
 from redis import Redis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from cache.errors import PotstillError
 from services.redis_url import parse_sentinels, parse_tls
 
 #: Connections of one client at most. The library's own limit of 100 would refuse request or
@@ -44,9 +52,19 @@ def connect_redis(url: str, timeout: float = 2.0) -> Redis:
     return cast(Redis, found)
 
 
-def describe_silence(error: Exception) -> str:
-    """Say as the end of a sentence why a job store does not answer: the library's own words."""
-    return str(error).rstrip(".")
+def describe_failure(error: Exception) -> str:
+    """Say as the end of a sentence what a job store does in place of its work."""
+    text = str(error).rstrip(".")
+    # The library has no class for a disk that cannot be written.
+    if isinstance(error, OutOfMemoryError) or text.startswith("MISCONF"):
+        return f"is full and takes no writes: {text}"
+    if isinstance(error, ReadOnlyError):
+        return f"is a read-only copy: {text}"
+    if isinstance(error, AuthenticationError):
+        return f"refuses the password: {text}"
+    if isinstance(error, NoPermissionError):
+        return f"does not allow this user a command: {text}"
+    return f"does not answer: {text or type(error).__name__}"
 
 
 def connect_events(url: str) -> redis.asyncio.Redis:
@@ -90,7 +108,60 @@ def make_broker(url: str, socket_timeout: float) -> Broker:
     user = ":".join(
         quote(group.credentials.get(name, ""), safe="") for name in ("username", "password")
     )
-    urls = [f"sentinel://{user}@{host}:{port}/{group.db}" for host, port in group.hosts]
+    places = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in group.hosts]
+    urls = [f"sentinel://{user}@{place}/{group.db}" for place in places]
     asked = {"socket_timeout": socket_timeout, "socket_connect_timeout": socket_timeout}
     options = {"master_name": group.master, "sentinel_kwargs": {**asked, **group.tls}}
     return Broker(";".join(urls), options, tls or None)
+
+
+# ---------------------------------------------------------------------- what a job store must be
+
+
+class StoreUnsuitable(PotstillError):
+    """The server of KD_REDIS_URL would lose jobs, or cannot run the scripts of the job store."""
+
+    type = "store_unsuitable"
+
+
+def ask_server(client: Redis, section: str | None = None) -> dict[str, Any]:
+    """Return what INFO says; empty where this user may not ask. Raises ``RedisError``."""
+    try:
+        return client.info(section) if section else client.info()
+    except ResponseError:
+        return {}
+
+
+def require_suitable_store(client: Redis) -> None:
+    """Raise ``StoreUnsuitable`` for a server that cannot be a job store."""
+    if error := find_unsuitability(client):
+        raise error
+
+
+def find_unsuitability(client: Redis) -> StoreUnsuitable | None:
+    """Find that the server belongs to a cluster, or removes keys when its memory is full."""
+    if ask_server(client, "cluster").get("cluster_enabled"):
+        return StoreUnsuitable(
+            "The job store is a node of a Redis cluster, but the keys of a job must be on one "
+            "server: a script changes several of them at once.",
+            "Name a server without cluster mode in KD_REDIS_URL, or a master that Sentinel "
+            "watches.",
+        )
+    memory = ask_server(client, "memory")
+    policy = memory.get("maxmemory_policy", "noeviction")
+    # Without a limit nothing is removed. Some servers do not show theirs.
+    if policy != "noeviction" and memory.get("maxmemory", 1):
+        return StoreUnsuitable(
+            f"The job store removes keys when its memory is full (maxmemory-policy {policy}): "
+            "jobs would vanish, and requests that are sent again would make second jobs.",
+            "Set maxmemory-policy noeviction at the server.",
+        )
+    return None
+
+
+def find_volatility(client: Redis) -> str:
+    """Say that the server keeps nothing on a disk; empty where it does, or may not be asked."""
+    found = ask_server(client, "persistence")
+    if not found or found.get("aof_enabled"):
+        return ""
+    return "The job store keeps no append-only file: a crash of it loses jobs."

@@ -350,19 +350,25 @@ def _require_store(settings: Settings) -> Settings:
             "KD_REDIS_URL is not set.",
             "Set it to the address of the job store, or use `kd up`, which brings one.",
         )
-    _require_known_records(settings.redis_url)
+    _require_usable_store(settings.redis_url)
     return settings
 
 
-def _require_known_records(url: str) -> None:
-    """Refuse a job store of another format. One that does not answer yet is waited for later."""
+def _require_usable_store(url: str) -> None:
+    """Refuse a job store of another format, and one that would lose jobs.
+
+    One that does not answer yet is waited for later.
+    """
     from redis.exceptions import RedisError
 
-    from services.store.connection import connect_redis
+    from services.store.connection import connect_redis, find_volatility, require_suitable_store
     from services.store.formats import require_known_records
 
     with suppress(RedisError), connect_redis(url) as client:
+        require_suitable_store(client)
         require_known_records(client)
+        if warning := find_volatility(client):
+            _say(f"Warning: {warning}")
 
 
 def _print_report(report: dict[str, Any], as_json: bool) -> None:

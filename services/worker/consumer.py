@@ -22,6 +22,7 @@ from kd.face.version import read_version
 from services.process import telemetry
 from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
+from services.process.names import name_process
 from services.settings import STAGES, Settings
 from services.store.connection import connect_redis
 from services.store.costs import find_price
@@ -66,7 +67,7 @@ class StageWorker:
         self.store = store
         self.stages = stages
         self.device = device
-        self.id = f"{socket.gethostname()}:{os.getpid()}"
+        self.id = name_process()
         self.price = find_price(settings.prices, device.kind, device.name)
         self.stopping = threading.Event()
         self.ended = threading.Event()

@@ -13,6 +13,7 @@ import time
 from redis.exceptions import RedisError
 
 from services.process.lasting_loops import keep_running
+from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, BeatReply, Claim
 from services.store.jobs.store import JobStore
 from services.worker.child_process import Outbox
@@ -82,7 +83,7 @@ class Heartbeat:
             self.reply = self._store.beat(self._claim, self._lease, self._outbox.next_batch())
         except RedisError as error:
             if not self._lost:
-                log.warning("Redis does not answer (%s); the run continues", type(error).__name__)
+                log.warning("the job store %s; the run continues", describe_failure(error))
             self._lost = True
             return False
         if self._lost:

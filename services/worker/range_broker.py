@@ -28,6 +28,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from services.process.lasting_loops import keep_running
+from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
 from services.store.ranges import Membership, RangeBoard, RangeView, ReportedProgress, TakenRange
 
@@ -128,7 +129,7 @@ class RangeBroker:
                     self._beat()
                 self._answer_next(max(beat_at - time.monotonic(), 0.0))
             except RedisError as error:
-                log.warning("no ranges while Redis does not answer (%s)", type(error).__name__)
+                log.warning("no ranges while the job store %s", describe_failure(error))
                 self._closing.wait(interval)
 
     def _answer_next(self, seconds: float) -> None:

@@ -22,6 +22,7 @@ from kd.errors import ConfigError, Problem
 from services.api.openai.errors import describe_error, is_openai_path
 from services.api.openai.views import FineTuningRequest
 from services.process.logs import request_id, shorten_path
+from services.store.connection import describe_failure
 from services.store.jobs.script import OtherFormat, is_own_mistake
 
 MEDIA_TYPE = "application/problem+json"
@@ -58,6 +59,7 @@ TITLES_OF_SLUGS = {
     "reading-limit": "Reading the cache took too much",
     "reading-unavailable": "Caches cannot be looked into",
     "reconciler-stopped": "The reconciler has stopped",
+    "store-unsuitable": "The job store would lose jobs",
 }
 
 #: Descriptions of the headers that come with a problem, for the OpenAPI document.
@@ -242,11 +244,13 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
             request, ApiProblem(503, f"The job store was not read: {text}.", "Run `kd upgrade`.")
         )
     path = shorten_path(request.url.path)
-    log.warning("%s %s: Redis does not answer: %s", request.method, path, error)
+    failure = describe_failure(error)
+    log.warning("%s %s: the job store %s", request.method, path, failure)
     problem = ApiProblem(
         503,
-        f"The job store (Redis) does not answer: {type(error).__name__}. Running jobs continue; "
-        "nothing is lost.",
+        # The rest of the words names the server's address.
+        f"The job store (Redis) {failure.partition(':')[0]} ({type(error).__name__}). Running jobs "
+        "continue; nothing is lost.",
         "Try again in a moment, with the same Idempotency-Key if you sent one.",
         headers={"Retry-After": RETRY_SECONDS},
     )

@@ -42,6 +42,7 @@ from services.api.routes.access import READ
 from services.api.service import Service, TheCaller, TheService
 from services.process.file_view import identify_file_view
 from services.store.callers import Caller
+from services.store.connection import find_unsuitability
 
 #: Must equal FORMAT of jobs.lua.
 RECORD_FORMAT = 2
@@ -107,6 +108,8 @@ def readyz(service: TheService) -> Ready:
     """
     redis = service.store.redis
     redis.ping()
+    if unsuitable := find_unsuitability(redis):
+        raise _make_unready_problem(str(unsuitable), "store-unsuitable")
     # A full or read-only Redis answers a ping, but refuses this write.
     redis.set("kd:ready", "1", ex=60)
     last = float(redis.get("kd:reconciler") or 0)

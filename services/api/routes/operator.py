@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from fastapi import APIRouter, Request
 
@@ -39,6 +39,7 @@ from services.api.routes.access import ADMIN
 from services.api.routes.operations import READY_SECONDS, RECORD_FORMAT
 from services.api.service import TheService
 from services.settings import DAY_SECONDS, STAGES, Settings
+from services.store.connection import ask_server, find_unsuitability
 from services.store.jobs.store import JobStore
 from services.store.key_file import ApiKey, KeyFile
 from services.store.retention.rules import KINDS, AgeLimits
@@ -177,8 +178,10 @@ def show_health(service: TheService) -> ServiceHealth:
         )
         for stage in STAGES
     ]
+    unsuitable = find_unsuitability(store.redis)
+    faults = [] if unsuitable is None else [str(unsuitable)]
     return ServiceHealth(
-        problems=list(_find_faults(redis, age, disk, queues, workers)),
+        problems=[*faults, *_find_faults(redis, age, disk, queues, workers)],
         version=read_version(),
         python=platform.python_version(),
         record_format=RECORD_FORMAT,
@@ -197,7 +200,7 @@ def _ask_redis(store: JobStore) -> RedisHealth:
     store.redis.ping()
     took = time.monotonic() - began
     ahead = store.read_clock_ms() / 1000 - time.time()
-    found: dict[str, Any] = store.redis.info()
+    found = ask_server(store.redis)
     return RedisHealth(
         version=str(found.get("valkey_version") or found.get("redis_version", "")),
         answer_seconds=took,
@@ -206,7 +209,8 @@ def _ask_redis(store: JobStore) -> RedisHealth:
         clients=int(found.get("connected_clients", 0)),
         memory_bytes=int(found.get("used_memory", 0)),
         memory_limit_bytes=int(found.get("maxmemory", 0)),
-        persistent=bool(found.get("aof_enabled", 0)),
+        # A user who may not ask is told so as a fault of its own.
+        persistent=bool(found.get("aof_enabled", not found)),
     )
 
 
@@ -224,6 +228,8 @@ def _find_faults(
         yield "The disk of the data folder is nearly full: no job is accepted."
     if abs(redis.clock_ahead_seconds) > CLOCK_SECONDS:
         yield f"The clocks of Redis and the server differ by {redis.clock_ahead_seconds:.0f} s."
+    if not redis.version:
+        yield "This user of Redis may not call INFO: its memory and persistence are not known."
     if not redis.persistent:
         yield "Redis keeps no append-only file: a crash of it loses jobs."
     if redis.memory_limit_bytes and redis.memory_bytes > MEMORY_SHARE * redis.memory_limit_bytes:

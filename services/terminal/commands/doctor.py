@@ -143,13 +143,24 @@ def _check_store(settings: Settings) -> Finding:
     if settings.redis_url is not None:
         from redis.exceptions import RedisError
 
-        from services.store.connection import connect_redis
+        from services.store.connection import (
+            connect_redis,
+            describe_failure,
+            find_unsuitability,
+            find_volatility,
+        )
 
         try:
-            connect_redis(settings.redis_url).ping()
+            with connect_redis(settings.redis_url) as client:
+                client.ping()
+                unsuitable = find_unsuitability(client)
+                warning = find_volatility(client)
         except RedisError as error:
-            return Finding("job store", False, f"KD_REDIS_URL does not answer: {error}")
-        return Finding("job store", True, "KD_REDIS_URL answers")
+            failure = describe_failure(error)
+            return Finding("job store", False, f"the server of KD_REDIS_URL {failure}")
+        if unsuitable is not None:
+            return Finding("job store", False, str(unsuitable))
+        return Finding("job store", not warning, warning or "KD_REDIS_URL answers", not warning)
     try:
         return Finding("job store", True, str(find_binary()))
     except StoreUnavailable as error:

@@ -74,7 +74,7 @@ def connect_store(settings: Settings) -> Iterator[JobStore]:
     """Connect to the job store. Raises ``StoreUnavailable`` if there is none or it is silent."""
     from redis.exceptions import RedisError
 
-    from services.store.connection import connect_redis, describe_silence
+    from services.store.connection import connect_redis, describe_failure
     from services.store.embedded import StoreUnavailable
     from services.store.jobs.store import JobStore
 
@@ -86,9 +86,7 @@ def connect_store(settings: Settings) -> Iterator[JobStore]:
         try:
             client.ping()
         except RedisError as error:
-            raise StoreUnavailable(
-                f"The job store does not answer: {describe_silence(error)}.", remedy
-            ) from None
+            raise StoreUnavailable(f"The job store {describe_failure(error)}.", remedy) from None
         yield JobStore(client, settings.max_attempts)
 
 

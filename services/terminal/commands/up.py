@@ -29,7 +29,7 @@ from services.api.guards.authentication import require_safe_bind
 from services.process.extras import WORKER, find_missing_packages
 from services.process.lasting_loops import keep_running
 from services.settings import Settings, make_address
-from services.store.connection import connect_redis, describe_silence
+from services.store.connection import connect_redis, describe_failure, require_suitable_store
 from services.store.embedded import StoreUnavailable, find_bind_error, find_free_port, provide_redis
 from services.store.formats import require_known_records
 from services.worker.child_process import build_module_command, build_package_environment
@@ -174,10 +174,11 @@ def _require_store(url: str) -> None:
     try:
         with connect_redis(url) as client:
             client.ping()
+            require_suitable_store(client)
             require_known_records(client)
     except (RedisError, ValueError) as error:  # ValueError: not the URL of a server
         raise StoreUnavailable(
-            f"The server of KD_REDIS_URL does not answer: {describe_silence(error)}.",
+            f"The server of KD_REDIS_URL {describe_failure(error)}.",
             "Start the server, or unset the variable.",
         ) from None
 

@@ -226,7 +226,7 @@ def test_it_outlives_a_redis_that_goes_and_comes_back(
     def outage() -> None:
         wait_until(lambda: redis.exists("kd:reconciler"))
         parts.server.stop()
-        wait_until(lambda: "Redis does not answer" in caplog.text)
+        wait_until(lambda: "the job store does not answer" in caplog.text)
         parts.server.start()
         redis.delete("kd:reconciler")
         wait_until(lambda: redis.exists("kd:reconciler"))

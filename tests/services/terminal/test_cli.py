@@ -273,7 +273,7 @@ def test_an_invalid_job_is_exit_code_2_everywhere(
     good = kd("validate", file, "--json")
     assert (good.returncode, json.loads(good.stdout)) == (
         0,
-        {"valid": True, "problems": [], "warnings": []},
+        {"valid": True, "problems": [], "warnings": [], "notices": [], "learned": []},
     )
     assert kd("validate", file.parent / "none.yaml").returncode == 2
     assert kd("nonsense").returncode == 2

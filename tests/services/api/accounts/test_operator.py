@@ -147,6 +147,18 @@ def test_health_says_what_is_wrong(office: Office) -> None:
     jobs.hide_worker("w:1")
 
 
+def test_a_store_that_removes_keys_is_told_and_takes_no_traffic(office: Office) -> None:
+    redis = office.parts.jobs.redis
+    redis.config_set("maxmemory", "100mb")
+    redis.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        problem(office.root.get("/readyz"), 503, "store-unsuitable")
+        assert "allkeys-lru" in office.root.get("/health").json()["problems"][0]
+    finally:
+        redis.config_set("maxmemory", "0")
+        redis.config_set("maxmemory-policy", "noeviction")
+
+
 def _ask(office: Office, name: str) -> dict[str, object] | None:
     found: dict[str, object] = office.root.get("/health").json()
     return found if found[name] is not None else None

@@ -1,0 +1,127 @@
+"""A server that removes keys, or is a node of a cluster, is refused before a job is lost."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+)
+from redis.exceptions import (
+    ConnectionError as Unreachable,
+)
+
+from bench.support.harness import Parts
+from bench.support.waiting import wait_until
+from services.settings import Settings
+from services.store.connection import (
+    StoreUnsuitable,
+    connect_redis,
+    describe_failure,
+    find_volatility,
+    require_suitable_store,
+)
+from services.store.embedded import find_binary, find_free_port
+from services.terminal.commands.doctor import _check_store
+
+Change = Callable[..., None]
+
+
+@pytest.fixture
+def configure(parts: Parts) -> Iterator[Change]:
+    """A function that changes settings of the server for this test."""
+    client = parts.jobs.redis
+    before = {name: client.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")}
+
+    def change(**settings: str) -> None:
+        for name, value in settings.items():
+            client.config_set(name.replace("_", "-"), value)
+
+    yield change
+    for name, value in before.items():
+        client.config_set(name, value)
+
+
+@pytest.fixture
+def cluster_url(tmp_path: Path, parts: Parts) -> Iterator[str]:
+    port = find_free_port()
+    command = [
+        find_binary(), "--port", port, "--cluster-enabled", "yes", "--dir", tmp_path, "--save", "",
+        "--bind", "127.0.0.1",
+    ]  # fmt: skip
+    server = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
+    url = f"redis://127.0.0.1:{port}/0"
+    with connect_redis(url) as client:
+        wait_until(lambda: _answers(client))
+    yield url
+    server.kill()
+    server.wait()
+
+
+def _answers(client: Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except Unreachable:
+        return False
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl"])
+def test_a_server_that_removes_keys_is_refused(
+    parts: Parts, configure: Change, policy: str
+) -> None:
+    configure(maxmemory="100mb", maxmemory_policy=policy)
+    with pytest.raises(StoreUnsuitable, match=policy) as caught:
+        require_suitable_store(parts.jobs.redis)
+    assert "noeviction" in caught.value.remedy
+    finding = _check_store(parts.settings)
+    assert not finding.ok
+    assert policy in finding.detail
+    configure(maxmemory="0")
+    require_suitable_store(parts.jobs.redis)
+
+
+def test_a_node_of_a_cluster_is_refused(cluster_url: str) -> None:
+    with connect_redis(cluster_url) as client, pytest.raises(StoreUnsuitable, match="cluster"):
+        require_suitable_store(client)
+    finding = _check_store(Settings(redis_url=cluster_url))
+    assert not finding.ok
+    assert finding.needed
+
+
+def test_a_server_without_a_disk_is_a_warning(cluster_url: str) -> None:
+    with connect_redis(cluster_url) as client:
+        assert "append-only" in find_volatility(client)
+
+
+def test_a_user_who_may_not_ask_is_served(parts: Parts) -> None:
+    client = parts.jobs.redis
+    client.acl_setuser("narrow", enabled=True, passwords=["+word"], keys=["*"],
+                       commands=["+@all", "-info"])  # fmt: skip
+    _, _, place = str(parts.settings.redis_url).rpartition("@")
+    try:
+        with connect_redis(f"redis://narrow:word@{place}") as narrow:
+            require_suitable_store(narrow)
+            assert find_volatility(narrow) == ""
+    finally:
+        client.acl_deluser("narrow")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), "is full"),
+        (ReadOnlyError("You can't write against a read only replica."), "is a read-only copy"),
+        (AuthenticationError("invalid username-password pair"), "refuses the password"),
+        (NoPermissionError("this user has no permissions"), "does not allow this user"),
+        (Unreachable("Connection refused"), "does not answer: Connection refused"),
+    ],
+)
+def test_a_store_that_answers_is_not_called_silent(error: Exception, words: str) -> None:
+    assert describe_failure(error).startswith(words)
