@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -35,17 +36,24 @@ from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
-from cache.store import has_manifest, open_cache
+from cache.store import Cache, has_manifest, open_cache
 from kd.buckets.inputs import begin_downloads
 from kd.buckets.runs import find_own_run
 from kd.capture.fidelity.live import TeacherLocation
 from kd.capture.fidelity.recheck import recheck_fidelity
-from kd.capture.plan import CapturePlan, plan_capture, resolve_teacher_folder
+from kd.capture.plan import (
+    CapturePlan,
+    plan_capture,
+    resolve_teacher_folder,
+    set_packing,
+    settle_packing,
+)
 from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
-from kd.config.teacher import SHARED
+from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import FidelityError
 from kd.evaluation.baseline import build_first_student, build_starting_student
+from kd.evaluation.comparison import compare_with_records
 from kd.evaluation.measure import EvaluationContext
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.report import make_report, write_report
@@ -65,8 +73,9 @@ from kd.kernels.available import describe_kernel_failure
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.memory.host import choose_chunk_memory
 from kd.memory.one_sequence import require_capture_memory
+from kd.models.attention.causality import precheck_causality
 from kd.models.attention.isolation import make_small, precheck_isolation
-from kd.models.folder import require_allowed_remote_code, resolve_model
+from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
 from kd.models.layers import stopping_forward
 from kd.models.lm_head import precheck_lm_head, require_rows
 from kd.models.loading import (
@@ -79,7 +88,14 @@ from kd.models.precision import Precision, pick_device
 from kd.models.saving import choose_save_dtype, load_saved_student, save_student
 from kd.models.spread.following import follow
 from kd.models.spread.leading import leading
-from kd.models.tokenizers import KnownTokenizer, load_tokenizer, require_same_tokenizer
+from kd.models.tokenizers import (
+    KnownTokenizer,
+    hash_tokenizer,
+    load_tokenizer,
+    require_same_tokenizer,
+    take_chat_template,
+)
+from kd.models.tokenizing.rules import sample_texts
 from kd.models.vocabulary import choose_run_vocabulary, choose_student_vocabulary
 from kd.parallel.devices import count_ranks
 from kd.parallel.group import ALONE, Group, leave_group
@@ -87,7 +103,8 @@ from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.parallel.strategies import collect_weights, put_weights
 from kd.preflight.devices import ask_torch, require_known_architecture
 from kd.preflight.problems import Folders, Machine, require_no_problems
-from kd.progress import SILENT, Monitor
+from kd.preflight.stored_models import note_models
+from kd.progress import NOTICES, SILENT, Monitor, Notice, keep_notices
 from kd.search.trials import search_students
 from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
@@ -102,6 +119,8 @@ from kd.training.uploads import CheckpointUploads
 #: What a run folder holds besides the results of the run.
 CHECKPOINTS = "checkpoints"
 LOG = "log.txt"
+#: The last characters before a user's words, by which a cache of chats is recognised.
+_TURN_CHARACTERS = 12
 #: The files of a training in its run folder, beside the plots of its report.
 ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
 
@@ -131,6 +150,7 @@ def run_stage(
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     require_known_run(run_dir)
     fetch_run(config, run_dir, stage, monitor)
+    config = settle_run(config, run_dir, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:
         require_store(find_caches(home, config.cache.store), "precompute" in config.stages)
@@ -145,9 +165,24 @@ def run_stage(
         warn_of_kernels(pick_device(), monitor)
         run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
         with reported_loading(monitor), keeping_checkpoint(config, run_dir, stage, monitor):
+            note_models(config, stage, monitor)
             result = run(config, home, run_dir, monitor)
     publish_results(run_dir, stage, monitor)
     return result
+
+
+def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
+    """Return the job with what data.packing auto means, which the capture of a run has settled.
+
+    So a later stage needs no teacher.
+    """
+    inputs = (read_json(run_dir / "cache.json") or {}).get("inputs", {})
+    packing = inputs.get("data", {}).get("packing")
+    if config.data.packing == "auto" and isinstance(packing, bool):
+        settled = set_packing(config, packing)
+        if select_cache_inputs(settled) == inputs:
+            return settled
+    return settle_packing(config, monitor)
 
 
 def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
@@ -178,7 +213,7 @@ def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:
         return
     # The tensors of the run name the GPU's number, and the answer is kept under that name.
     numbered = torch.device(device.type, torch.cuda.current_device())
-    if message := describe_kernel_failure(numbered):
+    if message := describe_kernel_failure(numbered, torch.float32):
         monitor.warn_once(f"{message} `kd doctor` tries each kernel.")
 
 
@@ -238,6 +273,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     monitor.emit("stage", stage="precompute", phase=f"text: {trained}; held out: {held_out}")
     summary = capture_cache(planned, caches, monitor)
     write_json(run_dir / "cache.json", {**summary, "inputs": select_cache_inputs(config)})
+    keep_notices(run_dir / NOTICES, monitor)
     monitor.emit("cache", **summary)
     return {"cache": summary}
 
@@ -251,7 +287,8 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
         return
     own = load_student_tokenizer(config)
     vocabulary = planned.identity.tokenizer.vocabulary_size
-    require_same_tokenizer(own, KnownTokenizer.of(planned.tokenizer, vocabulary, "the teacher's"))
+    known = KnownTokenizer.of(planned.tokenizer, vocabulary, "the teacher's")
+    require_same_tokenizer(own, known, texts=sample_texts(config.data), note=monitor.note)
     student = require_trainable_student(
         config.student, own, config.data.sequence_length, config.teacher
     )
@@ -269,6 +306,7 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
         small = make_small(hollow)
         if small is not None:
             precheck_lm_head(small)
+            precheck_causality(small, config.data.sequence_length)
         if small is not None and config.data.packing:
             precheck_isolation(small, config.data.sequence_length, monitor)
 
@@ -363,6 +401,8 @@ def run_training(
         return {}
     if weights:
         student = build_starting_student(config, tokenizer)
+        # In float32, as the finished student is.
+        progress.first_evaluation = compare_with_records(student, config, source, vocabulary)
         put_weights(student, weights)
 
     monitor.check("after the last step; the training is saved")
@@ -418,9 +458,70 @@ def open_source(
         store = open_cache(caches / identity.fingerprint, identity, memory)
     hold_for(store, store.folder)
     warn_of_overruled(store, monitor)
-    require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store))
+    note_missing_tail(config, store, monitor)
+    require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store), note=monitor.note)
     require_served(config, store.codec)
-    return tokenizer, CachedRecords(store)
+    source = CachedRecords(store)
+    adopt_chat_template(tokenizer, config, source, monitor)
+    return tokenizer, source
+
+
+def adopt_chat_template(
+    tokenizer: PreTrainedTokenizerBase, config: JobConfig, source: CachedRecords, monitor: Monitor
+) -> None:
+    """Give the student's tokenizer the chat template that its text was rendered with.
+
+    It is that of the teacher: the student learns to answer after these tokens and no others.
+    """
+    learned = find_teacher_tokenizer(config, source)
+    if learned is None or learned.chat_template is None:
+        return
+    sealed = config.cache.fingerprint is not None
+    if not (holds_chats(source, learned) if sealed else config.data.has_chats):
+        return
+    assert config.student is not None
+    if tokenizer.chat_template not in (None, learned.chat_template):
+        what = "chat templates of the student's own, replaced by the one that was learned"
+        remedy = (
+            "The saved student answers as it was trained; give it chats with its own tokenizer."
+        )
+        place = config.student.model or "the student's tokenizer"
+        monitor.note(Notice(what, 1, f"that of {place}", remedy))
+    take_chat_template(tokenizer, learned)
+
+
+def find_teacher_tokenizer(
+    config: JobConfig, source: CachedRecords
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the teacher, where it is on this machine and still that of the cache."""
+    made = source.store.manifest.provenance
+    teacher = config.teacher or TeacherConfig(
+        model=made.teacher_name or "unknown", revision=made.teacher_revision or None
+    )
+    name = teacher.tokenizer or teacher.model
+    found = ModelFolder.find(name, Path(), teacher.revision)
+    if found is None or not (teacher.gguf_file or found.has_tokenizer):
+        return None
+    trusted = require_allowed_remote_code(teacher)
+    own = load_tokenizer(found.path, teacher.gguf_file, trusted)
+    return own if hash_tokenizer(own) == source.store.identity.tokenizer.sha256 else None
+
+
+def holds_chats(source: CachedRecords, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the first sequence has a user's turn as the tokenizer's template begins one."""
+    message = {"role": "user", "content": "MESSAGE"}
+    turn = str(tokenizer.apply_chat_template([message], tokenize=False)).partition("MESSAGE")[0]
+    sequences, _ = source.read(np.arange(1))
+    return turn[-_TURN_CHARACTERS:] in str(tokenizer.decode(sequences.tokens[0].tolist()))
+
+
+def note_missing_tail(config: JobConfig, store: Cache, monitor: Monitor) -> None:
+    """Note that ``loss.tail_control``, the default, has no effect with this cache."""
+    wanted = config.loss.tail_control and config.loss.entropy_weighting == 0.0
+    if wanted and store.codec.profile == "threshold" and not store.manifest.tail_mean.digest:
+        what = "caches without a mean tail, so that loss.tail_control has no effect"
+        remedy = "Capture it again, from a teacher on this machine."
+        monitor.note(Notice(what, 1, str(store.folder.name), remedy))
 
 
 def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:

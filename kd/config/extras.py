@@ -34,6 +34,11 @@ NO_QUANTIZER = Problem(
     "the job quantises the teacher, but torchao is not installed.",
     "Install it: pip install 'potstill[quantization]'; or remove the field.",
 )
+NO_GGUF = Problem(
+    "/teacher/gguf_file",
+    "the teacher is a GGUF file, which needs the package gguf: it is not installed.",
+    "Install it: pip install 'potstill[gguf]'; or use the model with safetensors.",
+)
 
 
 def find_missing_extras(config: JobConfig) -> list[Problem]:
@@ -57,10 +62,12 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
     return problems + find_missing_harness(config)
 
 
-def find_missing_quantizer(config: JobConfig) -> list[Problem]:
-    """Find that the job quantises its teacher but torchao is not installed."""
-    wanted = config.runs_teacher and config.teacher is not None and config.teacher.quantization
-    return [NO_QUANTIZER] if wanted and not is_torchao_installed() else []
+def find_missing_readers(config: JobConfig) -> list[Problem]:
+    """Find that this machine lacks what reads the teacher: torchao to quantise it, or gguf."""
+    if not config.runs_teacher or config.teacher is None:
+        return []
+    found = [NO_QUANTIZER] if config.teacher.quantization and not is_torchao_installed() else []
+    return found + ([NO_GGUF] if config.teacher.gguf_file and find_spec("gguf") is None else [])
 
 
 def require_torchao(problem: Problem) -> None:

@@ -194,9 +194,9 @@ class LossConfig(Section):
         description=(
             "Profile threshold: remove most of the noise of the sampled tails from the gradient of "
             "the LM head, with the mean tail that the cache holds. The mean of the gradient stays "
-            "the same. Has no effect with a cache without a mean tail (merged, imported, or of an "
-            "earlier version), with a frozen LM head, with entropy_weighting, or in the first "
-            "epoch of train.order curriculum."
+            "the same. Has no effect with a cache without a mean tail (merged, of another tool, or "
+            "of an earlier version), with a frozen LM head, with entropy_weighting, or in the "
+            "first epoch of train.order curriculum."
         ),
     )
     features: FeatureConfig = Field(
@@ -209,7 +209,9 @@ class LossConfig(Section):
         le=10.0,
         description=(
             "Weight of the balance loss of a mixture of experts, which keeps its routers from "
-            "choosing only a few experts; default the student's own router_aux_loss_coef, 0 = none."
+            "choosing only a few experts; default the student's own router_aux_loss_coef, 0 = "
+            "none. It is computed for each micro-batch of a device, so it depends on "
+            "train.batch_size, not only on the sequences of a step."
         ),
     )
 

@@ -94,7 +94,7 @@ class TeacherConfig(Section):
         le=4096,
         description=(
             "Sequences per forward pass of the capture. It changes the speed and the memory, but "
-            "not the cache."
+            "not the cache, except for the rounding of the teacher's sums."
         ),
     )
     trust_remote_code: bool = Field(

@@ -12,18 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheNotFound, StorageError
 from cache.records import Sequences
+from cache.store import open_cache
+from kd.capture.plan import plan_capture, set_packing
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
-from kd.files import write_json
+from kd.files import read_json, write_json
+from kd.forecast import estimate_job
 from kd.memory.host import choose_chunk_memory
-from kd.pipeline import run_stage, run_stages
+from kd.models.loading import load_model
+from kd.pipeline import run_stage, run_stages, settle_run
 from kd.progress import Event, Monitor
 from kd.tracking.metrics import read_metrics
 from tests.support.kd.tiny import make_tiny_job
+from tests.support.packed_zoo import make_random
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,7 +172,7 @@ def test_a_run_tells_its_format(done):
 
 def test_the_job_is_written_down_and_can_be_read_back(done, job):
     written = json.loads((done.run_dir / "config.json").read_text(encoding="utf-8"))
-    assert parse_config(written) == parse_config(job)
+    assert parse_config(written) == set_packing(parse_config(job), True)
     assert (
         json.loads((done.run_dir / "student" / "distillation.json").read_text(encoding="utf-8"))[
             "job"
@@ -470,10 +476,15 @@ def test_training_on_plain_text_needs_neither_teacher_nor_cache(job, tiny_teache
     )
 
 
-def test_a_student_may_start_from_a_checkpoint(job, home, tiny_teacher):
+def test_a_student_may_start_from_a_checkpoint(job, home, tiny_teacher, tokenizer, tmp_path):
     """From the teacher itself: nothing is left to learn, up to the sampling of the records."""
+    # The records are of the tokens alone, and a student's softmax has padded rows too.
+    model = load_model(tiny_teacher, torch.float32)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
     same = job | {
-        "student": {"model": str(tiny_teacher)},
+        "student": {"model": str(tmp_path / "start")},
         "train": job["train"] | {"learning_rate": 1e-9},
     }
     report = run(same, home)["report"]
@@ -492,54 +503,108 @@ def test_training_without_a_capture_is_refused(job, tmp_path):
     assert not (tmp_path / "runs" / "x" / "checkpoints").exists()
 
 
-def test_a_model_that_leaks_is_refused_when_packed_and_distilled_when_not(job, tokenizer, tmp_path):
+@pytest.fixture
+def bloom(tokenizer: Any, tmp_path: Path) -> Path:
+    """The folder of a Bloom, whose documents cannot share a row."""
     import torch
     from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(0)
-    teacher = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2))
-    teacher.save_pretrained(tmp_path / "bloom")
+    model = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=3, n_head=2))
+    model.save_pretrained(tmp_path / "bloom")
     tokenizer.save_pretrained(tmp_path / "bloom")
-    leaky = job | {"teacher": {"model": str(tmp_path / "bloom")}}
+    return tmp_path / "bloom"
+
+
+def test_a_student_whose_documents_cannot_share_rows_gets_rows_of_their_own(job, bloom, tmp_path):
+    job = job | {"student": {"model": str(bloom)}}
+    packed = job | {"data": job["data"] | {"packing": True}}
     with pytest.raises(ModelError, match="BloomForCausalLM attends across") as caught:
-        run(leaky, tmp_path)
-    assert "data.packing to false" in caught.value.remedy
-    assert run(leaky | {"data": job["data"] | {"packing": False}}, tmp_path)["report"]["steps"] == 6
-
-
-def test_a_student_that_leaks_is_refused_before_the_capture(job, tokenizer, tmp_path):
-    import torch
-    from transformers import BloomConfig, BloomForCausalLM
-
-    torch.manual_seed(0)
-    student = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=3, n_head=2))
-    student.save_pretrained(tmp_path / "bloom")
-    tokenizer.save_pretrained(tmp_path / "bloom")
-    leaky = job | {"student": {"model": str(tmp_path / "bloom")}}
-    with pytest.raises(ModelError, match="BloomForCausalLM attends across") as caught:
-        run(leaky, tmp_path)
+        run(packed, tmp_path)
     assert "data.packing to false" in caught.value.remedy
     assert not (tmp_path / "caches").exists()
+    listener = Listener()
+    result = run(job, tmp_path, listener=listener)
+    assert result["report"]["steps"] == 6
+    told = [each["message"] for each in listener.of("warning") if "share a row" in each["message"]]
+    (message,) = told
+    assert message.startswith("Models in which documents cannot share a row, so that each gets")
+    assert "the student: BloomForCausalLM attends across the documents" in message
+    used = read_json(tmp_path / "runs" / "x" / "config.json")
+    assert used is not None
+    assert (used["data"]["packing"], used["train"]["order"]) == (False, "length")
+    # The same cache as with the field itself, which also keeps the order.
+    alone = job | {"data": job["data"] | {"packing": False}}
+    cache = run(alone, tmp_path, name="y", stage="precompute")["cache"]
+    assert cache["reused"] and cache["fingerprint"] == result["cache"]["fingerprint"]
+    # Later stages do as the capture of their run did, and try no model.
+    later = parse_config(job | {"student": {"model": str(tmp_path / "nowhere")}})
+    settled = settle_run(later, tmp_path / "runs" / "x", Listener().monitor)
+    assert (settled.data.packing, settled.require_train().order) == (False, "length")
 
 
-def test_a_student_whose_head_is_not_supported_is_refused_before_the_capture(
-    job, tokenizer, tmp_path
+def test_a_teacher_whose_documents_cannot_share_rows_reads_each_alone(job, bloom, tmp_path):
+    job = job | {"teacher": {"model": str(bloom), "batch_size": 4}, "kind": "precompute"}
+    with pytest.raises(ModelError, match="BloomForCausalLM attends across"):
+        run(job | {"data": job["data"] | {"packing": True}}, tmp_path)
+    summary = run(job, tmp_path)["cache"]
+    assert not open_cache(tmp_path / "caches" / summary["fingerprint"]).identity.data.packing
+
+
+def test_auto_is_the_same_cache_as_true_where_documents_can_share_rows(job):
+    found = [
+        plan_capture(parse_config(job | {"data": job["data"] | {"packing": packing}})).identity
+        for packing in ("auto", True)
+    ]
+    assert found[0] == found[1] and found[0].data.packing is True
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("doge", {}), ("gemma4_text", {"vocab_size_per_layer_input": 2048}), ("lfm2", {})],
+)
+def test_a_student_with_shapes_of_its_own_is_trained_and_forecast(
+    kind, own, job, tokenizer, tmp_path
+):
+    """Heads of two widths (Gemma 4), no routers although its class has some (Doge)."""
+    sizes = {"vocab_size": 2048, "eos_token_id": 0, "bos_token_id": 0} | own
+    student = make_random(kind, **sizes)
+    student.save_pretrained(tmp_path / kind)
+    tokenizer.save_pretrained(tmp_path / kind)
+    job = job | {"student": {"model": str(tmp_path / kind)}}
+    forecast = estimate_job(parse_config(job), tmp_path).training
+    assert forecast is not None
+    assert forecast.parameters == student.num_parameters()
+    assert run(job, tmp_path)["report"]["steps"] == 6
+
+
+SMALL = {
+    "vocab_size": 2048, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}  # fmt: skip
+UNFIT = {
+    "the LM head reads 8": ("ElectraConfig", {"embedding_size": 8, "is_decoder": True}),
+    "LlamaForCausalLM looks ahead": ("LlamaConfig", {"is_causal": False}),
+}
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+@pytest.mark.parametrize("reason", UNFIT)
+def test_a_model_that_cannot_be_distilled_is_refused_before_the_capture(
+    job, tokenizer, tmp_path, reason, role
 ):
     import torch
-    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    shape = RecurrentGemmaConfig(
-        vocab_size=2048, hidden_size=16, lru_width=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, block_types=["recurrent", "attention"],
-    )  # fmt: skip
-    RecurrentGemmaForCausalLM(shape).save_pretrained(tmp_path / "capped")
-    tokenizer.save_pretrained(tmp_path / "capped")
-    data = job["data"] | {"packing": False}
-    capped = job | {"student": {"model": str(tmp_path / "capped")}, "data": data}
-    with pytest.raises(ModelError, match="does something to its logits"):
-        run(capped, tmp_path)
-    assert not (tmp_path / "caches").exists()
+    kind, own = UNFIT[reason]
+    shape = getattr(transformers, kind)(**SMALL, **own)
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "unfit")
+    tokenizer.save_pretrained(tmp_path / "unfit")
+    unfit = job | {role: {"model": str(tmp_path / "unfit")}}
+    with pytest.raises(ModelError, match=reason):
+        run(unfit, tmp_path)
+    assert not list(tmp_path.glob("caches/*/shards/0*"))
 
 
 # ---------------------------------------------------------------------- damage
