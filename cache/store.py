@@ -227,7 +227,9 @@ class Cache:
         entry = self.manifest.token_map
         if not entry.digest:
             return None
-        kept = {Path(name).parts[0] for name in self.open_seal(TOKEN_MAP, entry.digest).files}
+        with reading(self.folder):
+            seal = self.open_seal(TOKEN_MAP, entry.digest)
+        kept = {Path(name).parts[0] for name in seal.files}
         rules = ("rules",) if "rules" in kept else ()
         return self._read_folder(TOKEN_MAP, entry, (*TOKEN_ARRAYS, *rules))
 

@@ -109,7 +109,7 @@ def _has_mask(name: str, args: tuple[Any, ...]) -> bool:
 def as_on_a_gpu() -> Iterator[None]:
     """Let the code take its GPU path, on a CPU."""
     # The kernels are tried once in a process, which is no part of what is counted.
-    if failure := describe_kernel_failure(torch.device("cpu")):
+    if failure := describe_kernel_failure(torch.device("cpu"), torch.float32):
         raise RuntimeError(f"{failure} Set TRITON_INTERPRET=1 before triton is imported.")
     start = HostCopy.start
 

@@ -58,7 +58,7 @@ WEAK_CALLS = {
     "yaml.full_load", "pickle.loads", "pickle.load", "os.popen", "os.system",
     "xml.etree.ElementTree.parse",
 }  # fmt: skip
-PINNED_BY = {"revision", "data_files"}
+PINNED_BY = {"revision", "data_files", "state_dict"}
 
 
 def tree_of(path: Path) -> ast.Module:

@@ -41,11 +41,11 @@ def match_tensors(hollow: PreTrainedModel, folder: ModelFolder, names: dict[str,
     ``names`` maps patterns of names in the files to names of the model.
     """
     shapes = folder.read_text_shapes()
+    tensors = {name: torch.empty(shapes[name], device="meta") for name in shapes}
     plan = {"config": hollow.config, "key_mapping": names, "device_map": {"": "meta"}, **REPORTED}
-    plan["state_dict"] = {name: torch.empty(shapes[name], device="meta") for name in shapes}
     made: Any = type(hollow)
     with without_report():
-        return dict(made.from_pretrained(None, dtype=torch.float32, **plan)[1])
+        return dict(made.from_pretrained(None, state_dict=tensors, dtype=torch.float32, **plan)[1])
 
 
 def require_all_tensors(name: str, folder: Path, found: Found) -> None:

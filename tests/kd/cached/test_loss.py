@@ -29,7 +29,7 @@ CASES: list[tuple[str, float, dict[str, Any]]] = [
 
 
 def make_inputs() -> tuple[Tensor, Tensor]:
-    """Random hidden states (B, L, D) and an LM head (V', D) with padding."""
+    """Random hidden states (B, L, D) and an LM head (V', D) with more rows than tokens."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(5, LENGTH, WIDTH, generator=generator)
     weight = torch.randn(ROWS, WIDTH, generator=generator) / 2
@@ -53,7 +53,7 @@ def test_value_and_gradients_are_those_of_dense_float64_code(
     made = make_training_batch(batch)
     decoder = TargetDecoder.of(opened.store.open(), torch.device("cpu"))
     targets = decoder.decode(made.gold_N, made.teacher, temperature)
-    head = LMHead(plain_weight, None, 1.0, None, VOCABULARY)
+    head = LMHead(plain_weight, None, 1.0, None, ROWS)
     rows_ND = plain_hidden.flatten(0, 1)[made.rows_N]
     expected = compute_dense_loss(rows_ND, head, targets, loss_fn.objective).total / len(made)
     expected.backward()
@@ -72,7 +72,7 @@ def test_entries_by_hand_give_the_same_loss(folders: dict[str, Path]) -> None:
     loss = DistillationLoss(opened, alpha=0.25)(hidden, weight, next(iter(opened.stream(5))))
 
     batch = next(iter(decoded.stream(5)))
-    logq = torch.log_softmax(hidden.double() @ weight[:VOCABULARY].double().T, -1)
+    logq = torch.log_softmax(hidden.double() @ weight.double().T, -1)
     labels = batch["labels"][:, 1:].flatten()
     target = F.pad(batch["labels"][:, 1:] != -100, (0, 1))
     kl = -(batch["teacher_weights"] * logq.gather(-1, batch["teacher_ids"])).sum(-1)

@@ -103,7 +103,7 @@ def test_each_step_takes_probability_from_the_rows_without_a_token(profile: str)
     head = LMHead(weight, bias, 1.0, None, V + PADDING)
 
     def weigh_rows() -> float:
-        return float(head.compute_logits(x).softmax(1)[:, V:].sum(1).mean())
+        return head.compute_logits(x).softmax(1)[:, V:].sum(1).mean().item()
 
     before = weigh_rows()
     optimizer = torch.optim.Adam([weight, bias], lr=0.1)
