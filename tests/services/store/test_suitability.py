@@ -52,17 +52,21 @@ def configure(parts: Parts) -> Iterator[Change]:
 @pytest.fixture
 def cluster_url(tmp_path: Path, parts: Parts) -> Iterator[str]:
     port = find_free_port()
+    # Without it the second port is 10,000 above the first, which may be none.
+    bus = find_free_port()
     command = [
-        find_binary(), "--port", port, "--cluster-enabled", "yes", "--dir", tmp_path, "--save", "",
-        "--bind", "127.0.0.1",
+        find_binary(), "--port", port, "--cluster-enabled", "yes", "--cluster-port", bus,
+        "--dir", tmp_path, "--save", "", "--bind", "127.0.0.1",
     ]  # fmt: skip
     server = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
     url = f"redis://127.0.0.1:{port}/0"
-    with connect_redis(url) as client:
-        wait_until(lambda: _answers(client))
-    yield url
-    server.kill()
-    server.wait()
+    try:
+        with connect_redis(url) as client:
+            wait_until(lambda: _answers(client) or server.poll() is not None)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
 
 
 def _answers(client: Redis) -> bool:

@@ -180,7 +180,7 @@ def make_job(folder: Path, **changes: Any) -> Any:
         "data": {"train": str(folder / "text.txt")},
         "train": {"max_steps": 1},
     }
-    (folder / "text.txt").write_text("It was a dark night.", encoding="utf-8")
+    (folder / "text.txt").write_text("It was a dark night. " * 200, encoding="utf-8")
     return parse_config(job | changes)
 
 
