@@ -29,14 +29,17 @@ def load_library() -> None:
 
 
 def compile_library() -> Path:
-    """Return the library for the installed torch; it is compiled once for each version of both."""
-    version = importlib.metadata.version("torch")
-    name = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    """Return the library for the installed torch; it is compiled once for each version of both.
+
+    It finds torch by its path, so that another environment needs another library.
+    """
+    spec = importlib.util.find_spec("torch")
+    installed = f"{importlib.metadata.version('torch')} {spec and spec.origin}"
+    name = hashlib.sha256(SOURCE.read_bytes() + installed.encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"potstill-simulated-gpu-{os.getuid()}" / f"{name}.so"
     if library.exists():
         return library
     compiler = find_compiler()
-    spec = importlib.util.find_spec("torch")
     if compiler is None or spec is None or spec.origin is None:
         raise RuntimeError("the simulated GPU needs torch and a C++ compiler on PATH")
     torch = Path(spec.origin).parent
