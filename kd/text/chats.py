@@ -9,15 +9,13 @@ Shapes: N tokens of one text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cache.errors import PotstillError
-from kd.config.data import DataConfig
 from kd.errors import DataError
-from kd.progress import Notice, ignore_notice
+from kd.progress import Notice
 from kd.text.chat.chat import Chat, Completion, list_texts
 from kd.text.chat.markers import compile_markers, find_forged
 from kd.text.chat.rendering import Span, list_unread, name_columns
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
 
 #: The ids (N,) of a text of a chat, and which of them are targets, (N,); None = all.
 EncodedChat = tuple[np.ndarray, np.ndarray | None]
-#: Receives what is found in a row, by the place of the row.
-NoteRow = Callable[[Notice], None]
-
 #: No warning for texts that are longer than the model's context: they are cut when they are packed.
 TOKENIZER_OPTIONS = {"verbose": False}
 #: What is noted of a row in which a control token is written as text.
@@ -42,193 +37,130 @@ _MARKERS_REMEDY = (
 )
 
 
-def encode_row(
-    found: FoundDocument,
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    notes: TextNotes,
-) -> list[EncodedChat]:
-    """Tokenize a chat, or a prompt and its completion; ``notes`` count what is not as it seems.
-
-    Raises ``DataError`` where it cannot be done.
-    """
-    where, content, place = found
-    answers_only = config.assistant_only_loss
-
-    def note(notice: Notice) -> None:
-        notes.add(notice, place)
-
-    try:
-        if isinstance(content, Completion):
-            return [encode_completion(content, where, tokenizer, not answers_only, note)]
-        return encode_chat(content, where, tokenizer, answers_only, note)
-    except PotstillError:
-        raise
-    # A chat template may raise anything; half a surrogate pair raises TypeError.
-    except Exception as error:
-        raise explain_untokenized(where, error) from error
-
-
-def explain_untokenized(where: str, error: Exception) -> DataError:
-    """Return the error for a document that a library refuses."""
-    return DataError(
-        f"{where} cannot be tokenized: {type(error).__name__}: {error}",
-        "Correct or remove it; messages need a tokenizer with a chat template.",
-    )
-
-
-def encode_chat(
-    chat: Chat,
-    place: str,
-    tokenizer: PreTrainedTokenizerBase,
-    assistant_only: bool,
-    note: NoteRow = ignore_notice,
-) -> list[EncodedChat]:
-    """Return the token ids (N,) uint32 of the chat's texts, and which are targets; None = all.
-
-    ``note`` receives what is not as it seems. Raises ``DataError`` if the assistant's tokens cannot
-    be told from the others, or there are none, or the template leaves out what is learned.
-    """
-    return [
-        _encode(each, place, tokenizer, assistant_only)
-        for each in _render(chat, place, tokenizer, assistant_only, note)
-    ]
-
-
 def encode_chats(
-    chats: Sequence[Chat],
-    places: Sequence[str],
+    found: Sequence[FoundDocument],
     tokenizer: PreTrainedTokenizerBase,
     assistant_only: bool,
-    notes: Sequence[NoteRow] | None = None,
-) -> list[list[EncodedChat]] | None:
-    """Return what ``encode_chat`` returns of each chat; all are tokenized at once.
+    notes: TextNotes,
+) -> list[list[EncodedChat]]:
+    """Return the texts of each chat; all are tokenized at once.
 
-    It takes half of the time on one core, and the threads of the library use the others. None for a
-    tokenizer that is not of the library tokenizers. Raises what ``encode_chat`` raises.
+    It takes half of the time on one core, and the threads of the library use the others. ``notes``
+    count what is not as it seems. Raises ``DataError`` if the assistant's tokens cannot be told
+    from the others, or there are none, or the template leaves out what is learned.
     """
-    library = getattr(tokenizer, "backend_tokenizer", None)
-    if library is None:
-        return None
-    rendered = [
-        _render(chat, place, tokenizer, assistant_only, note)
-        for chat, place, note in zip(
-            chats, places, notes or [ignore_notice] * len(chats), strict=True
-        )
+    rendered = [_render(each, tokenizer, assistant_only, notes) for each in found]
+    texts = [each for several in rendered for each in several]
+    spans = [each.spans for each in texts] if assistant_only else None
+    encoded = _tokenize([each.text for each in texts], spans, tokenizer)
+    return [
+        [_require_learned(next(encoded), each.where) for _ in several]
+        for each, several in zip(found, rendered, strict=True)
     ]
-    # Others may have called the tokenizer with padding since the last batch.
-    library.no_truncation()
-    library.no_padding()
-    encode = library.encode_batch if assistant_only else library.encode_batch_fast
-    texts = [each.text for several in rendered for each in several]
-    encoded = iter(encode(texts, add_special_tokens=False))
-    found = list[list[EncodedChat]]()
-    for several, place in zip(rendered, places, strict=True):
-        found.append([])
-        for each, tokens in zip(several, encoded, strict=False):
-            trained = _mark(tokens.offsets, each.spans) if assistant_only else None
-            found[-1].append((np.asarray(tokens.ids, np.uint32), _require_learned(trained, place)))
-    return found
-
-
-def _encode(
-    rendered: Rendered, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
-) -> EncodedChat:
-    if assistant_only:
-        ids, trained = _tokenize(rendered.text, rendered.spans, tokenizer)
-        return ids, _require_learned(trained, place)
-    encoded = tokenizer(rendered.text, add_special_tokens=False, **TOKENIZER_OPTIONS)
-    return np.asarray(encoded["input_ids"], np.uint32), None
 
 
 def _render(
-    chat: Chat, place: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool, note: NoteRow
+    found: FoundDocument, tokenizer: PreTrainedTokenizerBase, assistant_only: bool, notes: TextNotes
 ) -> list[Rendered]:
-    found, notices = TurnFinder.find(chat, place, tokenizer, assistant_only)
+    chat: Chat = found.content
+    texts, notices = TurnFinder.find(chat, found.where, tokenizer, assistant_only)
     for each in notices:
-        note(each)
-    if _note_row(list_unread(chat, tokenizer), [chat.messages, chat.tools], place, tokenizer, note):
-        for text in found:
-            text.cut_out(list(find_forged(text, tokenizer)))
-    return found
+        notes.add(each, found.place)
+    unread = list_unread(chat, tokenizer)
+    if _note_row(unread, [chat.messages, chat.tools], found, tokenizer, notes):
+        for text in texts:
+            for hole in list(find_forged(text, tokenizer)):
+                text.cut_out(hole)
+    return texts
 
 
 def _note_row(
     unread: Iterable[str],
     held: list[Any],
-    place: str,
+    found: FoundDocument,
     tokenizer: PreTrainedTokenizerBase,
-    note: NoteRow,
+    notes: TextNotes,
 ) -> bool:
     """Note what a row has that is not read, and control tokens; return whether there are such."""
     for name in unread:
-        note(Notice(f"rows with {name}, which is not read", 1, place))
+        notes.add(Notice(f"rows with {name}, which is not read", 1, found.where), found.place)
     pattern = compile_markers(tokenizer)
     marker = next(filter(None, map(pattern.search, list_texts(held))), None)
     if marker is not None:
-        note(Notice(_MARKED, 1, f"{marker[0]!r} in {place}", _MARKERS_REMEDY))
+        example = f"{marker[0]!r} in {found.where}"
+        notes.add(Notice(_MARKED, 1, example, _MARKERS_REMEDY), found.place)
     return marker is not None
 
 
-def _require_learned(trained: np.ndarray | None, place: str) -> np.ndarray | None:
-    """Return ``trained`` (N,); raise ``DataError`` where no token is a target."""
+def _require_learned(encoded: EncodedChat, where: str) -> EncodedChat:
+    """Return ``encoded``; raise ``DataError`` where no token is a target."""
+    _, trained = encoded
     if trained is not None and not trained[1:].any():
         raise DataError(
-            f"{place} has no token of the assistant to learn: it has no message of the role "
+            f"{where} has no token of the assistant to learn: it has no message of the role "
             "assistant, or only an empty one.",
             f"Remove it, or {WHOLE_CHAT}.",
         )
-    return trained
+    return encoded
 
 
 def encode_completion(
-    pair: Completion,
-    place: str,
-    tokenizer: PreTrainedTokenizerBase,
-    whole: bool,
-    note: NoteRow = ignore_notice,
+    found: FoundDocument, tokenizer: PreTrainedTokenizerBase, whole: bool, notes: TextNotes
 ) -> EncodedChat:
     """Return the token ids (N,) uint32 of two texts that follow each other, and an end.
 
     Also returns which of them are targets, (N,) bool: those with a character of the completion,
     and the end; None = all, if ``whole``. Raises ``DataError`` if there is none.
     """
+    pair: Completion = found.content
     _note_row(
-        name_columns(pair.unread_columns), [pair.prompt, pair.completion], place, tokenizer, note
+        name_columns(pair.unread_columns), [pair.prompt, pair.completion], found, tokenizer, notes
     )
-    text = pair.prompt + pair.completion
-    ids, trained = _tokenize(text, [(len(pair.prompt), len(text))], tokenizer, special=True)
-    end = tokenizer.eos_token_id
-    if end is not None and (len(ids) == 0 or ids[-1] != end):
-        ids = np.append(ids, np.uint32(end))
-        trained = np.append(trained, True)
-    elif end is not None:
-        trained[-1] = True
     if not pair.completion.strip():
         raise DataError(
-            f"{place}: 'completion' is empty: there is nothing to learn.", "Remove the row."
+            f"{found.where}: 'completion' is empty: there is nothing to learn.", "Remove the row."
         )
-    return ids, None if whole else trained
+    text = pair.prompt + pair.completion
+    spans = None if whole else [[(len(pair.prompt), len(text))]]
+    ((ids, trained),) = _tokenize([text], spans, tokenizer, special=True)
+    end = tokenizer.eos_token_id
+    if end is not None:
+        has_end = len(ids) > 0 and ids[-1] == end
+        ids = ids if has_end else np.append(ids, np.uint32(end))
+        trained = None if trained is None else np.append(trained[: len(ids) - 1], True)
+    return ids, trained
 
 
 def _tokenize(
-    text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, special: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of ``text``, and which of them hold a character of ``spans``; both (N,).
+    texts: list[str],
+    spans: list[list[Span]] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    special: bool = False,
+) -> Iterator[EncodedChat]:
+    """Yield the ids of each text, and which of them hold a character of its ``spans``; both (N,).
 
-    ``special``: whether the tokenizer adds its special tokens; a chat template writes its own.
+    Without ``spans`` all are learned. ``special``: whether the tokenizer adds its special tokens; a
+    chat template writes its own.
 
     ``return_assistant_tokens_mask`` of transformers is not used. It looks up the tokens at the two
     ends of a span. But a space there belongs to no token if the tokenizer trims its offsets, the
     last character may be several tokens, and with a wrong end the span reaches into the user's next
     message.
     """
-    encoded = tokenizer(
-        text, add_special_tokens=special, return_offsets_mapping=True, **TOKENIZER_OPTIONS
-    )
-    ids = encoded["input_ids"]
-    offsets = encoded.get("offset_mapping") or _find_byte_offsets(ids, text, tokenizer)
-    return np.asarray(ids, np.uint32), _mark(offsets, spans)
+    library = getattr(tokenizer, "backend_tokenizer", None)
+    if library is None:
+        for number, text in enumerate(texts):
+            ids = tokenizer(text, add_special_tokens=special, **TOKENIZER_OPTIONS)["input_ids"]
+            offsets = _find_byte_offsets(ids, text, tokenizer) if spans else []
+            yield np.asarray(ids, np.uint32), _mark(offsets, spans[number]) if spans else None
+        return
+    # Others may have called the tokenizer with padding since the last batch.
+    library.no_truncation()
+    library.no_padding()
+    encode = library.encode_batch if spans else library.encode_batch_fast
+    for number, encoded in enumerate(encode(texts, add_special_tokens=special)):
+        trained = _mark(encoded.offsets, spans[number]) if spans else None
+        yield np.asarray(encoded.ids, np.uint32), trained
 
 
 def _find_byte_offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[Span]:

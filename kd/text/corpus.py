@@ -47,7 +47,7 @@ from kd.text.stored.places import BEGINNING, Cursor, TextPlace
 from kd.text.stored.shards import Layout
 from kd.text.stored.view import StoredSequences, TokenStore
 from kd.text.stored.writing import StoreOrder, is_current, write_store
-from kd.text.tokens import choose_pad_id, encode_documents
+from kd.text.tokens import DocumentEncoder, choose_pad_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,10 +214,11 @@ class _FieldText:
         def pack(start: TextPlace) -> Iterator[Block]:
             report = _ReadingReport(field, monitor, _count_bytes(sources, field))
             found = find_documents(sources, field, config, report.note, start, notes)
-            documents = encode_documents(found, self.tokenizer, config, size, monitor, notes)
+            encoder = DocumentEncoder(self.tokenizer, config, size, monitor, notes)
             pad_id = choose_pad_id(self.tokenizer, size)
             resumed = start != BEGINNING
-            return pack_in_blocks(report.follow(documents), config, field, pad_id, resumed)
+            documents = report.follow(encoder.encode(found))
+            return pack_in_blocks(documents, config, field, pad_id, resumed)
 
         return pack
 

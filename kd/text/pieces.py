@@ -95,78 +95,69 @@ class TextEncoder:
     ) -> Iterator[list[TextPart]]:
         """Yield the documents of the text that ``chunks`` make up, in batches of their parts.
 
-        The batches before that of ``place`` are cut but not tokenized. Text of white space alone
-        has no ids. ``where`` names the text in warnings.
+        The batches before that of ``place`` are cut but not tokenized. ``where`` names the text in
+        warnings.
         """
-        texts = SeparatedTexts(chunks, self.separator)
-        noted = number = 0
-        for number, batch in enumerate(_group(_mark_ends(map(self._cut, texts)))):
+        pieces = _mark_ends(map(self._cut, separate_texts(chunks, self.separator)))
+        for number, batch in enumerate(_group(pieces)):
             self._monitor.check("while reading the text")
-            at = place._replace(batch=number, before=0, tokens=0)
-            noted = self._note_separators(texts.ended, noted, where, at)
             if number < place.batch:
                 continue
+            at = place._replace(batch=number, before=0, tokens=0)
             for piece in batch:
                 self._warn_if_long(piece.text, where)
-            encoded = zip(batch, self.encode_pieces([each.text for each in batch]), strict=True)
-            yield self.finish([(piece, ids) for piece, ids in encoded], where, at)
-        at = place._replace(batch=number + 1, before=0, tokens=0)
-        self._note_separators(texts.ended, noted, where, at)
+            ids = self.encode_pieces([each.text for each in batch])
+            if ended := sum(each.begins for each in batch) - (number == 0):
+                example = f"{self.separator!r} in {where}"
+                self._notes.add(Notice(_ENDS, ended, example, _ENDS_REMEDY), at)
+            yield self.finish(list(zip(batch, ids, strict=True)), where, at)
 
-    def _cut(self, chunks: Iterable[str]) -> Iterator[str]:
+    def _cut(self, chunks: Iterator[str]) -> Iterator[str]:
         """Cut one document into pieces; it stays whole where the tokenizer has no seams."""
-        found = _skip_blank(chunks)
-        if self._seams is not None:
-            yield from cut_text(found, self._seams, PIECE_CHARACTERS)
-        elif text := "".join(found):
-            yield text
+        if self._seams is None:
+            return iter(["".join(chunks)])
+        return cut_text(chunks, self._seams, PIECE_CHARACTERS)
 
     def finish(
         self, pieces: list[tuple[Piece, NDArray[np.uint32]]], where: str, place: TextPlace
     ) -> list[TextPart]:
         """Return the parts of documents that ``pieces`` with their ids (N,) make, with their ends.
 
-        What the tokenizer puts before and after every text is not put where the text has it.
+        What the tokenizer puts before and after every text is not put where the text has it. A text
+        of white space alone has no part: it is one piece, since no cut lies in white space.
         """
-        parts = list[TextPart]()
-        for piece, ids in pieces:
-            before = self._before if piece.begins else _NOTHING
-            after = self._after if piece.ends else _NOTHING
-            if len(before) and np.array_equal(ids[: len(before)], before):
-                before = _NOTHING
-            if len(after) and np.array_equal(ids[-len(after) :], after):
-                after = _NOTHING
-            whole = np.concatenate([before, ids, after])
-            end = self.tokenizer.eos_token_id
-            if piece.ends and end is not None and len(whole) and whole[-1] != end:
-                whole = np.append(whole, np.uint32(end))
-            parts.append(TextPart(piece.begins, whole))
-        self._note_special(pieces, where, place)
-        return parts
+        said = [(piece, ids) for piece, ids in pieces if piece.text.strip()]
+        self._note_special(said, where, place)
+        return [TextPart(piece.begins, self._add_ends(piece, ids)) for piece, ids in said]
+
+    def _add_ends(self, piece: Piece, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        before = self._before if piece.begins else _NOTHING
+        after = self._after if piece.ends else _NOTHING
+        if np.array_equal(ids[: len(before)], before):
+            before = _NOTHING
+        if len(after) and np.array_equal(ids[-len(after) :], after):
+            after = _NOTHING
+        whole = np.concatenate([before, ids, after])
+        end = self.tokenizer.eos_token_id
+        if piece.ends and end is not None and len(whole) and whole[-1] != end:
+            whole = np.append(whole, np.uint32(end))
+        return whole
 
     def _note_special(
         self, pieces: list[tuple[Piece, NDArray[np.uint32]]], where: str, place: TextPlace
     ) -> None:
         """Note the special tokens within texts; those at their ends do what they are for."""
-        count, first = 0, 0
+        found = list[int]()
         for piece, ids in pieces:
-            found = ids[self._is_special.take(ids, mode="clip")]
-            if len(found) == 0:
-                continue
-            begin = piece.begins and found[0] == ids[0] and ids[0] in self._before
-            end = piece.ends and found[-1] == ids[-1] and ids[-1] == self.tokenizer.eos_token_id
-            first = first if count else int(found[0])
-            count += len(found) - int(begin) - int(end)
-        if count > 0:
-            token = self.tokenizer.convert_ids_to_tokens(first)
-            example = f"{token!r} in {where}"
-            self._notes.add(Notice(_SPECIAL, count, example, _SPECIAL_REMEDY), place)
-
-    def _note_separators(self, ended: int, noted: int, where: str, place: TextPlace) -> int:
-        if ended > noted:
-            example = f"{self.separator!r} in {where}"
-            self._notes.add(Notice(_ENDS, ended - noted, example, _ENDS_REMEDY), place)
-        return ended
+            special = ids[self._is_special.take(ids, mode="clip")].tolist()
+            if special and piece.begins and special[0] == ids[0] and ids[0] in self._before:
+                del special[0]
+            if special and piece.ends and special[-1] == ids[-1] == self.tokenizer.eos_token_id:
+                del special[-1]
+            found += special
+        if found:
+            example = f"{self.tokenizer.convert_ids_to_tokens(found[0])!r} in {where}"
+            self._notes.add(Notice(_SPECIAL, len(found), example, _SPECIAL_REMEDY), place)
 
     def encode_short(self, texts: list[str]) -> list[NDArray[np.uint32]] | None:
         """Encode ``texts`` of at most ``PIECE_CHARACTERS`` characters each, at once; ids (N,) each.
@@ -203,49 +194,38 @@ class TextEncoder:
         return ids[len(self._before) : len(ids) - len(self._after)]
 
 
-class SeparatedTexts:
-    """The texts between separators, each as chunks, which are read before the next text.
+def separate_texts(chunks: Iterable[str], separator: str) -> Iterator[Iterator[str]]:
+    """Yield the texts between separators, each as chunks, which are read before the next text."""
+    for _, group in itertools.groupby(_number_texts(chunks, separator), itemgetter(0)):
+        yield map(itemgetter(1), group)
 
-    ``ended``: how many separators have come so far.
-    """
 
-    def __init__(self, chunks: Iterable[str], separator: str) -> None:
-        self.ended = 0
-        self._chunks = chunks
-        self._separator = separator
-
-    def __iter__(self) -> Iterator[Iterator[str]]:
-        for _, group in itertools.groupby(self._number(), itemgetter(0)):
-            yield map(itemgetter(1), group)
-
-    def _number(self) -> Iterator[tuple[int, str]]:
-        """Yield each chunk with the number of its text; one that holds a separator is split."""
-        if not self._separator:
-            yield from ((0, chunk) for chunk in self._chunks)
-            return
-        held = ""
-        for chunk in self._chunks:
-            *whole, held = (held + chunk).split(self._separator)
-            for text in whole:
-                yield self.ended, text
-                self.ended += 1
-            # A separator may begin in the last characters.
-            sure = max(len(held) - len(self._separator) + 1, 0)
-            yield self.ended, held[:sure]
-            held = held[sure:]
-        yield self.ended, held
+def _number_texts(chunks: Iterable[str], separator: str) -> Iterator[tuple[int, str]]:
+    """Yield each chunk with the number of its text; one that holds a separator is split."""
+    number = 0
+    held = ""
+    for chunk in chunks:
+        *whole, held = (held + chunk).split(separator) if separator else [held + chunk]
+        for text in whole:
+            yield number, text
+            number += 1
+        # A separator may begin in the last characters.
+        sure = max(len(held) - max(len(separator) - 1, 0), 0)
+        yield number, held[:sure]
+        held = held[sure:]
+    yield number, held
 
 
 def _mark_ends(texts: Iterable[Iterator[str]]) -> Iterator[Piece]:
     """Yield the pieces of each text; the first and the last one are marked."""
     for pieces in texts:
-        held = next(pieces, None)
+        held = next(pieces, "")
         begins = True
         for piece in pieces:
-            yield Piece(held or "", begins, False)
-            held, begins = piece, False
-        if held is not None:
-            yield Piece(held, begins, True)
+            yield Piece(held, begins, False)
+            held = piece
+            begins = False
+        yield Piece(held, begins, True)
 
 
 def cut_text(chunks: Iterable[str], seams: Seams, size: int) -> Iterator[str]:
@@ -266,20 +246,6 @@ def cut_text(chunks: Iterable[str], seams: Seams, size: int) -> Iterator[str]:
         searched = max(len(held) - CONTEXT - 2, 0)
     if held:
         yield held
-
-
-def _skip_blank(chunks: Iterable[str]) -> Iterator[str]:
-    """Pass the chunks on from the first that is not white space, with the white space before it."""
-    blank = list[str]()
-    seen = False
-    for chunk in chunks:
-        if seen:
-            yield chunk
-        elif chunk.strip():
-            seen = True
-            yield "".join([*blank, chunk])
-        else:
-            blank.append(chunk)
 
 
 def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

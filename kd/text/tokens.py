@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +15,7 @@ from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
 from kd.text.chat.chat import Chat, Completion
-from kd.text.chats import (
-    TOKENIZER_OPTIONS,
-    EncodedChat,
-    NoteRow,
-    encode_chats,
-    encode_row,
-    explain_untokenized,
-)
+from kd.text.chats import TOKENIZER_OPTIONS, EncodedChat, encode_chats, encode_completion
 from kd.text.packing import BLOCK_SEQUENCES, Document
 from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS, Piece, TextEncoder, TextPart
 from kd.text.reading.contents import TextFile
@@ -31,40 +26,97 @@ from kd.text.stored.places import TextPlace
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: What a document was tokenized to in its group; None where it is read alone.
+Known = NDArray[np.uint32] | list[EncodedChat] | None
+
 #: Short texts that are tokenized at once, at most.
 _TEXTS_AT_ONCE = 1024
 #: Tokens on both sides of one that is refused, which the error shows.
 _SHOWN = 8
 
 
-def encode_documents(
-    documents: Iterable[FoundDocument],
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    size: int | None = None,
-    monitor: Monitor = SILENT,
-    notes: TextNotes | None = None,
-) -> Iterator[Document]:
-    """Tokenize each document; a plain text gets the tokenizer's end-of-sequence token at its end.
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Makes token ids of documents; ``notes`` receives what is found in texts and chats.
 
-    A plain text that holds that token, or ``data.document_separator``, ends there, so that it
-    becomes several documents. A long text becomes several documents, each of which continues the
-    one before. Documents of a single token are dropped, because they have no target. Of a document
-    whose place is not its beginning only the rest is yielded. Raises ``DataError`` for one that
-    cannot be tokenized, or that holds an id which is not below ``size``, V. ``notes`` receives what
-    was found in texts and chats.
+    A plain text gets the tokenizer's end-of-sequence token at its end. One that holds that token,
+    or ``data.document_separator``, ends there, so that it becomes several documents. A long text
+    becomes several documents, each of which continues the one before. Documents of a single token
+    are dropped, because they have no target. Of a document whose place is not its beginning only
+    the rest is made. Raises ``DataError`` for one that cannot be tokenized, or that holds an id
+    which is not below ``size``, V.
     """
-    notes = TextNotes() if notes is None else notes
-    encoder = TextEncoder(tokenizer, monitor, choose_separator(config, tokenizer), notes)
-    for group in _group_short_documents(documents, encoder.separator):
-        encoded = _encode_together(group, encoder, config, notes)
-        for found, known in zip(group, encoded, strict=True):
-            try:
-                yield from _encode_document(found, known, encoder, config, size, notes)
-            except PotstillError:
-                raise
-            except Exception as error:  # half a surrogate pair raises TypeError
-                raise explain_untokenized(found.where, error) from error
+
+    tokenizer: PreTrainedTokenizerBase
+    config: DataConfig
+    size: int | None = None
+    monitor: Monitor = SILENT
+    notes: TextNotes = field(default_factory=TextNotes)
+
+    @cached_property
+    def texts(self) -> TextEncoder:
+        """What encodes plain texts."""
+        separator = choose_separator(self.config, self.tokenizer)
+        return TextEncoder(self.tokenizer, self.monitor, separator, self.notes)
+
+    def encode(self, documents: Iterable[FoundDocument]) -> Iterator[Document]:
+        """Tokenize each document; short ones that follow each other are tokenized at once."""
+        for group in _group_short_documents(documents, self.texts.separator):
+            for found, known in zip(group, self._encode_together(group), strict=True):
+                yield from self.encode_one(found, known)
+
+    def encode_one(self, found: FoundDocument, known: Known = None) -> Iterator[Document]:
+        """Tokenize a document; ``known`` is what it was tokenized to in its group."""
+        try:
+            for part in self._encode_parts(found, known):
+                if self.size is not None:
+                    _require_known_ids(part, found.where, self.size, self.tokenizer)
+                if len(part) > (1 if part.begins else 0):
+                    yield part
+        except PotstillError:
+            raise
+        # A chat template may raise anything; half a surrogate pair raises TypeError.
+        except Exception as error:
+            raise DataError(
+                f"{found.where} cannot be tokenized: {type(error).__name__}: {error}",
+                "Correct or remove it; messages need a tokenizer with a chat template.",
+            ) from error
+
+    def _encode_together(self, group: list[FoundDocument]) -> Sequence[Known]:
+        """Tokenize a group in the threads of the library; None for a document read alone."""
+        alone = [None] * len(group)
+        if len(group) == 1:
+            return alone
+        try:
+            if isinstance(group[0].content, Chat):
+                return self._encode_chats(group)
+            return self.texts.encode_short([found.content for found in group]) or alone
+        except Exception:  # alone, the document that is at fault is found
+            return alone
+
+    def _encode_chats(self, found: list[FoundDocument]) -> list[list[EncodedChat]]:
+        return encode_chats(found, self.tokenizer, self.config.assistant_only_loss, self.notes)
+
+    def _encode_parts(self, found: FoundDocument, known: Known) -> Iterator[Document]:
+        where, content, place = found
+        if isinstance(content, Chat):
+            (texts,) = [known] if isinstance(known, list) else self._encode_chats([found])
+            # The texts of a chat are counted as the batches of a long text are.
+            for number, each in enumerate(texts[place.batch :], place.batch):
+                yield _take_rest(*each, place)
+                place = place._replace(batch=number + 1, tokens=0)
+            return
+        if isinstance(content, Completion):
+            whole = not self.config.assistant_only_loss
+            yield _take_rest(*encode_completion(found, self.tokenizer, whole, self.notes), place)
+            return
+        if isinstance(known, np.ndarray):
+            piece = Piece(content, begins=True, ends=True)
+            batches = iter([self.texts.finish([(piece, known)], where, place)])
+        else:
+            chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
+            batches = self.texts.encode(chunks, where, place)
+        yield from _cut_into_parts(batches, self.config, place)
 
 
 def choose_separator(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -92,15 +144,14 @@ def _group_short_documents(
         length = _measure(found, separator)
         if group and (length is None or type(found.content) is not type(group[0].content)):
             yield group
-            group, characters = [], 0
-        if length is None:
-            yield [found]
-            continue
+            group = []
+            characters = 0
         group.append(found)
-        characters += length
+        characters += BATCH_CHARACTERS if length is None else length
         if len(group) >= most or characters >= BATCH_CHARACTERS:
             yield group
-            group, characters = [], 0
+            group = []
+            characters = 0
             most = min(2 * most, _TEXTS_AT_ONCE)
     if group:
         yield group
@@ -114,74 +165,6 @@ def _measure(found: FoundDocument, separator: str) -> int | None:
     if not isinstance(content, str) or len(content) > PIECE_CHARACTERS:
         return None
     return None if separator and separator in content else len(content)
-
-
-def _encode_together(
-    group: list[FoundDocument], encoder: TextEncoder, config: DataConfig, notes: TextNotes
-) -> Sequence[NDArray[np.uint32] | list[EncodedChat] | None]:
-    """Tokenize a group in the threads of the library; None for a document that is read alone."""
-    alone = [None] * len(group)
-    if len(group) == 1:
-        return alone
-    contents = [found.content for found in group]
-    try:
-        if isinstance(contents[0], Chat):
-            places = [found.where for found in group]
-            answers_only = config.assistant_only_loss
-            receivers = [_note_at(found, notes) for found in group]
-            together = encode_chats(contents, places, encoder.tokenizer, answers_only, receivers)
-            return together or alone
-        return encoder.encode_short(contents) or alone
-    except Exception:  # alone, the document that is at fault is found
-        return alone
-
-
-def _note_at(found: FoundDocument, notes: TextNotes) -> NoteRow:
-    """Return what counts the notices of a document by its place."""
-    return lambda notice: notes.add(notice, found.place)
-
-
-def _encode_document(
-    found: FoundDocument,
-    known: NDArray[np.uint32] | list[EncodedChat] | None,
-    encoder: TextEncoder,
-    config: DataConfig,
-    size: int | None,
-    notes: TextNotes,
-) -> Iterator[Document]:
-    """Make the documents of one that was found; ``known`` is what its group was tokenized to."""
-    tokenizer = encoder.tokenizer
-    for part in _encode_parts(found, known, encoder, config, notes):
-        if size is not None:
-            _require_known_ids(part.ids, part.place.tokens, found.where, size, tokenizer)
-        if len(part) > (1 if part.begins else 0):
-            yield part
-
-
-def _encode_parts(
-    found: FoundDocument,
-    known: NDArray[np.uint32] | list[EncodedChat] | None,
-    encoder: TextEncoder,
-    config: DataConfig,
-    notes: TextNotes,
-) -> Iterator[Document]:
-    where, content, place = found
-    tokenizer = encoder.tokenizer
-    if isinstance(content, Chat | Completion):
-        texts = known if isinstance(known, list) else encode_row(found, tokenizer, config, notes)
-        # The texts of a chat are counted as the batches of a long text are.
-        for number, each in enumerate(texts[place.batch :], place.batch):
-            yield _take_rest(*each, place)
-            place = place._replace(batch=number + 1, tokens=0)
-    else:
-        batches: Iterable[list[TextPart]] = ()
-        if isinstance(known, np.ndarray):
-            piece = (Piece(content, begins=True, ends=True), known)
-            batches = [encoder.finish([piece] if content.strip() else [], where, place)]
-        else:
-            chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
-            batches = encoder.encode(chunks, where, place)
-        yield from _cut_into_parts(batches, config, place)
 
 
 def _take_rest(ids: np.ndarray, trained: np.ndarray | None, place: TextPlace) -> Document:
@@ -212,7 +195,8 @@ def _cut_into_parts(
             if part.begins and tokens:
                 yield Document(np.concatenate(held), begins=begins, place=_find_place(places, done))
                 done += tokens
-                held, tokens = [], 0
+                held = []
+                tokens = 0
             skipped = max(done + tokens - end, 0)
             begins = part.begins and skipped == 0 if tokens == 0 else begins
             end += len(part.ids)
@@ -222,7 +206,8 @@ def _cut_into_parts(
                 joined = np.concatenate(held)
                 whole = (tokens - 1) // config.sequence_length * config.sequence_length
                 yield Document(joined[:whole], begins=begins, place=_find_place(places, done))
-                held, begins = [joined[whole:].copy()], False
+                held = [joined[whole:].copy()]
+                begins = False
                 tokens -= whole
                 done += whole
     if tokens:
@@ -237,19 +222,16 @@ def _find_place(begins: list[TextPlace], done: int) -> TextPlace:
 
 
 def _require_known_ids(
-    ids: np.ndarray, begin: int, place: str, size: int, tokenizer: PreTrainedTokenizerBase
+    part: Document, where: str, size: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise ``DataError`` that names the first of ``ids`` (N,) which is not below ``size``.
-
-    ``begin`` tokens of the same document come before them.
-    """
-    unknown = np.flatnonzero(ids >= size)
-    for first in unknown[:1].tolist():
+    """Raise ``DataError`` that names the first id of ``part`` which is not below ``size``."""
+    ids = part.ids
+    for first in np.flatnonzero(ids >= size)[:1].tolist():
         near = tokenizer.decode(ids[max(first - _SHOWN, 0) : first + _SHOWN].tolist())
         token = tokenizer.convert_ids_to_tokens(int(ids[first]))
         raise DataError(
-            f"{place}, token {begin + first + 1}: {token!r} has the id {ids[first]}, but the model "
-            f"knows the ids below {size} only. It stands in {near!r}.",
+            f"{where}, token {part.place.tokens + first + 1}: {token!r} has the id {ids[first]}, "
+            f"but the model knows the ids below {size} only. It stands in {near!r}.",
             "Remove it: no model of this job can read it.",
         )
 

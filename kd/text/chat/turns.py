@@ -41,15 +41,12 @@ class Rendered:
         """Return what is learned."""
         return "".join(self.text[begin:end] for begin, end in self.spans)
 
-    def cut_out(self, holes: list[Span]) -> None:
-        """Learn nothing of ``holes``."""
-        for begin, end in holes:
-            parts = [
-                part
-                for first, last in self.spans
-                for part in ((first, min(last, begin)), (max(first, end), last))
-            ]
-            self.spans = [(first, last) for first, last in parts if first < last]
+    def cut_out(self, hole: Span) -> None:
+        """Learn nothing of ``hole``."""
+        begin, end = hole
+        before = [(first, min(last, begin)) for first, last in self.spans]
+        after = [(max(first, end), last) for first, last in self.spans]
+        self.spans = sorted((first, last) for first, last in before + after if first < last)
 
 
 @dataclass(frozen=True)

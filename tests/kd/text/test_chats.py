@@ -14,9 +14,10 @@ from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.chat.calls import read_tools
 from kd.text.chat.chat import Chat
-from kd.text.chats import encode_chat, encode_chats
+from kd.text.chats import encode_chats
+from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument, read_documents
-from kd.text.tokens import encode_documents
+from tests.support.kd.text import encode_chat, encode_documents
 
 UNMARKED = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -209,9 +210,8 @@ def test_chats_that_are_tokenized_together_are_those_that_are_tokenized_alone(
         assert (ours.trained is None) == (wanted.trained is None)
         assert wanted.trained is None or np.array_equal(ours.trained, wanted.trained)
     chats = [each for each in found if isinstance(each.content, Chat)]
-    places = [each.where for each in chats]
-    batch = encode_chats([each.content for each in chats], places, bytes_tokenizer, answers_only)
-    assert batch is not None and len(batch) == len(chats)
+    batch = encode_chats(chats, bytes_tokenizer, answers_only, TextNotes())
+    assert len(batch) == len(chats)
 
 
 def test_the_chat_that_is_at_fault_is_named_and_those_before_it_come(bytes_tokenizer, monkeypatch):

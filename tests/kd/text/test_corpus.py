@@ -19,8 +19,17 @@ from kd.text.files import find_files
 from kd.text.packing import Document, pack_documents
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents, read_documents
-from kd.text.tokens import encode_documents
-from tests.support.kd.text import ROWS, TEXTS, config, cut, documents, refusal, rows, write
+from tests.support.kd.text import (
+    ROWS,
+    TEXTS,
+    config,
+    cut,
+    documents,
+    encode_documents,
+    refusal,
+    rows,
+    write,
+)
 
 # ---------------------------------------------------------------------- reading
 

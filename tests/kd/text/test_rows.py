@@ -11,8 +11,7 @@ from kd.errors import DataError
 from kd.text.chat.chat import Chat, Completion
 from kd.text.corpus import load_corpus
 from kd.text.sources import read_documents
-from kd.text.tokens import encode_documents
-from tests.support.kd.text import config, documents, refusal, rows, write
+from tests.support.kd.text import config, documents, encode_documents, refusal, rows, write
 
 QUESTION = {"role": "user", "content": "Who is the heroine?"}
 ANSWER = {"role": "assistant", "content": "Anne Elliot."}

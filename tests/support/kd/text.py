@@ -2,7 +2,9 @@
 
 import gzip
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -10,8 +12,12 @@ import pytest
 
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
+from kd.text.chats import EncodedChat, encode_chats
+from kd.text.packing import Document
 from kd.text.reading.contents import TextFile
+from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument, read_documents
+from kd.text.tokens import DocumentEncoder
 
 TEXTS = [
     "It was a dark night.",
@@ -55,6 +61,23 @@ def rows(contents: list) -> list[FoundDocument]:
     return [
         FoundDocument(f"a: row {number}", content) for number, content in enumerate(contents, 1)
     ]
+
+
+def encode_documents(
+    documents: Iterable[FoundDocument],
+    tokenizer: Any,
+    config: DataConfig,
+    *options: Any,
+    **more: Any,
+) -> Iterator[Document]:
+    """Tokenize ``documents``; ``options`` are those of a ``DocumentEncoder``."""
+    given = {name: value for name, value in more.items() if value is not None}
+    return DocumentEncoder(tokenizer, config, *options, **given).encode(documents)
+
+
+def encode_chat(chat: Any, where: str, tokenizer: Any, assistant_only: bool) -> list[EncodedChat]:
+    """Return the texts of one chat."""
+    return encode_chats([FoundDocument(where, chat)], tokenizer, assistant_only, TextNotes())[0]
 
 
 def cut(ids: list, offset: int, length: int) -> list[list]:

@@ -11,7 +11,10 @@ from transformers import ByT5Tokenizer, CTRLTokenizer
 
 from kd.errors import DataError
 from kd.text.chat.chat import Chat, Completion
-from kd.text.chats import encode_chat, encode_completion
+from kd.text.chats import encode_completion
+from kd.text.reading.notes import TextNotes
+from kd.text.sources import FoundDocument
+from tests.support.kd.text import encode_chat
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
@@ -24,7 +27,9 @@ CHATML = (
 )
 def test_the_bytes_of_an_answer_are_its_tokens(answer: str) -> None:
     tokenizer = ByT5Tokenizer()
-    ids, trained = encode_completion(Completion("Caf\u00e9? ", answer), "row 1", tokenizer, whole=False)
+    ids, trained = encode_completion(
+        FoundDocument("row 1", Completion("Caf\u00e9? ", answer)), tokenizer, False, TextNotes()
+    )
     assert trained is not None
     first = len("Caf\u00e9? ".encode())
     # ByT5's added tokens are one token each; everything else is its bytes.
@@ -40,7 +45,7 @@ def test_the_end_of_turn_of_a_chat_is_found_between_white_space() -> None:
         {"role": "user", "content": "Ist es sch\u00f6n? "},
         {"role": "assistant", "content": "Ja \u00fcberall."},
     ]
-    [(ids, trained)] = encode_chat(Chat(messages), "row 1", tokenizer, assistant_only=True)
+    ((ids, trained),) = encode_chat(Chat(messages), "row 1", tokenizer, assistant_only=True)
     assert trained is not None
     learned = tokenizer.decode(ids[trained].tolist())
     assert learned.strip() == "Ja \u00fcberall.</s>"
@@ -53,4 +58,6 @@ def test_a_tokenizer_of_words_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("#version\n")
     tokenizer = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     with pytest.raises(DataError, match="CTRLTokenizer does not tell which characters"):
-        encode_completion(Completion("aa ", "b"), "row 1", tokenizer, whole=False)
+        encode_completion(
+            FoundDocument("row 1", Completion("aa ", "b")), tokenizer, False, TextNotes()
+        )

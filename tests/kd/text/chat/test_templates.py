@@ -13,7 +13,7 @@ from kd.errors import DataError
 from kd.text.reading.notes import TextNotes
 from kd.text.rows import read_cell
 from kd.text.sources import FoundDocument
-from kd.text.tokens import encode_documents
+from tests.support.kd.text import encode_documents
 
 END = "<|endoftext|>"
 PROMPT = "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from bench.support.paths import AUSTEN
 from kd.progress import Monitor
 from kd.text.corpus import load_corpus, open_corpus
-from kd.text.pieces import SeparatedTexts
+from kd.text.pieces import separate_texts
 from kd.text.reading.notes import TextNotes
-from kd.text.tokens import encode_documents
-from tests.support.kd.text import config, rows, write
+from tests.support.kd.text import config, encode_documents, rows, write
 
 END = "<|endoftext|>"
 
@@ -90,9 +89,8 @@ def test_a_job_may_say_what_ends_a_document(tmp_path, stories, tokenizer):
 @pytest.mark.parametrize("text", ["", "a", "<>", "a<>b", "<>a<><>b<>", "a<b>c<", "a<<>>b"])
 def test_a_separator_is_found_in_chunks_of_any_size(text, chunk):
     chunks = [text[place : place + chunk] for place in range(0, len(text), chunk)]
-    texts = SeparatedTexts(chunks, "<>")
+    texts = separate_texts(chunks, "<>")
     assert ["".join(each) for each in texts] == text.split("<>")
-    assert texts.ended == text.count("<>")
 
 
 @pytest.fixture(scope="module")
