@@ -541,7 +541,7 @@ def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
     student = config.student
     teacher = config.teacher
     assert student is not None, "JobConfig refuses a training job without a student"
-    own = student.model or (student.init.tokenizer if student.init else None)
+    own = student.own_tokenizer
     if own is not None:
         # A tokenizer alone needs no weights.
         weights = "*.safetensors" if student.model else None

@@ -175,6 +175,11 @@ class StudentConfig(Section):
     )
     lora: LoraConfig | None = Field(None, description="Train only low-rank adapters.")
 
+    @property
+    def own_tokenizer(self) -> str | None:
+        """Where the student's own tokenizer is; None where it takes the teacher's."""
+        return self.model or (self.init.tokenizer if self.init is not None else None)
+
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if sum(origin is not None for origin in (self.model, self.init, self.from_teacher)) != 1:

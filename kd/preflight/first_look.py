@@ -3,8 +3,6 @@
     models       on this machine, or known to the hub
     tensors      in the files of a model on this machine, all that its configuration asks for
     tokenizers   there, and the student's is the teacher's, or that of the sealed cache
-    rows         the first rows of each file of text have the form that the job says
-    text         plain text can be read, and fills a sequence (first_text.py)
 
 ``kd validate`` and ``kd run`` look this far. The API does not: two tokenizers take seconds to load,
 and the hub may not answer. Imports torch where a model is on this machine, or where two tokenizers
@@ -17,26 +15,22 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
 from kd.addresses import HUB_ID
-from kd.buckets.inputs import is_stored_name
+from kd.capture.estimate.text import find_teacher_folder
 from kd.config.job import JobConfig
-from kd.errors import DataError, ModelError, Problem
+from kd.errors import Problem
 from kd.files import find_caches
 from kd.models.folder import ModelFolder, locate_model
-from kd.preflight.first_text import find_unusable_text
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.preflight.stored_models import find_tensor_problems
-from kd.preflight.validate import describe_missing_tokenizer, guard_access
+from kd.preflight.validate import describe_missing_tokenizer
 from kd.progress import Notice, ignore_notice
 
 #: How long the hub may take to answer, in seconds.
 HUB_SECONDS = 5.0
-#: Rows of a file that are read: a form that holds for these holds for most.
-_FIRST_ROWS = 100
 
 
 def find_first_problems(
@@ -53,10 +47,6 @@ def find_first_problems(
         find = partial(_find_folder, root)
         yield from find_tensor_problems(config, config.runs_teacher, find, note)
         yield from _check_same_tokenizer(config, root, home, note)
-    rows = list(_check_rows(config, root))
-    yield from rows
-    if not rows:
-        yield from find_unusable_text(config, root, note)
 
 
 # ---------------------------------------------------------------------- models
@@ -106,11 +96,9 @@ def _check_same_tokenizer(
     student = config.student
     if student is None or not config.needs_cache:
         return
-    own = student.model or (student.init.tokenizer if student.init else None)
-    if own is None:
-        return
+    own = student.own_tokenizer
     pointer = "/student/model" if student.model else "/student/init/tokenizer"
-    folder = ModelFolder.find(own, root, student.revision)
+    folder = None if own is None else ModelFolder.find(own, root, student.revision)
     if folder is None or (_is_copy(folder, config, root) and config.cache.fingerprint is None):
         return
     try:
@@ -121,17 +109,10 @@ def _check_same_tokenizer(
 
 def _is_copy(folder: ModelFolder, config: JobConfig, root: Path) -> bool:
     """Whether the student's tokenizer.json has the bytes of the teacher's: the usual case."""
-    teacher = _find_teacher_folder(config, root)
+    teacher = None if config.teacher is None else find_teacher_folder(config, root)
     if teacher is None or teacher.tokenizer_file is None or folder.tokenizer_file is None:
         return False
     return teacher.tokenizer_file.read_bytes() == folder.tokenizer_file.read_bytes()
-
-
-def _find_teacher_folder(config: JobConfig, root: Path) -> ModelFolder | None:
-    teacher = config.teacher
-    if teacher is None:
-        return None
-    return ModelFolder.find(teacher.tokenizer or teacher.model, root, teacher.revision)
 
 
 def _require_same_tokenizer(
@@ -147,42 +128,13 @@ def _require_same_tokenizer(
             known = tokenizers.KnownTokenizer.of_cache(store)
             tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known, note=note)
         return
-    teacher = _find_teacher_folder(config, root)
-    if teacher is None or config.teacher is None or config.teacher.trust_remote_code:
+    if config.teacher is None or config.teacher.trust_remote_code:
+        return
+    teacher = find_teacher_folder(config, root)
+    if teacher is None:
         return
     theirs = tokenizers.load_tokenizer(teacher.path, config.teacher.gguf_file)
     size = vocabulary.choose_teacher_vocabulary(theirs, config.teacher, teacher.path)
     known = tokenizers.KnownTokenizer.of(theirs, size, "the teacher's")
     texts = sample_texts(config.data, root)
     tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known, texts=texts, note=note)
-
-
-# ---------------------------------------------------------------------- rows
-
-
-def _check_rows(config: JobConfig, root: Path) -> Iterator[Problem]:
-    """Find files whose first rows are not of the job's form; whole texts are not read."""
-    for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
-        for number, source in enumerate(sources):
-            # Text of a bucket is not downloaded for this.
-            if isinstance(source, str) and not is_stored_name(source):
-                pointer = f"/data/{field}/{number}"
-                yield from guard_access(pointer, _check_first_rows(pointer, source, root, config))
-
-
-def _check_first_rows(
-    pointer: str, source: str, root: Path, config: JobConfig
-) -> Iterator[Problem]:
-    from kd.text.files import choose_format, find_files, is_saved_dataset
-    from kd.text.sources import read_documents
-
-    saved = [root / source] if is_saved_dataset(root / source) else []
-    for file in saved or find_files(source, root, pointer.split("/")[2]).files:
-        try:
-            if not saved and choose_format(file, config.data) == "text":
-                continue
-            for _ in islice(read_documents((str(file),), pointer, config.data), _FIRST_ROWS):
-                pass
-        except (DataError, ModelError) as error:
-            yield Problem(pointer, error.detail, error.remedy)
-            return

@@ -1,41 +1,55 @@
-"""Show what a job learns of its chats: some rows as the run reads them, the learned tokens marked.
+"""Read the beginning of a job's text as the run does: what would be refused, left out or changed?
 
-The first rows are looked at, the last, and some between. Imports no torch where the tokenizer has a
-tokenizer.json.
+Of rows the first are looked at, the last, and some between. Of chats and completions it shows what
+is learned: some rows, the learned tokens marked. Of a Parquet file its statistics show how many
+rows have no text. Imports no torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cache.errors import PotstillError
 from kd.buckets.inputs import is_stored_name
+from kd.config.data import DataConfig
 from kd.config.job import JobConfig
-from kd.errors import DataError, Problem
+from kd.errors import ConfigError, DataError, Problem
 from kd.models.folder import ModelFolder
 from kd.preflight.validate import guard_access
 from kd.progress import Notice
+from kd.text.files import choose_format, find_files, is_saved_dataset
+from kd.text.packing import Document, refuse_short
+from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
+from kd.text.reading.tables import count_null_texts
 from kd.text.rows import COLUMNS, read_cell
-from kd.text.sources import FoundDocument, find_documents
+from kd.text.sources import MISSING, FoundDocument, find_documents
+from kd.text.stored.places import TextPlace
+from kd.text.tokens import DocumentEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kd.text.chats import EncodedChat
-
-#: Texts that are shown of each source, and characters of a piece of one.
-_SHOWN, _LONGEST = 3, 400
-#: Rows at the beginning that are all looked at.
+#: Texts that are shown of each source.
+_SHOWN = 3
+#: Characters of a piece of a text that is shown.
+_LONGEST = 400
+#: Rows of each file whose form is looked at: a form that holds for these holds for most.
+_FIRST_ROWS = 100
+#: Rows at the beginning of a source that are all tokenized.
 _FIRST = 200
-#: How long the rows of a source are read, in seconds, and bytes at the end of a longer file.
-_SECONDS, _END_BYTES = 1.0, 1 << 20
+#: How long the text of a source is tokenized, in seconds.
+_SECONDS = 1.0
+#: Bytes at the end of a longer file among which its last row is.
+_END_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,20 +60,15 @@ class LearnedRow:
     pieces: list[dict[str, Any]]
 
     @classmethod
-    def decode(
-        cls, where: str, encoded: EncodedChat, tokenizer: PreTrainedTokenizerBase
-    ) -> LearnedRow:
+    def decode(cls, where: str, text: Document, tokenizer: PreTrainedTokenizerBase) -> LearnedRow:
         """Return the text of tokens; the middle of a long piece is left out."""
-        ids, trained = encoded
-        learned = [True] * len(ids) if trained is None else trained.tolist()
         pieces = list[dict[str, Any]]()
-        for is_learned, run in groupby(
-            zip(learned, ids.tolist(), strict=True), lambda each: each[0]
-        ):
-            text = tokenizer.decode([token for _, token in run])
-            if len(text) > _LONGEST:
-                text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
-            pieces.append({"text": text, "learned": is_learned})
+        tokens = zip(text.targets.tolist(), text.ids.tolist(), strict=True)
+        for is_learned, run in groupby(tokens, lambda each: each[0]):
+            said = tokenizer.decode([token for _, token in run])
+            if len(said) > _LONGEST:
+                said = f"{said[: _LONGEST // 2]} … {said[-_LONGEST // 2 :]}"
+            pieces.append({"text": said, "learned": is_learned})
         return cls(where, pieces)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,89 +84,166 @@ def hide_row(row: LearnedRow) -> None:
     """Show nothing: nobody asked for it."""
 
 
+@dataclass
+class _Seen:
+    """The tokens of a field that were read, and whether they are all that it has."""
+
+    tokens: int = 0
+    whole: bool = True
+
+
 def find_row_problems(
     config: JobConfig, root: Path, note: Callable[[Notice], None], show: Show
 ) -> Iterator[Problem]:
-    """Find rows of chats and completions that a run would refuse; show what it learns of others."""
-    folder = _find_tokenizer(config, root) if config.data.format in COLUMNS else None
-    if folder is None or folder.tokenizer_file is None:
-        return
-    from transformers import PreTrainedTokenizerFast
+    """Find what a run would refuse in its text; show what it learns of chats and completions.
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder.path)
+    ``note`` gets what else is found. Text of a bucket or a hub is not downloaded for this.
+    """
+    data = config.data
+    tokenizer = _load_tokenizer(config, root)
     notes = TextNotes()
-    for field, receive in (("train", show), ("validation", hide_row)):
-        for number, source in enumerate(getattr(config.data, field)):
-            if isinstance(source, str) and not is_stored_name(source):
-                pointer = f"/data/{field}/{number}"
-                sample = (
-                    each._replace(where=each.where.removeprefix(f"{root}/"))
-                    for each in _sample(str(root / source), field, config)
-                )
-                found = _look(pointer, sample, tokenizer, config, notes, receive)
-                yield from guard_access(pointer, found)
+    numbers = itertools.count()
+    shown = show if data.format in COLUMNS else hide_row
+    for field, receive in (("train", shown), ("validation", hide_row)):
+        seen = _Seen()
+        for number, source in enumerate(getattr(data, field)):
+            if not isinstance(source, str) or is_stored_name(source):
+                seen.whole = False
+                continue
+            look = _Look(root, field, data, tokenizer, notes.of_text(next(numbers)), receive, seen)
+            pointer = f"/data/{field}/{number}"
+            yield from guard_access(pointer, look.find_problems(pointer, source))
+        is_short = seen.whole and 0 < seen.tokens < data.sequence_length
+        if is_short and data.packing and data.format not in COLUMNS:
+            error = refuse_short(field, seen.tokens, data.sequence_length)
+            yield Problem(f"/data/{field}", error.detail, error.remedy)
     for notice in notes.list_notices():
         note(notice)
 
 
-def _find_tokenizer(config: JobConfig, root: Path) -> ModelFolder | None:
-    """Find the folder of the tokenizer that reads the rows, if it is on this machine."""
-    teacher, student = config.teacher, config.student
-    if config.needs_cache and (teacher is None or teacher.trust_remote_code or teacher.gguf_file):
+def _load_tokenizer(config: JobConfig, root: Path) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer that reads the text, if its file is on this machine."""
+    teacher = config.teacher
+    student = config.student
+    folder = None
+    if teacher is not None and not (teacher.trust_remote_code or teacher.gguf_file):
+        folder = ModelFolder.find(teacher.tokenizer or teacher.model, root, teacher.revision)
+    elif teacher is None and not config.needs_cache and student and student.own_tokenizer:
+        folder = ModelFolder.find(student.own_tokenizer, root, student.revision)
+    if folder is None or folder.tokenizer_file is None:
         return None
-    if teacher is not None:
-        return ModelFolder.find(teacher.tokenizer or teacher.model, root, teacher.revision)
-    own = student and (student.model or (student.init and student.init.tokenizer))
-    return ModelFolder.find(own, root, student.revision) if student and own else None
+    from transformers import PreTrainedTokenizerFast
 
-
-def _look(
-    pointer: str,
-    sample: Iterator[FoundDocument],
-    tokenizer: PreTrainedTokenizerBase,
-    config: JobConfig,
-    notes: TextNotes,
-    show: Show,
-) -> Iterator[Problem]:
-    """Find the rows of a sample that are refused; the first is named, and the others counted."""
-    from kd.text.chats import encode_row
-
-    errors, seen, shown = list[PotstillError](), 0, 0
     try:
-        for found in sample:
-            seen += 1
-            try:
-                texts = encode_row(found, tokenizer, config.data, notes)
-            except PotstillError as error:
-                errors.append(error)
-                continue
-            for encoded in texts[: _SHOWN - shown]:
-                shown += 1
-                show(LearnedRow.decode(found.where, encoded, tokenizer))
-    except PotstillError as error:
-        errors.append(error)
-    if errors:
-        count = f" Of {seen} rows that were looked at {len(errors)} are refused." if seen else ""
-        yield Problem(pointer, errors[0].detail + count, errors[0].remedy)
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder.path)
+    except Exception as error:  # the library has no class of its own for this
+        detail = f"its tokenizer.json cannot be read: {error}."
+        raise ConfigError([Problem("/teacher/model", detail, "Save the model again.")]) from None
+    return tokenizer
 
 
-def _sample(source: str, field: str, config: JobConfig) -> Iterator[FoundDocument]:
-    """Yield the first rows, rows 256, 512, ... and the last of what can be read in a second."""
-    until = time.monotonic() + _SECONDS
-    last = None
-    for number, found in enumerate(find_documents((source,), field, config.data), 1):
-        last = found
-        if number <= _FIRST or number & (number - 1) == 0:
-            yield found
-            last = None
-        if time.monotonic() > until:
-            yield from _read_last(Path(source), config)
-            return
-    if last is not None:
-        yield last
+@dataclass(frozen=True)
+class _Look:
+    """Reads the beginning of a source; ``seen`` counts its tokens."""
+
+    root: Path
+    field: str
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    notes: TextNotes
+    show: Show
+    seen: _Seen
+
+    def find_problems(self, pointer: str, source: str) -> Iterator[Problem]:
+        """Find the rows that are refused; the first is named, and the others counted."""
+        saved = is_saved_dataset(self.root / source)
+        files = [self.root / source] if saved else find_files(source, self.root, self.field).files
+        errors = list[PotstillError]()
+        rows = shown = 0
+        until = time.monotonic() + _SECONDS
+        try:
+            for number, file in enumerate(files):
+                kind = "dataset" if saved else choose_format(file, self.data)
+                if kind == "parquet" and self.data.format not in COLUMNS:
+                    self._note_nulls(number, file)
+                if kind != "text":
+                    list(islice(self._find((file,)), _FIRST_ROWS))
+            for found in self._sample(files, until):
+                rows += 1
+                try:
+                    for text in self._read(found, until):
+                        self.seen.tokens += len(text)
+                        if self.tokenizer is not None and shown < _SHOWN:
+                            shown += 1
+                            self.show(LearnedRow.decode(found.where, text, self.tokenizer))
+                except PotstillError as error:
+                    errors.append(error)
+        except PotstillError as error:
+            errors.append(error)
+        if errors:
+            self.seen.whole = False
+            count = f" Of {rows} rows that were looked at {len(errors)} are refused."
+            yield Problem(pointer, errors[0].detail + (count if rows else ""), errors[0].remedy)
+
+    def _find(
+        self, files: Iterable[Path], notes: TextNotes | None = None
+    ) -> Iterator[FoundDocument]:
+        """Find the documents of files; their places are named from the root of the job."""
+        named = tuple(map(str, files))
+        for found in find_documents(named, self.field, self.data, notes=notes):
+            yield found._replace(where=found.where.removeprefix(f"{self.root}/"))
+
+    def _sample(self, files: list[Path], until: float) -> Iterator[FoundDocument]:
+        """Yield the first rows, rows 256, 512, ... and the last of what can be read in time."""
+        last = None
+        for number, found in enumerate(self._find(files, self.notes), 1):
+            last = found
+            if number <= _FIRST or number & (number - 1) == 0:
+                yield found
+                last = None
+            else:
+                self.seen.whole = False
+            if time.monotonic() > until:
+                self.seen.whole = False
+                yield from _read_last(files[-1], self.data)
+                return
+        if last is not None:
+            yield last
+
+    def _read(self, found: FoundDocument, until: float) -> Iterator[Document]:
+        """Yield the texts of a document as a run learns them, as far as there is time."""
+        parts: Iterable[Document | str] = ()
+        if self.tokenizer is not None:
+            parts = self._encoder.encode_one(found)
+        elif isinstance(found.content, TextFile):
+            parts = found.content.read_chunks()
+        for part in parts:
+            if isinstance(part, Document):
+                yield part
+            if time.monotonic() > until:
+                self.seen.whole = False
+                return
+
+    @cached_property
+    def _encoder(self) -> DocumentEncoder:
+        assert self.tokenizer is not None
+        return DocumentEncoder(self.tokenizer, self.data, notes=self.notes)
+
+    def _note_nulls(self, number: int, file: Path) -> None:
+        """Note the rows without a text that a Parquet file tells of; refuse a file of little else.
+
+        ``number`` is that of the file in its source.
+        """
+        nulls, rows = count_null_texts(file, self.data)
+        if nulls > rows / 2:
+            detail = f"{file}: {nulls:,} of {rows:,} rows have no {self.data.text_column!r}."
+            raise DataError(detail, "Give them a text, or set data.text_column.")
+        if nulls:
+            end = TextPlace(number, row=rows)  # no row before it is counted again
+            self.notes.add(Notice(MISSING, nulls, str(file)), end)
 
 
-def _read_last(file: Path, config: JobConfig) -> Iterator[FoundDocument]:
+def _read_last(file: Path, data: DataConfig) -> Iterator[FoundDocument]:
     """Yield the last row of a file whose rows are lines."""
     if file.suffix.lower() != ".jsonl":
         return
@@ -166,6 +252,6 @@ def _read_last(file: Path, config: JobConfig) -> Iterator[FoundDocument]:
         line = raw.read().strip().rpartition(b"\n")[2]
     where = f"{file}: the last row"
     try:
-        yield FoundDocument(where, read_cell(json.loads(line), where, config.data))
+        yield FoundDocument(where, read_cell(json.loads(line), where, data))
     except ValueError as error:
         raise DataError(f"{where} cannot be read: {error}.", "Correct or remove it.") from error

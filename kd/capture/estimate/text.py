@@ -7,8 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +88,6 @@ class TokenCounter:
             ) from None
         return cls(max(inner.get_vocab(with_added_tokens=True).values()) + 1, inner)
 
-    @cached_property
-    def special_tokens(self) -> list[str]:
-        """The tokens with a meaning of their own, as they are written in a text."""
-        added = {} if self.inner is None else self.inner.get_added_tokens_decoder()
-        return [each.content for each in added.values() if each.special]
-
     def count(self, text: str) -> int:
         """Return the number of tokens in ``text``."""
         if self.inner is None:
@@ -142,20 +135,10 @@ class _TextSize:
     unpacked: float = 0.0
 
     def __add__(self, other: _TextSize) -> _TextSize:
-        return _TextSize(
-            self.tokens + other.tokens,
-            self.learned + other.learned,
-            self.documents + other.documents,
-            self.unpacked + other.unpacked,
-        )
+        return _TextSize(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def scale(self, factor: float) -> _TextSize:
-        return _TextSize(
-            self.tokens * factor,
-            self.learned * factor,
-            self.documents * factor,
-            self.unpacked * factor,
-        )
+        return _TextSize(*(each * factor for each in astuple(self)))
 
 
 def estimate_capture_size(config: JobConfig, root: Path, tokenizer: TokenCounter) -> CaptureSize:

@@ -120,7 +120,7 @@ def test_rows_without_text_and_special_tokens_are_noted(root: Path) -> None:
     assert look(root, note=notices.append, data=data) == []
     found = {each.what: each.count for each in notices}
     assert found["rows without text, left out"] == 1
-    assert found["special tokens in the beginning of the text, read as such"] == 1
+    assert found["end tokens in plain text, at which documents end"] == 1
     parquet.write_table(pa.Table.from_pylist([*rows[:1] * 2, *rows[1:2] * 9]), root / "a.parquet")
     (problem,) = look(root, data=data)
     assert "9 of 11 rows have no 'text'" in problem.detail

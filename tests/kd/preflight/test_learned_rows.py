@@ -81,7 +81,7 @@ def test_the_last_row_of_a_file_that_is_long_to_read_is_looked_at(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learned_rows, "_SECONDS", 0.0)
-    lines = [make_row(n) for n in range(90)]
+    lines = [make_row(n) for n in range(150)]
     assert look(root, lines)[0] == []
     train, _ = look(root, [*lines, '{"messages": 3}'])[0]
     assert "a.jsonl: the last row: 'messages' must be a list" in train.detail
@@ -111,6 +111,6 @@ def test_looking_at_rows_imports_no_torch(root: Path) -> None:
 
 
 def test_a_job_of_whole_texts_has_no_rows_to_show(root: Path) -> None:
-    (root / "a.txt").write_text("It was a dark night.")
+    (root / "a.txt").write_text("It was a dark night. " * 1000)
     job = {"teacher": {"model": "teacher"}, "data": {"train": "a.txt"}, "kind": "precompute"}
     assert list(find_row_problems(parse_config(job), root, ignore_notice, pytest.fail)) == []
