@@ -61,9 +61,7 @@ class Confinement:
         """
         kind, name = find_own_objects(url, self.store)
         if kind:
-            return (kind == "runs" and self.may_read_run(name)) or (
-                kind == "caches" and self.may_read_cache(name)
-            )
+            return self._grants(kind, name)
         roots = (self.store, *self.stores, *(each.name for each in self.models or ()))
         return any(
             is_below(url, root)
@@ -81,7 +79,8 @@ class Confinement:
         # A root may contain the data folder: that does not open the folders of other owners.
         if real.is_relative_to(self.home):
             inner = [root for root in roots if root != self.home and root.is_relative_to(self.home)]
-            return self._grants(real) or _is_in_plain_sight(real, inner)
+            own = _find_own_folder(real, self.home)
+            return self._grants(*own) or _is_in_plain_sight(real, inner)
         return _is_in_plain_sight(real, roots)
 
     def find_first_outside(self, files: Iterable[Path]) -> Path | None:
@@ -107,10 +106,9 @@ class Confinement:
     def is_owned(self, path: Path) -> bool:
         """Whether ``path`` is in a run folder or a cache that the job's owner may read."""
         real = resolve_links(path)
-        return real is not None and self._grants(real)
+        return real is not None and self._grants(*_find_own_folder(real, self.home))
 
-    def _grants(self, real: Path) -> bool:
-        kind, name = _find_own_folder(real, self.home)
+    def _grants(self, kind: str, name: str) -> bool:
         return (kind == "runs" and self.may_read_run(name)) or (
             kind == "caches" and self.may_read_cache(name)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from cache.manifest import CacheIdentity, list_differences
 from kd.addresses import HUB_ID
 from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_read_buckets
 from kd.capture.codec_identity import make_codec_identity
+from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
 from kd.files import find_caches, find_existing, measure_free_bytes
@@ -25,12 +26,12 @@ from kd.models.folder import (
     locate_model,
 )
 from kd.preflight.confinement import describe_missing_cache
+from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.progress import Notice, ignore_notice
 from kd.text.files import (
-    SUFFIXES,
     FoundFiles,
+    choose_format,
     find_files,
-    find_suffix,
     is_saved_dataset,
     list_stored_texts,
 )
@@ -101,11 +102,8 @@ def _check_contexts(config: JobConfig, root: Path) -> Iterator[Problem]:
     if config.cache.fingerprint is not None:
         return
     named = [config.teacher.model] if config.teacher is not None and config.runs_teacher else []
-    named += (
-        [config.student.model]
-        if config.student is not None and config.student.model is not None
-        else []
-    )
+    if config.student is not None and config.student.model is not None:
+        named.append(config.student.model)
     for model in named:
         context = _read_context(locate_model(model, root))
         if context is not None and config.data.sequence_length > context:
@@ -166,12 +164,13 @@ def describe_missing_tokenizer(pointer: str, name: str) -> Problem:
 def _check_model(
     pointer: str, model: str, root: Path, gguf_file: str | None = None
 ) -> Iterator[Problem]:
-    if is_stored_name(model):
-        yield from _check_stored_model(pointer, model, gguf_file)
-        return
     folder = root / model
-    found = ModelFolder(folder)
-    if folder.is_file():
+    if is_stored_name(model):
+        found = list(_check_stored(pointer, model))
+        yield from found
+        if not found and may_read_buckets():
+            yield from _check_names(pointer, model, root, list_stored(model).objects, gguf_file)
+    elif folder.is_file():
         yield Problem(
             pointer,
             f"{model!r} is a file.",
@@ -191,21 +190,30 @@ def _check_model(
                 "it.",
                 _explain_root(root),
             )
+    else:
+        names = [path.name for path in folder.iterdir()]
+        if gguf_file is not None and (folder / gguf_file).is_file():
+            names.append(gguf_file)
+        yield from _check_names(pointer, model, root, names, gguf_file)
+
+
+def _check_names(
+    pointer: str, model: str, root: Path, names: Collection[str], gguf_file: str | None
+) -> Iterator[Problem]:
+    """Find what the files of a model lack, by their ``names``, and a model that cannot be used."""
+    ggufs = sorted(name for name in names if name.endswith(".gguf"))
+    suggested = _suggest_gguf(pointer, ggufs)
+    found = ModelFolder(locate_model(model, root))
+    if gguf_file is not None and gguf_file not in names:
+        there = f"There are: {', '.join(ggufs)}." if ggufs else "There is no *.gguf in it."
+        yield Problem("/teacher/gguf_file", f"{model}/{gguf_file} does not exist.", there)
     elif gguf_file is not None:
-        if not (folder / gguf_file).is_file():
-            yield Problem(
-                "/teacher/gguf_file",
-                f"{folder / gguf_file} does not exist.",
-                f"There are: {', '.join(found.gguf_files)}."
-                if found.gguf_files
-                else "There is no *.gguf in it.",
-            )
         yield from _refuse("/teacher/gguf_file", partial(found.require_no_pointer, gguf_file))
-    elif not found.has_config:
-        remedy = _suggest_gguf(pointer, found) or "Give the folder of a Hugging Face model."
+    elif "config.json" not in names:
+        remedy = suggested or "Give the folder of a Hugging Face model."
         yield Problem(pointer, f"{model!r} holds no config.json.", remedy)
-    elif not found.weight_files:
-        remedy = _suggest_gguf(pointer, found) or "Convert its weights to safetensors."
+    elif not any("/" not in name and name.endswith(".safetensors") for name in names):
+        remedy = suggested or "Convert its weights to safetensors."
         yield Problem(pointer, f"{model!r} holds no *.safetensors weights.", remedy)
     else:
         yield from _refuse(pointer, found.require_no_pointer)
@@ -221,32 +229,6 @@ def _check_stored(pointer: str, url: str) -> Iterator[Problem]:
             yield Problem(pointer, *describe_nothing(url))
     except (StoreError, DataError) as error:
         yield Problem(pointer, error.detail, error.remedy)
-
-
-def _check_stored_model(pointer: str, url: str, gguf_file: str | None) -> Iterator[Problem]:
-    """Find that no model lies at the URL of a bucket; its small files are downloaded."""
-    found = list(_check_stored(pointer, url))
-    yield from found
-    if found or not may_read_buckets():
-        return
-    names = list_stored(url).objects
-    if gguf_file is not None:
-        if gguf_file not in names:
-            there = ", ".join(sorted(name for name in names if name.endswith(".gguf")))
-            yield Problem(
-                "/teacher/gguf_file",
-                f"{url}/{gguf_file} does not exist.",
-                f"There are: {there}." if there else "There is no *.gguf in it.",
-            )
-    elif "config.json" not in names:
-        remedy = "Give the folder of a Hugging Face model."
-        yield Problem(pointer, f"{url!r} holds no config.json.", remedy)
-    elif not any("/" not in name and name.endswith(".safetensors") for name in names):
-        remedy = "Convert its weights to safetensors."
-        yield Problem(pointer, f"{url!r} holds no *.safetensors weights.", remedy)
-    else:
-        folder = ModelFolder(locate_model(url, Path()))
-        yield from _ask(pointer, folder, ModelFolder.require_decoder)
 
 
 def _ask(
@@ -271,9 +253,8 @@ def find_unreadable_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
         yield from _ask("/teacher/model", folder, ModelFolder.require_readable_weights)
 
 
-def _suggest_gguf(pointer: str, folder: ModelFolder) -> str:
+def _suggest_gguf(pointer: str, names: list[str]) -> str:
     """Return the remedy for a folder that holds only GGUF files; empty where it holds none."""
-    names = folder.gguf_files
     if names and pointer == "/student/model":
         return (
             "A student must be the folder of a Hugging Face model with safetensors: GGUF is for "
@@ -299,20 +280,26 @@ def find_cache_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     name = config.cache.fingerprint
     if name is None or not config.needs_cache:
         return
+    identity = yield from _read_identity(config, home, name, "fingerprint")
+    if identity is not None and config.train is not None:
+        yield from config.loss.list_unserved(identity.codec.profile, identity.codec.temperatures)
+
+
+def _read_identity(
+    config: JobConfig, home: Path, name: str, field: str
+) -> Generator[Problem, None, CacheIdentity | None]:
+    """Return the identity of the cache ``name``; find that it cannot be read."""
     folder = find_caches(home, config.cache.store) / name
     # Only now, because it imports zarr.
     from cache.store import has_manifest, read_manifest
 
     try:
-        if not has_manifest(folder):
-            yield describe_missing_cache(name, home)
-            return
-        codec = read_manifest(folder).identity.codec
+        if has_manifest(folder):
+            return read_manifest(folder).identity
+        yield describe_missing_cache(name, home, field)
     except CacheError as error:
-        yield Problem("/cache/fingerprint", error.detail, error.remedy)
-        return
-    if config.train is not None:
-        yield from config.loss.list_unserved(codec.profile, codec.temperatures)
+        yield Problem(f"/cache/{field}", error.detail, error.remedy)
+    return None
 
 
 def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
@@ -323,16 +310,8 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     name = config.cache.extends
     if name is None or "precompute" not in config.stages:
         return
-    folder = find_caches(home, config.cache.store) / name
-    from cache.store import has_manifest, read_manifest
-
-    try:
-        if not has_manifest(folder):
-            yield describe_missing_cache(name, home, "extends")
-            return
-        known = read_manifest(folder).identity
-    except CacheError as error:
-        yield Problem("/cache/extends", error.detail, error.remedy)
+    known = yield from _read_identity(config, home, name, "extends")
+    if known is None:
         return
     for difference in _list_setting_differences(config, known):
         detail = f"the cache {name} has another setting: {difference}."
@@ -362,68 +341,50 @@ def find_text_problems(
 
     ``note`` receives what a folder or a pattern leaves out.
     """
-    for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
-        looked_at = set[str]()
-        for number, source in enumerate(sources):
-            # A path that comes again, so that its text is read again, is looked at once.
-            if isinstance(source, str) and source not in looked_at:
-                looked_at.add(source)
-                pointer = f"/data/{field}/{number}"
-                check = _check_source(pointer, source, root, config.data.format, note)
-                yield from guard_access(pointer, check)
+    looked_at = set[tuple[str, str]]()
+    for each in list_named_resources(config):
+        field = each.pointer.split("/")[2]
+        # A path that comes again, so that its text is read again, is looked at once.
+        if each.kind == "text" and (field, each.name) not in looked_at:
+            looked_at.add((field, each.name))
+            check = _check_source(each, field, root, config.data, note)
+            yield from guard_access(each.pointer, check)
 
 
 def _check_source(
-    pointer: str, source: str, root: Path, format: str, note: Callable[[Notice], None]
+    each: NamedResource, field: str, root: Path, data: DataConfig, note: Callable[[Notice], None]
 ) -> Iterator[Problem]:
-    if is_stored_name(source):
-        yield from _check_stored_text(pointer, source, format, note)
+    """Find what is wrong with a source by names and sizes; no text of a bucket is downloaded."""
+    if is_stored_name(each.name):
+        missing = list(_check_stored(each.pointer, each.name))
+        yield from missing
+        if missing or not may_read_buckets():
+            return
+        names, left_out = list_stored_texts(each.name, field)
+        found = FoundFiles(list(map(Path, names)), left_out)
+        objects = list_stored(each.name).objects
+        has_text = any(objects[name].bytes for name in names)
+    elif is_saved_dataset(root / each.name):
         return
-    if is_saved_dataset(root / source):
-        return
-    found = find_files(source, root, pointer.split("/")[2])
-    files = found.files
-    if not files:
-        refused = found.refuse_nothing(f"no file matches {source!r}.")
-        yield Problem(pointer, refused.detail, _explain_root(root))
-        return
+    else:
+        found = find_files(each.name, root, field)
+        if not found.files:
+            refused = found.refuse_nothing(f"no file matches {each.name!r}.")
+            yield Problem(each.pointer, refused.detail, _explain_root(root))
+            return
+        # One file with text is enough: a folder may hold empty ones.
+        has_text = any(map(_has_text, found.files))
+        for file in found.files:
+            if not os.access(file, os.R_OK):
+                detail = f"{file.name!r} cannot be read."
+                yield Problem(each.pointer, detail, "Check its mode and owner.")
     for notice in found.list_notices():
         note(notice)
-    # One file with text is enough: a folder may hold empty ones.
-    if not any(map(_has_text, files)):
-        yield Problem(pointer, f"{source!r} holds no text.", "Give a file with text in it.")
-    strange = [file.name for file in files if find_suffix(file) not in SUFFIXES]
-    if format == "auto" and strange:
-        yield Problem(
-            pointer,
-            f"cannot tell the format of {strange[0]!r} from its suffix.",
-            f"Use {', '.join(SUFFIXES)}, or set data.format.",
-        )
-    for file in files:
-        if not os.access(file, os.R_OK):
-            yield Problem(pointer, f"{file.name!r} cannot be read.", "Check its mode and owner.")
-
-
-def _check_stored_text(
-    pointer: str, url: str, format: str, note: Callable[[Notice], None]
-) -> Iterator[Problem]:
-    """Find that no text lies at the URL of a bucket; no text is downloaded."""
-    found = list(_check_stored(pointer, url))
-    yield from found
-    if found or not may_read_buckets():
-        return
-    names, left_out = list_stored_texts(url, pointer.split("/")[2])
-    for notice in FoundFiles(left_out=left_out).list_notices():
-        note(notice)
-    if not any(list_stored(url).objects[name].bytes for name in names):
-        yield Problem(pointer, f"{url!r} holds no text.", "Give a file with text in it.")
-    strange = [name for name in names if find_suffix(Path(name)) not in SUFFIXES]
-    if format == "auto" and strange:
-        yield Problem(
-            pointer,
-            f"cannot tell the format of {strange[0]!r} from its suffix.",
-            f"Use {', '.join(SUFFIXES)}, or set data.format.",
-        )
+    if not has_text:
+        detail = f"{each.name!r} holds no text."
+        yield Problem(each.pointer, detail, "Give a file with text in it.")
+    for file in found.files:
+        choose_format(file, data)
 
 
 def _has_text(path: Path) -> bool:
