@@ -33,7 +33,7 @@ import numpy as np
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_dict_rows
 from kd.exchange.prompt_logprobs import parse_token_id
-from kd.exchange.rows import Row, mark_one_document, pad_records, require_token_id, score_tokens
+from kd.exchange.rows import Row, pad_records, require_token_id, score_tokens
 
 #: Tokens that a template may write after an answer.
 _AFTER = 64
@@ -117,7 +117,8 @@ def _find_place(where: str, tokens: list[int], items: list[Pairs]) -> int:
     expected = np.exp(logprobs) * np.where(np.isfinite(logprobs), logprobs, 0.0)
     last = len(tokens) - len(items) + 1
     places = range(max(1, last - _AFTER), last + 1)
-    scores, hits = [], []
+    scores = []
+    hits = []
     for place in places:
         own = np.asarray(tokens[place : place + len(items)], np.int64)
         there = np.isfinite(logprobs[: len(own)])
@@ -150,22 +151,14 @@ def _make_row(
             "The lists belong to the last tokens: there must not be more of them than tokens.",
         )
     if before > 1:
-        before, ahead = _find_place(where, tokens, items), False
+        before = _find_place(where, tokens, items)
+        ahead = False
     places = [
         before + number
         for number, (ids, _) in enumerate(items)
         if ids and _is_target(before + number + ahead, labels)
     ]
-    ids, logprobs = pad_records([items[place - before] for place in places])
+    records = [items[place - before] for place in places]
     # A record of position t is about token t + 1.
     positions = np.array(places, np.int64) - (not ahead)
-    gold = np.full(len(places), np.nan)
-    return Row(
-        where,
-        np.asarray(tokens, np.int64),
-        mark_one_document(len(tokens)),
-        positions,
-        ids,
-        logprobs,
-        gold,
-    )
+    return Row.of(where, tokens, positions, records, np.full(len(places), np.nan))

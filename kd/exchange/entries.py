@@ -27,6 +27,7 @@ from cache.records import Records, Sequences, compute_offsets
 from cache.store import Cache
 from kd.capture.log_mass import log_sum_exp
 from kd.errors import DataError
+from kd.exchange.rows import pad_entries
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Targets
@@ -72,11 +73,8 @@ class EntryTable:
         rows = np.repeat(np.arange(len(self.counts)), self.counts)[kept]
         order = np.lexsort((-self.logprobs[kept], rows))
         counts = np.bincount(rows, minlength=len(self.counts))
-        there = np.arange(max(k, counts.max(initial=0))) < counts[:, None]
-        ids = np.zeros(there.shape, np.int64)
-        ids[there] = self.ids[kept][order]
-        logprobs = np.full(there.shape, -np.inf)
-        logprobs[there] = self.logprobs[kept][order]
+        entries = (self.ids[kept][order], self.logprobs[kept][order])
+        ids, logprobs = pad_entries(counts, *entries, least=k)
         return ids[:, :k], logprobs[:, :k]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,23 +31,6 @@ from kd.progress import SILENT, Monitor, ProgressMeter
 
 #: Sequences in one file.
 FILE_SEQUENCES = 2048
-
-
-class ExportLayout(Protocol):
-    """The format of another tool: it turns sequences and their entries into rows."""
-
-    @property
-    def schema(self) -> Any:
-        """The ``pyarrow.Schema`` of its rows."""
-        ...
-
-    def make_table(self, sequences: Sequences, records: Records, entries: EntryTable) -> Any:
-        """Return a ``pyarrow.Table`` of sequences, their records as stored, and their entries."""
-        ...
-
-    def finish(self, folder: Path) -> dict[str, Any]:
-        """Write the files beside the rows; return fields for the summary."""
-        ...
 
 
 def export_records(
@@ -333,3 +316,7 @@ def _find_documents(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np
             "Export Parquet instead.",
         )
     return lengths[wanted], sequences.tokens.reshape(-1)[np.repeat(wanted, lengths)]
+
+
+#: The format of another tool: it turns sequences and their entries into rows.
+ExportLayout = PlainLayout | DistillKitLayout

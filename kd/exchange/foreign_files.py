@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ from typing import Any
 from cache.disk import hash_file
 from kd.errors import DataError
 from kd.text.files import SAVED_SPLIT, SAVED_SPLITS, list_all_files
+from kd.text.reading.contents import name_rows, read_json_rows
+from kd.text.rows import require_object
 
 #: Rows of a file of Parquet or Arrow in memory at once.
 BATCH_ROWS = 16
@@ -66,33 +66,12 @@ def hash_content(files: Sequence[Path]) -> str:
     return hashlib.sha256("".join(hash_file(file) for file in files).encode()).hexdigest()
 
 
-def read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the content of each row of a file with one JSON object per line.
-
-    Reads .gz too.
-    """
-    number = 0
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8-sig")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8-sig") as file
-        ):
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}: row {number}", _require_object(json.loads(line), path, number)
-    except (ValueError, OSError, EOFError) as error:  # JSON, UTF-8, gzip
-        detail = f"{path}: row {number} cannot be read: {type(error).__name__}: {error}"
-        raise DataError(detail, "Write one JSON object per line, as UTF-8.") from error
-
-
-def _require_object(value: Any, path: Path, number: int) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{path}: row {number} is not a JSON object: {str(value)[:40]}.",
-            "Write one object per line.",
-        )
-    return value
+def read_named_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the content of each row of a file of JSON, which may be compressed."""
+    rows = name_rows(read_json_rows(path), str(path), "Write one JSON object per line, as UTF-8.")
+    for number, row in enumerate(rows, 1):
+        place = f"{path}: row {number}"
+        yield place, require_object(row, place)
 
 
 def read_table_batches(
@@ -169,7 +148,7 @@ def read_dict_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     For formats with deeply nested lists.
     """
     if not path.name.endswith((".parquet", ARROW)):
-        yield from read_json_rows(path)
+        yield from read_named_rows(path)
         return
     for first, batch in read_table_batches(path):
         for number, row in enumerate(batch.to_pylist(), first):

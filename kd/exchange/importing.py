@@ -53,6 +53,8 @@ from kd.models.tokenizers import (
 )
 from kd.models.vocabulary import choose_folder_vocabulary
 from kd.progress import SILENT, Monitor, ProgressMeter
+from kd.text.corpus import count_held_out
+from kd.text.tokens import choose_pad_id
 
 FORMATS = ("distillkit", "vllm", "axolotl", "parquet")
 _SUFFIXES = {
@@ -313,11 +315,7 @@ class ImportStatistics:
         self.excerpt = self.excerpt or row.tokens[:256].tolist()
 
     def _hold_out(self, request: ImportRequest) -> None:
-        count = (
-            max(1, round(self.train * request.validation_fraction))
-            if request.validation_fraction > 0
-            else 0
-        )
+        count = count_held_out(self.train, request.validation_fraction)
         self.train -= count
         self.held_out += count
         if self.train < 1:
@@ -367,10 +365,8 @@ def _pad_row(row: Row, length: int, tokenizer: PreTrainedTokenizerBase) -> Seque
     rest = length - len(row.tokens)
     target = np.zeros(length, bool)
     target[row.positions] = True
-    padding = next(
-        (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0
-    )
-    tokens = np.concatenate([row.tokens, np.full(rest, padding)]).astype(np.uint32)
+    padding = np.full(rest, choose_pad_id(tokenizer))
+    tokens = np.concatenate([row.tokens, padding]).astype(np.uint32)
     start = np.concatenate([row.document_start, np.arange(rest) == 0])
     return Sequences(tokens[None], start[None], target[None])
 

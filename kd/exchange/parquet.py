@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_table_batches
-from kd.exchange.rows import Row, mark_one_document
+from kd.exchange.rows import Row, mark_one_document, pad_entries
 
 NEEDED = ("input_ids", "ids")
 OPTIONAL = (
@@ -78,12 +78,7 @@ def _read_row(batch: Any, index: int, where: str) -> Row:
             "Give a list for each token, or one fewer, "
             "and as many log-probabilities as ids in each.",
         )
-    # Lists of unequal length become one array; ``there`` marks the places of real entries.
-    there = np.arange(counts.max(initial=1)) < counts[:, None]
-    ids = np.zeros(there.shape, np.int64)
-    ids[there] = flat_ids
-    logprobs = np.full(there.shape, -np.inf)
-    logprobs[there] = flat_logprobs
+    ids, logprobs = pad_entries(counts, flat_ids, flat_logprobs)
     starts = _read_per_position(batch, "document_start", index, where, len(tokens))
     start = mark_one_document(len(tokens)) | (
         False if starts is None else np.nan_to_num(starts) != 0

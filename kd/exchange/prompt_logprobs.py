@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from kd.errors import DataError
-from kd.exchange.foreign_files import read_json_rows
-from kd.exchange.rows import Row, mark_one_document, pad_records, require_token_id
+from kd.exchange.foreign_files import read_named_rows
+from kd.exchange.rows import Row, require_token_id
 
 _TOKENS = ("prompt_token_ids", "input_ids")
 _ASK = "Ask the server for prompt_logprobs and return_token_ids."
@@ -42,7 +42,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
     Raises ``DataError`` with the line.
     """
-    for where, answer in read_json_rows(path):
+    for where, answer in read_named_rows(path):
         for number, choice in enumerate(_find_choices(answer, where)):
             yield _read_choice(
                 {**answer, **choice}, f"{where}, choice {number}" if number else where
@@ -173,19 +173,10 @@ def make_row(where: str, tokens: Sequence[int], items: Sequence[TokenLogprobs | 
             detail = f"{where}, token {place}: id {token} is not among its own log-probabilities."
             raise DataError(detail, "The log-probabilities belong to another text, or are shifted.")
         records.append(_take_most_probable(item, k))
-    ids, logprobs = pad_records(records)
     gold = np.array(
         [item[token] for token, item in zip(tokens[1:], items[1:], strict=True) if item], np.float64
     )
-    return Row(
-        where,
-        np.asarray(tokens, np.int64),
-        mark_one_document(len(tokens)),
-        np.arange(len(gold)),
-        ids,
-        logprobs,
-        gold,
-    )
+    return Row.of(where, tokens, np.arange(len(gold)), records, gold)
 
 
 def _take_most_probable(item: TokenLogprobs, k: int) -> tuple[list[int], list[float]]:

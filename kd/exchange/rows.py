@@ -74,14 +74,29 @@ class Row:
     entropy: NDArray[Any] | None = None
     kept: tuple[int, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        where: str,
+        tokens: Sequence[int],
+        positions: NDArray[Any],
+        records: Sequence[tuple[Sequence[int], Sequence[float]]],
+        gold: NDArray[Any],
+    ) -> Row:
+        """Make the row of one document from the ids and log-probabilities of each record."""
+        start = mark_one_document(len(tokens))
+        return cls(
+            where, np.asarray(tokens, np.int64), start, positions, *pad_records(records), gold
+        )
+
     def keep(self, mask: NDArray[np.bool_]) -> Row:
         """Return the row with only the records where ``mask`` (N,) is true."""
-        residual = None if self.residual is None else self.residual[mask]
-        records = (each[mask] for each in (self.positions, self.ids, self.logprobs, self.gold))
-        positions, ids, logprobs, gold = records
-        entropy = None if self.entropy is None else self.entropy[mask]
-        kept = replace(self, positions=positions, ids=ids, logprobs=logprobs, gold=gold)
-        return replace(kept, residual=residual, entropy=entropy)
+        names = ("positions", "ids", "logprobs", "gold", "residual", "entropy")
+        columns = {name: getattr(self, name) for name in names}
+        kept: dict[str, Any] = {
+            name: None if column is None else column[mask] for name, column in columns.items()
+        }
+        return replace(self, **kept)
 
     def refuse(self, place: Any, what: str, remedy: str) -> DataError:
         """Return the error for the record with index ``place``."""
@@ -118,11 +133,21 @@ def pad_records(
     -inf where there is no entry.
     """
     counts = np.array([len(ids) for ids, _ in records], np.int64)
-    there = np.arange(counts.max(initial=1)) < counts[:, None]
+    ids = [each for entry, _ in records for each in entry]
+    return pad_entries(counts, ids, [each for _, entry in records for each in entry])
+
+
+def pad_entries(
+    counts: NDArray[np.int64], flat_ids: Any, flat_logprobs: Any, least: int = 1
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the entries of records, of which each has ``counts``, as (N, K); K is ``least`` or
+    more.
+    """
+    there = np.arange(counts.max(initial=least)) < counts[:, None]
     ids = np.zeros(there.shape, np.int64)
-    ids[there] = [each for entry, _ in records for each in entry]
+    ids[there] = flat_ids
     logprobs = np.full(there.shape, -np.inf)
-    logprobs[there] = [each for _, entry in records for each in entry]
+    logprobs[there] = flat_logprobs
     return ids, logprobs
 
 

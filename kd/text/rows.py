@@ -24,24 +24,19 @@ from kd.errors import DataError
 from kd.text.chat.calls import read_calls, read_tools
 from kd.text.chat.chat import REASONING, Chat, Completion
 
+#: The names in ShareGPT files for messages whose value is the JSON text of calls of tools.
+_CALLS = ("function_call", "tool_call")
 #: The roles of messages by the names that ShareGPT files have for them.
 SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
+    name: role
+    for role, names in {
+        "system": ("system",),
+        "user": ("human", "user"),
+        "assistant": ("gpt", "chatgpt", "assistant", "model", *_CALLS),
+        "tool": ("tool", "observation", "function_response", "tool_response"),
+    }.items()
+    for name in names
 }
-#: Those of them whose value is the JSON text of calls of tools.
-_CALLS = frozenset({"function_call", "tool_call"})
 #: The columns that show what a row holds, by the format that reads it.
 COLUMNS = {
     "messages": ("messages",),
@@ -54,17 +49,9 @@ _BESIDES = frozenset({"system", "tools", "functions", "input", "history"})
 #: The keys of a message that say whether it is learned, and other keys that are read.
 _WEIGHTS = ("weight", "train", "loss")
 _KEYS = frozenset(
-    {
-        "role",
-        "content",
-        "tool_calls",
-        "function_call",
-        "tool_call_id",
-        "name",
-        *_WEIGHTS,
-        *REASONING,
-    }
-)
+    ["role", "content", "tool_calls", "function_call", "tool_call_id", "name", *_WEIGHTS,
+     *REASONING]
+)  # fmt: skip
 #: Columns, and keys of messages, that others read as a change of what is learned.
 _TELLING = frozenset(
     {"system_prompt", "system_message", "chat_template_kwargs", "train_detail", "loss_mask",
@@ -191,14 +178,19 @@ def _drop_nulls(value: Any) -> Any:
 
 def read_cell(cells: Any, place: str, config: DataConfig) -> str | Chat | Completion:
     """Return the document in a row; raises ``DataError`` where it is not of the job's format."""
+    row = TextRow(require_object(cells, place), place, config.format)
+    reader = _READERS.get(config.format)
+    return row.read_text(config.text_column) if reader is None else reader(row)
+
+
+def require_object(cells: Any, place: str) -> dict[str, Any]:
+    """Return the cells of a row; raise ``DataError`` where it is no object."""
     if not isinstance(cells, dict):
         raise DataError(
             f"{place} is not a JSON object: {str(cells)[:40]}.",
             "Give one object with named columns per row.",
         )
-    row = TextRow(cells, place, config.format)
-    reader = _READERS.get(config.format)
-    return row.read_text(config.text_column) if reader is None else reader(row)
+    return cells
 
 
 # ---------------------------------------------------------------------- formats

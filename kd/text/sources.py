@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.progress import Notice
 from kd.text.files import choose_format, find_files, is_saved_dataset
-from kd.text.reading.contents import BROKEN, TextFile, explain_broken, open_rows
+from kd.text.reading.contents import TextFile, ignore_count, name_rows, open_rows
 from kd.text.reading.notes import TextNotes
 from kd.text.rows import RowWithoutText, drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
@@ -23,10 +22,6 @@ from kd.text.stored.places import BEGINNING, TextPlace
 MISSING = "rows without text, left out"
 _BLANK = "rows of white space alone, left out"
 _MANY_MISSING = 100
-
-
-def _ignore(count: int) -> None:
-    """Drop the count: nobody shows the progress."""
 
 
 class FoundDocument(NamedTuple):
@@ -51,7 +46,7 @@ def find_documents(
     sources: Iterable[str | DatasetSpec],
     field: str,
     config: DataConfig,
-    note: Callable[[int], None] = _ignore,
+    note: Callable[[int], None] = ignore_count,
     start: TextPlace = BEGINNING,
     notes: TextNotes | None = None,
 ) -> Iterator[FoundDocument]:
@@ -199,9 +194,13 @@ def _read_cells(
 
     Rows without text are left out. Raises ``DataError`` where there are more of them than others.
     """
-    missing, found = 0, start.row
+    missing = 0
+    found = start.row
     first: RowWithoutText | None = None
-    for number, row in enumerate(_read_rows(rows, where, config)):
+    remedy = "Correct or remove it."
+    if config.format not in ("auto", "parquet"):
+        remedy += f" data.format {config.format} reads JSON Lines or Parquet."
+    for number, row in enumerate(name_rows(rows, where, remedy)):
         if number < start.row:
             continue
         place = start if number == start.row else TextPlace(start.source, start.file, number)
@@ -222,26 +221,3 @@ def _read_cells(
         yield FoundDocument(named, content, place)
     if first is not None and not found:
         raise first
-
-
-def _read_rows(
-    rows: Iterable[dict[str, Any]], where: str, config: DataConfig
-) -> Iterator[dict[str, Any]]:
-    """Pass ``rows`` on; raise ``DataError`` that names the first which cannot be read."""
-    iterator = iter(rows)
-    for number in itertools.count(1):
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except DataError:
-            raise
-        except BROKEN as error:
-            raise explain_broken(Path(where), f"{where}: row {number}", error) from error
-        except Exception as error:  # json and pyarrow raise classes of their own
-            detail = f"{where}: row {number} cannot be read: {type(error).__name__}: {error}"
-            remedy = "Correct or remove it."
-            if config.format not in ("auto", "parquet"):
-                remedy += f" data.format {config.format} reads JSON Lines or Parquet."
-            raise DataError(detail, remedy) from error
-        yield row

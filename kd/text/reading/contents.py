@@ -26,8 +26,8 @@ _CHUNK = 2**18
 _SPACE = re.compile(r"[ \t\n\r]*")
 #: Characters of the longest name of a value in JSON, and of an escape.
 _LONGEST_LITERAL = 16
-#: A text holds fewer of these characters than one in so many.
-_NUL, _NUL_SHARE = "\0", 100
+#: A text holds fewer zero bytes than one in so many characters.
+_NUL_SHARE = 100
 #: How files of other kinds begin, and what each is called.
 _KINDS = {
     b"\x1f\x8b": "gzip",
@@ -42,7 +42,7 @@ _KINDS = {
 _PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 
 
-def _ignore(count: int) -> None:
+def ignore_count(count: int) -> None:
     """Drop the count: nobody shows the progress."""
 
 
@@ -54,7 +54,7 @@ class TextFile:
     """
 
     path: Path
-    note: Callable[[int], None] = _ignore
+    note: Callable[[int], None] = ignore_count
 
     def read_chunks(self) -> Iterator[str]:
         """Yield the text in order. Raises ``DataError`` where it cannot be read as UTF-8."""
@@ -63,7 +63,7 @@ class TextFile:
             with self.path.open("rb") as raw, _decode(self.path, raw) as file:
                 noted = 0
                 while chunk := file.read(_CHUNK):
-                    if chunk.count(_NUL) * _NUL_SHARE > len(chunk):
+                    if chunk.count("\0") * _NUL_SHARE > len(chunk):
                         detail = f"{self.path} is not UTF-8 text: it holds many zero bytes."
                         raise DataError(detail, "Convert it, or remove it.")
                     yield chunk
@@ -86,12 +86,14 @@ def explain_broken(path: Path, place: str, error: Exception) -> DataError:
     promised = _PACKINGS.get(find_packing(path))
     begin = _read_begin(path) if path.is_file() else b""
     kind = next((name for mark, name in _KINDS.items() if begin.startswith(mark)), "")
-    why, remedy = "", "Check that the file is whole."
+    why = ""
+    remedy = "Check that the file is whole."
     if promised and kind != promised:
         why = f"it is not {promised}, although its name ends in {path.suffix}: "
         remedy = f"Name it after what it is{kind and f', {kind}'}, or compress it."
     elif isinstance(error, EOFError) or "runcated" in str(error):
-        why, remedy = "it is cut short: ", "Copy or download it again: its end is missing."
+        why = "it is cut short: "
+        remedy = "Copy or download it again: its end is missing."
     elif "too much memory" in str(error):
         why = "its zstd window is larger than 128 MiB: "
         remedy = "Compress it again with a smaller one: zstd --long=27, or without --long."
@@ -108,16 +110,34 @@ def _read_begin(path: Path) -> bytes:
         return file.read(max(map(len, _KINDS)))
 
 
+def name_rows(rows: Iterable[dict[str, Any]], where: str, remedy: str) -> Iterator[dict[str, Any]]:
+    """Pass ``rows`` on; raise ``DataError`` that names the first which cannot be read."""
+    iterator = iter(rows)
+    for number in itertools.count(1):
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except DataError:
+            raise
+        except BROKEN as error:
+            raise explain_broken(Path(where), f"{where}: row {number}", error) from error
+        except Exception as error:  # json and pyarrow raise classes of their own
+            detail = f"{where}: row {number} cannot be read: {type(error).__name__}: {error}"
+            raise DataError(detail, remedy) from error
+        yield row
+
+
 def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
     """Open the rows of a file that is not plain text."""
     require_content(path)
     kinds = (choose_format(path, config), find_suffix(path)[1:])
     if "parquet" in kinds:
         return read_parquet_rows(path, config)
-    return _read_json_rows(path)
+    return read_json_rows(path)
 
 
-def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file that has one JSON object per line, or a JSON array of them."""
     with path.open("rb") as raw, _decode(path, raw) as file:
         # A compressed file cannot be read from its beginning again.
@@ -134,10 +154,12 @@ def _read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _read_array(file: TextIO) -> Iterator[Any]:
     """Yield the items of the JSON array in ``file``, whose [ has been read; few are in memory."""
     decode = json.JSONDecoder().raw_decode
-    held, place, begun = "", 0, False
+    held = ""
+    begun = False
     while True:
         part = file.read(max(_CHUNK, len(held)))  # a long item is tried a few times only
-        held, place = held[place:] + part, 0
+        held += part
+        place = 0
         while True:
             begin = _skip_space(held, place)
             if held.startswith("]", begin):
@@ -153,6 +175,7 @@ def _read_array(file: TextIO) -> Iterator[Any]:
             except json.JSONDecodeError as error:
                 if not part or not _may_be_cut(error, held):
                     raise
+                held = held[place:]
                 break
             begun = True
             yield row

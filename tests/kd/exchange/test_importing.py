@@ -773,7 +773,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
         text.write_text(content)
         refused("vllm", text, root, why)
     text.with_suffix(".jsonl.gz").write_bytes(b"not gzip")
-    refused("vllm", text.with_suffix(".jsonl.gz"), root, "cannot be read: BadGzipFile")
+    refused("vllm", text.with_suffix(".jsonl.gz"), root, "cannot be read: it is not gzip")
     text.write_text('{"input_ids": [1, 2]}')
     refused("axolotl", text, root, "row 1 does not have axolotl's columns: KeyError")
     text.write_text('{"input_ids": [1, 2], "target_token_ids": [[2.7]], "logprobs": [[-0.1]]}')
