@@ -192,10 +192,10 @@ def require_same_tokenizer(
     rules differ or are not known, ``texts`` of the job decide, or those that a cache holds.
     ``note`` receives what differs without an effect on them.
     """
-    found = [
-        *_describe_other_ids(tokenizer, known),
-        *_describe_other_probes(tokenizer, known.probes),
-    ]
+    found = _describe_other_ids(tokenizer, known)
+    word, _ = find_other_word(tokenizer, known.probes, cut=False)
+    if word:
+        found.append(f"It does not encode text alike: {word}.")
     if not found:
         found = _describe_other_rules(tokenizer, known, whose, texts, note)
     if found:
@@ -236,35 +236,11 @@ def _describe_other_rules(
 
 
 def _describe_other_ids(tokenizer: PreTrainedTokenizerBase, known: KnownTokenizer) -> list[str]:
-    if known.token_map is None:
-        return _describe_other_hash(tokenizer, known)
-    others = known.token_map.find_differences(make_token_map(tokenizer, known.size))
-    return [describe_differences(others)] if others else []
-
-
-def _describe_other_hash(tokenizer: PreTrainedTokenizerBase, known: KnownTokenizer) -> list[str]:
+    if known.token_map is not None:
+        others = known.token_map.find_differences(make_token_map(tokenizer, known.size))
+        return [describe_differences(others)] if others else []
     if (found := hash_tokenizer(tokenizer)) == known.sha256:
         return []
     what = f"Expected sha256 {known.sha256[:12]}, got {found[:12]}"
     why = "it was captured before caches kept their tokens, so the ids that differ are not known"
     return [f"{what}; {why}."]
-
-
-def _describe_other_probes(
-    tokenizer: PreTrainedTokenizerBase, probes: tuple[TokenizerProbe, ...]
-) -> list[str]:
-    wrong = [
-        f"{expected.text[:40]!r}{_describe_first_difference(expected.ids, found.ids)}"
-        for expected, found in zip(
-            probes, encode_probes(tokenizer, (each.text for each in probes)), strict=True
-        )
-        if found != expected
-    ]
-    return [f"It does not encode text alike: {'; '.join(wrong)}."] if wrong else []
-
-
-def _describe_first_difference(expected: tuple[int, ...], found: tuple[int, ...]) -> str:
-    both = min(len(expected), len(found))
-    place = next((place for place in range(both) if expected[place] != found[place]), both)
-    shown = (", ".join(map(str, ids[place : place + 4])) or "nothing" for ids in (expected, found))
-    return " from token {}: expected {}, got {}".format(place, *shown)

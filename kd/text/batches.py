@@ -6,7 +6,7 @@ Shapes: B sequences of a batch, L positions of a sequence, N positions with a ta
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,45 +35,36 @@ class Source(Protocol):
     @property
     def train_count(self) -> int:
         """Number of sequences to train on; their indices come first."""
-        ...
 
     @property
     def validation_count(self) -> int:
         """Number of held-out sequences."""
-        ...
 
     @property
     def shard_sequences(self) -> int:
         """Number of consecutive sequences that are read together at little more than one's cost."""
-        ...
 
     @property
     def sequence_bytes(self) -> int:
         """Bytes of memory that a decoded sequence takes on average; 0 if all are in memory."""
-        ...
 
     @property
     def identity(self) -> str:
         """A name for the content: a hash of it."""
-        ...
 
     @property
     def codec(self) -> Codec | None:
         """The codec of the records; None if there are no records."""
-        ...
 
     @property
     def disk_reads(self) -> DiskReads | None:
         """Bytes and seconds of reading from the disk so far; None if all is in memory."""
-        ...
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Return the teacher's LM head, if the records are its hidden states."""
-        ...
 
     def tail_mean(self) -> dict[str, NDArray[Any]] | None:
         """Return the mean tail of the records, as ``cache.store.Cache.tail_mean`` does."""
-        ...
 
     def read(
         self, indices: np.ndarray, draws: np.ndarray | int = 0
@@ -83,7 +74,14 @@ class Source(Protocol):
         ``draws`` selects the sample of the tail to read, for each index or for all of them, modulo
         the number of samples.
         """
-        ...
+
+
+def read_in_parts(
+    source: Source, places: range, most: int
+) -> Iterator[tuple[Sequences, Records | None]]:
+    """Yield the sequences at ``places``, which follow each other, and their records."""
+    for start in places[::most]:
+        yield source.read(np.arange(start, min(start + most, places.stop)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from cache.records import Sequences
-from kd.text.batches import Source
+from kd.text.batches import Source, read_in_parts
 
 #: Sequences that are read at once. A record of profile hidden has thousands of bytes per token.
 _SEQUENCES_AT_ONCE = 16
@@ -26,8 +26,7 @@ def count_held_out_bytes(source: Source, tokenizer: PreTrainedTokenizerBase) -> 
     first = source.train_count
     end = first + source.validation_count
     total = 0
-    for start in range(first, end, _SEQUENCES_AT_ONCE):
-        sequences, _ = source.read(np.arange(start, min(start + _SEQUENCES_AT_ONCE, end)))
+    for sequences, _ in read_in_parts(source, range(first, end), _SEQUENCES_AT_ONCE):
         total += count_target_bytes(sequences, tokenizer)
     return total
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cache.inspection import open_stored_shards
 from cache.records import Sequences
-from kd.text.batches import CachedRecords, Source
+from kd.text.batches import CachedRecords, Source, read_in_parts
 from kd.text.stored.packed import PackedText
 
 #: The most targets that are counted: the first ones of the training text.
@@ -85,7 +85,10 @@ class NGrams:
         """Compute the mean losses of unigram and bigram on the held-out text, in nats."""
         total = np.zeros(2)
         count = 0
-        for part in _read_held_out(source):
+        end = source.train_count + source.validation_count
+        # Few at once: the records are read with them, and those of profile hidden are large.
+        held_out = range(source.train_count, end)
+        for part, _ in read_in_parts(source, held_out, _RECORDS_AT_ONCE):
             total += self.score_unigram(part).sum(), self.score_bigram(part).sum()
             count += part.positions
         return (float(total[0]) / count, float(total[1]) / count) if count else None
@@ -102,25 +105,14 @@ def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:
     """Count the beginning of the training text of ``source``; None where it has no target."""
     if isinstance(source, CachedRecords):
         return NGrams.of(_read_stored_tokens(source), vocabulary)
-    return NGrams.of(_read_tokens(source), vocabulary)
+    parts = read_in_parts(source, range(source.train_count), _SEQUENCES_AT_ONCE)
+    return NGrams.of((sequences for sequences, _ in parts), vocabulary)
 
 
 def split_sequences(sequences: PackedText) -> Iterator[Sequences]:
     """Yield ``sequences`` a few at a time."""
     for start in range(0, len(sequences), _SEQUENCES_AT_ONCE):
         yield sequences.select(slice(start, start + _SEQUENCES_AT_ONCE))
-
-
-def _read_tokens(source: Source) -> Iterator[Sequences]:
-    for start in range(0, source.train_count, _SEQUENCES_AT_ONCE):
-        yield source.read(np.arange(start, min(start + _SEQUENCES_AT_ONCE, source.train_count)))[0]
-
-
-def _read_held_out(source: Source) -> Iterator[Sequences]:
-    end = source.train_count + source.validation_count
-    # Few at once: the records are read with them, and those of profile hidden are large.
-    for start in range(source.train_count, end, _RECORDS_AT_ONCE):
-        yield source.read(np.arange(start, min(start + _RECORDS_AT_ONCE, end)))[0]
 
 
 def _read_stored_tokens(source: CachedRecords) -> Iterator[Sequences]:

@@ -219,16 +219,16 @@ def _check_added_tokens(added: list[AddedToken], backend: Tokenizer) -> None:
 
 def _bar_ends(added: list[AddedToken], all_tokens: bool) -> frozenset[str]:
     """Return the last characters of added tokens that take the space after them, or of all."""
-    return frozenset().union(
-        *(_list_cases(each.content[-1:]) for each in added if each.rstrip or all_tokens)
-    )
+    return _bar(each.content[-1:] for each in added if each.rstrip or all_tokens)
 
 
 def _bar_begins(added: list[AddedToken], all_tokens: bool) -> frozenset[str]:
     """Return the first characters of added tokens that take the space before them, or of all."""
-    return frozenset().union(
-        *(_list_cases(each.content[:1]) for each in added if each.lstrip or all_tokens)
-    )
+    return _bar(each.content[:1] for each in added if each.lstrip or all_tokens)
+
+
+def _bar(characters: Iterable[str]) -> frozenset[str]:
+    return frozenset().union(*map(_list_cases, characters))
 
 
 def _list_cases(character: str) -> set[str]:

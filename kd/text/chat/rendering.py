@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,19 +22,9 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A template that writes today's date (strftime_now) would make other tokens of the same chats every
 # day, and so another cache. It gets a fixed day, the one that Llama's templates write without a
 # clock.
-_DAY = {
-    "d": "26",
-    "-d": "26",
-    "m": "07",
-    "b": "Jul",
-    "B": "July",
-    "Y": "2024",
-    "y": "24",
-    "a": "Fri",
-    "A": "Friday",
-}
-_TIME = {"H": "00", "M": "00", "S": "00"}
-_REPLACED = "".join(f" | replace('%{code}', '{text}')" for code, text in (_DAY | _TIME).items())
+_DAY = datetime.date(2024, 7, 26)
+_CODES = ("d", "-d", "m", "b", "B", "Y", "y", "a", "A", "H", "M", "S")
+_REPLACED = "".join(f" | replace('%{each}', '{_DAY.strftime(f'%{each}')}')" for each in _CODES)
 _NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
 
 

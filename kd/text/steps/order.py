@@ -8,7 +8,7 @@ Shapes: S sequences to train on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from cache.reading.arrays import MEMORY_BYTES
 from cache.records import Records, Sequences
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
-from kd.text.batches import Source
+from kd.text.batches import Source, read_in_parts
 from kd.text.packing import measure_text_lengths
 from kd.text.shuffling import EpochWindows, KeyedPermutation
 
@@ -42,7 +42,6 @@ class SequenceOrder(Protocol):
 
     def __getitem__(self, places: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Return the numbers of the sequences at ``places``."""
-        ...
 
 
 #: Returns the order of an epoch, from (the number of sequences, seed, epoch).
@@ -86,7 +85,8 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
     if options.order == "length":
         _require_listable(source, options)
         lengths = [
-            measure_text_lengths(sequences) for sequences, _ in _read_in_order(source, batch)
+            measure_text_lengths(sequences)
+            for sequences, _ in read_in_parts(source, range(source.train_count), batch)
         ]
         return functools.lru_cache(maxsize=4)(
             partial(order_by_length, np.concatenate(lengths), batch)
@@ -187,7 +187,8 @@ def compute_mean_entropies(source: Source, block: int = 8) -> NDArray[np.float64
     It is 0 for a sequence without targets. Reads ``block`` sequences at a time. Raises
     ``ConfigError`` if a sequence has targets but no entropy.
     """
-    return np.concatenate([_average_entropies(*part) for part in _read_in_order(source, block)])
+    parts = read_in_parts(source, range(source.train_count), block)
+    return np.concatenate([_average_entropies(*part) for part in parts])
 
 
 def _average_entropies(sequences: Sequences, records: Records | None) -> NDArray[np.float64]:
@@ -208,12 +209,6 @@ def _average_entropies(sequences: Sequences, records: Records | None) -> NDArray
         )
     sums = np.bincount(rows[known], codes[known] * ENTROPY_STEP, minlength=len(sequences))
     return sums / np.maximum(count, 1)
-
-
-def _read_in_order(source: Source, block: int) -> Iterator[tuple[Sequences, Records | None]]:
-    """Yield the training sequences and their records, ``block`` at a time."""
-    for start in range(0, source.train_count, block):
-        yield source.read(np.arange(start, min(start + block, source.train_count)))
 
 
 def _make_generator(seed: int, epoch: int) -> np.random.Generator:

@@ -77,17 +77,11 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
                 return
             done = StoreProgress.read(folder)
             _require_space(folder, order, done)
-            known = monitor.notices
             manifest = _write_shards(folder, order, done)
             _require_same(folder, order, inputs)
             # A complete store is not read again, so that it tells what was found in its text.
-            own = tuple(order.notes.list_notices())
-            for notice in own:
-                monitor.note(notice)
-            # Another text may have had the same notice.
-            others = (each for each in monitor.notices if each not in (*known, *own))
-            manifest = replace(manifest, notices=(*own, *others))
-            write_json(folder / MANIFEST, manifest.to_json())
+            notices = tuple(order.notes.list_notices())
+            write_json(folder / MANIFEST, replace(manifest, notices=notices).to_json())
             remove_path(folder / PROGRESS)
 
 
