@@ -183,7 +183,6 @@ class ShardRanges(Protocol):
 
     def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
         """Let workers take the ``shards`` of a capture, from now on; waits as ``take`` does."""
-        ...
 
     def take(self, waiting: Callable[[], None]) -> range | None:
         """Return the shards to capture next; an empty range where there are none now.
@@ -191,15 +190,12 @@ class ShardRanges(Protocol):
         None: nothing is left for this worker to do. ``waiting`` is called while there is no answer,
         and may raise to give up. Raises ``Interrupted`` where the capture must stop.
         """
-        ...
 
     def finish(self, shards: range, sequences: int) -> None:
         """Tell that all ``shards`` of a range are sealed, which hold ``sequences``."""
-        ...
 
     def is_finished(self, shards: range) -> bool:
         """Whether another worker was faster with a range that this one has."""
-        ...
 
 
 @dataclass

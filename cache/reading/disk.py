@@ -14,12 +14,10 @@ class FileDigest(Protocol):
     @property
     def bytes(self) -> int:
         """Bytes of the file."""
-        ...
 
     @property
     def sha256(self) -> str:
         """Hex digest of its content."""
-        ...
 
 
 class DiskReads:

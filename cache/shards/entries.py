@@ -40,15 +40,12 @@ class ShardEntries(Protocol):
 
     def __len__(self) -> int:
         """Return the number of shards."""
-        ...
 
     def __getitem__(self, number: int, /) -> ShardEntry:
         """Return the entry of shard ``number``; raises ``CacheCorrupt`` for a damaged piece."""
-        ...
 
     def __iter__(self) -> Iterator[ShardEntry]:
         """Yield all entries in order; raises ``CacheCorrupt`` for a damaged piece."""
-        ...
 
 
 @dataclass(frozen=True)

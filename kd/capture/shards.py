@@ -52,15 +52,12 @@ class RecordReader(Protocol):
 
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each micro-batch; ``first`` is the first sequence's number."""
-        ...
 
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
         """Yield (sequences read, their records) per micro-batch."""
-        ...
 
     def take_tail_sums(self) -> TailSums | None:
         """Return the sums of the tails since the last call; None where they are not known."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -43,16 +43,13 @@ class TargetChunk(Protocol):
     @property
     def entropy_N(self) -> Tensor:
         """H(p) in nats; 0 where the record lacks it, so that KL is a cross-entropy there."""
-        ...
 
     @property
     def total_N(self) -> Tensor | None:
         """The sum W of p of each position, float64; None where it is 1 at all positions."""
-        ...
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """E_p[s] of each position, float64."""
-        ...
 
     def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """Subtract ``share`` times p from ``q_NV``, in place.
@@ -60,11 +57,9 @@ class TargetChunk(Protocol):
         ``q_NV`` holds a multiple of the student's probabilities. ``share`` is a number, or (N, 1)
         in the dtype of ``q_NV``.
         """
-        ...
 
     def find_best_N(self) -> Tensor:
         """The teacher's most probable token, -1 where the record does not determine it."""
-        ...
 
 
 class TeacherTarget(Protocol):
@@ -73,11 +68,9 @@ class TeacherTarget(Protocol):
     @property
     def whole(self) -> bool:
         """Whether it has the probability of every token."""
-        ...
 
     def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> TargetChunk:
         """The target of positions ``rows``; whole distributions come in ``dtype``."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -35,35 +35,28 @@ class Stage(Protocol):
     @property
     def student(self) -> nn.Module:
         """The module with the parameters of this stage."""
-        ...
 
     @property
     def tied(self) -> tuple[Parameter, ...]:
         """The parameters that the first and the last stage both have."""
-        ...
 
     @property
     def width(self) -> int:
         """The width of the hidden states between stages."""
-        ...
 
     @property
     def given_dtype(self) -> torch.dtype:
         """The type of the hidden states that the stage receives."""
-        ...
 
     @property
     def sent_dtype(self) -> torch.dtype:
         """The type of the hidden states that the stage sends."""
-        ...
 
     def receiving(self, hidden_BLD: Tensor | None) -> AbstractContextManager[None]:
         """Let a forward pass in the block go on from ``hidden_BLD``."""
-        ...
 
     def pass_on(self, batch: Any) -> Tensor:
         """Return the hidden states of ``batch`` for the next stage."""
-        ...
 
 
 class StageLoss(nn.Module):

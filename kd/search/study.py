@@ -36,11 +36,9 @@ class Journal(Protocol):
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
         """Yield the lines from number ``log_number_from`` on."""
-        ...
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Add all lines, or none of them."""
-        ...
 
 
 def make_study(config: JobConfig, journal: Journal) -> Study:

@@ -63,27 +63,22 @@ class Spans(Protocol):
     @property
     def causal(self) -> bool:
         """Every row is one span, and its queries read all earlier keys."""
-        ...
 
     @property
     def regular(self) -> bool:
         """All spans that are not causal are sliding windows of one width."""
-        ...
 
     @property
     def window(self) -> int | None:
         """The width of the sliding windows, if there are any."""
-        ...
 
     @property
     def longest(self) -> int:
         """Positions that no span exceeds."""
-        ...
 
     @property
     def bounds_C(self) -> Tensor:
         """The first position of each span in the flattened batch, and B L."""
-        ...
 
 
 def choose_kernel(traits: AttentionTraits) -> Kernel:
