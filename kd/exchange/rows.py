@@ -330,23 +330,25 @@ class Alignment:
         on.
         """
         places = row.positions + 1
-        inner = (places + SHIFTS[0] >= 0) & (places + SHIFTS[-1] < len(row.tokens))
-        ids, logprobs, places = row.ids[inner], row.logprobs[inner], places[inner]
+        row = row.keep((places + SHIFTS[0] >= 0) & (places + SHIFTS[-1] < len(row.tokens)))
+        places = row.positions + 1
         shifted = [row.tokens[places + shift] for shift in SHIFTS]
-        scores = np.stack([score_tokens(ids, logprobs, each) for each in shifted])
-        there = np.where(np.isfinite(logprobs), ids, -1)
+        scores = np.stack([score_tokens(row.ids, row.logprobs, each) for each in shifted])
+        there = np.where(np.isfinite(row.logprobs), row.ids, -1)
         hits = np.stack([(there == each[:, None]).any(axis=1) for each in shifted])
         for first in range(0, len(places), PART):
             part = slice(first, first + PART)
             one = Alignment(
                 (scores[:, part] - scores[SHIFTS.index(0), part]).sum(axis=1),
                 hits[:, part].sum(axis=1),
-                float(np.exp(logprobs[part]).sum()),
+                float(np.exp(row.logprobs[part]).sum()),
                 len(places[part]),
             )
             one.require([f"{row.where}, position {places[first] - 1}"], remedies)
-            self.gains, self.found = self.gains + one.gains, self.found + one.found
-            self.mass, self.records = self.mass + one.mass, self.records + one.records
+            self.gains = self.gains + one.gains
+            self.found = self.found + one.found
+            self.mass += one.mass
+            self.records += one.records
 
     def require(self, names: Iterable[str], remedies: Mapping[str, str] | None = None) -> None:
         """Raise ``DataError`` if shifting the records makes the text beyond doubt more probable.

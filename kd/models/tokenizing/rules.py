@@ -180,7 +180,8 @@ def find_other_word(
             if kind != "equal" and begin >= edge and end <= len(probe.ids) - edge:
                 before = tokenizer.decode(list(probe.ids[:begin]), skip_special_tokens=not cut)
                 word = _find_word(probe.text, len(before))
-                expected, other = list(probe.ids[begin:end]), list(got[first:last])
+                expected = list(probe.ids[begin:end])
+                other = list(got[first:last])
                 return f"{word!r} becomes {other}, but expected {expected}", tokens
     return "", tokens
 

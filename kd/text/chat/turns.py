@@ -147,7 +147,8 @@ class TurnFinder:
 
     def _find_turn(self, chat: Chat, number: int, marked: bool) -> Rendered:
         """Render the chat up to answer ``number``, and find the spans of this answer."""
-        before, message = chat.take_first(number), chat.messages[number]
+        before = chat.take_first(number)
+        message = chat.messages[number]
         said = chat.take_first(number + 1)
         turn = Rendered(said, *render(said, self.tokenizer, marked=marked))
         if marked:
