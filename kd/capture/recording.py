@@ -23,13 +23,7 @@ from cache.profiles import PROFILES
 from cache.records import Records, TailSums
 from kd.capture.block_sizes import LOWEST
 from kd.capture.host_copy import HostCopy
-from kd.capture.sampling import (
-    Randomness,
-    Sampler,
-    make_sample,
-    reduce_by_row,
-    reduce_log_sum_exp,
-)
+from kd.capture.sampling import Randomness, Sampler, make_sample, reduce_by_row, reduce_log_sum_exp
 from kd.errors import ModelError
 from kd.kernels.available import can_run_kernels
 from kd.kernels.rows import make_rows

@@ -60,12 +60,7 @@ from kd.errors import OtherCapture, OutOfMemory, is_out_of_memory
 from kd.models.attention.causality import require_causal
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.folder import ModelFolder
-from kd.models.layers import (
-    compute_hidden_states,
-    find_device,
-    require_context,
-    stopping_forward,
-)
+from kd.models.layers import compute_hidden_states, find_device, require_context, stopping_forward
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import float32_products, pick_device

@@ -22,7 +22,7 @@ Report = Mapping[str, Any]
 #: Nats that a student must be better than its teacher before it is worth a word.
 _NOTABLE_NATS = 0.02
 #: The keys of a run's report for the perplexities that every run has.
-_KEYS = {
+PERPLEXITIES = {
     TEACHER: "teacher_perplexity",
     BEFORE: "student_perplexity_before",
     STUDENT: "student_perplexity",
@@ -44,7 +44,7 @@ def judge_teacher(report: Report) -> Verdict | None:
 def find_perplexity(report: Report, name: str) -> float | None:
     """Find a model's held-out perplexity in the report of a run or of an examination."""
     models = (report.get("evaluation") or {}).get("models") or {}
-    found = models.get(name, {}).get("perplexity", report.get(_KEYS[name]))
+    found = models.get(name, {}).get("perplexity", report.get(PERPLEXITIES[name]))
     return None if found is None else float(found)
 
 
@@ -52,7 +52,7 @@ def _show_perplexity(report: Report, name: str) -> str:
     """Format a perplexity that the report has, with its tokens and the interval of few tokens."""
     value = find_perplexity(report, name) or math.nan
     found = ((report.get("evaluation") or {}).get("models") or {}).get(name) or {}
-    key = _KEYS[name]
+    key = PERPLEXITIES[name]
     tokens = found.get("tokens", report.get(f"{key}_tokens", report.get("held_out_tokens")))
     if tokens is None:
         return f"{value:,.2f}"

@@ -90,28 +90,7 @@ def evaluate_in_depth(
     ``with_start`` measures the student before training, too. Raises ``ConfigError`` for an unknown
     task.
     """
-    students = _gather_students(config, source, student, run, with_start)
-    teacher = _load_teacher(config, run) if config.evaluation.teacher else None
-    run.monitor.emit("stage", stage="train", phase="measuring on the held-out text")
-    found = measure_models(config, source, students, teacher, run.tokenizer)
-    # Models that are measured no more make room for the teacher.
-    students.clear()
-    found |= _try_side_by_side(config, source, student, teacher, run)
-    found |= _run_tasks(config, student, run)
-    return {"evaluation": found, "plots": _draw_wanted_plots(config, found["models"], run)}
-
-
-def _gather_students(
-    config: JobConfig,
-    source: Source,
-    student: PreTrainedModel,
-    run: EvaluationContext,
-    with_start: bool,
-) -> dict[str, PreTrainedModel]:
-    """The student and the models it is compared with besides the teacher.
-
-    They are in the order of their creation.
-    """
+    # In the order of their creation.
     students = {STUDENT: student}
     if with_start:
         students = {BEFORE: build_starting_student(config, run.tokenizer), **students}
@@ -119,26 +98,17 @@ def _gather_students(
         students[BASELINE] = train_baseline(
             config, source, run.tokenizer, run.training, run.monitor
         )
-    return students
-
-
-def _try_side_by_side(
-    config: JobConfig,
-    source: Source,
-    student: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    run: EvaluationContext,
-) -> dict[str, Any]:
-    """The comparison of ``_compare_side_by_side``, or a warning where a model cannot generate.
-
-    Only where the job asked for prompts is that an error: a finished student is not given up for
-    samples that nobody asked for.
-    """
+    teacher = _load_teacher(config, run) if config.evaluation.teacher else None
+    run.monitor.emit("stage", stage="train", phase="measuring on the held-out text")
+    found = measure_models(config, source, students, teacher, run.tokenizer)
+    # Models that are measured no more make room for the teacher.
+    students.clear()
     try:
-        return _compare_side_by_side(config, source, student, teacher, run)
+        found |= _compare_side_by_side(config, source, student, teacher, run)
     except PotstillError:
         raise
     except Exception as error:  # models raise any class where they cannot generate
+        # A finished student is not given up for samples that nobody asked for.
         if config.evaluation.prompts:
             raise
         message = (
@@ -146,7 +116,15 @@ def _try_side_by_side(
             "evaluation.continuations: 0 leaves this out."
         )
         run.monitor.emit("warning", message=message)
-        return {}
+    if config.evaluation.tasks:
+        run.monitor.emit("stage", stage="train", phase="running lm-eval")
+        batch = _choose_batch_size(config)
+        found["tasks"] = run_tasks(student, run.tokenizer, config.evaluation.tasks, batch)
+    plots = []
+    if config.evaluation.plots:
+        metrics = read_metrics(run.training / "metrics.jsonl")
+        plots = draw_plots(run.folder, found["models"], metrics)
+    return {"evaluation": found, "plots": plots}
 
 
 def _compare_side_by_side(
@@ -185,23 +163,14 @@ def _compare_side_by_side(
     }
     writer = SampleWriter(prompts, run.tokenizer, options.max_new_tokens)
     found = compare_on_device(models, known, read_sample(source, pick_device()), writer)
-    _try_write_tokens(models, source, run, reason)
-    return {**found, "without_teacher": reason}
-
-
-def _try_write_tokens(
-    models: Mapping[str, EvaluatedModel],
-    source: Source,
-    run: EvaluationContext,
-    without_teacher: str | None,
-) -> None:
-    """Write the file of single tokens, or a warning: a finished student is not given up for it."""
     run.monitor.emit("stage", stage="train", phase="scoring single tokens")
     try:
-        write_tokens(run.folder / FILE, models, source, run.tokenizer, without_teacher)
-    except (PotstillError, RuntimeError) as error:  # RuntimeError: also a lack of memory
+        write_tokens(run.folder / FILE, models, source, run.tokenizer, reason)
+    # A finished student is not given up for this file. RuntimeError: also a lack of memory.
+    except (PotstillError, RuntimeError) as error:
         message = f"{FILE} was not written: {type(error).__name__}: {error}"
         run.monitor.emit("warning", message=message)
+    return {**found, "without_teacher": reason}
 
 
 def _load_teacher_if_possible(
@@ -221,25 +190,6 @@ def _load_teacher_if_possible(
         return None, error.detail
     except (torch.OutOfMemoryError, MemoryError):
         return None, "there was not enough memory"
-
-
-def _run_tasks(
-    config: JobConfig, student: PreTrainedModel, run: EvaluationContext
-) -> dict[str, Any]:
-    """The student's scores on the tasks, as requested."""
-    if not config.evaluation.tasks:
-        return {}
-    run.monitor.emit("stage", stage="train", phase="running lm-eval")
-    batch = _choose_batch_size(config)
-    return {"tasks": run_tasks(student, run.tokenizer, config.evaluation.tasks, batch)}
-
-
-def _draw_wanted_plots(
-    config: JobConfig, measured: Mapping[str, Mapping[str, Any]], run: EvaluationContext
-) -> list[str]:
-    if not config.evaluation.plots:
-        return []
-    return draw_plots(run.folder, measured, read_metrics(run.training / "metrics.jsonl"))
 
 
 def measure_models(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
@@ -20,7 +19,7 @@ from cache.perplexity import BlockLosses
 from kd.capture.teacher import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.comparison import TEACHER, compare_with_records
-from kd.evaluation.doubts import find_perplexity, judge_teacher
+from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
 from kd.evaluation.known_quality import describe_known_quality
 from kd.evaluation.measure import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
@@ -64,8 +63,7 @@ def make_report(
     }
     if run is not None:
         report |= {
-            "temperature_at_end": _find_last_temperature(run),
-            **_read_checks_and_profile(run),
+            **_read_training(run),
             "notices": [
                 each.to_json() for each in keep_notices(run.training / NOTICES, run.monitor)
             ],
@@ -150,24 +148,21 @@ def _describe_progress(
     }
 
 
-def _find_last_temperature(run: EvaluationContext) -> float | None:
+def _read_training(run: EvaluationContext) -> Report:
+    """The last temperature, the verdicts of the checks, and the profile of time and memory."""
     lines = read_metrics(run.training / "metrics.jsonl")
     # Lines of checks and evaluations have no temperature.
-    return next(
-        (line["temperature"] for line in reversed(lines) if line.get("temperature") is not None),
-        None,
-    )
-
-
-def _read_checks_and_profile(run: EvaluationContext) -> Report:
-    """The verdicts of the run's checks, and its profile of time and memory."""
-    lines = read_metrics(run.training / "metrics.jsonl")
+    temperatures = [each["temperature"] for each in lines if each.get("temperature") is not None]
     verdicts = [
         {key: line[key] for key in ("step", "check", "ok", "message", "remedy")}
         for line in lines
         if "check" in line
     ]
-    return {"checks": verdicts, "profile": read_json(run.training / "profile.json")}
+    return {
+        "temperature_at_end": temperatures[-1] if temperatures else None,
+        "checks": verdicts,
+        "profile": read_json(run.training / "profile.json"),
+    }
 
 
 def _choose_teacher_name(config: JobConfig, source: Source) -> str | None:
@@ -193,38 +188,25 @@ def _measure_teacher(source: Source, at_once: int) -> Report:
     # In a report ``tokens`` are those of the training.
     facts["cache_tokens"] = facts.pop("tokens")
     gold = BlockLosses.none()
-    entropy = _Mean()
+    entropy = 0.0
+    known = 0
     first = source.train_count
     end = source.train_count + source.validation_count
     for start in range(first, end, at_once):
         sequences, records = source.read(np.arange(start, min(start + at_once, end)))
         gold += sum_gold_losses(records["known"], sequences.target_mask.sum(axis=1))
-        entropy.add(records["entropy"], UNKNOWN_ENTROPY)
+        # An import may lack values.
+        known_N = records["entropy"][records["entropy"] != UNKNOWN_ENTROPY]
+        entropy += float(known_N.sum(dtype=np.float64))
+        known += len(known_N)
     if gold.perplexity is not None:
         interval = gold.perplexity.shown_interval
         facts["teacher_perplexity"] = gold.perplexity.value
         facts["teacher_perplexity_tokens"] = gold.tokens
         facts["teacher_perplexity_interval"] = interval and asdict(interval)
-    if entropy.count:
-        facts["teacher_entropy"] = entropy.value * ENTROPY_STEP
+    if known:
+        facts["teacher_entropy"] = entropy / known * ENTROPY_STEP
     return facts
-
-
-@dataclass
-class _Mean:
-    """The mean of codes, without the code for unknown: an import may lack values."""
-
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, codes_N: NDArray[Any], unknown: int) -> None:
-        known = codes_N[codes_N != unknown]
-        self.total += float(known.sum(dtype=np.float64))
-        self.count += len(known)
-
-    @property
-    def value(self) -> float:
-        return self.total / self.count
 
 
 def write_report(run_dir: Path, report: Report) -> None:
@@ -258,11 +240,6 @@ def _gather_models(report: Report) -> dict[str, dict[str, Any]]:
     """The facts of every model, from measurement in depth or from records and training."""
     evaluation = report.get("evaluation") or {}
     measured = evaluation.get("models") or {}
-    known = {
-        TEACHER: "teacher_perplexity",
-        BEFORE: "student_perplexity_before",
-        STUDENT: "student_perplexity",
-    }
     found = {
         name: {
             "perplexity": report[key],
@@ -274,7 +251,7 @@ def _gather_models(report: Report) -> dict[str, dict[str, Any]]:
             if evaluation
             else None,
         }
-        for name, key in known.items()
+        for name, key in PERPLEXITIES.items()
         if report.get(key) is not None
     }
     order = (TEACHER, BEFORE, STUDENT, BASELINE)

@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    make_folder,
-    publish_folder,
-    remove_path,
-    storage_errors,
-)
+from cache.disk import TEMPORARY_PREFIX, make_folder, publish_folder, remove_path, storage_errors
 from kd.config.data import DatasetSpec
 from kd.errors import ConfigError, Problem
 from kd.face.bars import library_bars_hidden

@@ -55,7 +55,9 @@ def find_text_config(config: PreTrainedConfig, folder: ModelFolder) -> PreTraine
             f"({text.model_type}) cannot be used without the rest of it.",
             "Use a causal language model.",
         )
-    text.tie_word_embeddings = _is_tied(config, text, folder)
+    # Both have a field for it, with other defaults. An LM head in the files still decides.
+    said = (text.tie_word_embeddings, getattr(config, "tie_word_embeddings", False))
+    text.tie_word_embeddings = any(said)
     return text
 
 
@@ -66,19 +68,6 @@ def _convert_to_twin(text: PreTrainedConfig, twin: type[PreTrainedConfig]) -> Pr
         name: value for name, value in rotary.items() if name not in _IMAGE_POSITIONS
     }
     return twin.from_dict(fields)
-
-
-def _is_tied(config: PreTrainedConfig, text: PreTrainedConfig, folder: ModelFolder) -> bool:
-    """Whether the LM head is the embedding.
-
-    The tensors say it best: both configurations have a field for it, with other defaults.
-    """
-    names = folder.read_parameter_shapes()
-    said = (bool(text.tie_word_embeddings), bool(getattr(config, "tie_word_embeddings", False)))
-    if not names:
-        return said[0]
-    with_head = any(f".{name}".endswith(".lm_head.weight") for name in names)
-    return all(said) if with_head else any(said)
 
 
 def map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:

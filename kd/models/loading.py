@@ -42,11 +42,7 @@ from kd.models.folder import (
 )
 from kd.models.inheritance import cut_hollow_student, cut_student
 from kd.models.layers import train_all_rows
-from kd.models.precision import (
-    choose_weight_dtype,
-    pick_device,
-    round_parameters,
-)
+from kd.models.precision import choose_weight_dtype, pick_device, round_parameters
 from kd.models.quantization.groups import name_quantization
 from kd.models.quantization.rounding import make_quantization_config, read_widths
 from kd.models.spread.device_map import Places

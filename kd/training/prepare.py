@@ -26,13 +26,7 @@ from kd.loss.temperature import TemperatureControl
 from kd.memory.activation_checkpointing import checkpoint_activations, group_layers
 from kd.memory.activation_offload import offload_activations
 from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step
-from kd.memory.parallel import (
-    ParallelStrategy,
-    RankMemory,
-    Split,
-    choose_strategy,
-    estimate_rank,
-)
+from kd.memory.parallel import ParallelStrategy, RankMemory, Split, choose_strategy, estimate_rank
 from kd.memory.step_bytes import StepShape, resize_micro_batch
 from kd.memory.step_memory import (
     describe_step,

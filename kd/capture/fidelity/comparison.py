@@ -18,9 +18,7 @@ from kd.capture.fidelity.bounds import find_tie_width
 from kd.capture.fidelity.decoding import LEAST, KnownTokens, RecordDecoder
 from kd.capture.fidelity.samples import PositionSample
 from kd.capture.fidelity.sums import SampledSums, compute_sums
-from kd.capture.noise import (
-    SAFETY,
-)
+from kd.capture.noise import SAFETY
 from kd.loss.targets import TargetChunk
 from kd.loss.whole_targets import TopTarget
 

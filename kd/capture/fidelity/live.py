@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 from cache.manifest import CacheIdentity
 from cache.records import Sequences
 from cache.store import Cache
-from kd.capture.noise import (
-    ALLOWED_NOISE,
-)
+from kd.capture.noise import ALLOWED_NOISE
 from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError
 from kd.models.attention.causality import require_causal

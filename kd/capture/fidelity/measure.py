@@ -25,10 +25,7 @@ from kd.capture.fidelity.decoding import RecordDecoder
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.samples import read_samples
 from kd.capture.knots import LARGEST_LOG_MASS_ERROR
-from kd.capture.noise import (
-    choose_allowed_noise,
-    summarise_noise,
-)
+from kd.capture.noise import choose_allowed_noise, summarise_noise
 from kd.loss.whole_targets import decode_lm_head
 from kd.models.layers import find_device
 

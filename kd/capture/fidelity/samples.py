@@ -19,10 +19,7 @@ from cache.codec import Codec
 from cache.records import AXES, Records, Sequences
 from cache.store import Cache
 from kd.capture.fidelity.live import LiveTeacher
-from kd.capture.noise import (
-    measure_squared_noise,
-    read_together,
-)
+from kd.capture.noise import measure_squared_noise, read_together
 from kd.capture.recording import Recorder
 from kd.errors import ModelError
 from kd.models.lm_head import LMHead

@@ -6,10 +6,7 @@ from cache.manifest import FidelityOverride
 from cache.store import Cache
 from kd.capture.fidelity.bounds import FidelityBounds
 from kd.capture.fidelity.measure import FidelityMeasurement, round_number
-from kd.capture.noise import (
-    LARGEST_NOISE,
-    choose_allowed_noise,
-)
+from kd.capture.noise import LARGEST_NOISE, choose_allowed_noise
 from kd.config.cache import CacheConfig
 from kd.errors import FidelityError
 

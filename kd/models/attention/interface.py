@@ -15,17 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-)
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    AttentionMaskInterface,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from kd.models.attention.blocks import Scoring
 from kd.models.attention.compiled import GraphMask, attend_in_graph
@@ -125,55 +117,51 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[theirs]
 
     @torch.compiler.disable(reason=_BREAK)
-    def search(**asked: Any) -> DocumentMask | Tensor | None:
-        mask = _search_document_mask(**asked)
+    def search(asked: dict[str, Any]) -> DocumentMask | Tensor | None:
+        mask = _search_document_mask(asked)
         return own(**_show_documents(asked)) if mask is None else mask
 
     def make(**asked: Any) -> DocumentMask | GraphMask | Tensor | None:
         skips = theirs == "sdpa"
-        usual = _is_usual(**asked)
-        if usual and skips and _is_plain(**asked):
+        usual = _is_usual(asked)
+        if usual and skips and _is_plain(asked):
             return None
-        reach = _get_reach(**asked) if usual else None
+        reach = _get_reach(asked) if usual else None
         if reach is None:
-            return search(**asked)
+            return search(asked)
         mask = _make_document_mask(reach, asked)
         return None if skips and mask.causal else mask
 
     return make
 
 
-def _is_usual(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    allow_is_causal_skip: bool = False,
-    **_: Any,
-) -> bool:
+def _is_usual(asked: dict[str, Any]) -> bool:
     """Whether the mask is that of the rows of ``reading_rows``, with nothing of the model's own.
 
     Only causal masks are asked for with ``allow_is_causal_skip``.
     """
-    if not _reading.ours or not allow_is_causal_skip or use_vmap or attention_mask is not None:
-        return False
     packed = _reading.packed
-    known = packed is None or packed.positions_BL.shape == (batch_size, q_length)
-    return known and q_length == kv_length and _begins(q_offset, kv_offset)
+    shape = (asked["batch_size"], asked["q_length"])
+    known = packed is None or packed.positions_BL.shape == shape
+    causal = asked.get("allow_is_causal_skip", False)
+    return _reading.ours and causal and known and _is_of_rows(asked)
 
 
-def _begins(q_offset: int | Tensor, kv_offset: int | Tensor) -> bool:
-    """Whether queries and keys are those of whole rows. A tensor would have to be waited for."""
-    return isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+def _is_of_rows(asked: dict[str, Any]) -> bool:
+    """Whether queries and keys are those of whole rows, with no mask of the model's own.
+
+    An offset that is a tensor would have to be waited for.
+    """
+    offsets = (asked.get("q_offset", 0), asked.get("kv_offset", 0))
+    begins = all(isinstance(each, int) and each == 0 for each in offsets)
+    own = asked.get("attention_mask") is not None or asked.get("use_vmap", False)
+    return begins and not own and asked["q_length"] == asked["kv_length"]
 
 
-def _is_plain(*, q_length: int, local_size: int | None = None, **_: Any) -> bool:
+def _is_plain(asked: dict[str, Any]) -> bool:
     """Whether rows are one document each and no window is shorter: no mask is needed."""
-    return _reading.packed is None and (local_size is None or q_length < local_size)
+    window = asked.get("local_size")
+    return _reading.packed is None and (window is None or asked["q_length"] < window)
 
 
 def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> DocumentMask | GraphMask:
@@ -191,17 +179,10 @@ def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> DocumentMask | G
 _reaches: dict[tuple[type, int | None], Reach | None] = {}
 
 
-def _get_reach(
-    *,
-    mask_function: MaskFunction,
-    device: torch.device,
-    config: Any,
-    local_size: int | None = None,
-    **_: Any,
-) -> Reach | None:
-    kind = (type(config), local_size)
+def _get_reach(asked: dict[str, Any]) -> Reach | None:
+    kind = (type(asked["config"]), asked.get("local_size"))
     if kind not in _reaches:
-        _find_reach(kind, mask_function, device)
+        _find_reach(kind, asked["mask_function"], asked["device"])
     return _reaches[kind]
 
 
@@ -213,33 +194,21 @@ def _find_reach(
     _reaches[kind] = Reach.find(mask_function, kind[1], device)
 
 
-def _search_document_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: MaskFunction,
-    device: torch.device,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    **_: Any,
-) -> DocumentMask | None:
+def _search_document_mask(asked: dict[str, Any]) -> DocumentMask | None:
     """Return the bounds of a mask that is not usual; waits for the device. None where it has none.
 
     So it is with the masks of a forward pass that ``reading_rows`` did not begin.
     """
-    begins = _begins(q_offset, kv_offset)
-    if not begins or q_length != kv_length or attention_mask is not None or use_vmap:
+    if not _is_of_rows(asked):
         return None
+    shape = (asked["batch_size"], asked["q_length"])
     packed = _reading.packed
-    known = packed is not None and packed.positions_BL.shape[-1] == q_length
+    known = packed is not None and packed.positions_BL.shape[-1] == shape[1]
     if packed is not None and known:
-        start_BL = find_document_starts(packed.positions_BL.expand(batch_size, -1))
+        start_BL = find_document_starts(packed.positions_BL.expand(shape[0], -1))
     else:
-        start_BL = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device)
-    return DocumentMask.of(find_first_keys(mask_function, start_BL, known))
+        start_BL = torch.zeros(shape, dtype=torch.int64, device=asked["device"])
+    return DocumentMask.of(find_first_keys(asked["mask_function"], start_BL, known))
 
 
 def _show_documents(asked: dict[str, Any]) -> dict[str, Any]:
@@ -281,34 +250,22 @@ def _attend(
     return attend(module, query, key, value, attention_mask, scoring, s_aux), None
 
 
-def _attend_or_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *rest: Any,
-    **more: Any,
-) -> tuple[Tensor, Any]:
-    ours = isinstance(attention_mask, DocumentMask | GraphMask)
-    compute: Any = _attend if ours else sdpa_attention_forward
-    found: tuple[Tensor, Any] = compute(module, query, key, value, attention_mask, *rest, **more)
-    return found
+def _make_attention(find_theirs: Callable[[nn.Module], Any]) -> Callable[..., Any]:
+    """Return our attention for packed rows, and for all else the one that a module had before."""
+
+    def compute(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+        *rest: Any, **more: Any,
+    ) -> Any:  # fmt: skip
+        ours = isinstance(attention_mask, DocumentMask | GraphMask)
+        chosen: Any = _attend if ours else find_theirs(module)
+        return chosen(module, query, key, value, attention_mask, *rest, **more)
+
+    return compute
 
 
-def _attend_or_eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *rest: Any,
-    **more: Any,
-) -> tuple[Tensor, Any]:
-    ours = isinstance(attention_mask, DocumentMask | GraphMask)
-    compute: Any = _attend if ours else _find_eager(module)
-    found: tuple[Tensor, Any] = compute(module, query, key, value, attention_mask, *rest, **more)
-    return found
+def _find_sdpa(_: nn.Module) -> Any:
+    return sdpa_attention_forward
 
 
 def _find_eager(module: nn.Module) -> Any:
@@ -332,9 +289,9 @@ def _hide_documents() -> None:
 
 
 def _register() -> None:
-    computing = {"sdpa": _attend_or_sdpa, "eager": _attend_or_eager}
+    finding = {"sdpa": _find_sdpa, "eager": _find_eager}
     for theirs, ours in NAMES.items():
-        AttentionInterface.register(ours, computing[theirs])
+        AttentionInterface.register(ours, _make_attention(finding[theirs]))
         AttentionMaskInterface.register(ours, _make_masks(theirs))
     _hide_documents()
 

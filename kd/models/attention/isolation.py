@@ -155,8 +155,7 @@ def _narrow_mlps(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         name: min(value, NARROW)
         for name, value in fields.items()
-        if isinstance(value, int)
-        and ("intermediate_size" in name or name in ("ffn_dim", "n_inner"))
+        if isinstance(value, int) and any(part in name for part in MLP_WIDTHS)
     }
 
 

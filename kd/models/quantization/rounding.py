@@ -14,11 +14,7 @@ from transformers import PreTrainedModel, TorchAoConfig
 
 from kd.config.extras import NO_QUANTIZER, require_torchao
 from kd.models.precision import require_quantization
-from kd.models.quantization.groups import (
-    choose_int4_group,
-    read_quantization,
-    read_smallest_group,
-)
+from kd.models.quantization.groups import choose_int4_group, read_quantization, read_smallest_group
 
 #: The one packing whose products are kernels of torch itself. It exists on CUDA alone.
 _PACKING = "tile_packed_to_4d"

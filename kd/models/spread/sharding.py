@@ -18,12 +18,7 @@ from transformers import PreTrainedModel
 
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
-from kd.models.layers import (
-    find_decoder_layers,
-    find_trunk,
-    mark_shared_modules,
-    read_layer_sizes,
-)
+from kd.models.layers import find_decoder_layers, find_trunk, mark_shared_modules, read_layer_sizes
 from kd.models.spread.whole_head import put_head_whole
 
 #: The layers of an attention whose rows are those of its heads, one head after the other.

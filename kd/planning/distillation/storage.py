@@ -25,11 +25,7 @@ from kd.capture.codec_identity import make_codec_identity
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size, estimate_entries
 from kd.capture.estimate.text import BYTES_PER_TOKEN
 from kd.config.cache import CacheConfig
-from kd.planning.distillation.sources import (
-    ARRAYS,
-    RECORDS,
-    Line,
-)
+from kd.planning.distillation.sources import ARRAYS, RECORDS, Line
 from kd.text.stored.shards import Layout
 
 #: Objects of a shard besides those of its arrays: the metadata of the group, and the seal.
