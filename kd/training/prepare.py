@@ -105,33 +105,20 @@ def prepare(
     serve the job, ``ModelError`` where the student cannot be trained as the job asks, and
     ``OutOfMemory`` where not even one sequence fits.
     """
-    options = config.require_train()
-    if options.strategy == "pipeline" and not group.alone:
-        group = replace(group, staged=True)
-        options = cut_step(options)
-    device = pick_device()
-    precision = Precision.choose(options.precision, device)
-    if options.fp8:
-        require_float8(device)
-    set_tf32(device, options.tf32)
-    require_same_parameters(student, group)
-    if not is_hollow(student):
-        nn.Module.to(student, choose_first_place(options, device, group))
-    examined = _examine_student(config, source, student, vocabulary, precision, group, monitor)
-    lm_head, memory, strategy = examined
-    _change_layers(student, options, group)
+    job = _Setting.of(config, source, student, vocabulary, folder, monitor, group)
+    lm_head, memory, strategy = _examine_student(job)
+    _change_layers(job)
     if strategy != "fsdp":
-        allocate(student, device)
-    compilation = compile_student(student, options.compile, device, strategy == "fsdp")
-    loss = _make_loss(config, source, student, lm_head.refresh(student), precision, device)
-    parts = _StepParts.of(options, loss, strategy, group, monitor)
-    state, identity = _restore_state(config, source, parts, folder, group, monitor)
-    if options.auto_batch:
-        options = fit_micro_batch(options, source, state, parts.loss, monitor)
+        allocate(student, job.device)
+    compilation = compile_student(student, job.options.compile, job.device, strategy == "fsdp")
+    parts = _StepParts.of(job, _make_loss(job, lm_head.refresh(student)), strategy)
+    state, identity = _restore_state(job, parts)
+    watch = TrainingWatch(config)
+    watch.restore(state.progress.watch)
     flops = count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length)
     run = Run(
         config=config,
-        options=options,
+        options=_fit_micro_batch(job, state, parts.loss),
         source=source,
         folder=folder,
         monitor=monitor,
@@ -143,16 +130,63 @@ def prepare(
         memory=memory,
         compilation=compilation,
         average=parts.average,
-        look_ahead=_make_look_ahead(parts.loss, source, options, device),
-        watch=_restore_watch(config, state.progress),
+        look_ahead=_make_look_ahead(job, parts.loss),
+        watch=watch,
         disk_watch=DiskWatch(config, source.disk_reads),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
-        log=_open_log(folder if group.leads else None, monitor, state.progress),
+        log=_open_log(job, state.progress),
         meter=ProgressMeter(parts.loss.steps, "steps", done=state.progress.step),
-        speed=SpeedMeter(flops, device, group.size),
+        speed=SpeedMeter(flops, job.device, job.group.size),
     )
-    reset_peak_memory(device)
+    reset_peak_memory(job.device)
     return run
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a training is made of, its device, and the precision of its products.
+
+    ``options`` are those of ``config``, with the micro-batches of a pipeline.
+    """
+
+    config: JobConfig
+    options: TrainConfig
+    source: Source
+    student: PreTrainedModel
+    vocabulary: int
+    folder: Path
+    monitor: Monitor
+    group: Group
+    device: torch.device
+    precision: Precision
+
+    @classmethod
+    def of(
+        cls,
+        config: JobConfig,
+        source: Source,
+        student: PreTrainedModel,
+        vocabulary: int,
+        folder: Path,
+        monitor: Monitor,
+        group: Group,
+    ) -> _Setting:
+        """Choose device and precision, and bring the student to where it is at first."""
+        options = config.require_train()
+        if options.strategy == "pipeline" and not group.alone:
+            group = replace(group, staged=True)
+            options = cut_step(options)
+        device = pick_device()
+        precision = Precision.choose(options.precision, device)
+        if options.fp8:
+            require_float8(device)
+        set_tf32(device, options.tf32)
+        require_same_parameters(student, group)
+        if not is_hollow(student):
+            nn.Module.to(student, choose_first_place(options, device, group))
+        return cls(
+            config, options, source, student, vocabulary, folder, monitor, group, device, precision
+        )
 
 
 @dataclass(frozen=True)
@@ -165,58 +199,46 @@ class _StepParts:
     average: Averager | None
 
     @classmethod
-    def of(
-        cls,
-        options: TrainConfig,
-        loss: StepLoss,
-        strategy: ParallelStrategy,
-        group: Group,
-        monitor: Monitor,
-    ) -> _StepParts:
+    def of(cls, job: _Setting, loss: StepLoss, strategy: ParallelStrategy) -> _StepParts:
         """Make them in the one order that works: each refers to parameters of the one before."""
-        student = loss.student
+        student, options = job.student, job.options
         # Before anything refers to a parameter: the parts of sharded parameters are new ones.
-        loss_module = _make_loss_module(options, loss, strategy, group, monitor)
+        loss_module = _make_loss_module(job, loss, strategy)
         loss = replace(loss, lm_head=loss.live_head)
         projections = loss.features.parameters() if loss.features is not None else ()
         # Where the parameters are, which may be the host while the passes run on a GPU.
         optimizer = make_optimizer(student, projections, options, student.device)
-        if group.staged:
+        if job.group.staged:
             # After the optimiser, whose groups are those of the whole student.
-            loss_module = _cut_student(options, loss, optimizer, group, monitor)
+            loss_module = _cut_student(job, loss, optimizer)
         average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
         return cls(loss, loss_module, optimizer, average)
 
 
-def _restore_state(
-    config: JobConfig,
-    source: Source,
-    parts: _StepParts,
-    folder: Path,
-    group: Group,
-    monitor: Monitor,
-) -> tuple[TrainState, str]:
+def _restore_state(job: _Setting, parts: _StepParts) -> tuple[TrainState, str]:
     """Return the state of the newest checkpoint, or a new one, and what a checkpoint must match."""
-    identity = compute_resume_identity(config, str(source.identity))
-    earlier = find_earlier(config, folder, identity, str(source.identity))
-    state = _make_state(config, parts, group, read_schedule_start(folder))
+    config, folder = job.config, job.folder
+    source = str(job.source.identity)
+    identity = compute_resume_identity(config, source)
+    earlier = find_earlier(config, folder, identity, source)
+    state = _make_state(job, parts, read_schedule_start(folder))
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it. Ranks draw different dropout.
-    torch.manual_seed(config.require_train().seed + group.rank)
+    torch.manual_seed(job.options.seed + job.group.rank)
     stored = earlier or Earlier(folder / "checkpoints", identity)
     for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
-        monitor.emit("warning", message=problem)
-    state.progress.stems = compute_stems(config, str(source.identity))
+        job.monitor.emit("warning", message=problem)
+    state.progress.stems = compute_stems(config, source)
     if earlier is not None:
         state = lengthen(state, config, parts.loss.steps)
         warning = forget_lost_best(earlier, state, config.require_train())
         if warning is not None:
-            monitor.emit("warning", message=warning)
-        if group.leads:
+            job.monitor.emit("warning", message=warning)
+        if job.group.leads:
             copy_history(earlier, folder)
         checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
     copy_best(config, folder, state)
-    keep_threads(state.progress, parts.loss.device, monitor)
+    keep_threads(state.progress, job.device, job.monitor)
     return state, identity
 
 
@@ -242,47 +264,43 @@ def choose_first_place(options: TrainConfig, device: torch.device, group: Group)
     return device if whole else torch.device("cpu")
 
 
-def _examine_student(
-    config: JobConfig,
-    source: Source,
-    student: PreTrainedModel,
-    vocabulary: int,
-    precision: Precision,
-    group: Group,
-    monitor: Monitor,
-) -> tuple[LMHead, RankMemory, ParallelStrategy]:
-    """Check that the job can train ``student``, and choose the strategy.
+def _examine_student(job: _Setting) -> tuple[LMHead, RankMemory, ParallelStrategy]:
+    """Check that the job can train its student, and choose the strategy.
 
     Rank 0 alone runs the student; the others do as it found. Returns the LM head, an estimate of
     the memory of a step on a rank, and the strategy.
     """
-    options = config.require_train()
-    require_context(student, config.data.sequence_length)
+    config, student, group = job.config, job.student, job.group
+    options, length = config.require_train(), config.data.sequence_length
+    require_context(student, length)
     if group.staged:
         require_stages(config.loss, student, group.size)
     if group.leads:
-        require_causal(student, config.data.sequence_length)
-    lm_head = find_student_head(student, vocabulary)
+        require_causal(student, length)
+    lm_head = find_student_head(student, job.vocabulary)
     # The weights of the other ranks have no values yet that could show it.
     scale, softcap = group.share((lm_head.scale, lm_head.softcap))
     lm_head = replace(lm_head, scale=scale, softcap=softcap)
     if config.data.packing:
         _isolate_documents_alike(student, group)
-        warn_of_mask(student, config.data.sequence_length, monitor)
+        warn_of_mask(student, length, job.monitor)
     if options.is_pure_bfloat16:
         # The checks above need all bits of float32, and all that follows sees the rounded weights.
         round_parameters(student, torch.bfloat16)
-    rooms = group.gather(_measure_room(student, pick_device()))
+    rooms = group.gather(_measure_room(student, job.device))
     room = None if None in rooms else min(rooms)
     found = None
     if group.leads:
-        step = _describe_step(config, source, student, vocabulary, precision)
+        in_kernels = suits_kernels(job.source.codec, config.loss.divergence)
+        kernels = job.device.type == "cuda" and in_kernels
+        sizes = (length, job.vocabulary, job.precision)
+        step = describe_step(student, options, *sizes, kernels=kernels, device=job.device)
         strategy = _choose_strategy(config, step, room, group)
         found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
     fields, strategy = group.share(found)
     memory = RankMemory(**fields)
     if warning := memory.warning(room):
-        monitor.emit("warning", message=warning)
+        job.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy
 
 
@@ -301,25 +319,6 @@ def _measure_room(student: PreTrainedModel, device: torch.device) -> int | None:
     return None if free is None else free + held
 
 
-def _describe_step(
-    config: JobConfig,
-    source: Source,
-    student: PreTrainedModel,
-    vocabulary: int,
-    precision: Precision,
-) -> StepShape:
-    device = pick_device()
-    return describe_step(
-        student,
-        config.require_train(),
-        config.data.sequence_length,
-        vocabulary,
-        precision,
-        kernels=device.type == "cuda" and suits_kernels(source.codec, config.loss.divergence),
-        device=device,
-    )
-
-
 def _choose_strategy(
     config: JobConfig, step: StepShape, room: int | None, group: Group
 ) -> ParallelStrategy:
@@ -332,8 +331,9 @@ def _choose_strategy(
     return "ddp" if needs_whole_gradients(config.loss) else choose_strategy(step, group.size, room)
 
 
-def _change_layers(student: PreTrainedModel, options: TrainConfig, group: Group) -> None:
+def _change_layers(job: _Setting) -> None:
     """Let the layers multiply in float8, and checkpoint or offload what they keep, as asked."""
+    student, options, group = job.student, job.options, job.group
     if options.fp8:
         multiply_in_float8(student)
     own = pick_own_layers(student, group.rank, group.size) if group.staged else None
@@ -342,19 +342,12 @@ def _change_layers(student: PreTrainedModel, options: TrainConfig, group: Group)
         offload_activations(student)
 
 
-def _make_loss(
-    config: JobConfig,
-    source: Source,
-    student: PreTrainedModel,
-    lm_head: LMHead,
-    precision: Precision,
-    device: torch.device,
-) -> StepLoss:
-    options = config.require_train()
+def _make_loss(job: _Setting, lm_head: LMHead) -> StepLoss:
+    config, source, device = job.config, job.source, job.device
     decoder = TargetDecoder.of(source, device)
     require_served(config, source.codec)
     require_entropies(config, source)
-    steps = count_total_steps(options, source.train_count)
+    steps = count_total_steps(job.options, source.train_count)
     features = None
     if config.loss.features.weight > 0 and decoder.lm_head is not None:
         student_width = lm_head.weight.shape[1]
@@ -362,16 +355,16 @@ def _make_loss(
         features = FeatureLoss.of(config.loss.features, student_width, teacher_width).to(device)
     return StepLoss(
         config=config.loss,
-        student=student,
+        student=job.student,
         device=device,
         lm_head=lm_head,
         decoder=decoder,
         objective=Objective.of(config.loss),
         temperature=TemperatureControl.of(config.loss.temperature, steps),
         features=features,
-        routers=find_router_balance(student, config.loss.router_balance),
-        precision=precision,
-        logits_chunk=options.logits_chunk,
+        routers=find_router_balance(job.student, config.loss.router_balance),
+        precision=job.precision,
+        logits_chunk=job.options.logits_chunk,
         steps=steps,
         clock=Stopwatch(device),
         control=_make_control(config.loss, source, lm_head, device),
@@ -393,21 +386,17 @@ def _make_control(
     return TailControl(arrays, lm_head.weight.shape[1], dtype).to(device)
 
 
-def _make_loss_module(
-    options: TrainConfig,
-    loss: StepLoss,
-    strategy: ParallelStrategy,
-    group: Group,
-    monitor: Monitor,
-) -> nn.Module:
+def _make_loss_module(job: _Setting, loss: StepLoss, strategy: ParallelStrategy) -> nn.Module:
     """Make all parameters one module, which exchanges gradients where there are several ranks."""
+    options, group = job.options, job.group
     parts = [loss.student] if loss.features is None else [loss.student, loss.features]
     whole = WholeLoss(parts)
     if group.staged:
         receive_values(whole, loss.device)
     if group.alone or group.staged:
         return whole
-    monitor.emit("stage", stage="train", phase=f"training on {group.size} devices ({strategy})")
+    phase = f"training on {group.size} devices ({strategy})"
+    job.monitor.emit("stage", stage="train", phase=phase)
     if strategy == "ddp":
         return replicate(whole)
     layers = find_decoder_layers(loss.student)
@@ -423,14 +412,9 @@ def cut_step(options: TrainConfig) -> TrainConfig:
     return resize_micro_batch(options, options.sequences_per_step // count)
 
 
-def _cut_student(
-    options: TrainConfig,
-    loss: StepLoss,
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    monitor: Monitor,
-) -> StageLoss:
+def _cut_student(job: _Setting, loss: StepLoss, optimizer: torch.optim.Optimizer) -> StageLoss:
     """Leave one stage of the student on this rank, and its parameters alone in ``optimizer``."""
+    options, group, monitor = job.options, job.group, job.monitor
     stage = cut(loss.student, group.rank, group.size, loss.precision)
     keep_owned(optimizer, stage.owned)
     bubble = compute_bubble(group.size, options.gradient_accumulation_steps)
@@ -446,9 +430,7 @@ def _cut_student(
     return StageLoss(stage, group, options.pipeline.schedule, loss.device)
 
 
-def _make_state(
-    config: JobConfig, parts: _StepParts, group: Group, schedule_began: int
-) -> TrainState:
+def _make_state(job: _Setting, parts: _StepParts, schedule_began: int) -> TrainState:
     """Make schedule and loss scale, with all that a checkpoint must hold."""
     loss = parts.loss
     extras: dict[str, nn.Module | None] = {
@@ -460,21 +442,20 @@ def _make_state(
     return TrainState(
         model=loss.student,
         optimizer=parts.optimizer,
-        scheduler=make_resumed_scheduler(parts.optimizer, config, loss.steps, schedule_began),
-        scaler=make_scaler(config.require_train().loss_scale, loss.precision),
+        scheduler=make_resumed_scheduler(parts.optimizer, job.config, loss.steps, schedule_began),
+        scaler=make_scaler(job.options.loss_scale, loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
-        group=group,
+        group=job.group,
     )
 
 
-def _make_look_ahead(
-    loss: StepLoss, source: Source, options: TrainConfig, device: torch.device
-) -> LookAhead | None:
+def _make_look_ahead(job: _Setting, loss: StepLoss) -> LookAhead | None:
     if not loss.temperature.follows_held_out:
         return None
+    size = job.options.batch_size
     return LookAhead(
-        loss.student, loss.lm_head, source, loss.decoder, options.batch_size, loss.precision, device
+        loss.student, loss.lm_head, job.source, loss.decoder, size, loss.precision, job.device
     )
 
 
@@ -525,14 +506,15 @@ def require_stages(config: LossConfig, student: PreTrainedModel, stages: int) ->
 # ---------------------------------------------------------------------- restored state
 
 
-def fit_micro_batch(
-    options: TrainConfig, source: Source, state: TrainState, loss: StepLoss, monitor: Monitor
-) -> TrainConfig:
-    """``options`` with the largest micro-batch that fits; a step has as many sequences as before.
+def _fit_micro_batch(job: _Setting, state: TrainState, loss: StepLoss) -> TrainConfig:
+    """The options with the largest micro-batch that fits, if the job looks for it.
 
-    A resumed run keeps the micro-batch that it found at first, so that its sums are of the same
-    terms.
+    A step has as many sequences as before. A resumed run keeps the micro-batch that it found at
+    first, so that its sums are of the same terms.
     """
+    options = job.options
+    if not options.auto_batch:
+        return options
     if state.progress.batch_size is not None:
         return resize_micro_batch(options, state.progress.batch_size)
     student = loss.student
@@ -541,7 +523,7 @@ def fit_micro_batch(
         # Batches in the order of length are cut to their text: only shuffled ones show what the
         # longest needs.
         shuffled = tried.model_copy(update={"order": "shuffled"})
-        batch = next(read_training_batches(source, shuffled, range(1)))[0]
+        batch = next(read_training_batches(job.source, shuffled, range(1)))[0]
         reserve = estimate_optimizer_bytes(student, tried)
         modules = [student, *state.extras.values()]
         rehearse_step(lambda: loss.rehearse(batch), modules, reserve, loss.device)
@@ -551,20 +533,15 @@ def fit_micro_batch(
     found = resize_micro_batch(options, state.group.find_least(found.batch_size))
     if found != options:
         message = f"batch_size {options.batch_size} does not fit: {found.batch_size} is used."
-        monitor.emit("warning", message=message)
+        job.monitor.emit("warning", message=message)
     state.progress.batch_size = found.batch_size
     return found
 
 
-def _restore_watch(config: JobConfig, progress: TrainingProgress) -> TrainingWatch:
-    watch = TrainingWatch(config)
-    watch.restore(progress.watch)
-    return watch
-
-
-def _open_log(folder: Path | None, monitor: Monitor, progress: TrainingProgress) -> MetricsLog:
-    """metrics.jsonl, with the lines up to the restored step; without a folder no file."""
+def _open_log(job: _Setting, progress: TrainingProgress) -> MetricsLog:
+    """metrics.jsonl, with the lines up to the restored step; on other ranks no file."""
     # A run that was stopped before its first evaluation makes that evaluation again: its history is
     # empty.
     last_step = progress.step if progress.first_evaluation is not None else -1
-    return MetricsLog(folder and folder / "metrics.jsonl", monitor, last_step)
+    path = job.folder / "metrics.jsonl" if job.group.leads else None
+    return MetricsLog(path, job.monitor, last_step)
