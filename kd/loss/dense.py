@@ -57,33 +57,6 @@ def compute_dense_loss_from_logits(
     return _sum_terms(s_NV, targets, objective, value_N, entropy_N)
 
 
-def compute_dense_terms(
-    logits_NV: Tensor,
-    teacher_NV: Tensor,
-    gold_N: Tensor,
-    temperature: float | Tensor,
-    objective: Objective,
-    entropy_N: Tensor | None = None,
-) -> LossTerms:
-    """The loss for the logits of a student and of a teacher; differentiable in both and in T.
-
-    ``teacher_NV`` may also be log-probabilities. ``entropy_N`` is the teacher's entropy at T = 1,
-    for entropy weighting; by default that of ``teacher_NV``.
-    """
-    s_NV = logits_NV.double()
-    z_NV = teacher_NV.double()
-    logq_NV = torch.log_softmax(s_NV if objective.teacher_only else s_NV / temperature, 1)
-    logp_NV = torch.log_softmax(z_NV / temperature, 1)
-    logp_at_1_NV = torch.log_softmax(z_NV, 1)
-    entropy_N = (
-        _compute_expectation(logp_at_1_NV, -logp_at_1_NV) if entropy_N is None else entropy_N
-    )
-    scale = 1.0 if objective.teacher_only else temperature**2
-    value_N = scale * _compute_divergence(objective, logp_NV, logq_NV)
-    targets = Targets(gold_N, None, temperature, entropy_N)
-    return _sum_terms(s_NV, targets, objective, value_N, _compute_expectation(logp_NV, -logp_NV))
-
-
 def _sum_terms(
     s_NV: Tensor,
     targets: Targets,

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cache.codec import make_cosine_basis
-from kd.loss.dense import compute_dense_loss, compute_dense_terms
+from kd.loss.dense import compute_dense_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Targets
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
 from kd.models.lm_head import LMHead
+from tests.support.kd.references import dense_terms
 
 N = 11
 V = 23
@@ -39,7 +40,7 @@ def test_forward_kl_and_cross_entropy_are_torch_s(temperature: float) -> None:
     s = make_logits()
     z = make_logits(1)
     gold = make_gold()
-    found = compute_dense_terms(s, z, gold, temperature, Objective(0.3, label_smoothing=0.1))
+    found = dense_terms(s, z, gold, temperature, Objective(0.3, label_smoothing=0.1))
     kl = (
         F.kl_div((s / temperature).log_softmax(1), (z / temperature).softmax(1), reduction="sum")
         * temperature**2
@@ -57,7 +58,7 @@ def test_forward_kl_and_cross_entropy_are_torch_s(temperature: float) -> None:
 def test_the_student_stays_at_1_where_only_the_teacher_is_tempered() -> None:
     s = make_logits()
     z = make_logits(1)
-    found = compute_dense_terms(s, z, make_gold(), 2.0, Objective(teacher_only=True))
+    found = dense_terms(s, z, make_gold(), 2.0, Objective(teacher_only=True))
     expected = F.kl_div(s.log_softmax(1), (z / 2.0).softmax(1), reduction="sum")
     assert found.total.item() == pytest.approx(expected.item(), rel=1e-12)
 
@@ -67,9 +68,7 @@ def test_other_divergences_by_hand(divergence: str) -> None:
     """p = (3/4, 1/4), q = (1/4, 3/4): with beta = 1/2 the mixture is uniform."""
     p = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
     objective = Objective(divergence=divergence)  # type: ignore[arg-type]
-    found = compute_dense_terms(
-        p.flip(1).log(), p.log(), torch.tensor([0]), 1.0, objective
-    ).total.item()
+    found = dense_terms(p.flip(1).log(), p.log(), torch.tensor([0]), 1.0, objective).total.item()
     to_half = math.log(2) - (0.75 * math.log(4 / 3) + 0.25 * math.log(4))
     by_hand = {
         "total_variation": 0.5,
@@ -90,12 +89,10 @@ def test_beta_is_the_teacher_s_weight(beta: float) -> None:
     skew = F.kl_div(m.log(), p, reduction="sum")
     other = F.kl_div(m.log(), q, reduction="sum")
     objective = Objective(divergence="skew_kl", beta=beta)
-    assert compute_dense_terms(s, z, make_gold(), 1.0, objective).kd.item() == pytest.approx(
+    assert dense_terms(s, z, make_gold(), 1.0, objective).kd.item() == pytest.approx(
         skew.item(), rel=1e-12
     )
-    found = compute_dense_terms(
-        s, z, make_gold(), 1.0, replace(objective, divergence="jsd")
-    ).kd.item()
+    found = dense_terms(s, z, make_gold(), 1.0, replace(objective, divergence="jsd")).kd.item()
     assert found == pytest.approx((beta * skew + (1 - beta) * other).item(), rel=1e-12)
 
 
@@ -105,8 +102,8 @@ def test_a_mixture_of_tokens_of_probability_0_is_no_nan(divergence: str) -> None
     s = torch.tensor([[2.0, 1.0, -50.0]], dtype=torch.float64, requires_grad=True)
     z = torch.tensor([[1.0, 1.2, -48.0]], dtype=torch.float64)
     objective = Objective(divergence=divergence)  # type: ignore[arg-type]
-    found = compute_dense_terms(s, z, torch.tensor([0]), 0.05, objective).total
-    without = compute_dense_terms(s[:, :2], z[:, :2], torch.tensor([0]), 0.05, objective).total
+    found = dense_terms(s, z, torch.tensor([0]), 0.05, objective).total
+    without = dense_terms(s[:, :2], z[:, :2], torch.tensor([0]), 0.05, objective).total
     (slope,) = torch.autograd.grad(found, s)
     assert found.item() == pytest.approx(without.item(), rel=1e-12)
     assert bool(slope.isfinite().all()) and slope[0, 2].item() == 0.0
@@ -125,10 +122,9 @@ def test_the_temperature_s_gradient_is_the_difference_quotient_s(
     step = 1e-6
     objective = Objective(0.2, divergence, 0.3, 0.1, 0.01, 1.0, teacher_only)  # type: ignore[arg-type]
     temperature = torch.tensor(1.4, dtype=torch.float64, requires_grad=True)
-    compute_dense_terms(s, z, gold, temperature, objective).total.backward()
+    dense_terms(s, z, gold, temperature, objective).total.backward()
     up, down = (
-        compute_dense_terms(s, z, gold, each, objective).total.item()
-        for each in (1.4 + step, 1.4 - step)
+        dense_terms(s, z, gold, each, objective).total.item() for each in (1.4 + step, 1.4 - step)
     )
     assert temperature.grad is not None
     assert temperature.grad.item() == pytest.approx((up - down) / (2 * step), rel=1e-6)
@@ -137,9 +133,7 @@ def test_the_temperature_s_gradient_is_the_difference_quotient_s(
 def test_z_loss_and_entropy_weights() -> None:
     s = make_logits()
     z = make_logits(1)
-    found = compute_dense_terms(
-        s, z, make_gold(), 1.0, Objective(z_loss=0.3, entropy_weighting=2.0)
-    )
+    found = dense_terms(s, z, make_gold(), 1.0, Objective(z_loss=0.3, entropy_weighting=2.0))
     assert found.z.item() == pytest.approx(
         0.3 * float(s.exp().sum(1).log().square().sum()), rel=1e-12
     )
@@ -178,7 +172,7 @@ def test_every_form_of_one_teacher_gives_one_loss() -> None:
         V,
     )
     s = 4.0 * torch.tanh(1.5 * (hidden @ head.weight[:V].double().T + head.bias[:V].double()) / 4.0)
-    expected = compute_dense_terms(s, z, make_gold(), 1.0, Objective(0.2)).total.item()
+    expected = dense_terms(s, z, make_gold(), 1.0, Objective(0.2)).total.item()
     for form in forms:
         found = compute_dense_loss(
             hidden, head, Targets(make_gold(), form), Objective(0.2)

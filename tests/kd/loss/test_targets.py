@@ -21,8 +21,6 @@ from cache.codec import (
     TOP_STEP,
     UNKNOWN,
     Codec,
-    RecordPositions,
-    Sample,
     make_cosine_basis,
     round_to_bfloat16,
 )
@@ -31,7 +29,6 @@ from cache.testing import make_cache, make_identity
 from cache.testing import make_codec as codec_identity
 from kd.config.train import TrainConfig
 from kd.loss.decoder import TargetDecoder
-from kd.loss.dense import compute_dense_terms
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_threshold
@@ -40,113 +37,20 @@ from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget, decode_l
 from kd.models.lm_head import LMHead
 from kd.text.batches import CachedRecords, make_batch
 from kd.text.steps.reading import read_training_batches
+from tests.support.kd.references import (
+    KEPT,
+    WIDTH,
+    N,
+    V,
+    dense_terms,
+    make_codec,
+    make_columns,
+    make_gold,
+    make_logits,
+)
 
-N = 40
-V = 211
-WIDTH = 8
 CPU = torch.device("cpu")
 TEMPERATURES = [0.5, 1.0, 1.25, 2.0]
-KNOTS = 5
-KEPT = (3, 77)
-
-
-def make_codec(profile: str, **options: Any) -> Codec:
-    own: dict[str, dict[str, Any]] = {
-        "threshold": {"threshold": 0.04, "always_keep": KEPT},
-        "tempered": {"threshold": 0.04, "always_keep": KEPT, "temperatures": (0.5, 2.0)},
-        "topk": {"k": 12},
-        "dense": {"bits": 32},
-        "hidden": {"bits": 8},
-    }
-    return Codec(profile, **{"vocabulary_size": V, **own[profile], **options})
-
-
-def make_logits(positions: int = N, vocabulary: int = V, seed: int = 0) -> Tensor:
-    """Rows from flat to peaked."""
-    generator = torch.Generator().manual_seed(seed)
-    spread_N1 = torch.linspace(0.3, 6.0, positions)[:, None]
-    return torch.randn(positions, vocabulary, generator=generator) * spread_N1
-
-
-def make_gold(positions: int = N, vocabulary: int = V) -> Tensor:
-    """Random tokens; some are always_keep ids, which must not count twice."""
-    gold_N = torch.randint(0, vocabulary, (positions,), generator=torch.Generator().manual_seed(9))
-    gold_N[1::7] = KEPT[0]
-    gold_N[2::7] = KEPT[1] % vocabulary
-    return gold_N
-
-
-def make_columns(codec: Codec, logits_NV: Tensor, gold_N: Tensor) -> dict[str, Tensor]:
-    """The columns that a capture makes of the logits, as a batch carries them."""
-    positions = np.arange(len(gold_N))
-    places = RecordPositions(np.zeros_like(positions), positions)
-    logp_NV = torch.log_softmax(logits_NV.double(), 1)
-    entropy = -(logp_NV.exp() * logp_NV).sum(1).numpy()
-    known = logp_NV.gather(1, gold_N[:, None]).numpy()
-    if codec.profile == "topk":
-        top = logp_NV.topk(codec.k, 1)
-        outside = logp_NV.scatter(1, top.indices, -torch.inf).logsumexp(1)
-        records = codec.encode_top(
-            known, entropy, (top.indices.numpy(), top.values.numpy()), outside.numpy(), places
-        )
-    elif codec.profile == "dense":
-        records = codec.encode_dense(known, entropy, logp_NV.numpy(), places)
-    elif codec.profile == "hidden":
-        hidden_ND = torch.randn(len(gold_N), WIDTH, generator=torch.Generator().manual_seed(2))
-        records = codec.encode_hidden(known, entropy, hidden_ND.numpy(), places)
-    else:
-        records = codec.encode_sample(make_sample(codec, logp_NV.numpy(), gold_N.numpy()), places)
-    columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
-    for name in {"tail_ids", "tail_logprobs"} & columns.keys():
-        columns[name] = columns[name][:, 0]  # a batch holds one draw
-    return columns
-
-
-def make_sample(codec: Codec, logp_NV: np.ndarray, gold_N: np.ndarray) -> Sample:
-    """A sampled record; known ids, head and partition as the format defines them.
-
-    The tail is drawn by systematic sampling, one position at a time.
-    """
-    rng = np.random.default_rng(1)
-    known_NA = np.stack([gold_N, *(np.full_like(gold_N, i) for i in codec.always_keep)], 1)
-    betas = codec.proposal_betas if codec.profile == "tempered" else (1.0,)
-    size_NV = np.mean(
-        [torch.softmax(torch.from_numpy(logp_NV) * beta, 1).numpy() for beta in betas], axis=0
-    )
-    free_NV = np.ones(logp_NV.shape, bool)
-    np.put_along_axis(free_NV, known_NA, False, 1)
-    head_NV = free_NV & (size_NV > codec.threshold)
-    tail_NV = np.where(free_NV & ~head_NV, size_NV, 0.0)
-    rest_N = tail_NV.sum(1)
-    count_N = np.where(rest_N > 0, np.maximum(rest_N // codec.threshold, 1), 0).astype(int)
-    drawn = [draw_in_proportion(rng, row, m) for m, row in zip(count_N, tail_NV, strict=True)]
-    tail_ids_M1 = np.concatenate([np.sort(ids) for ids in drawn]).astype(int)[:, None]
-    rows_M1 = np.repeat(np.arange(len(gold_N)), count_N)[:, None]
-    tempered = {}
-    if codec.profile == "tempered":
-        tail_logp_NV = torch.from_numpy(np.where(tail_NV > 0, logp_NV, -1e4))
-        scaled = [tail_logp_NV * beta for beta in codec.nodes(KNOTS)]
-        knots = [(z.logsumexp(1), (z.softmax(1) * tail_logp_NV).sum(1)) for z in scaled]
-        partition_NJ2 = torch.stack([torch.stack(pair, 1) for pair in knots], 1).numpy()
-        tempered = {"tail_logprobs": logp_NV[rows_M1, tail_ids_M1], "partition": partition_NJ2}
-    return Sample(
-        known_logprobs=np.take_along_axis(logp_NV, known_NA, 1),
-        entropy=-(np.exp(logp_NV) * logp_NV).sum(1),
-        head_count=head_NV.sum(1),
-        head_ids=np.nonzero(head_NV)[1],
-        head_logprobs=logp_NV[head_NV],
-        tail_count=count_N,
-        tail_ids=tail_ids_M1,
-        **tempered,
-    )
-
-
-def draw_in_proportion(rng: np.random.Generator, size_V: np.ndarray, count: int) -> np.ndarray:
-    """Different tokens; each comes with the chance ``count`` size / sum(size)."""
-    order = rng.permutation(len(size_V))
-    running = size_V[order].cumsum()
-    points = (rng.random() + np.arange(count)) * running[-1] / max(count, 1)
-    return order[np.searchsorted(running, points, side="right")]
 
 
 # ---------------------------------------------------------------------- the reference
@@ -505,7 +409,7 @@ def test_the_gradient_by_the_temperature_is_near_that_of_the_whole_teacher() -> 
         compute_distillation_loss(
             x, LMHead(weight, None, 1.0, None, V), targets, Objective()
         ).total.backward()
-        compute_dense_terms(x @ weight.T, logits_NV, gold_N, theirs, Objective()).total.backward()
+        dense_terms(x @ weight.T, logits_NV, gold_N, theirs, Objective()).total.backward()
         assert ours.grad.item() == pytest.approx(theirs.grad.item(), rel=0.05)
 
 
