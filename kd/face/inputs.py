@@ -1,6 +1,6 @@
 """Models and text that are in memory -> files below the data folder, named by their content.
 
-    models/{digest}/       a loaded model and its tokenizer, as ``save_pretrained`` writes them
+    models/{digest}/       a loaded model and its tokenizer, as a student is saved
     data/{digest}.jsonl    documents: a list, or a ``datasets.Dataset``
 
 So the same model or text gives the same path, and the job of a call is the one that a YAML file
@@ -75,7 +75,7 @@ class ModelSaver:
         if isinstance(model, tuple) and len(model) == 2:
             model, tokenizer = model
         self._require_loaded(model, tokenizer, f"/{role}/model")
-        return str(save_model(model, tokenizer, self.home))
+        return str(keep_model(model, tokenizer, self.home, role))
 
     def _require_loaded(self, model: Any, tokenizer: Any, pointer: str) -> None:
         """Raise ``ConfigError`` where ``model`` is no model of transformers with a tokenizer."""
@@ -89,15 +89,19 @@ class ModelSaver:
             _refuse(pointer, detail, "Pass tokenizer=..., or the pair (model, tokenizer).")
 
 
-def save_model(model: Any, tokenizer: Any, home: Path) -> Path:
+def keep_model(model: Any, tokenizer: Any, home: Path, role: str) -> Path:
     """Save ``model`` and ``tokenizer`` below ``home`` and return the folder, named by its files."""
+    from kd.models.saving import save_model  # it imports torch
+
+    # The files of a teacher name its caches: what is added for other readers would change that.
+    save = type(model).save_pretrained if role == "teacher" else save_model
     models = home / "models"
     with storage_errors(models):
         make_folder(models)
         temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=models))
         try:
             with library_bars_hidden():
-                model.save_pretrained(temporary)
+                save(model, temporary)
                 tokenizer.save_pretrained(temporary)
             folder = models / _hash_folder(temporary)
             if folder.is_dir():

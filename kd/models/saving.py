@@ -144,6 +144,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
         ids = {name: getattr(settings, name) for name in _TOKEN_IDS}
         model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
+    model.generation_config = settings
     written = read_json(folder / "config.json")
     named = _add_old_names(written, model.config)
     write_json(folder / "config.json", dict(sorted(named.items())))

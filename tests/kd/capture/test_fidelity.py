@@ -28,6 +28,7 @@ from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
 from kd.capture.fidelity.measure import FidelityMeasurement, choose_temperatures, measure_fidelity
 from kd.capture.fidelity.verdict import find_out_of_bounds, require_fidelity
 from kd.capture.sampling import Randomness
+from kd.capture.teacher import summarise_cache as describe_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import FidelityError
@@ -55,6 +56,19 @@ def test_a_capture_ends_with_its_fidelity(stores: dict[str, Cache], name: str) -
         assert 0 < row.kept_mass <= 1 + 1e-9
     assert find_out_of_bounds(store, FidelityMeasurement(rows, 0.0)) == []
     assert verify_cache(store.folder) == []
+
+
+@pytest.mark.parametrize(("name", "known"), [("threshold", 3), ("tempered", 1), ("topk", 0)])
+def test_the_next_token_counts_as_an_entry(stores: dict[str, Cache], name: str, known: int) -> None:
+    """So does the concept page count: the next token, the head and the tail are 18 entries.
+
+    The cache of profile threshold also keeps two tokens always; topk has no entries.
+    """
+    _, records = stores[name].read(range(len(stores[name])))
+    counts = [records.columns.get(f"{part}_count", np.zeros(1)) for part in ("head", "tail")]
+    expected = known + sum(float(np.mean(each)) for each in counts)
+    found = describe_cache(stores[name], reused=True)["entries_per_token"]
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_what_is_measured_is_true(stores: dict[str, Cache], tiny_teacher: Path) -> None:

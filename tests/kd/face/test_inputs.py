@@ -112,6 +112,22 @@ def test_a_loaded_model_becomes_a_folder_named_by_its_content(
     assert changed != alone
 
 
+def test_a_loaded_model_is_saved_as_a_student_is(
+    tmp_path: Path, tiny_teacher: Path, tokenizer: Any
+) -> None:
+    """Plain ``save_pretrained`` refuses such settings, and leaves out the names of version 4."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_teacher)
+    settings = GenerationConfig(do_sample=False, temperature=0.5, eos_token_id=[3, 5])
+    model.generation_config = settings
+    found = Path(ModelSaver(tmp_path, tokenizer).describe(model, "student")["model"])
+    assert model.generation_config is settings, "the model of the caller stays as it is"
+    assert GenerationConfig.from_pretrained(found).eos_token_id == [3, 5]
+    written = json.loads((found / "config.json").read_text())
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"]
+
+
 def test_names_and_sections_stay_as_they_are(tmp_path: Path) -> None:
     saver = ModelSaver(tmp_path)
     assert saver.describe("org/name", "teacher") == {"model": "org/name"}
