@@ -53,8 +53,7 @@ from kd.memory.step_bytes import StepMemoryEstimate
 from kd.memory.step_memory import read_resident_memory
 from kd.memory.training_phase import Place, TrainingPhase
 from kd.models.attention.isolation import isolate_documents
-from kd.models.folder import require_allowed_remote_code
-from kd.models.loading import choose_teacher_dtype, load_hollow
+from kd.models.loading import choose_teacher_dtype, outline_teacher
 from kd.models.precision import find_hardware, pick_device
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.pipeline import (
@@ -202,13 +201,11 @@ def make_capture_phase(config: JobConfig, trial: TrialCaches) -> CapturePhase | 
         return None
     folder = resolve_teacher_folder(teacher, teacher.gguf_file)
     dtype = choose_teacher_dtype(teacher, folder, pick_device())
-    with torch.device("meta"):
-        hollow = load_hollow(folder, dtype, teacher.gguf_file, require_allowed_remote_code(teacher))
     found = trial.estimate
     sequences = found.train_sequences + found.validation_sequences
     shard = min(config.cache.shard_sequences, sequences) * found.positions / max(sequences, 1)
     return CapturePhase(
-        teacher=hollow,
+        teacher=outline_teacher(teacher, folder, dtype),
         vocabulary=trial.first.identity.tokenizer.vocabulary_size,
         batch_size=teacher.batch_size,
         length=config.data.sequence_length,

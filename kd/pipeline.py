@@ -80,7 +80,7 @@ from kd.models.layers import stopping_forward
 from kd.models.lm_head import precheck_lm_head, require_rows
 from kd.models.loading import (
     hide_progress_bars,
-    load_hollow,
+    outline_student,
     require_shareable_teacher,
     require_trainable_student,
 )
@@ -299,16 +299,13 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
         require_stages(config.loss, student, stages)
     # A fresh student is a Llama, and one cut out of the teacher computes as the teacher does.
     if config.student.model is not None:
-        folder = resolve_model(config.student.model, config.student.revision)
-        with torch.device("meta"):
-            hollow = load_hollow(folder, torch.float32)
-        # Made once for both: that takes seconds for a wide model.
-        small = make_small(hollow)
+        # Made once for all checks: that takes seconds for a wide model.
+        small = make_small(outline_student(config.student))
         if small is not None:
             precheck_lm_head(small)
             precheck_causality(small, config.data.sequence_length)
-        if small is not None and config.data.packing:
-            precheck_isolation(small, config.data.sequence_length, monitor)
+            if config.data.packing:
+                precheck_isolation(small, config.data.sequence_length, monitor)
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

@@ -30,7 +30,12 @@ from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
 from kd.models.attention.isolation import explain_own_rows
 from kd.models.folder import compute_fingerprint, require_allowed_remote_code, resolve_model
-from kd.models.loading import choose_quantization, choose_teacher_dtype, load_hollow
+from kd.models.loading import (
+    choose_quantization,
+    choose_teacher_dtype,
+    outline_student,
+    outline_teacher,
+)
 from kd.models.precision import pick_device
 from kd.models.tokenizers import (
     PROBE_TEXTS,
@@ -111,16 +116,10 @@ def _load_hollow_models(config: JobConfig) -> Iterator[tuple[str, PreTrainedMode
     if teacher is not None and teacher.backend == "local" and config.runs_teacher:
         with suppress(PotstillError):
             folder = resolve_teacher_folder(teacher, teacher.gguf_file)
-            trusted = require_allowed_remote_code(teacher)
-            yield "teacher", _load_hollow(folder, teacher.gguf_file, trusted)
+            yield "teacher", outline_teacher(teacher, folder, torch.float32)
     if student is not None and student.model is not None:
         with suppress(PotstillError):
-            yield "student", _load_hollow(resolve_model(student.model, student.revision))
-
-
-def _load_hollow(folder: Path, gguf_file: str | None = None, trusted: bool = False) -> Any:
-    with torch.device("meta"):
-        return load_hollow(folder, torch.float32, gguf_file, trusted)
+            yield "student", outline_student(student)
 
 
 @dataclass(frozen=True)

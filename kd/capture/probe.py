@@ -57,21 +57,12 @@ class TrialCaches:
     second: Cache | None
 
 
-def estimate_by_trial(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Estimate:
-    """Estimate a job's capture by running its teacher on sequences from all parts of the text.
-
-    Leaves no files behind. Raises ``ConfigError`` where the job captures nothing, and the errors of
-    the capture itself.
-    """
-    with open_trial(config, home, monitor) as trial:
-        return trial.estimate
-
-
 @contextmanager
 def open_trial(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Iterator[TrialCaches]:
     """Run the job's teacher on sequences from all parts of the text, and keep their records.
 
-    The files below ``home`` are deleted at the end. Raises as ``estimate_by_trial`` does.
+    The files below ``home`` are deleted at the end. Raises ``ConfigError`` where the job captures
+    nothing, and the errors of the capture itself.
     """
     require_capture(config)
     with storage_errors(home):

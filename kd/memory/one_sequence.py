@@ -18,8 +18,7 @@ from kd.memory.host import read_memory_bytes
 from kd.memory.model_memory import compute_device_share
 from kd.memory.model_work import count_weight_bytes, estimate_forward_bytes
 from kd.memory.phases import estimate_logit_bytes
-from kd.models.folder import require_allowed_remote_code
-from kd.models.loading import choose_teacher_dtype, load_hollow
+from kd.models.loading import choose_teacher_dtype, outline_teacher
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,7 @@ class LeastCapture:
         """Count them by the shape of the teacher of ``plan``; its weights are not read."""
         teacher = plan.teacher
         dtype = choose_teacher_dtype(teacher, plan.folder, device)
-        trusted = require_allowed_remote_code(teacher)
-        with torch.device("meta"):
-            hollow = load_hollow(plan.folder, dtype, teacher.gguf_file, trusted)
+        hollow = outline_teacher(teacher, plan.folder, dtype)
         length = plan.config.data.sequence_length
         vocabulary = plan.identity.tokenizer.vocabulary_size
         weights = count_weight_bytes(hollow, dtype.itemsize, teacher.quantization)

@@ -103,8 +103,7 @@ def load_part(
     The process that leads has the whole LM head on ``device``.
     """
     how = _plan_reading(config, folder, device)
-    with torch.device("meta"):
-        hollow = load_hollow(folder, how.dtype, None, how.trust_remote_code)
+    hollow = outline_teacher(config, folder, how.dtype)
     size = torch.distributed.get_world_size()
     require_shareable(config, hollow, size)
     model = read_model(folder, replace(how, places=make_places(config, hollow, size)))
@@ -115,9 +114,7 @@ def load_part(
 def require_shareable_teacher(config: TeacherConfig, size: int) -> None:
     """Raise ``ConfigError`` where ``size`` processes cannot share the teacher as the job asks."""
     folder = resolve_model(config.model, config.revision)
-    with torch.device("meta"):
-        hollow = load_hollow(folder, torch.float32, None, require_allowed_remote_code(config))
-    require_shareable(config, hollow, size)
+    require_shareable(config, outline_teacher(config, folder, torch.float32), size)
 
 
 def _plan_reading(
@@ -148,10 +145,7 @@ def _read_widths(config: TeacherConfig, folder: Path) -> dict[str, int]:
     """Return the input widths of the layers that may be rounded; only int4 depends on them."""
     if config.quantization != "int4":
         return {}
-    with torch.device("meta"):
-        return read_widths(
-            load_hollow(folder, torch.bfloat16, None, require_allowed_remote_code(config))
-        )
+    return read_widths(outline_teacher(config, folder, torch.bfloat16))
 
 
 def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
@@ -499,6 +493,19 @@ def require_trainable_student(
     with torch.device("meta"):
         student = _build_without_adapters(config, tokenizer, context, teacher, CPU, hollow=True)
         return student if config.lora is None else add_adapters(student, config.lora)
+
+
+def outline_teacher(config: TeacherConfig, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the teacher in ``folder`` from its configuration, on the device meta."""
+    with torch.device("meta"):
+        return load_hollow(folder, dtype, config.gguf_file, require_allowed_remote_code(config))
+
+
+def outline_student(config: StudentConfig) -> PreTrainedModel:
+    """Build the model that a student begins as from its configuration, on the device meta."""
+    assert config.model is not None
+    with torch.device("meta"):
+        return load_hollow(resolve_model(config.model, config.revision), torch.float32)
 
 
 def load_hollow(

@@ -142,33 +142,16 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
     return problems
 
 
-def load_step(folder: Path, step: int, state: TrainState, identity: str) -> None:
-    """Restore the checkpoint of ``step`` into ``state``, whose earlier contents are dropped.
+def roll_back(folder: Path, state: TrainState, identity: str) -> Path:
+    """Restore the newest whole checkpoint, halve the rate, and return its path.
 
-    Raises ``TrainingError`` if it is missing or damaged, or belongs to another job.
-    """
-    path = locate_checkpoint(folder, step)
-    try:
-        content = _load_verified_state(path)
-    except (OSError, CacheCorrupt) as error:
-        raise TrainingError(
-            f"the checkpoint of step {step} cannot be restored: {_describe_damage(error)}",
-            "Run the job again: it continues from the newest complete checkpoint.",
-        ) from error
-    _require_same_job(path, content, identity)
-    restore(path, content, state)
-
-
-def roll_back(folder: Path, state: TrainState, identity: str, factor: float = 0.5) -> Path:
-    """Restore the newest whole checkpoint, multiply the rate by ``factor``, and return its path.
-
-    The factors of several roll-backs multiply. Newer checkpoints, which are damaged, are deleted.
+    Newer checkpoints, which are damaged, are deleted.
     Raises ``TrainingError`` if no checkpoint is whole.
     """
     # Read before the checkpoint overwrites them: it knows nothing of the roll-backs since it was
     # saved.
     rollbacks = state.progress.rollbacks + 1
-    rate_factor = state.progress.learning_rate_factor * factor
+    rate_factor = state.progress.learning_rate_factor * 0.5
     problems = load_newest(folder, state, identity)
     paths = list_checkpoints(folder)
     state.group.wait()

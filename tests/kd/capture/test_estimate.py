@@ -33,7 +33,7 @@ from kd.capture.estimate.storage import (
 )
 from kd.capture.estimate.text import CaptureSize
 from kd.capture.plan import plan_capture
-from kd.capture.probe import estimate_by_trial
+from kd.capture.probe import open_trial
 from kd.capture.teacher import Teacher
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
@@ -65,6 +65,11 @@ def job(
             "cache": cut,
         }
     )
+
+
+def estimate_by_trial(config: JobConfig, home: Path) -> Estimate:
+    with open_trial(config, home) as found:
+        return found.estimate
 
 
 # ---------------------------------------------------------------------- by a trial

@@ -29,7 +29,7 @@ from cache.manifest import TokenizerProbe
 from cache.records import Sequences
 from kd.capture import probe as trial
 from kd.capture import remote
-from kd.capture.probe import estimate_by_trial
+from kd.capture.probe import open_trial
 from kd.capture.remote import RemoteTeacher, TopEntries, find_server_url, hash_remote_teacher
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
@@ -360,7 +360,8 @@ def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, m
             },
             "cache": {"profile": "topk", "k": 5},
         }
-        return estimate_by_trial(parse_config(job), tmp_path).seconds
+        with open_trial(parse_config(job), tmp_path) as found:
+            return found.estimate.seconds
 
     monkeypatch.setattr(RemoteTeacher, "read", counted)
     assert seconds(concurrency=6) >= 0.4 and len(read) == 6

@@ -25,7 +25,9 @@ from kd.optim.averaging import Averager, serving, use_served_weights
 from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
 from kd.training import checkpoint
+from kd.training.saved.restoring import restore
 from kd.training.saved.state import TrainingProgress, TrainState
+from kd.training.saved.state_file import read_state
 
 STEPS = 7
 CUT = 4
@@ -42,6 +44,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "onecycle": {"warmup_steps": 0},
     "warmup_stable_decay": {"lr_scheduler_kwargs": {"num_decay_steps": 3}},
 }
+
+
+def load_step(folder: Path, step: int, state: TrainState) -> None:
+    """Restore the checkpoint of ``step``, whose earlier contents are dropped."""
+    path = checkpoint.locate_checkpoint(folder, step)
+    restore(path, read_state(path), state)
 
 
 def make_options(**changes: Any) -> TrainConfig:
@@ -238,7 +246,7 @@ def test_restoring_into_a_live_run_leaves_nothing_of_it(tmp_path: Path, optim: s
     run.state.scaler.scale(run.forward()).backward()
     run.state.scaler.unscale_(run.optimizer)
     for step, expected in ((3, middle), (0, start)):
-        checkpoint.load_step(tmp_path, step, run.state, "job")
+        load_step(tmp_path, step, run.state)
         assert_equal(run.everything(), expected)
         assert all(
             parameter.grad is None
@@ -253,7 +261,7 @@ def test_entry_of_a_group_that_the_checkpoint_does_not_know_is_forgotten(tmp_pat
     run = Run(make_options(optim="muon"))
     checkpoint.save_checkpoint(tmp_path, run.state, "job")
     run.optimizer.param_groups[-1]["late"] = 1
-    checkpoint.load_step(tmp_path, 0, run.state, "job")
+    load_step(tmp_path, 0, run.state)
     assert "late" not in run.optimizer.param_groups[-1]
 
 
@@ -271,7 +279,7 @@ def test_state_goes_to_the_device_of_its_parameter_but_counts_of_steps_stay_wher
     optimizer = make_optimizer(moved.student, projection, make_options(), torch.device("mtia"))
     for group in optimizer.param_groups:
         group["fused"] = fused
-    checkpoint.load_step(tmp_path, 1, replace(moved.state, optimizer=optimizer), "job")
+    load_step(tmp_path, 1, replace(moved.state, optimizer=optimizer))
     for parameter, state in optimizer.state.items():
         found = {name: value.device.type for name, value in state.items()}
         home = parameter.device.type
@@ -290,7 +298,7 @@ def test_state_of_a_parameter_that_the_checkpoint_does_not_know_is_forgotten(
     bias.requires_grad_(True)
     run.train(1)
     assert bias in run.optimizer.state
-    checkpoint.load_step(tmp_path, 2, run.state, "job")
+    load_step(tmp_path, 2, run.state)
     assert bias not in run.optimizer.state
 
 
@@ -491,28 +499,18 @@ def test_every_file_is_checked(tmp_path: Path, name: str) -> None:
     assert "step-00000002 is damaged" in problem and name in problem
     assert run.state.progress.step == 1
     before = run.everything()
-    with pytest.raises(TrainingError, match="the checkpoint of step 2 cannot be restored") as error:
-        checkpoint.load_step(tmp_path, 2, run.state, "job")
-    # It has one remedy, not also that of the damage.
-    assert "Delete the checkpoint" not in str(error.value)
     with pytest.raises(CacheCorrupt, match=name):
         checkpoint.load_weights(path, run.state)
     assert_equal(run.everything(), before)
-
-
-def test_step_that_was_not_saved_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="the checkpoint of step 5 cannot be restored"):
-        checkpoint.load_step(tmp_path, 5, Run(make_options()).state, "job")
 
 
 @pytest.mark.parametrize(
     "load",
     [
         lambda folder, state: checkpoint.load_newest(folder, state, "another"),
-        lambda folder, state: checkpoint.load_step(folder, 1, state, "another"),
         lambda folder, state: checkpoint.roll_back(folder, state, "another"),
     ],
-    ids=["newest", "step", "roll-back"],
+    ids=["newest", "roll-back"],
 )
 def test_checkpoint_of_another_job_is_refused(
     tmp_path: Path, load: Callable[[Path, TrainState], Any]
