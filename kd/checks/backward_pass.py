@@ -50,7 +50,7 @@ def locate_in_backward(student: nn.Module, compute_loss: Callable[[], Tensor]) -
     # Compiled code runs no hooks, hence the eager stance.
     with _measure_spans(student, spans), torch.compiler.set_stance("force_eager"):
         loss = compute_loss()
-    if not _is_finite(loss):
+    if not is_finite(loss):
         return "All modules and weights are finite: the loss itself is not."
     trained = [each for each in student.parameters() if each.requires_grad]
     birth = _Birth()
@@ -59,7 +59,7 @@ def locate_in_backward(student: nn.Module, compute_loss: Callable[[], Tensor]) -
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     if birth.operation:
         return _describe(birth, spans, student)
-    if birth.seen or not all(_is_finite(each) for each in gradients if each is not None):
+    if birth.seen or not all(is_finite(each) for each in gradients if each is not None):
         return (
             "All modules, weights and the loss are finite, but a gradient is not. "
             "Which operation made it is not known."
@@ -122,13 +122,14 @@ def _iterate_nodes(loss: Tensor) -> Iterator[Node]:
 
 def _examine(birth: _Birth, node: Node, returned: Any, received: Any) -> None:
     """Note ``node`` where it is the first that turns finite gradients into others."""
-    if birth.seen or all(_is_finite(each) for each in returned if each is not None):
+    if birth.seen or all(is_finite(each) for each in returned if each is not None):
         return
     birth.seen = True
-    if all(_is_finite(each) for each in received if each is not None):
+    if all(is_finite(each) for each in received if each is not None):
         birth.operation = node.name().removesuffix("Backward0").removesuffix("Backward")
         birth.number = node._sequence_nr()
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of ``tensor`` are finite."""
     return bool(torch.isfinite(tensor).all())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kd.checks.backward_pass import locate_in_backward
+from kd.checks.backward_pass import is_finite, locate_in_backward
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 from kd.text.batches import Batch
@@ -72,9 +72,9 @@ def _hook_modules(student: nn.Module, found: list[str]) -> Iterator[None]:
     """
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not all(map(_is_finite, _iterate_tensors(output))):
+        if not found and not all(map(is_finite, _iterate_tensors(output))):
             found.append(
-                _describe_module(name, module, all(map(_is_finite, _iterate_tensors(inputs))))
+                _describe_module(name, module, all(map(is_finite, _iterate_tensors(inputs))))
             )
 
     # ``name=name`` binds the name of this round; a plain closure would see the last one.
@@ -93,7 +93,7 @@ def _hook_modules(student: nn.Module, found: list[str]) -> Iterator[None]:
 
 def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:
     weights = [
-        key for key, tensor in module.named_parameters(recurse=False) if not _is_finite(tensor)
+        key for key, tensor in module.named_parameters(recurse=False) if not is_finite(tensor)
     ]
     where = f"{name or 'the model'} ({type(module).__name__})"
     if weights:
@@ -109,7 +109,7 @@ def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:
 
 def _find_nonfinite_weight(student: nn.Module) -> str | None:
     for name, parameter in student.named_parameters():
-        if not _is_finite(parameter):
+        if not is_finite(parameter):
             return f"The weight {name} is not finite."
     return None
 
@@ -141,7 +141,3 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _iterate_tensors(item)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())

@@ -40,8 +40,7 @@ from kd.loss.objective import Objective
 from kd.loss.ramps import evaluate_ramp
 from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.step_memory import measure_free_memory
-from kd.models.attention.isolation import isolate_documents
-from kd.models.lm_head import LMHead, find_student_head
+from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.text.batches import Batch, CachedRecords, Source, make_batch
 from kd.training.evaluate import choose_evaluation_temperature
@@ -245,13 +244,11 @@ def measure_batch_noise(
     ``source`` with another sample. In float32; ``student`` moves to the device.
     """
     most = min(source.train_count, MEASURED_SEQUENCES)
-    device = pick_device()
-    nn.Module.to(student, device).eval()
+    nn.Module.to(student, pick_device())
     if most < 2 or not _has_room(student):
         return None
-    if config.data.packing:
-        isolate_documents(student)
-    loss = _SequenceLoss.of(config, source, student, vocabulary)
+    measured = EvaluatedModel.of(student, vocabulary, config.data)
+    loss = _SequenceLoss.of(config, source, measured)
     again = 0 if second is None else min(second.train_count, most)
     sums = GradientSums()
     total: list[Tensor] = []
@@ -294,14 +291,12 @@ class _SequenceLoss:
     temperature: float
 
     @classmethod
-    def of(
-        cls, config: JobConfig, source: Source, student: PreTrainedModel, vocabulary: int
-    ) -> _SequenceLoss:
+    def of(cls, config: JobConfig, source: Source, measured: EvaluatedModel) -> _SequenceLoss:
         steps = config.require_train().count_steps(source.train_count) or 1
         return cls(
-            student,
-            find_student_head(student, vocabulary),
-            TargetDecoder.of(source, student.device),
+            measured.model,
+            measured.lm_head,
+            TargetDecoder.of(source, measured.model.device),
             Objective.of(config.loss).with_alpha(evaluate_ramp(config.loss.alpha, 0, steps)),
             choose_evaluation_temperature(config.loss),
         )

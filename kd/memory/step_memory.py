@@ -30,7 +30,6 @@ from kd.memory.step_bytes import (
     HeadShape,
     SavedBytes,
     SavedBytesFit,
-    StepMemoryEstimate,
     StepShape,
     StudentShape,
 )
@@ -39,19 +38,6 @@ from kd.models.precision import Precision
 from kd.optim.optimizers import list_trained_shapes
 from kd.optim.state_size import ParameterShape
 from kd.text.packed_rows import PackedRows
-
-
-def estimate_memory(
-    student: PreTrainedModel,
-    options: TrainConfig,
-    sequence_length: int,
-    vocabulary: int,
-    precision: Precision,
-    kernels: bool = False,
-) -> StepMemoryEstimate:
-    """Estimate the memory of a step of ``student`` on its device (``describe_step``)."""
-    shape = describe_step(student, options, sequence_length, vocabulary, precision, kernels)
-    return shape.estimate()
 
 
 def describe_step(

@@ -74,9 +74,6 @@ SPREADS_PLAIN_WEIGHTS = "teacher.parallel spreads plain weights"
 _WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model", "dim")
 #: How the name of the embedding ends in models whose language model is a part.
 _EMBEDDING = "embed_tokens.weight"
-#: The longest header of a safetensors file that is read, in bytes; a larger length means a damaged
-#: file.
-_LONGEST_HEADER = 1 << 25
 #: Bytes of a file that are hashed at once.
 _HASHED_BYTES = 1 << 24
 
@@ -349,7 +346,8 @@ class ModelFolder:
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for path in self.list_read_files():
-            shapes |= _read_shapes(path)
+            with suppress(OSError, SafetensorError), safe_open(path, "numpy") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in [*file.keys()]}
         return shapes
 
 
@@ -373,21 +371,6 @@ def find_context(fields: Mapping[str, Any]) -> int | None:
 
 def _make_unreadable_error(path: Path, reason: object) -> ModelError:
     return ModelError(f"{path} cannot be read: {reason}.", "Download or save the model again.")
-
-
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    # A safetensors file starts with the length of its header in 8 bytes, then the header in JSON.
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length < _LONGEST_HEADER else {}
-        return {
-            name: tuple(map(int, tensor["shape"]))
-            for name, tensor in header.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 # ---------------------------------------------------------------------- finding a model

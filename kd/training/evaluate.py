@@ -29,7 +29,6 @@ from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states
 from kd.parallel.group import ALONE, Group
 from kd.text.batches import Batch, Source
-from kd.text.bytes import compute_bits_per_byte
 from kd.text.steps.reading import deal_validation_batches
 from kd.training.calibration import BINS, Calibration
 
@@ -62,7 +61,6 @@ def evaluate_student(
     precision: Precision,
     device: torch.device,
     temperature: float = 1.0,
-    text_bytes: int | None = None,
     group: Group = ALONE,
     call: Callable[..., BatchScore | None] = call_directly,
 ) -> dict[str, Any]:
@@ -71,9 +69,8 @@ def evaluate_student(
     ``validation_kl`` is at ``temperature``; from sampled records it is unbiased but noisy.
     ``validation_agreement`` is over the positions whose record has the teacher's best token: all of
     them, or for sampled records those where that token's probability is above the threshold.
-    ``validation_calibration_error`` has 15 bins, at T = 1. ``validation_bits_per_byte`` needs
-    ``text_bytes``, the size of the held-out text (``kd.text.bytes``). ``validation_perplexity_low``
-    and ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens.
+    ``validation_calibration_error`` has 15 bins, at T = 1. ``validation_perplexity_low`` and
+    ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens.
 
     The ranks of ``group`` share the batches, and all of them get the means over all batches.
     ``call(work, batch)`` returns ``work(batch)``, computed where the parameters are whole; None on
@@ -96,12 +93,7 @@ def evaluate_student(
     losses = sum((each.losses for each in scores), BlockLosses.none())
     if not losses.tokens:
         return {}
-    found = _average_scores([each.score for each in scores], losses)
-    if text_bytes:
-        found["validation_bits_per_byte"] = compute_bits_per_byte(
-            found["validation_loss"], losses.tokens, text_bytes
-        )
-    return found
+    return _average_scores([each.score for each in scores], losses)
 
 
 def _exchange_scores(own: list[BatchScore], group: Group) -> list[BatchScore]:

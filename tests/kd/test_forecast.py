@@ -15,13 +15,13 @@ from kd.evaluation.baseline import build_starting_student
 from kd.experiments.noise import NEAR, GradientNoise, advise, measure_noise
 from kd.forecast import Question, estimate_job
 from kd.memory.devices import DEVICE_KINDS
-from kd.memory.step_memory import estimate_memory
 from kd.models.attention.isolation import isolate_documents
 from kd.models.loading import load_model
 from kd.models.precision import Precision
 from kd.pipeline import load_student_tokenizer
 from kd.text.batches import CachedRecords
 from tests.support.kd.references import plain_logprobs
+from tests.support.kd.training import estimate_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FRESH = {"init": {"layers": 1, "hidden_size": 16}}

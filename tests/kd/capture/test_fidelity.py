@@ -58,11 +58,11 @@ def test_a_capture_ends_with_its_fidelity(stores: dict[str, Cache], name: str) -
     assert verify_cache(store.folder) == []
 
 
-@pytest.mark.parametrize(("name", "known"), [("threshold", 3), ("tempered", 1), ("topk", 0)])
+@pytest.mark.parametrize(("name", "known"), [("threshold", 3), ("tempered", 1), ("topk", 16)])
 def test_the_next_token_counts_as_an_entry(stores: dict[str, Cache], name: str, known: int) -> None:
     """So does the concept page count: the next token, the head and the tail are 18 entries.
 
-    The cache of profile threshold also keeps two tokens always; topk has no entries.
+    The cache of profile threshold also keeps two tokens always; topk has its K alone.
     """
     _, records = stores[name].read(range(len(stores[name])))
     counts = [records.columns.get(f"{part}_count", np.zeros(1)) for part in ("head", "tail")]

@@ -20,12 +20,13 @@ from kd.config.train import TrainConfig
 from kd.memory import activation_offload
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
-from kd.memory.step_memory import describe_step, estimate_memory
+from kd.memory.step_memory import describe_step
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision, round_parameters
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.students import make_llama
+from tests.support.kd.training import estimate_memory
 from tests.support.kd.zoo import build
 
 FLOAT32 = Precision("cpu", torch.float32)

@@ -26,7 +26,6 @@ from kd.memory.phases import (
     measure_training,
 )
 from kd.memory.rates import measure_rates
-from kd.memory.step_memory import estimate_memory
 from kd.memory.training_phase import Place, TrainingPhase
 from kd.memory.work import (
     ASSUMED_UTILIZATION,
@@ -40,6 +39,7 @@ from kd.models.folder import ModelFolder
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision
 from tests.support.kd.students import make_llama
+from tests.support.kd.training import estimate_memory
 from tests.support.kd.zoo import build
 
 CPU = torch.device("cpu")

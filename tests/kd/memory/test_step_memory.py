@@ -16,7 +16,6 @@ from kd.config.train import TrainConfig
 from kd.files import format_bytes
 from kd.memory.step_bytes import StepMemoryEstimate
 from kd.memory.step_memory import (
-    estimate_memory,
     estimate_optimizer_bytes,
     measure_free_memory,
     read_peak_memory,
@@ -29,6 +28,7 @@ from tests.support.kd.memory_script import run_memory_script
 from tests.support.kd.optimizers import measure_optimizer_bytes
 from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.students import make_llama
+from tests.support.kd.training import estimate_memory
 from tests.support.kd.zoo import build
 
 CPU = torch.device("cpu")
@@ -277,7 +277,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kd.config.train import TrainConfig
 from kd.files import format_bytes
 from kd.memory.activation_checkpointing import checkpoint_activations
-from kd.memory.step_memory import estimate_memory, read_peak_memory, reset_peak_memory
+from kd.memory.step_memory import read_peak_memory, reset_peak_memory
+from tests.support.kd.training import estimate_memory
 from kd.models.layers import compute_hidden_states
 from kd.models.precision import Precision, round_parameters
 from kd.text.packed_rows import PackedRows

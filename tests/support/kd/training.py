@@ -9,6 +9,8 @@ import numpy as np
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.memory.step_bytes import StepMemoryEstimate
+from kd.memory.step_memory import describe_step
 from kd.progress import Event, Monitor
 from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
@@ -76,3 +78,8 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
         {name: value for name, value in line.items() if not name.startswith(measured)}
         for line in read_metrics(run_dir / "metrics.jsonl")
     ]
+
+
+def estimate_memory(*step: Any, **options: Any) -> StepMemoryEstimate:
+    """Estimate the memory of a step that ``describe_step`` describes."""
+    return describe_step(*step, **options).estimate()
