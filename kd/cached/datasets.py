@@ -167,9 +167,6 @@ def find_rank() -> tuple[int, int]:
 
 
 def _read(
-    store: SharedStore,
-    decoding: Decoding,
-    numbers: NDArray[np.int64],
-    draws: NDArray[np.int64],
+    store: SharedStore, decoding: Decoding, numbers: NDArray[np.int64], draws: NDArray[np.int64]
 ) -> dict[str, Any]:
     return decode_batch(*store.open().read(numbers, draws), store.make_decoder(), decoding)

@@ -116,11 +116,7 @@ def _read_again(
 
 
 def _seal(
-    root: Path,
-    planned: CapturePlan,
-    sequences: Sequences,
-    records: Records,
-    reader: RecordReader,
+    root: Path, planned: CapturePlan, sequences: Sequences, records: Records, reader: RecordReader
 ) -> Cache:
     """Write the records as a cache of one shard, with the LM head where the profile has one."""
     data = replace(planned.identity.data, train_sequences=len(sequences), validation_sequences=0)

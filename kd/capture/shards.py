@@ -362,10 +362,7 @@ class ShardRecording:
         self._writer.clear_unfinished()
 
     def record(
-        self,
-        index: int,
-        sequences: Sequences,
-        is_given_up: Callable[[], bool] = lambda: False,
+        self, index: int, sequences: Sequences, is_given_up: Callable[[], bool] = lambda: False
     ) -> bool:
         """Read a shard, and begin to seal it. Returns False where it was given up meanwhile."""
         reader, report, pipeline = self._reader, self._report, self._pipeline

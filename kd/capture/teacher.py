@@ -283,20 +283,20 @@ def fit_recorder(
     meter = TailMeter(len(plan.corpus.train)) if profile == "threshold" else None
     recorder = Recorder(teacher.recorder.lm_head, writer.codec, meter=meter)
     teacher = replace(teacher, recorder=recorder, monitor=monitor)
-    if plan.identity.codec.profile == "hidden":
+    if profile == "hidden":
         # Only this profile has something to write before the first micro-batch is read.
         teacher.require_memory(plan.corpus.train)
         writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
-    if plan.identity.codec.profile != "tempered":
+    if profile != "tempered":
         return teacher
-    if knots is not None:
-        return replace(teacher, recorder=replace(teacher.recorder, knots=knots))
     # All shards of a cache have the same number of knots: shards of an earlier attempt set it.
-    if (sealed := writer.read_sealed_shape("partition")) is not None:
-        return replace(teacher, recorder=replace(teacher.recorder, knots=sealed[1]))
-    found = teacher.choose_knots(plan.corpus.train)
-    monitor.emit("stage", stage="precompute", phase=str(found))
-    return replace(teacher, recorder=replace(teacher.recorder, knots=found.count))
+    if knots is None and (sealed := writer.read_sealed_shape("partition")) is not None:
+        knots = sealed[1]
+    if knots is None:
+        found = teacher.choose_knots(plan.corpus.train)
+        monitor.emit("stage", stage="precompute", phase=str(found))
+        knots = found.count
+    return replace(teacher, recorder=replace(recorder, knots=knots))
 
 
 @dataclass

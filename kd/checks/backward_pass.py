@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
+from kd.models.layers import removing
+
 
 @dataclass
 class _Birth:
@@ -95,11 +97,8 @@ def _measure_spans(student: nn.Module, spans: _Spans) -> Iterator[None]:
             module.register_forward_hook(partial(end, name)),
         )
     ]
-    try:
+    with removing(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _read_sequence_number() -> int:

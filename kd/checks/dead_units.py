@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kd.checks.verdict import Verdict, format_names
-from kd.models.layers import find_decoder_layers
+from kd.models.layers import find_decoder_layers, removing
 
 _REMEDY = (
     "These channels learn nothing: lower train.learning_rate, add train.warmup_steps, or lower "
@@ -63,11 +63,8 @@ def watching_units(student: PreTrainedModel) -> Iterator[UnitWatch]:
             watch.observe(number, inputs[0])
 
         handles.append(projection.register_forward_pre_hook(observe))
-    try:
+    with removing(handles):
         yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _find_projection(layer: nn.Module, width: int) -> nn.Module | None:

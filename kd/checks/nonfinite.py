@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.checks.backward_pass import is_finite, locate_in_backward
-from kd.models.layers import compute_hidden_states
+from kd.models.layers import compute_hidden_states, removing
 from kd.models.precision import Precision
 from kd.text.batches import Batch
 
@@ -54,13 +54,10 @@ def _find_nonfinite_module(
     student: PreTrainedModel, batch: Batch, precision: Precision | None
 ) -> str | None:
     found: list[str] = []
+    autocast = nullcontext() if precision is None else precision.autocast()
     # Compiled code runs no hooks, hence the eager stance.
-    with _hook_modules(student, found), torch.compiler.set_stance("force_eager"):
-        if precision is None:
-            compute_hidden_states(student, batch.tokens_BL, batch.packed)
-        else:
-            with precision.autocast():
-                compute_hidden_states(student, batch.tokens_BL, batch.packed)
+    with _hook_modules(student, found), torch.compiler.set_stance("force_eager"), autocast:
+        compute_hidden_states(student, batch.tokens_BL, batch.packed)
     return found[0] if found else None
 
 
@@ -84,11 +81,8 @@ def _hook_modules(student: nn.Module, found: list[str]) -> Iterator[None]:
         )
         for name, module in student.named_modules()
     ]
-    try:
+    with removing(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:

@@ -13,10 +13,9 @@ job's own, without what hinders memory: dropout, weight decay, averaging, a sche
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -79,16 +78,13 @@ class RepeatedSubset:
 
     source: Source
     numbers: NDArray[np.int64]
+    #: Nothing is held out.
+    validation_count: ClassVar[int] = 0
 
     @property
     def train_count(self) -> int:
         """The number of sequences to train on."""
         return len(self.numbers)
-
-    @property
-    def validation_count(self) -> int:
-        """0: nothing is held out."""
-        return 0
 
     @property
     def shard_sequences(self) -> int:
@@ -186,43 +182,25 @@ def check_overfit(
             [_Attempt(0.0, span.before, "The loss of the untrained student is not finite.")],
             subset,
         )
-    attempts = []
-    for attempt in _run_attempts(config, subset, student, probe, folder, monitor):
-        attempts.append(attempt)
-        if span.is_learnt(attempt.after):
-            break
-    return _make_verdict(span, attempts, subset)
-
-
-def _run_attempts(
-    config: JobConfig,
-    subset: RepeatedSubset,
-    student: PreTrainedModel,
-    probe: _LossProbe,
-    folder: Path,
-    monitor: Monitor,
-) -> Iterator[_Attempt]:
-    """Train once for each learning rate, each time from the same weights."""
-    assert config.train is not None, "JobConfig refuses a training job without a train section"
+    attempts: list[_Attempt] = []
+    # One for each learning rate, each time from the same weights.
     for number, factor in enumerate(RATE_FACTORS):
-        rate = config.train.learning_rate * factor
-        options = config.train.model_copy(update={"learning_rate": rate})
+        options = config.require_train()
+        rate = options.learning_rate * factor
+        tried = options.model_copy(update={"learning_rate": rate})
+        job = config.model_copy(update={"train": tried})
         faults: list[str] = []
+        listener = _collect_faults(monitor, faults)
         learner = _remove_dropout(copy.deepcopy(student))
         try:
-            tried = config.model_copy(update={"train": options})
-            train(
-                tried,
-                subset,
-                learner,
-                probe.vocabulary,
-                folder / f"attempt-{number}",
-                _collect_faults(monitor, faults),
-            )
+            train(job, subset, learner, probe.vocabulary, folder / f"attempt-{number}", listener)
         except TrainingError as error:
-            yield _Attempt(rate, error=error.detail, faults=tuple(faults))
-        else:
-            yield _Attempt(rate, probe.measure_loss(learner), faults=tuple(faults))
+            attempts.append(_Attempt(rate, error=error.detail, faults=tuple(faults)))
+            continue
+        attempts.append(_Attempt(rate, probe.measure_loss(learner), faults=tuple(faults)))
+        if span.is_learnt(attempts[-1].after):
+            break
+    return _make_verdict(span, attempts, subset)
 
 
 def _collect_faults(monitor: Monitor, faults: list[str]) -> Monitor:

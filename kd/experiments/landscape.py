@@ -73,11 +73,7 @@ class LandscapeOptions:
 
 
 def survey(
-    run_dir: Path,
-    home: Path,
-    folder: Path,
-    options: LandscapeOptions,
-    monitor: Monitor = SILENT,
+    run_dir: Path, home: Path, folder: Path, options: LandscapeOptions, monitor: Monitor = SILENT
 ) -> dict[str, Any]:
     """Measure the landscape of the finished run in ``run_dir``; write and return it.
 

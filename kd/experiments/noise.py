@@ -42,7 +42,7 @@ from kd.loss.targets import TeacherTarget, subtract_target_
 from kd.memory.step_memory import measure_free_memory
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
-from kd.text.batches import Batch, CachedRecords, Source, make_batch
+from kd.text.batches import CachedRecords, Source, make_batch
 from kd.training.evaluate import choose_evaluation_temperature
 
 #: Elements of (N, V) that exist at once, several times.
@@ -105,29 +105,19 @@ def measure_noise(
     hidden_ND = measured.compute_hidden_states(first)
     temperature = choose_evaluation_temperature(config.loss)
     decoder = TargetDecoder.of(source, device)
-    sums = _sum_noise(hidden_ND, measured.lm_head, decoder, (first, again), temperature)
-    return GradientNoise.of(*sums)
-
-
-def _sum_noise(
-    hidden_ND: Tensor,
-    lm_head: LMHead,
-    decoder: TargetDecoder,
-    batches: tuple[Batch, Batch],
-    temperature: float,
-) -> tuple[float, float]:
-    """The sums of |g - h|^2 / 2 and g h over the positions."""
-    targets = [decoder.decode(each.gold_N, each.teacher, temperature) for each in batches]
+    targets = [decoder.decode(each.gold_N, each.teacher, temperature) for each in (first, again)]
+    # The sums of |g - h|^2 / 2 and g h over the positions.
     noise = 0.0
     signal = 0.0
-    size = max(_CHUNK_ELEMENTS // lm_head.vocabulary, 1)
+    size = max(_CHUNK_ELEMENTS // measured.lm_head.vocabulary, 1)
     for start in range(0, len(hidden_ND), size):
         rows = slice(start, min(start + size, len(hidden_ND)))
-        q_NV = torch.softmax(lm_head.compute_logits(hidden_ND[rows]).float() / temperature, 1)
+        logits_NV = measured.lm_head.compute_logits(hidden_ND[rows]).float()
+        q_NV = torch.softmax(logits_NV / temperature, 1)
         g_NV, h_NV = (_compute_gradient(each.teacher, rows, q_NV) for each in targets)
         noise += float((g_NV - h_NV).square().sum()) / 2
         signal += float((g_NV * h_NV).sum())
-    return noise, signal
+    return GradientNoise.of(noise, signal)
 
 
 def _compute_gradient(teacher: TeacherTarget | None, rows: slice, q_NV: Tensor) -> Tensor:

@@ -200,11 +200,7 @@ def _examine(
 
 
 def run_job(
-    job: JobConfig,
-    *,
-    out: Named | None = None,
-    home: Named | None = None,
-    progress: bool = True,
+    job: JobConfig, *, out: Named | None = None, home: Named | None = None, progress: bool = True
 ) -> CacheResult | StudentResult:
     """Run a job in this process, as ``kd run`` does; ``kd.load_job`` reads one.
 

@@ -104,16 +104,8 @@ def compute_distillation_loss(
     )
     weight_N = compute_token_weights(targets, objective)
     work = _LossInputs(lm_head, targets, objective, weight_N, chunk_size, correction)
-    return LossTerms(
-        *_FusedLMHead.apply(
-            hidden_ND,
-            lm_head.weight,
-            lm_head.bias,
-            temperature if learned else None,
-            *entries,
-            work,
-        )
-    )
+    inputs = (hidden_ND, lm_head.weight, lm_head.bias, temperature if learned else None, *entries)
+    return LossTerms(*_FusedLMHead.apply(*inputs, work))
 
 
 @dataclass(frozen=True)

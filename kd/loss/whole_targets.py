@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from numpy.typing import NDArray
@@ -37,11 +37,10 @@ class TopTarget:
     p_NK: Tensor
     rest_N: Tensor
     vocabulary: int | None = None
-
-    @property
-    def whole(self) -> bool:
-        """False: K entries are not all of p."""
-        return False
+    #: K entries are not all of p.
+    whole: ClassVar[bool] = False
+    #: The probabilities of each position sum to 1.
+    total_N: ClassVar[None] = None
 
     def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> TopTarget:
         """The target of positions ``rows``; its numbers stay in float64."""
@@ -51,11 +50,6 @@ class TopTarget:
     def entropy_N(self) -> Tensor:
         """H of the K probabilities and the bucket."""
         return torch.special.entr(self.p_NK).sum(1) + torch.special.entr(self.rest_N)
-
-    @property
-    def total_N(self) -> None:
-        """None: the probabilities of each position sum to 1."""
-        return None
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """sum_i p_i s_i + r LSE(s outside) of each position, float64."""
@@ -110,6 +104,8 @@ class Distribution:
     """All log-probabilities of the positions of one chunk, (N, V)."""
 
     logp_NV: Tensor
+    #: The probabilities of each position sum to 1.
+    total_N: ClassVar[None] = None
 
     @cached_property
     def p_NV(self) -> Tensor:
@@ -120,11 +116,6 @@ class Distribution:
     def entropy_N(self) -> Tensor:
         """H(p)."""
         return -torch.linalg.vecdot(self.p_NV, self.logp_NV).double()
-
-    @property
-    def total_N(self) -> None:
-        """None: the probabilities of each position sum to 1."""
-        return None
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """p . s of each position, float64."""
@@ -150,11 +141,7 @@ class DenseTarget:
 
     logprobs_NV: Tensor
     temperature: float
-
-    @property
-    def whole(self) -> bool:
-        """True: it has all of p."""
-        return True
+    whole: ClassVar[bool] = True
 
     def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> Distribution:
         """softmax(l / T) of positions ``rows``."""
@@ -174,11 +161,7 @@ class HiddenTarget:
     lm_head: LMHead
     temperature: float
     cosines: bool = False
-
-    @property
-    def whole(self) -> bool:
-        """True: it has all of p."""
-        return True
+    whole: ClassVar[bool] = True
 
     def decode_states(self, rows: slice, dtype: torch.dtype = torch.float32) -> Tensor:
         """The hidden states of positions ``rows``."""

@@ -342,8 +342,4 @@ def add_replicas(
     sent = count_all_reduce_bytes(gradients / stages, replicas)
     seconds = sent / (LINK_SHARE * rates.network / stages)
     waiting = max(seconds - time.work * _BACKWARD_SHARE / micro_batches, 0.0)
-    return replace(
-        time,
-        communication=time.communication + seconds,
-        waiting=time.waiting + waiting,
-    )
+    return replace(time, communication=time.communication + seconds, waiting=time.waiting + waiting)

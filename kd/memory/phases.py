@@ -172,10 +172,7 @@ def measure_training(student: PreTrainedModel, options: TrainConfig, **sizes: An
 
 
 def describe_training_phase(
-    student: PreTrainedModel,
-    options: TrainConfig,
-    saved: Mapping[str, SavedBytesFit],
-    **sizes: Any,
+    student: PreTrainedModel, options: TrainConfig, saved: Mapping[str, SavedBytesFit], **sizes: Any
 ) -> TrainingPhase:
     """Describe the training of ``student``, whose passes keep ``saved`` in each precision."""
     model = count_model_work(student, sizes["vocabulary"])

@@ -42,6 +42,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kd.config.student import StudentFromTeacher
 from kd.errors import ModelError
 from kd.models.depth import cut_fields, pick_tensors, require_layers, require_same_layers
+from kd.models.layers import removing
 
 #: Model types that can become narrower: each layer is RMSNorm, attention, RMSNorm and a gated MLP
 #: on one stream, and reads and writes the stream through linear layers alone.
@@ -247,12 +248,8 @@ def _measure_inputs(
         found[layer] = measure(inputs[0].flatten(0, 1).double())
 
     text_BL = sample_text(model)
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
+    with removing(layer.register_forward_pre_hook(note) for layer in layers):
         model.base_model(input_ids=text_BL, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [found[layer] for layer in layers]
 
 

@@ -5,7 +5,7 @@ Shapes: B sequences, L positions of a sequence, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
@@ -189,6 +190,17 @@ def mark_shared_modules(trunk: nn.Module) -> None:
 
 
 @contextmanager
+def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks of ``handles`` at the end of the block."""
+    kept = list(handles)
+    try:
+        yield
+    finally:
+        for handle in kept:
+            handle.remove()
+
+
+@contextmanager
 def stopping_forward(monitor: Monitor, what: str) -> Iterator[None]:
     """Let every module that runs in the block without gradients first ask whether to stop.
 
@@ -202,8 +214,5 @@ def stopping_forward(monitor: Monitor, what: str) -> Iterator[None]:
         if not torch.is_grad_enabled() and not getattr(module, _SHARED, False):
             monitor.check(what)
 
-    handle = register_module_forward_pre_hook(ask)
-    try:
+    with removing([register_module_forward_pre_hook(ask)]):
         yield
-    finally:
-        handle.remove()

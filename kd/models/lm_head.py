@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
-from kd.models.layers import compute_hidden_states, find_device, is_hollow
+from kd.models.layers import compute_hidden_states, find_device, is_hollow, removing
 from kd.models.precision import float32_products
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
@@ -310,7 +310,5 @@ def _compute_own_logits(
     hook = model.get_output_embeddings().register_forward_hook(
         lambda layer, inputs, output: change(inputs[0], output)
     )
-    try:
+    with removing([hook]):
         return model(input_ids=tokens_BL, use_cache=False).logits[0]
-    finally:
-        hook.remove()

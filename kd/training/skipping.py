@@ -67,10 +67,7 @@ def locate_fault(run: Run, step: Step, batches: list[Batch]) -> str:
         # It looks at single modules, whose weights no rank has.
         return "With train.strategy fsdp the place of the fault is not searched."
     return locate_nonfinite(
-        run.student,
-        batches,
-        run.loss.precision,
-        lambda batch: compute_mean_loss(run, step, batch),
+        run.student, batches, run.loss.precision, lambda batch: compute_mean_loss(run, step, batch)
     )
 
 

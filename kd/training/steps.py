@@ -141,10 +141,7 @@ def forward_backward(run: Run, step: Step) -> None:
     def compute_share(batch: Batch) -> Tensor:
         # T is bound and no argument: DDP and FSDP move those to the GPU, where reading T waits.
         work = partial(
-            run.loss.compute,
-            alpha=step.alpha,
-            T=step.temperature,
-            mean_weight=step.mean_weight,
+            run.loss.compute, alpha=step.alpha, T=step.temperature, mean_weight=step.mean_weight
         )
         terms: LossTerms = run.loss_module(work, batch)
         sums.add_(torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double())

@@ -57,12 +57,7 @@ class PositionSample:
         return [measure_squared_noise(self.logp_NV, again_NV, self.gold_N, temperatures)]
 
     def redraw(
-        self,
-        codec: Codec,
-        lm_head: LMHead,
-        number: int,
-        redraws: int,
-        waiting: Callable[[], None],
+        self, codec: Codec, lm_head: LMHead, number: int, redraws: int, waiting: Callable[[], None]
     ) -> Records:
         """Record these positions with R other seeds.
 

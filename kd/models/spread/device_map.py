@@ -50,11 +50,7 @@ class Places:
 
     def list_arguments(self) -> dict[str, Any]:
         """The arguments of transformers' ``from_pretrained``."""
-        return {
-            "device_map": "auto",
-            "max_memory": self.most_bytes,
-            "offload_folder": self.folder,
-        }
+        return {"device_map": "auto", "max_memory": self.most_bytes, "offload_folder": self.folder}
 
     def settle(self, model: PreTrainedModel, device: torch.device) -> None:
         """Let ``model`` give its hidden states on ``device``, and have its LM head there.

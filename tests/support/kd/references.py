@@ -17,7 +17,7 @@ from cache.records import Sequences
 from kd.loss.dense import compute_dense_loss_from_logits
 from kd.loss.fused import LossTerms
 from kd.loss.objective import Objective
-from kd.loss.targets import Targets
+from kd.loss.targets import Targets, detach_number
 from kd.loss.whole_targets import DenseTarget
 
 #: Positions and vocabulary of the records, and the width of the teacher's hidden states.
@@ -107,7 +107,7 @@ def dense_terms(
     """
     logp_NV = torch.log_softmax(teacher_NV.double(), 1)
     entropy_N = -(logp_NV.exp() * logp_NV).sum(1) if entropy_N is None else entropy_N
-    teacher = DenseTarget(teacher_NV, float(temperature))
+    teacher = DenseTarget(teacher_NV, detach_number(temperature))
     targets = Targets(gold_N, teacher, temperature, entropy_N)
     return compute_dense_loss_from_logits(logits_NV.double(), targets, objective)
 
