@@ -277,18 +277,14 @@ def _describe_training(report: Report) -> str:
         )
     if report["teacher"] is None:
         return f"Trained on plain text: {work}."
-    share = _format_hard_label_share(report["alpha"])
+    alpha = report["alpha"]
+    ends = (alpha["start"], alpha["end"]) if isinstance(alpha, dict) else (alpha,)
+    share = " to ".join(f"{each:.0%}" for each in ends)
     quantization = report.get("teacher_quantization")
     rounded = f" with its weights in {quantization}" if quantization else ""
     return (
         f"Distilled from `{report['teacher']}`{rounded}: {work}, "
         f"{share} of the weight on the hard labels."
-    )
-
-
-def _format_hard_label_share(alpha: float | dict[str, Any]) -> str:
-    return (
-        f"{alpha['start']:.0%} to {alpha['end']:.0%}" if isinstance(alpha, dict) else f"{alpha:.0%}"
     )
 
 

@@ -79,18 +79,11 @@ class ModelCost:
 
 def count_disk_bytes(folder: Path, gguf_file: str | None = None) -> int | None:
     """Count the bytes of the weights in ``folder``, of all its safetensors or of one GGUF file."""
-    files = (
-        [folder / gguf_file]
-        if gguf_file
-        # A student with adapters keeps them, and perhaps their base, in folders of their own.
-        else [*ModelFolder(folder).weight_files, *_list_inner_weights(folder)]
-    )
+    # A student with adapters keeps them, and perhaps their base, in folders of their own. Where
+    # they are merged, the folder's own weights are the whole model.
+    found = ModelFolder(folder).weight_files or sorted(folder.glob("*/*.safetensors"))
+    files = [folder / gguf_file] if gguf_file else found
     return sum(file.stat().st_size for file in files if file.is_file()) or None
-
-
-def _list_inner_weights(folder: Path) -> list[Path]:
-    # Where the adapters are merged, the folder's own weights are the whole model.
-    return [] if ModelFolder(folder).weight_files else sorted(folder.glob("*/*.safetensors"))
 
 
 def count_stored_parameters(folder: Path) -> int:

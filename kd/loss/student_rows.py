@@ -85,20 +85,16 @@ class StudentRows:
     @property
     def mean_nll_N(self) -> Tensor | None:
         """The mean of -log q over the vocabulary; None where not requested."""
-        return (
-            None
-            if self.rows.total_N is None
-            else self.rows.lse_N - self.rows.total_N / self.lm_head.vocabulary
-        )
+        if self.rows.total_N is None:
+            return None
+        return self.rows.lse_N - self.rows.total_N / self.lm_head.vocabulary
 
     @property
     def negentropy_N(self) -> Tensor | None:
         """E_q[log q] at the temperature; None where not requested."""
-        return (
-            None
-            if self.rows.mean_N is None
-            else self.rows.mean_N / self.temperature - self.rows.soft_lse_N
-        )
+        if self.rows.mean_N is None:
+            return None
+        return self.rows.mean_N / self.temperature - self.rows.soft_lse_N
 
     @property
     def logq_E(self) -> Tensor:

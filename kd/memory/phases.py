@@ -181,16 +181,13 @@ def describe_training_phase(
 
 def measure_saved_bytes(student: PreTrainedModel, length: int, name: str) -> SavedBytesFit:
     """Run short passes of ``student`` in the precision ``name``: fp32, bf16 or bf16_pure."""
-    precision = _make_precision(name, student.device)
+    # float16, which CPUs lack, takes as many bytes as bfloat16.
+    dtype = torch.float32 if name == "fp32" else torch.bfloat16
+    precision = Precision(student.device.type, dtype)
     if name != "bf16_pure":
         return fit_saved_bytes(student, length, precision)
     with rounded_parameters(student, torch.bfloat16):
         return fit_saved_bytes(student, length, precision)
-
-
-def _make_precision(name: str, device: torch.device) -> Precision:
-    """The precision ``name`` for passes here; float16, which CPUs lack, takes bfloat16's bytes."""
-    return Precision(device.type, torch.float32 if name == "fp32" else torch.bfloat16)
 
 
 # ---------------------------------------------------------------------- the forecast

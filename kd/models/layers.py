@@ -159,23 +159,16 @@ def list_layer_parameters(student: PreTrainedModel) -> list[tuple[str, list[Para
     deepest. An LM head that is tied to the embeddings belongs to ``embeddings``.
     """
     layers = find_decoder_layers(student)
-    groups: list[tuple[str, list[Parameter], int]] = [
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    embeddings = [each for each in student.modules() if isinstance(each, nn.Embedding)]
+    embedded = {parameter for module in embeddings for parameter in module.parameters()}
+    outside = [parameter for parameter in student.parameters() if parameter not in inside]
+    groups = [("embeddings", [each for each in outside if each in embedded], len(layers))]
+    groups += [
         (f"layer {index}", list(layer.parameters()), len(layers) - 1 - index)
         for index, layer in enumerate(layers)
     ]
-    inside = {parameter for _, parameters, _ in groups for parameter in parameters}
-    embedded = {
-        parameter
-        for module in student.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    outside = [parameter for parameter in student.parameters() if parameter not in inside]
-    groups.insert(
-        0,
-        ("embeddings", [parameter for parameter in outside if parameter in embedded], len(layers)),
-    )
-    groups.append(("head", [parameter for parameter in outside if parameter not in embedded], 0))
+    groups.append(("head", [each for each in outside if each not in embedded], 0))
     return [
         (name, [each for each in parameters if each.requires_grad], depth)
         for name, parameters, depth in groups

@@ -121,12 +121,9 @@ def load_saved_student(folder: Path) -> PreTrainedModel:
     adapter = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
     if adapter is None or (folder / "config.json").is_file():
         return read_model(folder, ReadingPlan(torch.float32, pick_device()))
-    own = folder / BASE_FOLDER
-    base = (
-        own
-        if own.is_dir()
-        else resolve_model(adapter["base_model_name_or_path"], adapter["revision"])
-    )
+    base = folder / BASE_FOLDER
+    if not base.is_dir():
+        base = resolve_model(adapter["base_model_name_or_path"], adapter["revision"])
     return load_adapters(load_model(base, torch.float32), folder / ADAPTER_FOLDER)
 
 

@@ -45,7 +45,8 @@ class Prompt:
     def of(cls, text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """Encode ``text``; an empty one begins as a document does."""
         ids = tuple(tokenizer(text, verbose=False)["input_ids"])
-        return cls(text, ids or (_find_first_token(tokenizer),))
+        begins = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
+        return cls(text, ids or (next(int(each) for each in begins if each is not None),))
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,17 @@ def continue_prompts(
     context = find_context(model.config.to_dict()) or 2**31
     ids = [prompt.ids[-(context - 1) :] for prompt in prompts]
     ends = list_end_ids(model.generation_config, tokenizer)
+    end = ends[0] if ends else None
     found: dict[int, Continuation] = {}
     for length in sorted({len(each) for each in ids}):
         places = [place for place, each in enumerate(ids) if len(each) == length]
         ids_PL = torch.tensor([ids[place] for place in places]).to(find_device(model))
-        rules = _make_greedy_rules(tokenizer, ends, min(count, context - length))
+        rules = GenerationConfig(
+            max_new_tokens=min(count, context - length),
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        )
         written_PL = _generate(model, ids_PL, rules)[:, length:]
         for place, row in zip(places, written_PL.tolist(), strict=True):
             found[place] = _read_row(row, tokenizer, ends)
@@ -128,19 +135,6 @@ def _decode_named(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def _make_greedy_rules(
-    tokenizer: PreTrainedTokenizerBase, ends: list[int], count: int
-) -> GenerationConfig:
-    """The rules for ``count`` tokens."""
-    end = ends[0] if ends else None
-    return GenerationConfig(
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=ends or None,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end,
-    )
-
-
 def _generate(model: PreTrainedModel, ids_PL: Tensor, rules: GenerationConfig) -> Tensor:
     """Generate by ``rules`` alone.
 
@@ -156,11 +150,6 @@ def _generate(model: PreTrainedModel, ids_PL: Tensor, rules: GenerationConfig) -
     finally:
         model.generation_config = own
     return written_PL
-
-
-def _find_first_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    tokens = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
-    return next(int(token) for token in tokens if token is not None)
 
 
 # ---------------------------------------------------------------------- during training

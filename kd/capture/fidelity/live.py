@@ -72,13 +72,14 @@ class TeacherLocation:
         """
         _require_live(store)
         provenance = store.manifest.provenance
-        path = root / (name or provenance.teacher_name)
+        wanted = name or provenance.teacher_name
+        path = root / wanted
         gguf_file = path.name if path.suffix == ".gguf" else None
         place = path.parent if gguf_file else path
+        # owner/model of owner/model/file.gguf; the address of a bucket is cut in the same way.
+        named = wanted.rpartition("/")[0] if gguf_file else wanted
         config = TeacherConfig(
-            model=str(place)
-            if place.exists()
-            else _find_hub_id(name or provenance.teacher_name, gguf_file),
+            model=str(place) if place.exists() else named,
             revision=None if name else provenance.teacher_revision or None,
             gguf_file=gguf_file,
             trust_remote_code=is_remote_code_allowed(),
@@ -115,11 +116,3 @@ def _require_live(store: Cache) -> None:
             f"{store.folder} has no live teacher to compare with: its records are {kind}.",
             "Check its bytes instead: kd cache verify.",
         )
-
-
-def _find_hub_id(name: str, gguf_file: str | None) -> str:
-    """Return ``owner/model`` of ``owner/model/file.gguf``; without a GGUF file, ``name`` itself.
-
-    The address of a bucket is cut in the same way.
-    """
-    return name if gguf_file is None else name.rpartition("/")[0]
