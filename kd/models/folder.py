@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +55,10 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model",
     "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt", "tokenizer_config.json",
 )  # fmt: skip
+#: The file that names the files of the weights, where there are several.
+_INDEX = "model.safetensors.index.json"
+#: The names that the index of a model may give: files of its folder.
+_PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 #: Kinds of scaled rotary positions whose factor multiplies the context.
 _SCALINGS = ("linear", "dynamic", "yarn")
 #: What to do about a folder without a tokenizer.
@@ -74,6 +78,15 @@ SPREADS_PLAIN_WEIGHTS = "teacher.parallel spreads plain weights"
 _WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model", "dim")
 #: How the name of the embedding ends in models whose language model is a part.
 _EMBEDDING = "embed_tokens.weight"
+#: The longest header of a safetensors file that is read, in bytes; a larger length means a damaged
+#: file.
+_LONGEST_HEADER = 1 << 25
+#: The largest file of JSON that is read, in bytes; the index of a model of 1e12 parameters has a
+#: tenth of it.
+_LARGEST_JSON = 1 << 26
+#: Fields of config.json and of tokenizer_config.json that name files which transformers then reads
+#: in place of the usual ones.
+_REDIRECTIONS = ("configuration_files", "fast_tokenizer_files", "transformers_weights")
 #: Bytes of a file that are hashed at once.
 _HASHED_BYTES = 1 << 24
 
@@ -127,15 +140,8 @@ class ModelFolder:
         """
         if not self.has_config:
             return {}
-        path = self.path / "config.json"
         self.require_no_pointer("config.json")
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise _make_unreadable_error(path, error) from None
-        if not isinstance(config, dict):
-            raise _make_unreadable_error(path, "it is not a JSON object")
-        return config
+        return _read_object(self.path / "config.json")
 
     @cached_property
     def text_config(self) -> dict[str, Any]:
@@ -169,17 +175,33 @@ class ModelFolder:
                     f"{path} is a pointer of Git LFS, not the file itself.", LFS_REMEDY
                 )
 
-    def require_whole_files(self) -> None:
-        """Raise ``ModelError`` where the weights are missing, cut off, or not downloaded.
+    def require_own_files(self, gguf_file: str | None = None, trusted: bool = False) -> None:
+        """Raise ``ModelError`` where a load would read more than the files of the model's identity.
 
-        Also where adapters lie beside them, which transformers would add.
+        Adapters beside it bring a base from anywhere, fields of its configuration name other files,
+        and with ``trusted`` they name code of other models. Also where Git LFS has not downloaded a
+        file.
         """
-        self.require_no_pointer()
+        self.require_no_pointer(*filter(None, [gguf_file]))
         if (self.path / "adapter_config.json").is_file():
             raise ModelError(
                 f"{self.path} holds adapters beside a model.",
                 "Merge them into the model, or move their files to another folder.",
             )
+        # A GGUF file is its own configuration.
+        for name in ["tokenizer_config.json"] + ([] if gguf_file else ["config.json"]):
+            path = self.path / name
+            for field in _list_redirections(_read_object(path) if path.is_file() else {}, trusted):
+                raise ModelError(
+                    f"{path} names files besides those of the model: {field}.",
+                    "Give these files their usual names in this folder, and remove the field.",
+                )
+        if not gguf_file:
+            self.list_read_files()
+
+    def require_whole_files(self) -> None:
+        """Raise ``ModelError`` where the weights are missing, cut off, or not the model's own."""
+        self.require_own_files()
         if not (paths := self.list_read_files()):
             raise ModelError(
                 f"{self.path} holds neither model.safetensors nor its index.",
@@ -308,14 +330,20 @@ class ModelFolder:
         cannot be read.
         """
         whole = self.path / "model.safetensors"
-        index = self.path / "model.safetensors.index.json"
+        index = self.path / _INDEX
         if whole.is_file() or not index.is_file():
             return [whole] if whole.is_file() else []
         try:
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return [self.path / file for file in sorted(set(named))]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            named = sorted(set(_read_object(index)["weight_map"].values()))
+            outside = [file for file in named if not _PLAIN_NAME.fullmatch(file)]
+        except (LookupError, TypeError, AttributeError) as error:
             raise _make_unreadable_error(index, error) from None
+        if outside:
+            raise ModelError(
+                f"{index} names {outside[0]!r}, which is no *.safetensors file of its folder.",
+                "Move the weights into the folder of config.json, and correct the index.",
+            )
+        return [self.path / file for file in named]
 
     @property
     def gguf_files(self) -> list[str]:
@@ -371,6 +399,45 @@ def find_context(fields: Mapping[str, Any]) -> int | None:
 
 def _make_unreadable_error(path: Path, reason: object) -> ModelError:
     return ModelError(f"{path} cannot be read: {reason}.", "Download or save the model again.")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a file of a model that holds a JSON object; raise ``ModelError`` for any other."""
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise _make_unreadable_error(path, f"it has more than {_LARGEST_JSON} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _make_unreadable_error(path, error) from None
+    if not isinstance(found, dict):
+        raise _make_unreadable_error(path, "it is not a JSON object")
+    return found
+
+
+def _list_redirections(found: Any, trusted: bool) -> Iterator[str]:
+    """Name the fields below ``found`` by which transformers would read other files."""
+    for name, value in found.items() if isinstance(found, dict) else ():
+        named = json.dumps(value) if name == "auto_map" and trusted else ""
+        if name in _REDIRECTIONS or "--" in named or "/" in named:
+            yield name
+        yield from _list_redirections(value, trusted)
+    for value in found if isinstance(found, list) else ():
+        yield from _list_redirections(value, trusted)
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    # A safetensors file starts with the length of its header in 8 bytes, then the header in JSON.
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length < _LONGEST_HEADER else {}
+        return {
+            name: tuple(map(int, tensor["shape"]))
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 # ---------------------------------------------------------------------- finding a model
@@ -449,7 +516,8 @@ def compute_fingerprint(
     These are the configuration, the model's own code and the weights, or ``gguf_file`` alone.
     ``waiting`` is called between blocks of a file, and may raise to give up.
     """
-    names = [gguf_file] if gguf_file else _list_identity_files(folder)
+    ModelFolder(folder).require_own_files(gguf_file)
+    names = [gguf_file] if gguf_file else list_identity_files(folder)
     digest = hashlib.sha256()
     for name in names:
         path = folder / name
@@ -469,7 +537,8 @@ def _hash_blocks(path: Path, waiting: Callable[[], None] | None) -> bytes:
     return digest.digest()
 
 
-def _list_identity_files(folder: Path) -> list[str]:
+def list_identity_files(folder: Path) -> list[str]:
+    """The names of the files that determine the outputs of a model with safetensors."""
     model = ModelFolder(folder)
     if not model.weight_files:
         raise ModelError(
@@ -481,7 +550,9 @@ def _list_identity_files(folder: Path) -> list[str]:
             f"{folder} holds no config.json.", "Give the folder of a Hugging Face model."
         )
     code = sorted(path.name for path in folder.glob("*.py"))
-    return ["config.json", *code, *(path.name for path in model.weight_files)]
+    # An index shapes the outputs where it leaves out a file, such as that of an LM head.
+    index = [] if {*model.list_read_files()} >= {*model.weight_files} else [_INDEX]
+    return ["config.json", *code, *index, *(path.name for path in model.weight_files)]
 
 
 # ---------------------------------------------------------------------- the code of a model

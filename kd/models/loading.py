@@ -379,6 +379,7 @@ def _reading_errors(folder: Path, gguf_file: str | None = None) -> Iterator[None
 def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
     made: Any = AutoModelForCausalLM
     extra: dict[str, Any] = {}
+    folder.require_own_files(how.gguf_file, how.trust_remote_code)
     if how.gguf_file is None:
         folder.require_readable_weights()
         if how.rounding is not None:
@@ -436,6 +437,7 @@ def _make_outline(
 
     Refuses encoder-decoders by name.
     """
+    folder.require_own_files(gguf_file, trust_remote_code)
     folder.require_decoder()
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     shape: PreTrainedConfig = AutoConfig.from_pretrained(

@@ -47,7 +47,7 @@ def load_tokenizer(
     folder: Path, gguf_file: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer in ``folder``; raises ``ModelError``, also for one that is random."""
-    ModelFolder(folder).require_no_pointer(*filter(None, [gguf_file]))
+    ModelFolder(folder).require_own_files(gguf_file, trust_remote_code)
     # For some families transformers would make an empty tokenizer.
     if gguf_file is None and not ModelFolder(folder).has_tokenizer:
         raise ModelError(f"{folder} holds no tokenizer.", TOKENIZER_REMEDY)

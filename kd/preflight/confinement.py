@@ -129,6 +129,8 @@ def _check_model(each: NamedResource, root: Path, limits: Confinement) -> Reason
     if _leads_out(each.revision) or _leads_out(each.file):
         return "the revision or file leads out of the model's folder.", "Give a plain name."
     folder = root / each.name
+    if each.file is not None and not limits.permits(folder / each.file):
+        return f"{each.file!r} leads out of the folders that jobs may read.", _OUTSIDE
     files = (
         [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder.is_dir() else []
     )

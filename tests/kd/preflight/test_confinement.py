@@ -420,6 +420,16 @@ def test_a_link_out_of_a_model_s_folder_is_refused(
     assert found.pointer == "/teacher/model" and "includes" in found.detail
 
 
+def test_a_gguf_file_behind_a_link_in_a_folder_of_a_model_s_is_refused(
+    place: Path, root: Path, limits: Confinement
+) -> None:
+    (root / "model/deep").mkdir()
+    (root / "model/deep/link").symlink_to(place / "outside")
+    config = job(teacher={"model": "model", "gguf_file": "deep/link/c.txt"})
+    (found,) = find_confinement_problems(config, root, limits)
+    assert found.pointer == "/teacher/model" and "leads out" in found.detail
+
+
 def test_links_within_a_root_are_fine_as_a_hub_s_snapshots_have_them(
     root: Path, limits: Confinement
 ) -> None:

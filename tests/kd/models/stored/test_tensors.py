@@ -131,14 +131,6 @@ def test_an_index_that_lists_half_of_the_tensors_is_refused(rewrite: Any) -> Non
         check_stored_model(folder)
 
 
-def test_adapters_beside_a_model_are_refused(copied_teacher: Path) -> None:
-    """transformers would add them, and say only of them whether tensors are missing."""
-    (copied_teacher / "adapter_config.json").write_text("{}", encoding="utf-8")
-    for read in (check_stored_model, lambda path: load_model(path, torch.float32)):
-        with pytest.raises(ModelError, match="holds adapters beside a model"):
-            read(copied_teacher)
-
-
 def test_a_tensor_that_a_gguf_file_lacks_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 2048}))
     write_gguf(model, tokenizer, tmp_path / "x.gguf", np.float32, left_out="blk.1.ffn_up")
