@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from cache.errors import StorageError
+from cache.errors import PotstillError, StorageError
 
 #: Prefix of the names of unfinished files and folders.
 TEMPORARY_PREFIX = ".tmp-"
@@ -59,6 +59,33 @@ def storage_errors(path: Path) -> Iterator[None]:
                 "another folder.",
             ) from error
         raise
+
+
+@contextmanager
+def naming_removed_folders(*folders: Path) -> Iterator[None]:
+    """Raise ``StorageError`` for an unexpected error of this block whose folder somebody removed.
+
+    That is one of ``folders``, or the one in which a file is not found.
+    """
+    try:
+        yield
+    except PotstillError:
+        raise
+    except Exception as error:
+        named = getattr(error, "filename", None)
+        near = [Path(named).parent] if isinstance(named, str) and named else []
+        gone = next((each for each in (*folders, *near) if not each.exists()), None)
+        if gone is None:
+            raise
+        raise StorageError(
+            f"{gone} was removed while it was in use.",
+            "Run the job again: what is missing is computed anew. To stop a job, cancel it.",
+        ) from error
+
+
+def is_full(error: StorageError) -> bool:
+    """Whether the error says that a disk is full, or the quota of a user on it."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
 
 
 def make_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kd.capture.plan import settle_packing
 from kd.config.job import JobConfig
-from kd.config.jobfile import parse_config
+from kd.config.records import read_record
 from kd.errors import ConfigError, DataError, ModelError
 from kd.evaluation.measure import EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
@@ -111,7 +111,7 @@ def adopt_run_training(config: JobConfig, run: Path | None) -> JobConfig:
     They may differ from those of ``config``: a run may be a trial of a search.
     """
     try:
-        made = parse_config(read_json(run / "config.json")) if run is not None else None
+        made = read_record(read_json(run / "config.json")) if run is not None else None
     except (ConfigError, ValueError):
         # Missing, damaged, or written by another version.
         made = None

@@ -32,7 +32,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.checking.verify import verify_cache
-from cache.disk import list_file_sizes
+from cache.disk import list_file_sizes, naming_removed_folders
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
@@ -50,6 +50,7 @@ from kd.capture.plan import (
 )
 from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
+from kd.config.records import keep_meaning
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import FidelityError
 from kd.evaluation.baseline import build_first_student, build_starting_student
@@ -164,7 +165,11 @@ def run_stage(
         monitor.emit("stage", stage=stage, phase="loading data")
         warn_of_kernels(pick_device(), monitor)
         run = {"precompute": run_precompute, "train": run_train, "search": run_search}[stage]
-        with reported_loading(monitor), keeping_checkpoint(config, run_dir, stage, monitor):
+        with (
+            naming_removed_folders(run_dir),
+            reported_loading(monitor),
+            keeping_checkpoint(config, run_dir, stage, monitor),
+        ):
             note_models(config, stage, monitor)
             result = run(config, home, run_dir, monitor)
     publish_results(run_dir, stage, monitor)
@@ -172,10 +177,12 @@ def run_stage(
 
 
 def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
-    """Return the job with what data.packing auto means, which the capture of a run has settled.
+    """Return the job with what its run has settled.
 
-    So a later stage needs no teacher.
+    These are what data.packing auto means, so that a later stage needs no teacher, and what an
+    earlier version meant, which began the run.
     """
+    config = keep_meaning(config, read_json(run_dir / "config.json") or {})
     inputs = (read_json(run_dir / "cache.json") or {}).get("inputs", {})
     packing = inputs.get("data", {}).get("packing")
     if config.data.packing == "auto" and isinstance(packing, bool):

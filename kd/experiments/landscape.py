@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.config.job import JobConfig
-from kd.config.jobfile import parse_config
+from kd.config.records import read_record
 from kd.errors import ModelError
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.comparison import EvaluatedModel
@@ -118,7 +118,7 @@ def read_run_job(run_dir: Path) -> JobConfig:
             f"the run {run_dir} has no student, or no config.json.",
             "Name a run whose training has finished.",
         )
-    return parse_config(content)
+    return read_record(content)
 
 
 def _rebuild_start(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

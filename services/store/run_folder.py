@@ -11,8 +11,8 @@ from typing import Any
 from cache.disk import is_lock_free
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
-from kd.config.jobfile import parse_config
 from kd.config.placement import JOB_ID_PATTERN
+from kd.config.records import read_record
 from kd.files import LOCK, read_json, require_known_run
 
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
@@ -66,7 +66,7 @@ def read_run(folder: Path) -> FoundRun:
             f"{folder} has no config.json: its run had not started, and nothing can be restored.",
             "Remove it with `kd gc`, and submit the job again.",
         )
-    config = parse_config(written)
+    config = read_record(written)
     summary = read_json(folder / "cache.json") or {}
     ended = has_ended(folder, config)
     captured = bool(summary) and len(config.stages) > 1

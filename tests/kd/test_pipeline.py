@@ -749,3 +749,28 @@ def test_a_full_disk_ends_the_run_with_a_remedy_and_space_lets_it_go_on(
     run(job, tmp_path, listener=listener)
     assert listener.of("metrics")[0]["step"] == (1 if size == "300k" else 3)
     assert student_bytes(tmp_path) == done.student
+
+
+@pytest.mark.parametrize(
+    ("stage", "folder", "event"),
+    [("precompute", "caches", "progress"), ("train", "runs/x", "progress")],
+)
+def test_a_folder_that_is_removed_under_a_run_is_named(
+    job: Job, tmp_path: Path, stage: str, folder: str, event: str
+) -> None:
+    if stage == "train":
+        run(job, tmp_path, stage="precompute")
+    removed = False
+
+    def remove(seen: Event) -> None:
+        nonlocal removed
+        if seen.type == event and seen.data.get("done", 0) > 0 and not removed:
+            removed = True
+            shutil.rmtree(tmp_path / folder)
+
+    with pytest.raises(StorageError, match=r"was removed while it was in use") as caught:
+        run_stage(stage, parse_config(job), tmp_path, tmp_path / "runs" / "x", Monitor(remove))
+    assert removed and folder in caught.value.detail
+    shutil.rmtree(tmp_path / folder, ignore_errors=True)
+    run(job, tmp_path)
+    assert student_bytes(tmp_path)

@@ -9,8 +9,8 @@ from typing import Any
 
 from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
-from kd.config.jobfile import parse_config
 from kd.config.optimisation.loss_scale import LossScale
+from kd.config.records import read_record
 from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
 from kd.files import read_json
@@ -132,7 +132,7 @@ def _load_earlier_job(run_dir: Path) -> JobConfig | None:
     if written_by is None:
         return None
     try:
-        config = parse_config(read_json(run_dir / "config.json"))
+        config = read_record(read_json(run_dir / "config.json"))
         captured = read_json(run_dir / "cache.json") or {}
     except (ConfigError, ValueError):
         # Missing, damaged, or written by another version.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from kd.config.records import fill_record
 from services.store.jobs.records import extract_fields
 from services.store.jobs.script import ScriptedStore, flatten_fields, to_ms
 
@@ -153,4 +154,4 @@ def _parse_claim(reply: list[Any] | None) -> Claim | None:
     if not reply:
         return None
     job_id, fence, attempt, config, *rest = reply
-    return Claim(job_id, int(fence), int(attempt), json.loads(config), *rest)
+    return Claim(job_id, int(fence), int(attempt), fill_record(json.loads(config)), *rest)

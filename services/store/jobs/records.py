@@ -26,6 +26,7 @@ from kd.client.wire.jobs import (
 )
 from kd.config.job import JobConfig
 from kd.config.jobfile import find_unusable_text
+from kd.config.records import fill_record
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 #: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.
@@ -134,7 +135,12 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
             "cache": nested["cache"] or None,
             **{
                 name: json.loads(record[name])
-                for name in ("config", "error", "labels", "depends_on")
+                for name in ("error", "labels", "depends_on")
+                if name in record
+            },
+            **{
+                name: fill_record(json.loads(record[name]))
+                for name in ("config",)
                 if name in record
             },
             "resources": {name: record[name] for name in ("gpus", "memory") if name in record},

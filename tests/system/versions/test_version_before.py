@@ -43,17 +43,25 @@ SET = " ".join(f"--set {name}={value}" for name, value in CHANGES.items())
 BEFORE = "8cefb8806101d937cb4055baf3301cd5a8cd4600"
 
 
-@pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages of the version before, out of the history."""
+#: A commit whose checkpoints have the format of today's, and less in their records.
+EARLY = "2f65502"
+
+
+def unpack(commit: str, folder: Path) -> Path:
+    """The packages of a version, out of the history."""
     packages = ["cache", "kd", "services", "pyproject.toml"]
-    done = subprocess.run(["git", "archive", BEFORE, *packages], cwd=ROOT, capture_output=True)
+    done = subprocess.run(["git", "archive", commit, *packages], cwd=ROOT, capture_output=True)
     if done.returncode != 0:
-        pytest.skip(f"this clone has no commit {BEFORE[:12]}: fetch its whole history")
-    folder = tmp_path_factory.mktemp("before")
+        pytest.skip(f"this clone has no commit {commit[:12]}: fetch its whole history")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of the version before."""
+    return unpack(BEFORE, tmp_path_factory.mktemp("before"))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +150,49 @@ def test_a_capture_that_the_version_before_has_begun_is_finished_to_the_bit(
     checkout.environment["PYTHONPATH"] = str(ROOT)
     checkout.require(f"kd run {JOB} {SET}")
     assert hash_outcome(checkout) == undisturbed
+
+
+#: A job without a teacher: caches of the early version have another format.
+ALONE = """
+kind: train
+data: {train: [examples/austen/text], sequence_length: 64, packing: true}
+loss: {alpha: 1.0}
+student: {init: {tokenizer: examples/austen/teacher, layers: 1, hidden_size: 32}}
+train: {max_steps: 120, save_steps: 20, batch_size: 2, eval_steps: 60}
+"""
+
+
+@pytest.mark.parametrize("commit", [EARLY, BEFORE])
+def test_a_training_that_an_earlier_version_has_begun_goes_on_with_the_same_job_file(
+    commit: str, checkout: Checkout, tmp_path: Path
+) -> None:
+    checkout.environment["PYTHONPATH"] = str(unpack(commit, tmp_path))
+    (checkout.folder / "alone.yaml").write_text(ALONE, encoding="utf-8")
+    process = subprocess.Popen(
+        ["bash", "-c", "exec kd run alone.yaml"],
+        cwd=checkout.folder,
+        env=os.environ | checkout.environment,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: read_newest_step(checkout) > 0)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_SECONDS)
+    step = read_newest_step(checkout)
+    assert 0 < step < 120
+    (run,) = checkout.folder.glob(f"{DATA}/runs/*")
+    record = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    assert ("lm_head_floor" in record["train"]) == (commit == BEFORE)
+    checkout.environment["PYTHONPATH"] = str(ROOT)
+    found = json.loads(checkout.require("kd upgrade --json"))
+    assert {each["state"] for each in found["found"]} == {"read"}
+    checkout.require("kd run alone.yaml")
+    steps = [
+        json.loads(line)["step"]
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert max(steps) == 120 and len(steps) == len(set(steps)), "no step was done twice"
 
 
 #: Writes a cache of each profile; its records are random, and depend on the profile alone.

@@ -1,0 +1,61 @@
+"""Jobs that earlier versions have written mean today what they meant then.
+
+The files hold records and the identities of their checkpoints, as the commits themselves computed
+them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kd.config.jobfile import parse_config
+from kd.config.records import MEANT_BEFORE, keep_meaning, read_record
+from kd.training.resume.identity import compute_resume_identity
+
+RECORDS = Path(__file__).parents[2] / "support" / "formats"
+
+
+def read_records(commit: str) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = json.loads(
+        (RECORDS / f"records-{commit}.json").read_text(encoding="utf-8")
+    )
+    return found
+
+
+@pytest.mark.parametrize("commit", ["2f65502", "8cefb88"])
+def test_a_checkpoint_of_an_earlier_version_belongs_to_the_record_that_it_wrote(
+    commit: str,
+) -> None:
+    for name, (written, identity) in read_records(commit).items():
+        assert compute_resume_identity(read_record(written), "src") == identity, name
+
+
+def test_a_field_that_a_record_lacks_means_what_was_done_then() -> None:
+    for written, _ in read_records("2f65502").values():
+        config = read_record(written)
+        for section, fields in MEANT_BEFORE.items():
+            for field, value in fields.items():
+                assert field not in written[section]
+                assert getattr(getattr(config, section), field) == value
+    # What a person writes has the defaults of today.
+    assert parse_config(written).require_train().lm_head_floor == 0.1
+
+
+def test_the_job_file_of_a_run_that_an_earlier_version_began_continues_it() -> None:
+    written, identity = read_records("2f65502")["init"]
+    body = {name: written[name] for name in ("teacher", "data")}
+    body |= {"student": {"init": {"layers": 1, "hidden_size": 32, "num_attention_heads": 2}}}
+    job = parse_config(body | {"train": {"max_steps": 10}})
+    assert compute_resume_identity(job, "src") != identity
+    kept = keep_meaning(job, written)
+    assert compute_resume_identity(kept, "src") == identity
+    # So it stays where this version has written its own record of the run.
+    again = keep_meaning(job, kept.model_dump(mode="json"))
+    assert compute_resume_identity(again, "src") == identity
+    # What the file says, and a run of today, stay as they are.
+    said = parse_config(body | {"train": {"max_steps": 10, "lm_head_floor": 0.2}})
+    assert keep_meaning(said, written).require_train().lm_head_floor == 0.2
+    assert keep_meaning(job, job.model_dump(mode="json")) == job
+    assert keep_meaning(job, {}) == job
