@@ -12,6 +12,8 @@ from kd.errors import ConfigError, Problem
 #: The form of a model's id on the hub: name or owner/name.
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?\Z")
 
+#: A host, an address or a network, and a port behind it.
+_PORT = re.compile(r"(\[[^]]*\]|[^:]*):(\d+)")
 #: Networks that look public and are not: a cloud's address for its own machines, and protocols'
 #: addresses.
 _SPECIAL = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))
@@ -23,15 +25,17 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-def resolve_public_address(host: str, allowed: Iterable[str]) -> str:
+def resolve_public_address(host: str, allowed: Iterable[str], port: int | None = None) -> str:
     """Return the address of ``host``. Connect to this address: a second look-up may give another.
 
     ``allowed`` holds host names, addresses and networks (``10.0.0.0/8``); ``localhost`` also stands
-    for the loopback networks. The host must be in ``allowed``. Each of its addresses must be public
+    for the loopback networks. An entry may end with a port (``host:8000``), and then allows no
+    other ``port``. The host must be in ``allowed``. Each of its addresses must be public
     or in ``allowed`` itself, so that no name leads by accident to a private network, to this
     machine or to a cloud's metadata. Raises ``ConfigError``.
     """
-    names = {name.strip().strip("[]").rstrip(".").lower() for name in allowed}
+    entries = map(_split_port, allowed)
+    names = {name.strip("[]").rstrip(".").lower() for name, own in entries if own in (None, port)}
     networks = list(_parse_networks(names))
     plain = host.strip("[]").rstrip(".").lower()
     literal = _parse_address(plain)
@@ -48,6 +52,11 @@ def resolve_public_address(host: str, allowed: Iterable[str]) -> str:
                 detail, "To allow it, the operator must list that address itself, too."
             )
     return str(addresses[0])
+
+
+def _split_port(name: str) -> tuple[str, int | None]:
+    found = _PORT.fullmatch(name.strip())
+    return (found[1], int(found[2])) if found else (name.strip(), None)
 
 
 def _parse_networks(names: set[str]) -> Iterator[Network]:

@@ -206,7 +206,9 @@ class Settings(BaseSettings):
         ),
     )
     remote_hosts: Words = Field(
-        (), description="Hosts that the URLs of a job may name: remote teachers, text on the web."
+        (),
+        description="Hosts that the URLs of a job may name: remote teachers, text on the web. "
+        "host:8000 allows that port alone.",
     )
     webhook_hosts: Words = Field(
         (), description="Hosts that may receive webhooks. If none is set, webhooks are off."

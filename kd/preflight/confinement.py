@@ -42,6 +42,10 @@ BUILDERS = {
 }  # fmt: skip
 
 
+#: Patterns of text that a job of the service may have.
+MOST_PATTERNS = 64
+
+
 @contextmanager
 def confined_datasets(limits: Confinement | None) -> Iterator[None]:
     """Until the end of the block, let datasets include only files that ``limits`` permits.
@@ -57,9 +61,15 @@ def confined_datasets(limits: Confinement | None) -> Iterator[None]:
 
 def find_confinement_problems(config: JobConfig, root: Path, limits: Confinement) -> list[Problem]:
     """List everything that ``config`` names but may not use; relative paths start at ``root``."""
+    named = list(list_named_resources(config))
+    if len({each.name for each in named if _is_pattern(each)}) > MOST_PATTERNS:
+        detail = f"the job has more than {MOST_PATTERNS} patterns, each of which is looked up."
+        return [Problem("/data/train", detail, "Name the folders of the text.")]
+    # What comes again is looked up once.
+    first = {(each.kind, each.name, each.pointer.rpartition("/")[0]): each for each in named[::-1]}
     found = [
         problem
-        for each in list_named_resources(config)
+        for each in reversed(first.values())
         for problem in _find_refusals(each, root, limits)
     ]
     return [
@@ -195,6 +205,10 @@ _CHECKS: dict[str, Callable[[NamedResource, Path, Confinement], Reason]] = {
 }
 
 
+def _is_pattern(each: NamedResource) -> bool:
+    return each.kind == "text" and glob.has_magic(each.name)
+
+
 def _is_file(each: NamedResource) -> bool:
     """Whether lm-eval reads a task from a file; it must know other names itself."""
     return each.name.endswith((".yaml", ".yml"))
@@ -242,6 +256,10 @@ def describe_missing_cache(name: str, home: Path, field: str = "fingerprint") ->
 # ---------------------------------------------------------------------- addresses
 
 
+#: The ports of URLs that name none.
+_PORTS = {"http": 80, "https": 443}
+
+
 def _check_teacher_url(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
     if config.teacher is not None and config.teacher.url is not None:
         yield from _check_url("/teacher/url", config.teacher.url, limits)
@@ -249,7 +267,9 @@ def _check_teacher_url(config: JobConfig, limits: Confinement) -> Iterator[Probl
 
 def _check_url(pointer: str, url: str, limits: Confinement) -> Iterator[Problem]:
     try:
-        resolve_public_address(urlsplit(url).hostname or "", limits.hosts)
+        parts = urlsplit(url)
+        port = parts.port or _PORTS.get(parts.scheme)
+        resolve_public_address(parts.hostname or "", limits.hosts, port)
     except ConfigError as error:
         yield from (Problem(pointer, each.detail, each.remedy) for each in error.problems)
     except ValueError as error:  # it is no URL

@@ -21,8 +21,6 @@ from kd.client.wire.problems import QuotaProblem
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes, measure_free_bytes
-from kd.memory.model_memory import estimate_least_memory
-from kd.preflight.problems import Folders, find_problems
 from services.api.answers.accounts import (
     describe_account,
     find_quota_warnings,
@@ -40,7 +38,6 @@ from services.store.callers import Caller, RequestOrigin
 from services.store.costs import estimate_new_job
 from services.store.jobs.creation import CreateResult
 from services.store.queue import publish_hint
-from services.store.tenancy import build_confinement
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.
 RETRY_QUOTA_SECONDS = "60"
@@ -54,7 +51,7 @@ class Admission:
     caller: Caller
 
     def plan(self, config: JobConfig, devices: str | None = None) -> JobPlan:
-        """Return the plan of the job on ``devices``; raise what ``require_admissible`` raises."""
+        """Return the plan of the job on ``devices``; raise what the check finds."""
         plan = JobPlan.model_validate(self._ask_process("plan", config, devices))
         account = self.read_account()
         new_bytes = 0 if plan.capture is None else plan.capture.bytes
@@ -67,7 +64,7 @@ class Admission:
         )
 
     def estimate(self, config: JobConfig) -> JobEstimate:
-        """Return the estimate of the job's capture; raise what ``require_admissible`` raises.
+        """Return the estimate of the job's capture; raise what the check finds.
 
         Cost and account are None while the job store does not answer; the rest needs no store.
         """
@@ -91,38 +88,25 @@ class Admission:
     def _ask_process(
         self, wish: Wish, config: JobConfig, devices: str | None = None
     ) -> dict[str, Any]:
+        """Let the process check the job; raise all its problems, or 507 if the disk is full."""
         settings = self.service.settings
         require_space(settings.home, settings.disk_floor_bytes)
         own = [
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
             *self._find_continued_problems(config),
+            *self._find_dependency_problems(config),
+            *self._find_cache_problems(config),
         ]
         try:
             result = self.service.plans.ask(wish, config, self.caller, devices)
         except ConfigError as error:
-            raise ConfigError([*error.problems, *own]) from None
+            told = {each.pointer for each in error.problems}
+            more = [each for each in own if each.pointer not in told]
+            raise ConfigError([*error.problems, *more]) from None
         if own:
             raise ConfigError(own)
         return result
-
-    def require_admissible(self, config: JobConfig) -> None:
-        """Raise ``ConfigError`` with all problems of the job, or 507 if the disk is nearly full."""
-        settings = self.service.settings
-        require_space(settings.home, settings.disk_floor_bytes)
-        limits = build_confinement(settings, self.service.store, self.caller.name, self.caller.team)
-        # A bucket may not answer; the worker looks into it.
-        folders = Folders(settings.root, settings.home, limits, asked=False)
-        problems = [
-            *find_problems(config, folders),
-            *find_service_problems(config),
-            *find_webhook_problems(config.webhook, settings),
-            *self._find_continued_problems(config),
-        ]
-        told = {each.pointer for each in problems}
-        problems += [each for each in self._find_cache_problems(config) if each.pointer not in told]
-        if problems:
-            raise ConfigError(problems)
 
     def _find_continued_problems(self, config: JobConfig) -> list[Problem]:
         """Find that the job that ``config`` continues is not the caller's, or has not ended."""
@@ -138,6 +122,16 @@ class Admission:
             detail = f"the job {run} has not ended; it is {job.status}."
             return [Problem("/resume/run", detail, "Wait for its end, or cancel it.")]
         return []
+
+    def _find_dependency_problems(self, config: JobConfig) -> list[Problem]:
+        """Find jobs to wait for that are not the caller's, or can never succeed."""
+        found = {each: self.service.store.get(each, self.caller) for each in config.depends_on}
+        states = {each: job.status if job else "unknown" for each, job in found.items()}
+        return [
+            _make_dependency_problem(config, each, state)
+            for each, state in states.items()
+            if state in ("unknown", "failed", "cancelled")
+        ]
 
     def _find_cache_problems(self, config: JobConfig) -> list[Problem]:
         """Find that the cache that ``config`` names is not on the disk."""
@@ -177,30 +171,9 @@ class Admission:
             announce_job(self.service, job)
         return job, created.outcome == "replayed"
 
-    def _require_room(self, config: JobConfig) -> None:
-        """Raise 429 if the cache that the job captures would take its team above its bytes.
-
-        A capture whose size cannot be estimated in time is admitted.
-        """
-        captures = "precompute" in config.stages and not config.checks_cache
-        account = self.read_account()
-        if account.bytes.left is None or not captures or config.cache.fingerprint is not None:
-            return
-        try:
-            found = self._ask_process("estimate", config)
-        except (ConfigError, ApiProblem):
-            return
-        if (needed := int(found["bytes"])) > account.bytes.left:
-            raise make_bytes_problem(
-                account,
-                f"The cache of this job needs about {format_bytes(needed)}.",
-                "If its cache is on the disk already, name it: cache.fingerprint.",
-            )
-
     def _create(self, config: JobConfig, key: str | None) -> CreateResult:
         # Only a new job is checked: a replayed one exists, even if its inputs are gone by now.
-        self.require_admissible(config)
-        self._require_room(config)
+        found = self._check(config)
         settings = self.service.settings
         return self.service.store.create(
             config,
@@ -209,8 +182,25 @@ class Admission:
             settings.quota_open_jobs,
             settings.quota_record_bytes,
             RequestOrigin(request_id.get(), read_traceparent()),
-            estimate_least_memory(config, settings.root),
+            found["least_memory"],
         )
+
+    def _check(self, config: JobConfig) -> dict[str, Any]:
+        """Check a new job; raise all its problems, or 429 if its cache is more than its team has.
+
+        A capture is not admitted unchecked: where its size is not known in time, nobody admits it.
+        """
+        account = self.read_account()
+        captures = "precompute" in config.stages and not config.checks_cache
+        left = None if config.cache.fingerprint is not None or not captures else account.bytes.left
+        found = self._ask_process("check" if left is None else "size", config)
+        if left is not None and (needed := found["bytes"]) is not None and needed > left:
+            raise make_bytes_problem(
+                account,
+                f"The cache of this job needs about {format_bytes(needed)}.",
+                "If its cache is on the disk already, name it: cache.fingerprint.",
+            )
+        return found
 
 
 def _require_created(created: CreateResult, config: JobConfig, settings: Settings) -> None:
@@ -233,16 +223,15 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
         )
         raise _make_quota_problem(detail, "Delete jobs that have ended: DELETE /jobs/{id}.", quota)
     if created.outcome == "bad_dependency":
-        pointer = f"/depends_on/{config.depends_on.index(created.id)}"
-        raise ConfigError(
-            [
-                Problem(
-                    pointer,
-                    f"the job cannot wait for {created.id}, which is {created.detail}.",
-                    "Name jobs that will end or have succeeded; GET /jobs lists them.",
-                )
-            ]
-        )
+        raise ConfigError([_make_dependency_problem(config, created.id, created.detail)])
+
+
+def _make_dependency_problem(config: JobConfig, job_id: str, state: str) -> Problem:
+    return Problem(
+        f"/depends_on/{config.depends_on.index(job_id)}",
+        f"the job cannot wait for {job_id}, which is {state}.",
+        "Name jobs that will end or have succeeded; GET /jobs lists them.",
+    )
 
 
 def make_open_jobs_problem(used: int, settings: Settings) -> ApiProblem:

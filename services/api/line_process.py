@@ -13,24 +13,28 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
+
+from services.api.turns import NoTurn, Turns
 
 #: The time that the process may take to start. It only imports what it needs.
 START_SECONDS = 60.0
-#: Orders that may wait for the one that is answered. Each holds one of the few threads that answer
-#: all requests.
-MOST_WAITING = 16
+#: Orders that may wait for the one that is answered. Each holds one of the threads that answer all
+#: requests.
+MOST_WAITING = 64
 
 
 class NoAnswer(Exception):
     """An order has no answer.
 
     ``reason``: the process was ``busy`` with others all the time, or too many wait already; it
-    broke a ``limit``; or it did not start (``unavailable``).
+    broke a ``limit``; it ended by itself (``crash``); or it did not start (``unavailable``).
     """
 
-    def __init__(self, reason: Literal["busy", "limit", "unavailable"]) -> None:
+    def __init__(self, reason: Literal["busy", "limit", "crash", "unavailable"]) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -46,43 +50,37 @@ class LineProcess:
         self._module = module
         self._environment = dict(environment)
         self._seconds = seconds
-        self._lock = threading.Lock()
-        self._places = threading.Semaphore(1 + MOST_WAITING)
+        self._turns = Turns(MOST_WAITING)
         self._child: subprocess.Popen[bytes] | None = None
 
-    def ask(self, order: Any) -> Any:
-        """Return the answer to ``order``; both are JSON values. Raises ``NoAnswer``."""
-        if not self._places.acquire(blocking=False):
-            raise NoAnswer("busy")
-        try:
-            return self._ask_in_turn(order)
-        finally:
-            self._places.release()
+    def ask(self, order: Any, group: str = "") -> Any:
+        """Return the answer to ``order``; both are JSON values. Raises ``NoAnswer``.
 
-    def _ask_in_turn(self, order: Any) -> Any:
-        if not self._lock.acquire(timeout=self._seconds):
-            raise NoAnswer("busy")
+        Orders of each ``group`` take turns with those of others.
+        """
         try:
-            return json.loads(self._exchange(json.dumps(order).encode() + b"\n"))
-        finally:
-            self._lock.release()
+            with self._turns.take(group, self._seconds):
+                return json.loads(self._exchange(json.dumps(order).encode() + b"\n"))
+        except NoTurn:
+            raise NoAnswer("busy") from None
 
     def close(self) -> None:
         """End the process."""
         child = self._child
         if child is not None:
             child.kill()  # a call that waits for an answer ends too
-            with self._lock:
+            with suppress(NoTurn), self._turns.take("", self._seconds):
                 self._end(child)
 
     def _exchange(self, order: bytes) -> bytes:
         child = self._child
         if child is None or child.poll() is not None:
             child = self._child = self._start()
+        began = time.monotonic()
         if reply := _call(child, order, self._seconds):
             return reply
         self._end(child)
-        raise NoAnswer("limit")
+        raise NoAnswer("limit" if time.monotonic() - began >= self._seconds else "crash")
 
     def _start(self) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(

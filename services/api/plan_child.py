@@ -3,7 +3,8 @@
 It writes a line once it is ready, then reads one order a line from stdin and writes one answer a
 line to stdout, both JSON:
 
-    {"wish": "plan" | "estimate", "config": {...}, "owner": "...", "devices": "..." | null}
+    {"wish": "plan" | "estimate" | "check" | "size", "config": {...}, "owner": "...",
+     "devices": "..." | null}
     {"result": {...}} | {"problems": [...]} | {"store_error": "..."} | {"limit": "memory"}
     | {"failure": {"type": "...", "detail": "...", "remedy": "..."}}
 """
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -21,8 +23,10 @@ from redis.exceptions import RedisError
 from cache.errors import PotstillError
 from kd.buckets.inputs import begin_downloads
 from kd.capture.estimate.job import estimate_by_table
+from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
+from kd.memory.model_memory import estimate_least_memory
 from kd.preflight.problems import Folders, require_no_problems
 from services.api.kept_answers import KeptAnswers
 from services.api.line_process import limit_memory
@@ -42,7 +46,11 @@ def answer_order(
     try:
         config = parse_config(order["config"])
         limits = build_confinement(settings, store, order["owner"], order["team"])
-        require_no_problems(config, Folders(settings.root, settings.home, limits))
+        # A bucket may not answer, and the worker looks into it: a new job does not wait for it.
+        asked = order["wish"] in ("plan", "estimate")
+        require_no_problems(config, Folders(settings.root, settings.home, limits, asked=asked))
+        if not asked:
+            return {"result": _measure(config, settings, order["wish"] == "size")}
         if order["wish"] == "estimate":
             return {"result": estimate_by_table(config, settings.root, settings.home).to_json()}
         plan = plan_job(config, settings, store.list_workers(), kept, order["devices"])
@@ -55,6 +63,14 @@ def answer_order(
         return {"limit": "memory"}
     except PotstillError as error:
         return {"failure": error.to_json()}
+
+
+def _measure(config: JobConfig, settings: Settings, sized: bool) -> dict[str, Any]:
+    """Return the least memory of a job and the bytes of its cache; None where they are unknown."""
+    size = None
+    with suppress(PotstillError):
+        size = sized and estimate_by_table(config, settings.root, settings.home).to_json()["bytes"]
+    return {"least_memory": estimate_least_memory(config, settings.root), "bytes": size or None}
 
 
 def main() -> None:

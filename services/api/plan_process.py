@@ -17,7 +17,7 @@ from services.api.line_process import LineProcess, NoAnswer
 from services.settings import Settings
 from services.store.callers import Caller
 
-Wish = Literal["plan", "estimate"]
+Wish = Literal["plan", "estimate", "check", "size"]
 
 
 class PlanProcess:
@@ -34,6 +34,7 @@ class PlanProcess:
     ) -> dict[str, Any]:
         """Return the plan on ``devices``, or the estimate, of a job of ``caller`` as JSON.
 
+        ``check`` returns the memory that it needs at least, ``size`` also the bytes of its cache.
         Raises ``ConfigError`` with all problems of the job, ``RedisError`` if the job store does
         not answer, and ``ApiProblem`` (503) if other plans or this one take too long or too much.
         """
@@ -45,7 +46,7 @@ class PlanProcess:
             "devices": devices,
         }
         try:
-            answer = self._process.ask(order)
+            answer = self._process.ask(order, caller.team)
         except NoAnswer as error:
             raise self._explain(error) from None
         return _take_result(answer)
@@ -67,9 +68,10 @@ class PlanProcess:
                 f"The check of this job took more than {limit:g} s, or more than {memory} bytes.",
                 "Name fewer or smaller files, or run `kd validate` where the files are.",
             )
+        what = "ended by itself" if error.reason == "crash" else "did not start"
         return ApiProblem(
             503,
-            "The process that checks jobs did not start.",
+            f"The process that checks jobs {what}.",
             "The server's log shows the reason.",
             "check-unavailable",
             headers={"Retry-After": "5"},

@@ -78,10 +78,11 @@ class ReadingProcess:
     def _explain(self, error: NoAnswer) -> ApiProblem:
         headers = {"Retry-After": "10"}
         limit = self._settings.plan_seconds
-        if error.reason == "unavailable":
+        if error.reason in ("unavailable", "crash"):
+            what = "ended by itself" if error.reason == "crash" else "did not start"
             return ApiProblem(
                 503,
-                "The process that reads caches did not start.",
+                f"The process that reads caches {what}.",
                 "The server's log shows the reason.",
                 "reading-unavailable",
                 headers=headers,

@@ -22,6 +22,7 @@ from kd.addresses import resolve_public_address
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Problem
+from kd.preflight import confinement
 from kd.preflight.confinement import BUILDERS, find_confinement_problems
 from kd.preflight.limits import AllowedModel, Confinement, read_allow_list
 from kd.preflight.named_paths import list_named_resources
@@ -398,6 +399,22 @@ def test_patterns_that_reach_out_are_refused(
     assert what in found.detail and found.remedy
 
 
+def test_more_patterns_than_anybody_needs_are_refused_and_the_same_one_is_looked_up_once(
+    root: Path, limits: Confinement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = []
+    find = confinement.find_files
+    monkeypatch.setattr(
+        confinement, "find_files", lambda *all: looked_up.append(all[0]) or find(*all)
+    )
+    assert find_confinement_problems(reading(["text/*.txt"] * 500), root, limits) == []
+    assert looked_up == ["text/*.txt"]
+    (found,) = find_confinement_problems(
+        reading([f"text/{number}*.txt" for number in range(500)]), root, limits
+    )
+    assert "more than 64 patterns" in found.detail and len(looked_up) == 1
+
+
 def test_a_link_in_a_folder_of_text_is_refused(
     place: Path, root: Path, limits: Confinement
 ) -> None:
@@ -726,6 +743,23 @@ def test_an_address_that_is_not_public_is_refused_behind_any_name(
     with pytest.raises(ConfigError, match="does not allow the host"):
         resolve_public_address(address, ["inside.example"])
     assert ip_address(resolve_public_address(address, [address])) == ip_address(address)
+
+
+def test_an_entry_with_a_port_allows_no_other_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, {"a.example": ["93.184.215.14"]})
+    for host, allowed in (
+        ("a.example", "a.example:8000"), ("10.1.2.3", "10.1.2.3:8000"),
+        ("10.1.2.3", "10.0.0.0/8:8000"), ("fd00::5", "[fd00::5]:8000"),
+    ):  # fmt: skip
+        assert resolve_public_address(host, [allowed], 8000)
+        for port in (443, None):
+            with pytest.raises(ConfigError, match="does not allow the host"):
+                resolve_public_address(host, [allowed], port)
+    assert resolve_public_address("fd00::5", ["fd00::5"], 8000)
+    limits = Confinement(Path("/h"), (), hosts=("a.example:443",))
+    for url, is_refused in (("https://a.example/v1", False), ("https://a.example:8443/v1", True)):
+        http = {"backend": "http", "model": "m", "url": url, "tokenizer": "model"}
+        assert ("/teacher/url" in pointers(job(teacher=http), Path(), limits)) == is_refused
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, table: dict[str, list[str]]) -> None:

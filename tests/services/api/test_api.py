@@ -185,8 +185,6 @@ def test_a_bad_job_is_refused_with_a_pointer(
     http: httpx.Client, text: str, change: dict[str, Any], pointer: str, words: str
 ) -> None:
     for path in ("/jobs", "/jobs/validate"):
-        if path == "/jobs/validate" and "depends_on" in change:
-            continue  # only the creation of the job checks its dependencies
         document = problem(http.post(path, json=valid("quick", text) | change), 422)
         found = {error.pointer: f"{error.detail} {error.remedy}" for error in document.errors}
         assert words in found[pointer] and not document.detail.startswith("1 problem")

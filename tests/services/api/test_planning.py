@@ -225,11 +225,14 @@ def test_other_requests_are_answered_while_a_plan_hangs(
     os.kill(child, signal.SIGSTOP)
     with ThreadPoolExecutor() as pool:
         held = pool.submit(parts.http.post, "/jobs/validate", json=job, timeout=PATIENCE_SECONDS)
+        # A new job is checked there too: its patterns and its models are a stranger's.
+        created = pool.submit(parts.http.post, "/jobs", json=job, timeout=PATIENCE_SECONDS)
         for _ in range(5):
             assert parts.http.get("/healthz").status_code == 200
             assert parts.http.get("/jobs").status_code == 200
-        assert not held.done()
+        assert not held.done() and not created.done()
         os.kill(child, signal.SIGCONT)
+        assert created.result().status_code == 202, created.result().text
         assert held.result().json()["memory"] == first.json()["memory"]
     assert find_child(api) == child
 
@@ -251,6 +254,33 @@ def test_a_plan_that_takes_too_long_is_given_up_and_the_next_one_is_made(
     answer = parts.http.post("/jobs/validate", json=job, timeout=PATIENCE_SECONDS)
     assert answer.status_code == 200, answer.text
     assert find_child(api) != child
+
+
+def test_a_job_is_not_admitted_while_nobody_can_check_it(
+    planner: Callable[..., tuple[Parts, int]], tmp_path: Path
+) -> None:
+    parts, api = planner(plan_seconds=20, quota_bytes=1 << 40)
+    job = valid("quick", inputs(tmp_path / "inputs"), "distill")
+    assert parts.http.post("/jobs", json=job, timeout=PATIENCE_SECONDS).status_code == 202
+    os.kill(find_child(api), signal.SIGSTOP)
+    answer = parts.http.post("/jobs", json=job, timeout=PATIENCE_SECONDS)
+    assert "more than 20 s" in problem(answer, 503, "check-limit").detail
+    assert answer.headers["retry-after"]
+    assert len(parts.http.get("/jobs").json()["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "{" + " " * (80 << 20) + "}"], ids=["deep", "large"]
+)
+def test_a_configuration_that_no_model_has_is_a_problem_of_its_job(
+    planner: Callable[..., tuple[Parts, int]], tmp_path: Path, text: str
+) -> None:
+    parts, _ = planner(plan_seconds=PATIENCE_SECONDS)
+    folder = inputs(tmp_path / "inputs")
+    job = valid("quick", folder, "distill")
+    (Path(job["teacher"]["model"]) / "config.json").write_text(text, encoding="utf-8")
+    answer = parts.http.post("/jobs", json=job, timeout=PATIENCE_SECONDS)
+    assert "config.json cannot be read" in problem(answer, 422).detail + answer.text
 
 
 def test_a_plan_that_takes_too_much_memory_is_refused(
