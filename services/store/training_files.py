@@ -10,6 +10,7 @@ knows of it: the folder is the record, so that a backup or a restart needs nothi
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from pydantic import TypeAdapter
 
 from cache.disk import (
     TEMPORARY_PREFIX,
@@ -28,6 +31,8 @@ from cache.disk import (
     sync_path,
 )
 from services.store.jobs.records import make_id
+
+log = logging.getLogger(__name__)
 
 FILE_ID = re.compile(r"file-[0-9a-z]{26}")
 CONTENT = "data.jsonl"
@@ -49,6 +54,9 @@ class TrainingFile:
     rows: int
     form: RowForm
     created_at: int
+
+
+_RECORD = TypeAdapter(TrainingFile)
 
 
 class PendingFile:
@@ -121,9 +129,12 @@ class TrainingFiles:
             return None
         try:
             text = (self._folder / team / file_id / RECORD).read_text(encoding="utf-8")
+            return _RECORD.validate_json(text)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return TrainingFile(**json.loads(text))
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be read, and its file is left out: %s", file_id, error)
+            return None
 
     def locate(self, team: str, file_id: str) -> Path:
         """The path of the content of a file."""

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
-from cache.errors import PotstillError, locate_help
+from cache.disk import is_full
+from cache.errors import PotstillError, StorageError, locate_help
 from kd.client.wire.problems import FieldProblem, ProblemDetails
 from kd.config.job import JobConfig
 from kd.config.jobfile import translate_errors
@@ -43,7 +44,7 @@ TITLES = {
     422: ("invalid-job", "The request is not valid"),
     429: ("too-many-requests", "Too many requests"),
     500: ("internal", "Internal error"),
-    503: ("store-unavailable", "The job store does not answer"),
+    503: ("store-unavailable", "The job store is not available"),
     507: ("disk-full", "The disk of the data folder is nearly full"),
 }
 
@@ -136,6 +137,7 @@ def add_error_handlers(app: FastAPI, routes: Iterable[APIRoute]) -> None:
     app.add_exception_handler(ConfigError, _on_config_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(RedisError, _on_redis_error)
+    app.add_exception_handler(StorageError, _on_storage_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
 
@@ -255,6 +257,13 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
         headers={"Retry-After": RETRY_SECONDS},
     )
     return respond_with_problem(request, problem)
+
+
+async def _on_storage_error(request: Request, error: Any) -> Response:
+    if not is_full(error):
+        return await _on_unexpected_error(request, error)
+    log.warning("%s %s: %s", request.method, shorten_path(request.url.path), error)
+    return respond_with_problem(request, ApiProblem(507, error.detail, error.remedy))
 
 
 async def _on_http_exception(request: Request, error: Any) -> Response:

@@ -37,7 +37,7 @@ from redis.exceptions import RedisError
 from services.api.answers.problems import ApiProblem
 from services.process.lasting_loops import keep_running_async
 from services.settings import Settings
-from services.store.connection import connect_redis
+from services.store.connection import connect_redis, describe_failure
 
 #: The time in which an empty bucket fills up.
 WINDOW_SECONDS = 60
@@ -202,8 +202,8 @@ class Limiter:
         except RedisError as error:
             self._away_until = time.monotonic() + AWAY_SECONDS
             log.warning(
-                "requests are not counted for %.0f s: Redis does not answer: %s",
+                "requests are not counted for %.0f s: the job store %s",
                 AWAY_SECONDS,
-                error,
+                describe_failure(error),
             )
             return None

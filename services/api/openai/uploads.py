@@ -21,6 +21,8 @@ from services.store.training_files import PendingFile, TrainingFile, TrainingFil
 PURPOSE = "fine-tune"
 #: The bytes that one step in a thread reads.
 STEP_BYTES = 1 << 20
+#: The bytes between two looks at the room for the file: its length need not be known.
+ROOM_BYTES = 8 << 20
 #: The bytes that may wait for the end of a part's headers.
 _BUFFER_BYTES = 4 << 20
 _MOST_PARTS = 16
@@ -38,20 +40,25 @@ async def receive_file(
 ) -> TrainingFile:
     """Return the file that the request uploads, as a file of ``team``, whole on the disk.
 
-    ``limit`` is in bytes. ``require_room`` is called once the whole file has arrived; what it
-    raises refuses the file. Raises ``ApiProblem`` for a form or a file that is not valid. Of a file
-    that is refused nothing is kept.
+    ``limit`` is in bytes. ``require_room`` is called while the file arrives and once it is whole;
+    what it raises refuses the file. Raises ``ApiProblem`` for a form or a file that is not valid.
+    Of a file that is refused nothing is kept.
     """
     boundary = _read_boundary(request)
     with files.receiving(team) as pending:
         form = UploadForm(boundary, pending, limit)
         waiting = bytearray()
+        looked = 0
         try:
             async for piece in request.stream():
                 waiting += piece
                 if len(waiting) >= STEP_BYTES:
                     await to_thread(form.feed, bytes(waiting))
                     waiting.clear()
+                if pending.bytes - looked >= ROOM_BYTES:
+                    looked = pending.bytes
+                    pending.flush()
+                    await to_thread(require_room)
         except ClientDisconnect:
             raise ApiProblem(
                 400, "The upload ended before the whole file had arrived.", "Send it again."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
@@ -288,6 +289,67 @@ def test_of_files_that_come_together_only_those_within_the_quota_stay(
     stored = TrainingFiles(parts.settings.files)
     assert len(stored.list_files("local")) == statuses.count(200)
     assert stored.measure_team("local") <= 9000
+
+
+def send_endlessly(parts: Parts, most: int) -> tuple[httpx.Response, int]:
+    """Upload a file whose length is not told; return the answer, and the bytes that were sent."""
+    sent = 0
+    piece = lines(*[TEXT_ROW] * 1000)
+
+    def body() -> Iterator[bytes]:
+        nonlocal sent
+        boundary = b"--x\r\nContent-Disposition: form-data; name="
+        yield boundary + b'"purpose"\r\n\r\nfine-tune\r\n'
+        yield boundary + b'"file"; filename="t.jsonl"\r\n\r\n'
+        while sent < most:
+            yield piece
+            sent += len(piece)
+        yield b"\r\n--x--\r\n"
+
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    url = f"{parts.settings.server}/v1/files"
+    return httpx.post(url, content=body(), headers=form, timeout=120), sent
+
+
+def test_a_file_of_unknown_length_is_checked_while_it_arrives(
+    new_parts: Callable[..., Parts],
+) -> None:
+    parts = new_parts(disk_floor_bytes=0, quota_bytes=1 << 20)
+    parts.start_api()
+    wait_until(lambda: parts.jobs.redis.exists("kd:policy"))
+    answer, sent = send_endlessly(parts, 60 << 20)
+    assert answer.status_code == 429, answer.text
+    assert sent < 40 << 20
+    assert TrainingFiles(parts.settings.files).measure_team("local") == 0
+
+
+def test_a_disk_that_gets_full_is_told_as_one(
+    new_parts: Callable[..., Parts], tmp_path: Path
+) -> None:
+    """A limit on the size of a file stands for the disk: its error is one of a full disk."""
+    parts = new_parts(disk_floor_bytes=0)
+    api = parts.start_api()
+    resource.prlimit(api.pid, resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+    answer, _ = send_endlessly(parts, 6 << 20)
+    problem = answer.json()
+    assert (answer.status_code, problem["type"]) == (507, "urn:potstill:problem:disk-full")
+
+
+def test_a_damaged_record_of_a_file_hides_no_other_file(new_parts: Callable[..., Parts]) -> None:
+    parts = new_parts()
+    parts.start_api()
+    with connect(parts) as client:
+        made = [
+            client.files.create(file=("t.jsonl", lines(TEXT_ROW)), purpose="fine-tune").id
+            for _ in range(5)
+        ]
+        files = TrainingFiles(parts.settings.files)
+        damages = [b"", b"\xff", b"[]", b'{"id": "x", "bytes": "many"}']
+        for file_id, damage in zip(made[1:], damages, strict=True):
+            (files.locate("local", file_id).parent / "record.json").write_bytes(damage)
+        assert [each.id for each in client.files.list()] == made[:1]
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(made[1])
 
 
 def test_files_outlive_the_api(new_parts: Callable[..., Parts]) -> None:
