@@ -76,6 +76,12 @@ ROUNDS_PLAIN_WEIGHTS = "teacher.quantization rounds plain weights"
 SPREADS_PLAIN_WEIGHTS = "teacher.parallel spreads plain weights"
 #: Families of models name the width of their hidden states differently.
 _WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model", "dim")
+#: Fields that count layers and experts, and the most that any model has of them.
+_COUNT_FIELDS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_experts", "num_local_experts",
+    "n_routed_experts",
+)  # fmt: skip
+_MOST_PARTS = 4096
 #: How the name of the embedding ends in models whose language model is a part.
 _EMBEDDING = "embed_tokens.weight"
 #: The longest header of a safetensors file that is read, in bytes; a larger length means a damaged
@@ -216,6 +222,8 @@ class ModelFolder:
     def require_decoder(self) -> None:
         """Raise ``ModelError`` for a model with an encoder, such as T5, by its name.
 
+        Also for more layers or experts than can be built.
+
         Its decoder predicts a text from another text, so there is no distribution of the next
         token of one text to record.
         """
@@ -226,6 +234,14 @@ class ModelFolder:
                 f"({self.architecture or kind}, of the type {kind}).",
                 "Use a decoder-only language model, such as a Llama, Qwen, Gemma or Mistral.",
             )
+        for field in _COUNT_FIELDS:
+            count = self.text_config.get(field)
+            if isinstance(count, int) and count > _MOST_PARTS:
+                raise ModelError(
+                    f"config.json of {self.path} has {field} {count}, and no model has more than "
+                    f"{_MOST_PARTS}.",
+                    "Correct it, or download the model again.",
+                )
 
     @property
     def stored_quantization(self) -> str | None:

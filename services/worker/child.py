@@ -58,11 +58,26 @@ def run_stage_of_pipeline(gpus: int, *arguments: Any) -> dict[str, Any]:
 
     Raises ``DeviceUnusable`` if the worker gave the job ``gpus`` GPUs and torch sees none.
     """
-    from kd.pipeline import run_stage
-    from kd.preflight.devices import ask_torch, require_promised_gpus
+    with _ending_at_once(arguments[-1]):
+        from kd.pipeline import run_stage
+        from kd.preflight.devices import ask_torch, require_promised_gpus
 
-    require_promised_gpus(gpus, ask_torch())
+        require_promised_gpus(gpus, ask_torch())
     return run_stage(*arguments)
+
+
+@contextmanager
+def _ending_at_once(monitor: Monitor) -> Iterator[None]:
+    """Let SIGTERM end the process in this block, which has nothing to save and asks nobody.
+
+    It imports much. A handler in Python would have to wait for it.
+    """
+    monitor.check("before the run began")
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def main(run_stage: StageRunner | None = None) -> int:

@@ -24,7 +24,7 @@ from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
 from services.process.names import name_process
 from services.settings import STAGES, Settings
-from services.store.connection import connect_redis
+from services.store.connection import connect_redis, describe_failure
 from services.store.costs import find_price
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.store import JobStore
@@ -75,6 +75,7 @@ class StageWorker:
         self.claim: Claim | None = None
         self.helped: HelpOrder | None = None
         self.lock_waiter = LockWaiter(store, settings.lease_seconds, self.stopping, self._announce)
+        self._failure: type[RedisError] | None = None
         self._started = datetime.now(UTC)
         self._last_work = self._device_seen = time.monotonic()
 
@@ -83,6 +84,12 @@ class StageWorker:
 
         A hint only names the queue to look at first. A claim decides which job runs.
         """
+        try:
+            self._work(stage)
+        except RedisError as error:  # the hint is gone, but the reconciler sends another one
+            self._tell(error)
+
+    def _work(self, stage: str) -> None:
         self._last_work = time.monotonic()
         while not self.stopping.is_set() and self._device_is_well():
             claim = self._claim_next(stage)
@@ -130,6 +137,13 @@ class StageWorker:
         others = [stage for stage in self.stages if stage != first]
         lease = self.settings.lease_seconds
         return self.store.claim_next(first, self.id, lease, self._capacity(), others)
+
+    def _tell(self, error: RedisError | None) -> None:
+        """Log in one line what the job store does in place of its work, once for each reason."""
+        failure = "" if error is None else describe_failure(error)
+        if failure and type(error) is not self._failure:
+            log.warning("no job is taken: the job store %s", failure)
+        self._failure = type(error) if failure else None
 
     def _run(self, claim: Claim, stage: str) -> str:
         """Run a stage of a job. Returns the next stage to look for: the queues take turns."""
@@ -206,7 +220,9 @@ class StageWorker:
                 self.store.show_worker(self.describe(), SIGN_OF_LIFE_TTL)
                 self._check_hearing()
                 flush_restarts(self.store)
-            except RedisError:
+                self._tell(None)
+            except RedisError as error:
+                self._tell(error)
                 self._last_work = time.monotonic()
             self.ended.wait(SIGN_OF_LIFE_SECONDS)
 

@@ -122,3 +122,4 @@ class Ready(View):
     """The service accepts jobs."""
 
     status: Literal["ready"] = "ready"
+    warnings: list[str] = Field([], description="What an operator should look at.")

@@ -7,6 +7,7 @@ HF_TOKEN, or what ``hf auth login`` stored. No message here contains it.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ _AGAIN = "Run the same command again: what has arrived is not sent again."
 _LOG_IN = "Run `hf auth login`, or set HF_TOKEN to a token that may {right} {name}."
 #: What a refusal says that is about space, in the words of the hub.
 _SPACE_WORDS = ("quota", "storage", "limit")
+#: The longest name of a file or folder, in bytes, and characters that none has.
+_LONGEST_NAME = 255
+_STRANGE = re.compile(r"[\\\0\n\r\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,8 @@ def find_commit(api: HfApi, repository: Repository) -> str:
 def list_remote_files(api: HfApi, repository: Repository, commit: str) -> dict[str, RemoteFile]:
     """List the files of ``repository`` at ``commit`` by name, without those of the hub itself.
 
-    Raises ``HubError`` for a name that leads out of the folder of a download.
+    Raises ``HubError`` for a name that leads out of the folder of a download, or that is hidden,
+    too long or none of a file.
     """
     entries = api.list_repo_tree(
         repository.name, recursive=True, revision=commit, repo_type=repository.type
@@ -129,11 +134,22 @@ def list_remote_files(api: HfApi, repository: Repository, commit: str) -> dict[s
         if not isinstance(entry, RepoFile) or entry.path in OWN_FILES:
             continue
         path = PurePosixPath(entry.path)
-        if path.is_absolute() or ".." in path.parts or "\\" in entry.path:
-            raise HubError(f"{repository} has a file with the name {entry.path!r}.", "Use another.")
+        hidden = any(part.startswith(".") for part in path.parts[:-1])
+        if hidden or path.is_absolute() or not all(map(_is_plain, path.parts)):
+            shown = entry.path if len(entry.path) <= _LONGEST_NAME else entry.path[:60] + "..."
+            raise HubError(
+                f"{repository} has a file with the name {shown!r}, which no model or cache has.",
+                "Use another, or download it with the hub's own tools.",
+            )
         sha256 = None if entry.lfs is None else entry.lfs.sha256
         files[entry.path] = RemoteFile(entry.size, entry.blob_id, sha256)
     return files
+
+
+def _is_plain(part: str) -> bool:
+    """Whether a folder or a file may have this name."""
+    fits = len(part.encode(errors="replace")) <= _LONGEST_NAME
+    return fits and part != ".." and not _STRANGE.search(part)
 
 
 def _hash_blob(content: Path | bytes) -> str:

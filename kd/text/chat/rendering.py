@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,13 @@ _REPLACED = "".join(f" | replace('%{each}', '{_DAY.strftime(f'%{each}')}')" for 
 _NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
 
 
+#: The seconds that the template may take for one chat, and the characters that it may write.
+MOST_SECONDS = 20.0
+MOST_TEXT = 1 << 26
+#: The begin of a loop, and the sign by which its tag takes the white space behind it.
+_LOOP = re.compile(r"\{%[-+]?\s*for\b(?:[^%]|%(?!\}))*?([-+]?)%\}")
+
+
 def render(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, marked: bool = False, prompt: bool = False
 ) -> tuple[str, list[Span]]:
@@ -38,15 +46,27 @@ def render(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special: dict[str, Any] = dict(tokenizer.special_tokens_map)
+    end = time.monotonic() + MOST_SECONDS
+
+    def look_at_clock() -> str:
+        if time.monotonic() > end:
+            raise ValueError(f"the chat template took more than {MOST_SECONDS:g} s for one chat")
+        return ""
+
+    # Each turn of a loop looks at the clock: nothing else can end a template that loops.
+    bounded = _LOOP.sub(r"\g<0>{% set _ = look_at_clock() \1%}", get_template(chat, tokenizer))
     rendered: Any = render_jinja_template(
         conversations=[chat.messages],
         tools=chat.tools,
-        chat_template=get_template(chat, tokenizer),
+        chat_template=bounded,
+        look_at_clock=look_at_clock,
         return_assistant_tokens_mask=marked,
         add_generation_prompt=prompt,
         **special,
     )
     (text,), spans = rendered
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"the chat template wrote more than {MOST_TEXT} characters for one chat")
     return text, spans[0] if marked else []
 
 

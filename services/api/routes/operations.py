@@ -119,7 +119,7 @@ def readyz(service: TheService) -> Ready:
         )
     if measure_free_bytes(service.settings.home) < service.settings.disk_floor_bytes:
         raise _make_unready_problem("The disk of the data folder is nearly full.", "disk-full")
-    return Ready()
+    return Ready(warnings=service.store.find_lost_records(service.settings.runs))
 
 
 def _make_unready_problem(detail: str, slug: str) -> ApiProblem:

@@ -180,6 +180,7 @@ def show_health(service: TheService) -> ServiceHealth:
     ]
     unsuitable = find_unsuitability(store.redis)
     faults = [] if unsuitable is None else [str(unsuitable)]
+    faults += store.find_lost_records(service.settings.runs)
     return ServiceHealth(
         problems=[*faults, *_find_faults(redis, age, disk, queues, workers)],
         version=read_version(),

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 from kd.config.job import JobConfig
 from services.store.callers import LOCAL_CALLER, NO_ORIGIN, Caller, RequestOrigin
 from services.store.jobs.records import build_fields, make_job_id, serialise_config
 from services.store.jobs.script import ScriptedStore, flatten_fields
-from services.store.run_folder import FoundRun
+from services.store.run_folder import JOB_ID, FoundRun
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,16 @@ class Adoption(ScriptedStore):
             pipeline.exists(f"kd:job:{job_id}")
         known = pipeline.execute() if job_ids else []
         return [job_id for job_id, exists in zip(job_ids, known, strict=True) if not exists]
+
+    def find_lost_records(self, runs: Path) -> list[str]:
+        """Say that the store has no job, although ``runs`` holds the folders of some."""
+        if self.redis.exists("kd:index:*:*"):
+            return []
+        count = sum(JOB_ID.fullmatch(each.name) is not None for each in runs.glob("job_*"))
+        if not count:
+            return []
+        lost = f"{count} run folders of jobs are on the disk, but the job store has no job: it may"
+        return [f"{lost} have lost its data. `kd jobs adopt` restores their records."]
 
     def adopt(self, run: FoundRun, owner: str) -> bool:
         """Write the record of a run; return whether there was none.

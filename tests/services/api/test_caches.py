@@ -192,7 +192,7 @@ def test_health_and_version_say_little(api: Parts) -> None:
         wait_until(
             lambda prefix=prefix: api.answers(f"{prefix}/readyz"), 10
         )  # the reconciler's key was flushed
-        assert api.http.get(f"{prefix}/readyz").json() == {"status": "ready"}
+        assert api.http.get(f"{prefix}/readyz").json() == {"status": "ready", "warnings": []}
         assert api.http.get(f"{prefix}/version").json()["name"] == "potstill"
 
 

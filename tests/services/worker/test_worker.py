@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker import consumer
-from services.worker.child_process import Outbox, build_child_environment
+from services.worker.child_process import Order, Outbox, build_child_environment
 from services.worker.consumer import StageWorker
 from services.worker.devices import WorkerDevice
 from services.worker.event_size import LONGEST_EVENT, LONGEST_TEXT
@@ -265,6 +266,40 @@ def test_sigterm_of_the_worker_saves_and_costs_no_attempt(new_parts: MakeParts) 
     assert steps_done(parts, job_id) == list(range(STEPS))
 
 
+#: A child that imports the pipeline for a minute, as on a busy machine.
+SLOW_IMPORT = """
+import sys, time
+from services.worker import child
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "kd.pipeline":
+            print("imports", file=sys.stderr, flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+sys.exit(child.main())
+"""
+
+
+def test_a_child_that_imports_hears_of_a_stop(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    config = make_config("quick").model_dump(mode="json")
+    order = Order("train", config, str(tmp_path), str(tmp_path / "run"), 600)
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+    process.stdin.flush()
+    assert process.stderr.readline() == b"imports\n"
+    began = time.monotonic()
+    process.terminate()
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+    assert time.monotonic() - began < 5
+
+
 def test_a_run_that_does_not_stop_is_killed_after_the_grace(new_parts: MakeParts) -> None:
     parts = new_parts(stop_grace_seconds=0.5)
     parts.start_worker()
@@ -304,6 +339,24 @@ def test_a_redis_that_dies_under_a_run_costs_nothing(new_parts: MakeParts) -> No
     assert steps_done(parts, job_id) == list(range(STEPS))
     reported = [data["step"] for kind, data in parts.events(job_id) if kind == "metrics"]
     assert reported == list(range(STEPS)), "every event has arrived, once"
+
+
+def test_a_worker_says_in_one_line_that_its_store_takes_no_writes(new_parts: MakeParts) -> None:
+    parts = new_parts()
+    worker = parts.start_worker("train")
+    redis = parts.jobs.redis
+    redis.replicaof("127.0.0.1", "1")
+    try:
+        (log,) = parts.settings.home.glob("logs/services.worker-*.log")
+        line = "no job is taken: the job store is a read-only copy"
+        wait_until(lambda: line in log.read_text())
+        time.sleep(2 * consumer.SIGN_OF_LIFE_SECONDS)
+        text = log.read_text()
+        assert text.count(line) == 1 and "Traceback" not in text, text
+    finally:
+        redis.replicaof("no", "one")
+    assert worker.poll() is None
+    assert parts.wait_for(parts.submit("quick"), "succeeded").status == "succeeded"
 
 
 def test_a_fenced_run_is_killed_at_once(new_parts: MakeParts) -> None:

@@ -298,6 +298,11 @@ def test_what_cannot_be_pushed_or_pulled_is_refused(
     closed = online | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     assert "connection" in refused("pull", "ann/small", **closed).lower()
 
+    for number, name in enumerate((".git/config", "a/.x/b", "x\0y", "n" * 256, "../up", "a\\b")):
+        hub.make("model", f"ann/names{number}")
+        hub.change("model", f"ann/names{number}", name, b"x")
+        assert "has a file with the name" in refused("pull", f"ann/names{number}", **online), name
+
     other = make_cache(tmp_path / "home" / "caches", make_identity(train_sequences=3))
     hub.make("dataset", "ann/records")
     hub.change("dataset", "ann/records", "table.csv", b"a,b\n")

@@ -10,6 +10,7 @@ import pytest
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
+from kd.text.chat import rendering
 from kd.text.reading.notes import TextNotes
 from kd.text.rows import read_cell
 from kd.text.sources import FoundDocument
@@ -329,3 +330,35 @@ def test_the_reading_of_a_chat_of_several_texts_goes_on_within_it(fresh):
         again = list(encode_documents([found._replace(place=place)], fresh, config))
         assert again[-1].ids.tolist() == second.ids.tolist()
         assert [len(each) for each in again[:-1]] == ([] if rest is None else [rest])
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{%- for a in range(99999) -%}{%- for b in 'ab' if 5 % 2 -%}{%- endfor -%}{%- endfor -%}",
+    ],
+)
+def test_a_template_that_loops_is_ended(fresh, monkeypatch, loop):
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.5)
+    with pytest.raises(DataError, match=r"row 1.*took more than 0\.5 s for one chat"):
+        learn(TWO_TURNS, fresh, PLAIN + loop, format="messages")
+
+
+def test_a_template_that_writes_without_end_is_refused(fresh, monkeypatch):
+    monkeypatch.setattr(rendering, "MOST_TEXT", 1000)
+    with pytest.raises(DataError, match="wrote more than 1000 characters"):
+        learn(TWO_TURNS, fresh, PLAIN + "{{ 'x' * 2000 }}", format="messages")
+
+
+@pytest.mark.parametrize("sign", ["", "-", "+"])
+def test_the_clock_changes_no_white_space(fresh, sign):
+    template = (
+        "{% for m in messages SIGN%}\n  {%- for n in [1, 2] SIGN%}\n  {{ m.content }}\n"
+        "  {% endfor %}\n{% endfor %}"
+    ).replace("SIGN", sign)
+    fresh.chat_template = template
+    chat = rendering.Chat(TWO_TURNS["messages"])
+    assert rendering.render(chat, fresh)[0] == fresh.apply_chat_template(
+        TWO_TURNS["messages"], tokenize=False
+    )
