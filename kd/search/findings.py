@@ -18,7 +18,7 @@ from kd.evaluation.teacher_effect import judge_pair
 from kd.files import write_json, write_text
 from kd.progress import replace_nonfinite
 from kd.search.space import get_search, make_best_job
-from kd.search.study import get_held_out_tokens
+from kd.search.study import get_held_out_tokens, has_tried_all
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -44,6 +44,7 @@ def make_search_report(config: JobConfig, study: Study) -> dict[str, Any]:
             "kind": config.kind,
             "held_out_tokens": get_held_out_tokens(study),
             "best": best,
+            "tried_all": has_tried_all(study, get_search(config)),
             "trials": trials,
         }
     )
@@ -78,6 +79,7 @@ def describe_trial(trial: FrozenTrial) -> dict[str, Any]:
         "steps": max(losses, default=0),
         "values": {name: trial.params[name] for name in sorted(trial.params)},
         "why": trial.user_attrs.get("why", ""),
+        "same_as": trial.user_attrs.get("same_as"),
     }
 
 
@@ -140,6 +142,11 @@ def render_search_report(config: JobConfig, report: dict[str, Any]) -> str:
     failures = [
         f"- Trial {row['number']} failed: {row['why']}" for row in report["trials"] if row["why"]
     ]
+    failures += [
+        f"- Trial {row['number']} has the values of trial {row['same_as']}, and was not trained."
+        for row in report["trials"]
+        if row["same_as"] is not None
+    ]
     return "\n".join([*lines, *([""] if failures else []), *failures]) + "\n"
 
 
@@ -158,6 +165,8 @@ def _summarise(config: JobConfig, report: dict[str, Any]) -> str:
         f"{len(report['trials'])} trials from one cache, "
         f"sampler {search.sampler}, pruner {search.pruner}."
     )
+    if report["tried_all"] and len(report["trials"]) < search.trials:
+        what += f" It ended before {search.trials} trials: the space has no other values."
     if best is None:
         return f"{what} None completed."
     found = ", ".join(f"`{name}` {_format_value(value)}" for name, value in best["values"].items())

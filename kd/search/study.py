@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
     from optuna.study import Study
+    from optuna.trial import FrozenTrial
     from optuna.trial import Trial as Trial  # exported for services, which import no Optuna
 
 Outcome = Literal["complete", "pruned", "failed"]
@@ -166,8 +168,55 @@ def estimate_seconds_left(study: Study, trials: int) -> float | None:
 
 
 def start_trial(study: Study, search: SearchConfig) -> Trial | None:
-    """Start a trial; return None if there are as many as the job asks for."""
-    return study.ask() if len(study.get_trials(deepcopy=False)) < search.trials else None
+    """Start a trial; return None if there are enough of them, or no other values to try."""
+    if len(study.get_trials(deepcopy=False)) >= search.trials or has_tried_all(study, search):
+        return None
+    return study.ask()
+
+
+def has_tried_all(study: Study, search: SearchConfig) -> bool:
+    """Whether the trials have had all values of the space; a range of numbers has no end."""
+    sizes = map(_count_values, search.space.values())
+    points = math.prod(math.inf if size is None else size for size in sizes)
+    trials = study.get_trials(deepcopy=False)
+    tried = {_key_point(each.params) for each in trials if len(each.params) == len(search.space)}
+    return len(tried) >= points
+
+
+def _count_values(dimension: Dimension) -> int | None:
+    if dimension.choices is not None:
+        return len({*map(repr, dimension.choices)})
+    low, high = list_ends(dimension)
+    return high - low + 1 if dimension.integer else None
+
+
+def _key_point(values: Overrides) -> str:
+    return repr(sorted(values.items()))
+
+
+def find_twin(study: Study, trial: Trial) -> FrozenTrial | None:
+    """Find an earlier trial with the same values that is open, complete or was stopped early.
+
+    One that failed is tried again: it may have been cancelled.
+    """
+    from optuna.trial import TrialState
+
+    *earlier, own = study.get_trials(deepcopy=False)[: trial.number + 1]
+    return next(
+        (
+            each
+            for each in earlier
+            if _key_point(each.params) == _key_point(own.params) and each.state != TrialState.FAIL
+        ),
+        None,
+    )
+
+
+def end_as_twin(study: Study, trial: Trial, twin: FrozenTrial) -> None:
+    """End a trial as an earlier one with the same values has ended: it is not trained again."""
+    trial.set_user_attr("same_as", twin.number)
+    is_complete = twin.state.name == "COMPLETE"
+    study.tell(trial, twin.value if is_complete else None, state=twin.state)
 
 
 def suggest_values(study: Study, trial: Trial, search: SearchConfig) -> Overrides:

@@ -26,8 +26,10 @@ from kd.search.findings import describe_trial, make_search_report, write_search
 from kd.search.space import Overrides, find_space_problems, get_search, keeps_best, make_trial_job
 from kd.search.study import (
     FileJournal,
+    end_as_twin,
     end_trial,
     estimate_seconds_left,
+    find_twin,
     list_open_trials,
     make_study,
     note_held_out_tokens,
@@ -108,6 +110,10 @@ class _TrialRunner:
         search = get_search(self.config)
         self.monitor.check(f"before trial {trial.number} of {search.trials}")
         overrides = suggest_values(self.study, trial, search)
+        if (twin := find_twin(self.study, trial)) is not None:
+            end_as_twin(self.study, trial, twin)
+            self._announce(trial.number)
+            return
         watched = TrialMonitor(self.study, trial, self.monitor)
         self.monitor.emit("stage", stage="search", phase=f"trial {trial.number} of {search.trials}")
         self.monitor.emit("trial", number=trial.number, values=overrides, state="running")
@@ -121,13 +127,17 @@ class _TrialRunner:
             end_trial(self.study, trial, "pruned")
         except (ConfigError, ModelError, TrainingError) as error:
             end_trial(self.study, trial, "failed", str(error))
-        row = describe_trial(self.study.get_trials(deepcopy=False)[trial.number])
         # Checkpoints of a failed trial may show why it failed.
-        if row["state"] != "failed":
+        if self._announce(trial.number) != "failed":
             remove_path(get_trial_folder(self.run_dir, trial.number) / "checkpoints")
+
+    def _announce(self, number: int) -> str:
+        """Report the outcome of a trial, and return it."""
+        row = describe_trial(self.study.get_trials(deepcopy=False)[number])
         self.monitor.emit(
             "trial", **{name: row[name] for name in ("number", "values", "state", "loss", "why")}
         )
+        return str(row["state"])
 
     def _train(self, number: int, overrides: Overrides, watched: TrialMonitor) -> None:
         folder = get_trial_folder(self.run_dir, number)

@@ -29,8 +29,10 @@ from kd.search.findings import describe_trial, make_search_report, write_search
 from kd.search.space import get_search, keeps_best, make_trial_job
 from kd.search.study import (
     Outcome,
+    end_as_twin,
     end_trial,
     estimate_seconds_left,
+    find_twin,
     list_open_trials,
     make_study,
     note_held_out_tokens,
@@ -182,6 +184,12 @@ class Driver:
     def _launch(self, trial: Trial) -> None:
         """Create the trial's job. A driver repeats this if the driver before it died too early."""
         values = suggest_values(self._study, trial, get_search(self._config))
+        if (twin := find_twin(self._study, trial)) is not None:
+            if twin.state.is_finished():  # else its value is waited for
+                end_as_twin(self._study, trial, twin)
+                self._announce(trial, None)
+                self._report_progress()
+            return
         try:
             job = make_trial_job(self._config, values, self._read_fingerprint(), trial.number)
         except ConfigError as error:

@@ -21,7 +21,9 @@ from kd.search.findings import (
 from kd.search.space import get_search
 from kd.search.study import (
     FileJournal,
+    end_as_twin,
     end_trial,
+    find_twin,
     list_losses,
     list_open_trials,
     make_study,
@@ -120,6 +122,47 @@ def test_fields_of_a_trial_are_drawn_apart(tmp_path: Path) -> None:
     assert {row["values"]["train.order"] for row in rows} == {"shuffled", "length"}
     assert min(row["values"]["train.learning_rate"] for row in rows) < 1e-3, (
         "on a logarithmic scale"
+    )
+
+
+FEW = {
+    "train.batch_size": {"min": 1, "max": 2, "integer": True},
+    "train.order": {"choices": ["shuffled", "length"]},
+}
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_no_values_are_tried_twice_and_the_end_of_a_small_space_is_said(
+    tmp_path: Path, sampler: str
+) -> None:
+    job = make_job(space=FEW, trials=500, sampler=sampler)
+    study = open_study(tmp_path, job)
+    search = get_search(job)
+    trained = []
+    while trial := start_trial(study, search):
+        values = suggest_values(study, trial, search)
+        if (twin := find_twin(study, trial)) is not None:
+            end_as_twin(study, trial, twin)
+            continue
+        trained.append(values)
+        report_loss(study, trial, 1, 1 / values["train.batch_size"])
+        # One of them is stopped early, and one fails once and is tried again.
+        outcome: Any = {1: "pruned", 2: "failed"}.get(len(trained), "complete")
+        end_trial(study, trial, outcome)
+    assert len({str(each) for each in trained}) == 4
+    assert all(trained.count(each) == 1 for each in trained if each != trained[1])
+    report = make_search_report(job, study)
+    assert report["tried_all"] and len(report["trials"]) < 100
+    text = render_search_report(job, report)
+    assert "It ended before 500 trials: the space has no other values." in text
+    for row in report["trials"]:
+        if (number := row["same_as"]) is not None:
+            (twin,) = (each for each in report["trials"] if each["number"] == number)
+            assert (row["values"], row["state"]) == (twin["values"], twin["state"])
+            assert row["loss"] == twin["loss"] or row["state"] == "pruned"
+            assert f"Trial {row['number']} has the values of trial {number}" in text
+    assert report["best"]["number"] == min(
+        row["number"] for row in report["trials"] if row["loss"] == report["best"]["loss"]
     )
 
 

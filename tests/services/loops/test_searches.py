@@ -134,6 +134,22 @@ def test_the_best_of_the_trials_is_found_and_written_down(play: Any, tmp_path: P
     assert Counter(data["state"] for data in told) == {"running": 4, "complete": 4}
 
 
+def test_values_that_were_tried_take_their_value_and_make_no_job(play: Any, tmp_path: Path) -> None:
+    space = {"train.learning_rate": {"choices": [1e-3, 1e-2]}}
+    played = play(search={"space": space, "trials": 40})
+    for number in range(3):  # so that several trials are open at once
+        worker = WorkerState(id=f"w:{number}", stages=["train"])
+        played.jobs.show_worker(worker, 600)
+    job = played.to_its_end(played.searches())
+    trials = played.trials()
+    assert job.status == "succeeded" and len(trials) == 2
+    assert {rate_of(each) for each in trials.values()} == {1e-3, 1e-2}
+    report = json.loads((tmp_path / "runs" / job.id / "report.json").read_text())
+    assert report["tried_all"] and report["best"]["number"] in trials
+    others = [row for row in report["trials"] if row["number"] not in trials]
+    assert all(row["same_as"] in trials and row["state"] == "complete" for row in others)
+
+
 def test_trials_are_ordinary_jobs_of_the_search(play: Any) -> None:
     played = play()
     played.to_its_end(played.searches())
