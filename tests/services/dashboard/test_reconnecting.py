@@ -152,3 +152,33 @@ def test_a_stream_that_is_cut_anywhere_loses_and_repeats_nothing(page: Page, api
     assert page.evaluate("window.found") == sent
     assert proxy.streams > 3
     proxy.close()
+
+
+#: Says that the page is hidden, or shown, as a browser does with the tab that is left.
+TURN = """(hidden) => {
+    Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+@pytest.mark.usefixtures("_server_binary")
+def test_hidden_pages_hold_no_connection_and_miss_no_event(page: Page, tmp_path: Path) -> None:
+    with serving(tmp_path) as parts:
+        claim = running(parts)
+        address = f"{parts.settings.server}/jobs/{claim.id}"
+        page.goto(address)
+        page.evaluate(COLLECT, claim.id)
+        wait_for(page, "() => window.openings > 0")
+        warn(parts, claim, range(2))
+        wait_for(page, "() => window.found.length === 2")
+        page.evaluate(TURN, True)
+        # A browser has six connections to a server, whatever the number of tabs.
+        others = [page.context.new_page() for _ in range(7)]
+        for other in others:
+            other.goto(address)
+            expect(other.get_by_role("heading", level=1)).to_be_visible()
+            other.evaluate(TURN, True)
+        warn(parts, claim, range(2, 5))
+        page.evaluate(TURN, False)
+        wait_for(page, "() => window.found.length === 5")
+        assert page.evaluate("() => window.found") == list_ids(parts, claim.id)
