@@ -189,7 +189,8 @@ class ModelFolder:
         file.
         """
         self.require_no_pointer(*filter(None, [gguf_file]))
-        if (self.path / "adapter_config.json").is_file():
+        with_model = self.has_config or gguf_file is not None
+        if with_model and (self.path / "adapter_config.json").is_file():
             raise ModelError(
                 f"{self.path} holds adapters beside a model.",
                 "Merge them into the model, or move their files to another folder.",
@@ -432,13 +433,15 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _list_redirections(found: Any, trusted: bool) -> Iterator[str]:
     """Name the fields below ``found`` by which transformers would read other files."""
-    for name, value in found.items() if isinstance(found, dict) else ():
-        named = json.dumps(value) if name == "auto_map" and trusted else ""
-        if name in _REDIRECTIONS or "--" in named or "/" in named:
-            yield name
-        yield from _list_redirections(value, trusted)
-    for value in found if isinstance(found, list) else ():
-        yield from _list_redirections(value, trusted)
+    waiting = [found]
+    while waiting:
+        each = waiting.pop()
+        for name, value in each.items() if isinstance(each, dict) else ():
+            named = json.dumps(value) if name == "auto_map" and trusted else ""
+            if name in _REDIRECTIONS or "--" in named or "/" in named:
+                yield name
+        inner = each.values() if isinstance(each, dict) else each
+        waiting += inner if isinstance(each, dict | list) else ()
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -67,10 +67,11 @@ def answer_order(
 
 def _measure(config: JobConfig, settings: Settings, sized: bool) -> dict[str, Any]:
     """Return the least memory of a job and the bytes of its cache; None where they are unknown."""
-    size = None
+    size: int | None = None
     with suppress(PotstillError):
-        size = sized and estimate_by_table(config, settings.root, settings.home).to_json()["bytes"]
-    return {"least_memory": estimate_least_memory(config, settings.root), "bytes": size or None}
+        if sized:
+            size = estimate_by_table(config, settings.root, settings.home).to_json()["bytes"]
+    return {"least_memory": estimate_least_memory(config, settings.root), "bytes": size}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from cache.store import replace_fidelity
 from cache.testing import make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.service import Device, WorkerState
+from services.store.jobs.records import make_job_id
 from tests.support.services.api import UNLIMITED, problem, running, tell
 
 MakeParts = Callable[..., Parts]
@@ -194,6 +195,21 @@ def test_health_and_version_say_little(api: Parts) -> None:
         )  # the reconciler's key was flushed
         assert api.http.get(f"{prefix}/readyz").json() == {"status": "ready", "warnings": []}
         assert api.http.get(f"{prefix}/version").json()["name"] == "potstill"
+
+
+def test_a_store_that_has_lost_its_jobs_is_told_by_the_run_folders(
+    new_parts: Callable[..., Parts],
+) -> None:
+    parts = new_parts()
+    parts.start_api()
+    wait_until(lambda: parts.answers("/readyz"))
+    for _ in range(2):
+        (parts.settings.runs / make_job_id()).mkdir(parents=True)
+    (told,) = parts.http.get("/readyz").json()["warnings"]
+    assert "2 run folders of jobs" in told and "kd jobs adopt" in told
+    assert told in parts.http.get("/health").json()["problems"]
+    parts.jobs.create(make_config("quick"))
+    assert parts.http.get("/readyz").json()["warnings"] == []
 
 
 def test_a_service_without_a_running_reconciler_is_not_ready(api: Parts) -> None:

@@ -257,10 +257,11 @@ def test_a_folder_that_leads_to_other_files_is_refused_before_they_are_read(
     ("text", "words"),
     [
         ("[" * 200_000 + "]" * 200_000, "recursion"),
+        ('{"a": ' * 600 + '{"transformers_weights": 1}' + "}" * 600, "names files"),
         ("{" + " " * (65 << 20) + "}", "bytes"),
         ("[]", "not a JSON object"),
     ],
-    ids=["deep", "large", "list"],
+    ids=["deep", "less-deep", "large", "list"],
 )
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_a_configuration_that_no_model_has_is_refused_by_name(
@@ -268,5 +269,5 @@ def test_a_configuration_that_no_model_has_is_refused_by_name(
 ) -> None:
     folder = Path(shutil.copytree(kinds["whole"][0], tmp_path / "folder"))
     (folder / name).write_text(text, encoding="utf-8")
-    with pytest.raises(ModelError, match=rf"{name} cannot be read: .*{words}"):
+    with pytest.raises(ModelError, match=rf"{name} (cannot be read: )?.*{words}"):
         ModelFolder(folder).require_own_files()
