@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kd.capture.plan import settle_packing
 from kd.config.job import JobConfig
-from kd.config.records import read_record
+from kd.config.jobfile import read_record
 from kd.errors import ConfigError, DataError, ModelError
 from kd.evaluation.measure import EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict

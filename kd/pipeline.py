@@ -50,7 +50,7 @@ from kd.capture.plan import (
 )
 from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
-from kd.config.records import keep_meaning
+from kd.config.jobfile import keep_meaning
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import FidelityError
 from kd.evaluation.baseline import build_first_student, build_starting_student

@@ -1,4 +1,8 @@
-"""Parse YAML, JSON and ``--set a.b=c`` into a job, or into a list of everything that is wrong."""
+"""Parse YAML, JSON and ``--set a.b=c`` into a job, or into a list of everything that is wrong.
+
+A record holds every field of the version that wrote it. A field that it lacks keeps the meaning
+that it had then, which a default of today may not have.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,15 @@ PATTERNS_IN_WORDS = {
 }
 #: Half of a UTF-16 pair has no UTF-8 form. NUL ends a string in the calls of the system.
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
+#: What was done before a field existed, where its default does something else.
+MEANT_BEFORE: dict[str, dict[str, Any]] = {
+    "train": {"lm_head_floor": 0.0},
+    "loss": {"tail_control": False},
+    "evaluation": {"samples": 0, "continuations": 0},
+    "checks": {
+        "max_skipped": 0, "exploding_norm": 0.0, "vanishing_norm": 0.0, "dead_activation": 0.0,
+    },
+}  # fmt: skip
 
 
 def parse_config(data: Any) -> JobConfig:
@@ -340,3 +353,45 @@ def _look_inside(form: Any, key: Any) -> tuple[type[BaseModel] | None, Any]:
     if typing.get_origin(form) is dict:
         return None, held[1]
     return None, held[0] if typing.get_origin(form) is tuple else None
+
+
+# ---------------------------------------------------------------------- records of earlier versions
+
+
+def fill_record(written: Any) -> Any:
+    """Return the JSON of a job's record with the fields that it lacks, as they were meant."""
+    if not isinstance(written, dict):
+        return written
+    before = {
+        section: meant | written[section]
+        for section, meant in MEANT_BEFORE.items()
+        if isinstance(written.get(section), dict)
+    }
+    return written | before
+
+
+def read_record(written: Any) -> JobConfig:
+    """Return the job of a record; raises ``ConfigError`` as ``parse_config`` does."""
+    return parse_config(fill_record(written))
+
+
+def keep_meaning(config: JobConfig, written: Mapping[str, Any]) -> JobConfig:
+    """Return ``config``, which continues the run of the record ``written``, as was meant there.
+
+    A field that the record lacks, or that a continued run has kept so, is taken from it where
+    ``config`` leaves it open.
+    """
+    changes = {}
+    filled = fill_record(dict(written))
+    for name, meant in MEANT_BEFORE.items():
+        section = getattr(config, name)
+        known = filled.get(name)
+        if section is None or not isinstance(known, dict):
+            continue
+        kept = {
+            field: value
+            for field, value in meant.items()
+            if known[field] == value and field not in section.model_fields_set
+        }
+        changes[name] = section.model_copy(update=kept)
+    return config.model_copy(update=changes)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.config.job import JobConfig
-from kd.config.records import read_record
+from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.comparison import EvaluatedModel

@@ -11,8 +11,8 @@ from typing import Any
 from cache.disk import is_lock_free
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
+from kd.config.jobfile import read_record
 from kd.config.placement import JOB_ID_PATTERN
-from kd.config.records import read_record
 from kd.files import LOCK, read_json, require_known_run
 
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.

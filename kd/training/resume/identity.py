@@ -9,8 +9,8 @@ from typing import Any
 
 from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
+from kd.config.jobfile import read_record
 from kd.config.optimisation.loss_scale import LossScale
-from kd.config.records import read_record
 from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
 from kd.files import read_json

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from kd.config.records import fill_record
+from kd.config.jobfile import fill_record
 from services.store.jobs.records import extract_fields
 from services.store.jobs.script import ScriptedStore, flatten_fields, to_ms
 

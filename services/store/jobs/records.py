@@ -25,8 +25,7 @@ from kd.client.wire.jobs import (
     Status,
 )
 from kd.config.job import JobConfig
-from kd.config.jobfile import find_unusable_text
-from kd.config.records import fill_record
+from kd.config.jobfile import fill_record, find_unusable_text
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 #: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kd.config.jobfile import parse_config
-from kd.config.records import MEANT_BEFORE, keep_meaning, read_record
+from kd.config.jobfile import MEANT_BEFORE, keep_meaning, parse_config, read_record
 from kd.training.resume.identity import compute_resume_identity
 
 RECORDS = Path(__file__).parents[2] / "support" / "formats"
