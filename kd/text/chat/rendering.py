@@ -29,7 +29,8 @@ _REPLACED = "".join(f" | replace('%{each}', '{_DAY.strftime(f'%{each}')}')" for 
 _NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
 
 
-#: The seconds that the template may take for one chat, and the characters that it may write.
+#: The seconds of a processor that the template may take for one chat, so that a busy machine refuses
+#: none, and the characters that it may write.
 MOST_SECONDS = 20.0
 MOST_TEXT = 1 << 26
 #: The begin of a loop, and the sign by which its tag takes the white space behind it.
@@ -46,10 +47,10 @@ def render(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special: dict[str, Any] = dict(tokenizer.special_tokens_map)
-    end = time.monotonic() + MOST_SECONDS
+    end = time.thread_time() + MOST_SECONDS
 
     def look_at_clock() -> str:
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             raise ValueError(f"the chat template took more than {MOST_SECONDS:g} s for one chat")
         return ""
 

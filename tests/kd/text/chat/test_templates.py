@@ -332,15 +332,11 @@ def test_the_reading_of_a_chat_of_several_texts_goes_on_within_it(fresh):
         assert [len(each) for each in again[:-1]] == ([] if rest is None else [rest])
 
 
-@pytest.mark.parametrize(
-    "loop",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{%- for a in range(99999) -%}{%- for b in 'ab' if 5 % 2 -%}{%- endfor -%}{%- endfor -%}",
-    ],
-)
-def test_a_template_that_loops_is_ended(fresh, monkeypatch, loop):
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_a_template_that_loops_is_ended(fresh, monkeypatch, sign):
     monkeypatch.setattr(rendering, "MOST_SECONDS", 0.5)
+    inner = "{% for b in range(99999) if b % 2 %}{% endfor %}"
+    loop = ("{% for a in range(99999) %}" + inner + "{% endfor %}").replace("%}", f"{sign}%}}")
     with pytest.raises(DataError, match=r"row 1.*took more than 0\.5 s for one chat"):
         learn(TWO_TURNS, fresh, PLAIN + loop, format="messages")
 
