@@ -29,8 +29,8 @@ _REPLACED = "".join(f" | replace('%{each}', '{_DAY.strftime(f'%{each}')}')" for 
 _NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
 
 
-#: The seconds of a processor that the template may take for one chat, so that a busy machine refuses
-#: none, and the characters that it may write.
+#: The seconds of a processor that the template may take for one chat, however busy the machine is,
+#: and the characters that it may write.
 MOST_SECONDS = 20.0
 MOST_TEXT = 1 << 26
 #: The begin of a loop, and the sign by which its tag takes the white space behind it.
