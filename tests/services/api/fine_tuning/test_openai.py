@@ -316,7 +316,7 @@ def test_a_file_of_unknown_length_is_checked_while_it_arrives(
 ) -> None:
     parts = new_parts(disk_floor_bytes=0, quota_bytes=1 << 20)
     parts.start_api()
-    wait_until(lambda: parts.jobs.redis.exists("kd:policy"))
+    wait_until(lambda: parts.jobs.redis.hget("kd:policy", "bytes"))
     answer, sent = send_endlessly(parts, 60 << 20)
     assert answer.status_code == 429, answer.text
     assert sent < 40 << 20
