@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from celery import Celery, signals
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from kd.client.wire.service import Device as DeviceView
 from kd.client.wire.service import WorkerState
@@ -280,6 +280,12 @@ def run(settings: Settings, stages: list[str]) -> None:
     device = take_device(settings.devices, settings.home)
     app = make_celery_app(settings.redis_url)
     store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)
+    try:
+        store.redis.set("kd:ready", "1", ex=60)
+    except ResponseError as error:  # of one that does not answer yet, Celery waits for the answer
+        log.error("This worker ends: the job store %s", describe_failure(error))
+        device.give_back()
+        sys.exit(1)
     worker = StageWorker(settings, app, store, stages, device)
     log.info("works on %s (%s)", device.name, ", ".join(device.list_names()))
     if device.count > 1:
