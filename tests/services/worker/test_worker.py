@@ -290,14 +290,15 @@ def test_a_child_that_imports_hears_of_a_stop(tmp_path: Path) -> None:
     )
     config = make_config("quick").model_dump(mode="json")
     order = Order("train", config, str(tmp_path), str(tmp_path / "run"), 600)
-    assert process.stdin is not None and process.stderr is not None
-    process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-    process.stdin.flush()
-    assert process.stderr.readline() == b"imports\n"
-    began = time.monotonic()
-    process.terminate()
-    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
-    assert time.monotonic() - began < 5
+    with process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        process.stdin.flush()
+        assert process.stderr.readline() == b"imports\n"
+        began = time.monotonic()
+        process.terminate()
+        assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+        assert time.monotonic() - began < 5
 
 
 def test_a_run_that_does_not_stop_is_killed_after_the_grace(new_parts: MakeParts) -> None:
