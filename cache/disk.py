@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,12 +35,14 @@ _REMOVE_ATTEMPTS = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: A file cannot be linked: another disk, a file system without links, or too many of this file.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+#: A program has a file open, or it is a mount point: it can be neither removed nor replaced.
+_BUSY = {errno.EBUSY, errno.ENOTEMPTY, errno.ETXTBSY}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Raise ``StorageError`` for "disk full" and "not writable"; let other errors pass unchanged.
+    """Raise ``StorageError`` for a full, read-only or busy disk; let other errors pass unchanged.
 
     ``path`` is the file or folder that the remedy names.
     """
@@ -57,6 +59,12 @@ def storage_errors(path: Path) -> Iterator[None]:
                 where,
                 f"Make {path} readable and writable for the user {os.geteuid()}, or choose "
                 "another folder.",
+            ) from error
+        if error.errno in _BUSY:
+            raise StorageError(
+                where,
+                f"End the program that uses {error.filename or path} (`lsof` and `findmnt` name "
+                "it), then run again.",
             ) from error
         raise
 
@@ -168,14 +176,15 @@ def publish_folder(temporary: Path, folder: Path) -> None:
         recover_folder(folder)
 
 
-def link_folder(source: Path, folder: Path) -> None:
-    """Make ``folder`` with the files of ``source``, which share their bytes on the disk with it.
+def link_folder(source: Path, folder: Path, names: Iterable[str] | None = None) -> None:
+    """Make ``folder`` with files of ``source``, which share their bytes on the disk with it.
 
+    All files are taken, or those of ``names``.
     A file is copied where the disk has no hard links, or no more of this one. No file may be
     changed in place after that: it would change in both folders.
     """
     make_folder(folder)
-    for name in list_file_sizes(source):
+    for name in list_file_sizes(source) if names is None else names:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -200,13 +209,20 @@ def recover_folder(folder: Path) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Delete the file or folder at ``path``, durably; do nothing where there is none."""
-    if path.is_dir() and not path.is_symlink():
-        _remove_folder(path)
-    elif os.path.lexists(path):
-        path.unlink()
-    else:
-        return
+    """Delete the file or folder at ``path``, durably; do nothing where there is none.
+
+    Of an unfinished one (``TEMPORARY_PREFIX``) a busy file may stay: it is removed another time.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            _remove_folder(path)
+        elif os.path.lexists(path):
+            path.unlink()
+        else:
+            return
+    except OSError as error:
+        if error.errno not in _BUSY or not path.name.startswith(TEMPORARY_PREFIX):
+            raise
     sync_path(path.parent)
 
 
@@ -219,7 +235,7 @@ def _remove_folder(folder: Path) -> None:
         try:
             shutil.rmtree(folder)
         except OSError as error:
-            if left == 0 or error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            if left == 0 or error.errno not in (errno.ENOENT, *_BUSY):
                 raise
             time.sleep(_REMOVE_SECONDS)
         if not folder.exists():

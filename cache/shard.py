@@ -6,6 +6,7 @@ S   sequences        L   tokens of a sequence
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +53,8 @@ _WRITE_SETTINGS = {
     "codec_pipeline.path": _OWN_PIPELINE,
     "array.write_empty_chunks": True,
 }
+#: The files that Zarr writes into a folder of arrays: metadata and chunks.
+_WRITTEN = re.compile(r"(\w+/)?(zarr\.json|c(\.\d+)*)", re.ASCII)
 RECAPTURE_REMEDY = "Run the job again: it captures the damaged shards again."
 
 
@@ -112,33 +115,44 @@ class Seal:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def find_problems(self, folder: Path) -> list[str]:
-        """Read every byte of ``folder``; return a line for each missing, extra or wrong file."""
-        found = list_file_sizes(folder)
-        lines = [f"{name}: not part of the cache" for name in found if name not in self.files]
+        """Read every sealed byte of ``folder``; return a line for each missing or wrong file.
+
+        Other files are ignored: file managers and file servers put theirs into any folder.
+        """
+        lines = []
         for name, file in self.files.items():
-            if name not in found:
+            found = _measure(folder / name)
+            if found is None:
                 lines.append(f"{name}: missing")
-            elif found[name] != file.bytes:
-                lines.append(f"{name}: expected {file.bytes} bytes, got {found[name]}")
+            elif found != file.bytes:
+                lines.append(f"{name}: expected {file.bytes} bytes, got {found}")
             elif hash_file(folder / name) != file.sha256:
                 lines.append(f"{name}: content differs from its sha256")
         return lines
 
     def require_files(self, folder: Path) -> None:
         """Raise ``CacheCorrupt`` unless every file exists with its size; no content is read."""
-        found = list_file_sizes(folder)
         for name, file in self.files.items():
-            if found.get(name) != file.bytes:
-                got = f"got {found[name]}" if name in found else "the file is missing"
+            if (found := _measure(folder / name)) != file.bytes:
+                got = "the file is missing" if found is None else f"got {found}"
                 raise CacheCorrupt(
                     f"{folder / name}: expected {file.bytes} bytes, but {got}.", RECAPTURE_REMEDY
                 )
+
+
+def _measure(path: Path) -> int | None:
+    """Return the bytes of a file, or None where there is none."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _hash_files(folder: Path) -> dict[str, SealedFile]:
     return {
         name: SealedFile(size, hash_file(folder / name))
         for name, size in list_file_sizes(folder).items()
+        if _WRITTEN.fullmatch(name)
     }
 
 

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cache.checking.verify import verify_cache
-from cache.disk import list_file_sizes, naming_removed_folders
+from cache.checking.verify import find_extras, verify_cache
+from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store
@@ -322,7 +322,11 @@ def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
     # Before the check, so that a listener knows the cache even if the check fails.
     monitor.emit("plan", fingerprint=folder.name)
     damage = verify_cache(folder, lambda: monitor.check("while the cache was read"))
-    result = {"fingerprint": config.cache.fingerprint, "problems": damage}
+    extras = [] if damage else find_extras(folder)
+    if extras:
+        what = "files in the folder of the cache that are not part of it, ignored"
+        monitor.note(Notice(what, len(extras), extras[0]))
+    result = {"fingerprint": config.cache.fingerprint, "problems": damage, "extras": extras}
     write_json(run_dir / "verify.json", result)
     monitor.emit("artifact", name="verify.json", path=str(run_dir / "verify.json"))
     if damage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from cache.disk import storage_errors, walk_files
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
 from cache.manifest import Manifest
 from cache.reading.sealed import check_group, list_pieces, list_sealed_folders, read_seal
-from cache.remote.mirror import Mirror, open_mirror
+from cache.remote.mirror import Mirror, open_mirror, split_path
+from cache.shard import Seal
 from cache.shards.entries import ShardEntries
 from cache.shards.names import GROUP_FILE, MANIFEST, locate_seal, name_shard
-from cache.shards.pieces import EntryPieces, name_piece, open_entries
+from cache.shards.pieces import EntryPieces, open_entries
 from cache.store import Cache, read_manifest
 
 #: The number in the name of a file of the cache.
@@ -22,9 +24,10 @@ _NUMBER = re.compile(r"[0-9]+")
 
 
 def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> list[str]:
-    """Read every byte of a cache; return one line for each file that is missing, extra or damaged.
+    """Read every byte of a cache; return one line for each file that is missing or damaged.
 
-    A sound cache gives no line. ``waiting`` is called before each shard, and may raise to give up.
+    A sound cache gives no line. Files that are not part of it count for nothing; ``find_extras``
+    names them. ``waiting`` is called before each shard, and may raise to give up.
     Raises ``CacheNotFound`` where there is no folder.
     """
     try:
@@ -44,7 +47,7 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
             lines += _check_shard(folder, entries, index)
         for name, digest in list_sealed_folders(manifest):
             lines += _check_folder(folder, name, digest)
-        return lines + _find_unknown_files(folder, manifest)
+        return lines
 
 
 def _verify_mirrored(
@@ -103,28 +106,32 @@ def _check_folder(folder: Path, name: str, digest: str) -> list[str]:
     return [f"{name}/{line}" for line in seal.find_problems(folder / name)]
 
 
-def _find_unknown_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Return a line for each file outside the sealed folders that no cache has."""
-    names = [name for name, _ in list_sealed_folders(manifest)]
-    known = {MANIFEST, GROUP_FILE} | {locate_seal(name) for name in names}
-    inside = tuple(f"{name}/" for name in names)
-    shards = manifest.totals.shards
-    pieces = len(manifest.pieces.sha256) if manifest.pieces else 0
-    found = (
-        name
-        for name, _ in walk_files(folder)
-        if name not in known
-        and not name.startswith(inside)
-        and not _is_numbered(name, shards, pieces)
-    )
-    return [f"{name}: not part of the cache" for name in sorted(found)]
+def find_extras(folder: Path) -> list[str]:
+    """Name the files in the folder of a sound cache that are not part of it.
 
+    File managers and file servers make such files. They are ignored wherever the cache is used.
+    """
+    if open_mirror(folder) is not None:
+        return []
+    manifest = read_manifest(folder)
+    others = [name for name, _ in list_sealed_folders(manifest)]
+    pieces = list_pieces(manifest.pieces) if manifest.pieces else ()
+    known = {MANIFEST, GROUP_FILE, *map(locate_seal, others), *pieces}
 
-def _is_numbered(name: str, shards: int, pieces: int) -> bool:
-    """Whether a file belongs to a shard or is a piece, by arithmetic: there may be a million."""
-    found = _NUMBER.search(name)
-    number = int(found[0]) if found else -1
-    if 0 <= number < pieces and name == name_piece(number):
-        return True
-    shard = name_shard(number)
-    return 0 <= number < shards and (name.startswith(f"{shard}/") or name == locate_seal(shard))
+    @lru_cache(maxsize=1)  # the walk goes through one folder after the other
+    def list_sealed(inside: str) -> set[str]:
+        path = folder / locate_seal(inside)
+        return {f"{inside}/{file}" for file in Seal.from_bytes(path.read_bytes(), str(path)).files}
+
+    def belongs(name: str) -> bool:
+        # The shards are known by arithmetic: there may be a million.
+        number = _NUMBER.search(name)
+        shard = name_shard(int(number[0])) if number else ""
+        is_shard = number is not None and int(number[0]) < manifest.totals.shards
+        inside, _ = split_path(name)
+        if inside in others or (is_shard and inside == shard):
+            return name in list_sealed(inside)
+        return name in known or (is_shard and name == locate_seal(shard))
+
+    found = walk_files(folder, seen_only=True)
+    return sorted(name for name, _ in found if not belongs(name))

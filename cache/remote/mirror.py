@@ -319,7 +319,6 @@ class Mirror:
     def find_problems(self, name: str, seal: Seal) -> list[str]:
         """Read every byte in the bucket, as ``Seal.find_problems`` does in a folder."""
         found = self._list_files(name, seal.digest)
-        lines = [f"{file}: not part of the cache" for file in found if file not in seal.files]
 
         def check(file: str) -> str:
             about = seal.files[file]
@@ -332,7 +331,7 @@ class Mirror:
                 return f"{file}: content differs from its sha256"
             return ""
 
-        return lines + [line for line in self._each(check, seal.files) if line]
+        return [line for line in self._each(check, seal.files) if line]
 
     def _list_files(self, name: str, digest: str) -> dict[str, int]:
         prefix = self._name(name_data(name, digest))

@@ -248,7 +248,7 @@ class CacheWriter:
             raise CacheCorrupt(f"{source.folder / name}/{problem}.", RECAPTURE_REMEDY)
 
         def link(folder: Path) -> Seal:
-            link_folder(source.folder / name, folder)
+            link_folder(source.folder / name, folder, seal.files)
             return seal
 
         self._publish_folder(name, link)

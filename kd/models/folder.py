@@ -338,7 +338,7 @@ class ModelFolder:
     @property
     def weight_files(self) -> list[Path]:
         """The safetensors files, sorted by name."""
-        return sorted(self.path.glob("*.safetensors"))
+        return sorted(self.path.glob("[!.]*.safetensors"))
 
     def list_read_files(self) -> list[Path]:
         """The safetensors files that the model is read from; a folder may hold more.
@@ -365,7 +365,7 @@ class ModelFolder:
     @property
     def gguf_files(self) -> list[str]:
         """The names of the GGUF files, sorted."""
-        return sorted(path.name for path in self.path.glob("*.gguf"))
+        return sorted(path.name for path in self.path.glob("[!.]*.gguf"))
 
     def read_text_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the language model's tensors: all but those for images and sound."""

@@ -100,7 +100,7 @@ def _write_checkpoint(
             },
             "scaler": state.scaler.state_dict(),
             "sha256": {
-                path.name: hash_file(path) for path in sorted(partial.glob("*.safetensors"))
+                path.name: hash_file(path) for path in sorted(partial.glob("[!.]*.safetensors"))
             },
         }
         write_file(partial / STATE, sign_json(content))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from cache.checking.verify import verify_cache
+from cache.checking.verify import find_extras, verify_cache
 from cache.disk import TEMPORARY_PREFIX, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.remote.address import is_mirror
@@ -74,7 +74,8 @@ def _ship_cache(folder: Path, monitor: Monitor) -> Shipment:
             "Run its job again: it captures the damaged shards again. Then push.",
         )
     manifest = read_manifest(folder)
-    files: dict[str, Path | bytes] = {name: folder / name for name in list_file_sizes(folder)}
+    own = set(list_file_sizes(folder)) - set(find_extras(folder))
+    files: dict[str, Path | bytes] = {name: folder / name for name in own}
     files[CARD] = render_cache_card(folder, manifest).encode()
     return Shipment("dataset", files, MANIFEST, manifest.identity.fingerprint)
 

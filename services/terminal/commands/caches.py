@@ -89,14 +89,17 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
 @cache_app.command("verify")
 def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = False) -> None:
     """Read every byte of a cache and compare it with its digests."""
-    from cache.checking.verify import verify_cache
+    from cache.checking.verify import find_extras, verify_cache
 
     folder = find_cache_folder(fingerprint, home)
     problems = verify_cache(folder)
+    extras = [] if problems else find_extras(folder)
     if as_json:
-        print_json({"path": str(folder), "problems": problems})
+        print_json({"path": str(folder), "problems": problems, "extras": extras})
     elif not problems:
         out.print(f"{folder.name}: no byte has changed since it was sealed")
+        if extras:
+            out.print(f"ignored, not part of the cache: {len(extras)}, for example {extras[0]}")
     else:
         print_error(
             "\n".join(problems),
