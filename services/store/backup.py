@@ -2,7 +2,8 @@
 
     redis.jsonl      the job store: one line for each key, with its expiry and its value from DUMP
     api_keys         the digests of the API keys, if the operator has that file
-    caches/, runs/, files/   as under KD_HOME
+    caches/, runs/, files/, models/, data/   as under KD_HOME; caches/ as under KD_STORE, if set
+    lacking.json     what jobs name and the backup lacks, and links that were left out
     backup.json      the files with sizes and sha256; written last, so that a folder without it is
                      not a backup
 
@@ -18,7 +19,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -35,7 +38,9 @@ from cache.disk import (
     make_folder,
     remove_path,
     storage_errors,
+    sum_file_sizes,
     sync_path,
+    walk_files,
     write_file,
 )
 from cache.errors import PotstillError, StorageError
@@ -45,6 +50,7 @@ from kd.files import measure_free_bytes
 from services.store.connection import connect_redis, describe_failure
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
+from services.store.retention.in_use import NAME
 
 if TYPE_CHECKING:
     from services.settings import Settings
@@ -54,8 +60,11 @@ FORMAT = 1
 INDEX = "backup.json"
 STORE = "redis.jsonl"
 KEYS = "api_keys"
+LACKING = "lacking.json"
 #: The folders of KD_HOME that cannot be made again from the rest.
-TREES = ("caches", "runs", "files")
+TREES = ("caches", "runs", "files", "models", "data")
+#: An absolute path in the record of a job, as JSON; of a pattern the part before it.
+_PATH = re.compile(r'"(/[^"\\*?\[]+)[^"]*"')
 #: Ends of the names of files beside caches that only running processes, or only this folder, need.
 PASSING_SUFFIXES = (".lock", ".used", ".writers", PLACE_FILE)
 #: Keys of hints and signs of life, which mean nothing later.
@@ -129,6 +138,43 @@ class Backup:
             ) from None
 
 
+@dataclass(frozen=True)
+class Lacking:
+    """What a backup lacks.
+
+    ``needed`` are folders, files and buckets outside of it that jobs name, each with the number of
+    those jobs; ``links`` are those that were left out, with what they lead to.
+    """
+
+    needed: dict[str, int]
+    links: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Lacking:
+        """Read it from a backup; one of an earlier version says nothing."""
+        path = folder / LACKING
+        return cls(**json.loads(path.read_bytes())) if path.is_file() else cls({}, {})
+
+    def describe(self) -> Iterator[str]:
+        """Yield a line for each kind, with a count and examples."""
+        if self.needed:
+            named = [f"{name} ({count} jobs)" for name, count in list(self.needed.items())[:5]]
+            yield f"Jobs name {len(self.needed)} places that are not in the backup: " + ", ".join(
+                named
+            )
+        if self.links:
+            named = [f"{name} -> {to}" for name, to in list(self.links.items())[:5]]
+            yield f"Links that were left out: {len(self.links)}: {', '.join(named)}"
+
+
+def locate_trees(settings: Settings) -> dict[str, Path]:
+    """Map the folders of a backup to their places; a bucket of caches is no part of it."""
+    places = {tree: settings.home / tree for tree in TREES}
+    if not settings.in_bucket:
+        places["caches"] = settings.caches
+    return places
+
+
 @contextlib.contextmanager
 def open_store(settings: Settings) -> Iterator[Redis]:
     """A client of the job store. The embedded store is started if it does not run."""
@@ -171,13 +217,14 @@ def _require_new(folder: Path, settings: Settings) -> None:
         raise BackupError(
             f"{folder} exists and is not empty.", "Name a folder that does not exist yet."
         )
-    if folder.is_relative_to(settings.home):
-        raise BackupError(
-            f"{folder} is in KD_HOME, and would be lost with it.", "Name another folder."
-        )
-    needed = SPARE_BYTES + sum(
-        sum(list_file_sizes(settings.home / tree).values()) for tree in TREES
-    )
+    places = locate_trees(settings)
+    for name, place in {"KD_HOME": settings.home, "KD_STORE": places["caches"]}.items():
+        if folder.is_relative_to(place):
+            raise BackupError(
+                f"{folder} is in {name}, and would be lost with it.", "Name another folder."
+            )
+    parts = [part for place in places.values() for part in list_parts(place)]
+    needed = SPARE_BYTES + sum(sum_file_sizes(part) for part in parts)
     free = measure_free_bytes(folder)
     if free < needed:
         detail = f"{folder.parent}: a backup needs {needed} bytes, and {free} are free."
@@ -193,9 +240,13 @@ def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float)
     if keys is not None and keys.exists():
         files[KEYS] = copy_file(keys, folder / KEYS)
         (folder / KEYS).chmod(0o600)
-    for tree in TREES:
-        found = copy_folder(settings.home / tree, folder / tree)
+    links: dict[str, str] = {}
+    for tree, place in locate_trees(settings).items():
+        found = copy_folder(place, folder / tree, links, leads=True)
         files |= {f"{tree}/{name}": file for name, file in found.items()}
+    lacking = Lacking(_find_needed(settings, client), dict(sorted(links.items())))
+    write_file(folder / LACKING, (json.dumps(asdict(lacking), indent=1) + "\n").encode())
+    files[LACKING] = BackupFile((folder / LACKING).stat().st_size, hash_file(folder / LACKING))
     made = Backup(
         read_version(),
         datetime.now(UTC).isoformat(timespec="seconds"),
@@ -205,6 +256,20 @@ def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float)
     )
     write_file(folder / INDEX, (json.dumps(made.to_json(), indent=1) + "\n").encode())
     return made
+
+
+def _find_needed(settings: Settings, client: Redis) -> dict[str, int]:
+    """Count the jobs that name each place outside of the backup, where there is one."""
+    kept = [place.resolve() for place in locate_trees(settings).values()]
+    counts: Counter[str] = Counter()
+    for _, _, text in JobStore(client).read_naming_texts():
+        for path in {Path(name) for name in _PATH.findall(text)}:
+            inside = any(path.resolve().is_relative_to(place) for place in kept)
+            if path.exists() and not inside:
+                counts[str(path)] += 1
+        if settings.in_bucket and NAME.search(text):
+            counts[str(settings.store)] += 1
+    return dict(sorted(counts.items()))
 
 
 def read_store(client: Redis, pause_seconds: float) -> list[dict[str, Any]]:
@@ -269,17 +334,25 @@ class _FolderChanged(Exception):
     """Another folder has replaced the one that is copied."""
 
 
-def copy_folder(source: Path, target: Path) -> dict[str, BackupFile]:
+def list_parts(folder: Path) -> list[Path]:
+    """List what lies directly in a folder of caches or runs, which may be links to other disks."""
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def copy_folder(
+    source: Path, target: Path, links: dict[str, str] | None = None, leads: bool = False
+) -> dict[str, BackupFile]:
     """Copy a folder while a run may write to it.
 
-    Temporary files (``.tmp-``), locks and links are left out. A file that grows is copied up to its
-    present size. A folder that another one replaces is copied again, so that no copy mixes the two.
-    A folder that has just changed may be half deleted, so it is checked again a little later. A
-    folder that disappears is left out.
+    Temporary files (``.tmp-``), locks and links are left out; the links are added to ``links``.
+    ``leads``: what the links directly in the folder lead to is copied in their place. A file that
+    grows is copied up to its present size. A folder that another one replaces is copied again, so
+    that no copy mixes the two. A folder that has just changed may be half deleted, so it is checked
+    again a little later. A folder that disappears is left out.
     """
     for _ in range(TRIES):
         try:
-            return _copy_once(source, target) if source.exists() else {}
+            return _copy_once(source, target, links, leads) if source.exists() else {}
         except (_FolderChanged, FileNotFoundError):
             remove_path(target)
             time.sleep(0.05)
@@ -289,19 +362,28 @@ def copy_folder(source: Path, target: Path) -> dict[str, BackupFile]:
     )
 
 
-def _copy_once(source: Path, target: Path) -> dict[str, BackupFile]:
+def _copy_once(
+    source: Path, target: Path, links: dict[str, str] | None, leads: bool
+) -> dict[str, BackupFile]:
     before = source.stat()
     entries = sorted(
-        (entry for entry in os.scandir(source) if _is_kept(entry)), key=lambda entry: entry.name
+        (entry for entry in os.scandir(source) if _is_kept(entry, leads)),
+        key=lambda entry: entry.name,
     )
+    if links is not None:
+        links |= {
+            entry.path: str(Path(entry).readlink())
+            for entry in os.scandir(source)
+            if entry.is_symlink() and not _is_kept(entry, leads)
+        }
     target.mkdir()
     found: dict[str, BackupFile] = {}
     for entry in entries:
         below = target / entry.name
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=leads):
             found |= {
                 f"{entry.name}/{name}": file
-                for name, file in copy_folder(Path(entry), below).items()
+                for name, file in copy_folder(Path(entry), below, links).items()
             }
         else:
             found[entry.name] = copy_file(Path(entry), below)
@@ -314,10 +396,10 @@ def _copy_once(source: Path, target: Path) -> dict[str, BackupFile]:
     return found
 
 
-def _is_kept(entry: os.DirEntry[str]) -> bool:
+def _is_kept(entry: os.DirEntry[str], leads: bool) -> bool:
     passing = entry.name.startswith(TEMPORARY_PREFIX) or entry.name.endswith(PASSING_SUFFIXES)
     return not passing and (
-        entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False)
+        entry.is_dir(follow_symlinks=leads) or entry.is_file(follow_symlinks=leads)
     )
 
 
@@ -336,8 +418,8 @@ def copy_file(source: Path, target: Path) -> BackupFile:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    for name in list_file_sizes(temporary):
-        sync_path(temporary / name)
+    for path in [temporary, *temporary.rglob("*")]:
+        sync_path(path)
     if folder.exists():
         folder.rmdir()
     temporary.rename(folder)
@@ -376,8 +458,8 @@ def restore_backup(
         _require_empty(settings, client)
     with storage_errors(settings.home):
         make_folder(settings.home)
-        for tree in TREES:
-            _replace(folder / tree, settings.home / tree)
+        for tree, place in locate_trees(settings).items():
+            _replace(folder / tree, place)
         if settings.api_keys_file is not None and KEYS in found.files:
             write_keys(settings.api_keys_file, (folder / KEYS).read_bytes())
     with (folder / STORE).open(encoding="ascii") as lines:
@@ -396,7 +478,8 @@ def _require_stopped(client: Redis) -> None:
 
 def _require_empty(settings: Settings, client: Redis) -> None:
     jobs = client.exists("kd:index:*:*", "kd:open")
-    there = [tree for tree in TREES if list_file_sizes(settings.home / tree)]
+    places = locate_trees(settings)
+    there = [tree for tree, place in places.items() if any(map(_has_file, list_parts(place)))]
     keys = settings.api_keys_file
     there += [str(keys)] if keys is not None and keys.exists() and keys.stat().st_size else []
     if jobs or there:
@@ -406,14 +489,22 @@ def _require_empty(settings: Settings, client: Redis) -> None:
         )
 
 
+def _has_file(part: Path) -> bool:
+    return part.is_file() or any(True for _ in walk_files(part))
+
+
 def _replace(source: Path, target: Path) -> None:
-    temporary = target.with_name(TEMPORARY_PREFIX + target.name)
+    """Fill ``target`` with what is in ``source``; a link or a mount point stays in its place."""
+    make_folder(target)
+    temporary = target / f"{TEMPORARY_PREFIX}restored"
     remove_path(temporary)
     temporary.mkdir()
     copy_folder(source, temporary / "whole")
-    remove_path(target)
-    if source.exists():
-        _publish(temporary / "whole", target)
+    for old in list_parts(target):
+        if old != temporary:
+            remove_path(old)
+    for new in list_parts(temporary / "whole"):
+        _publish(new, target / new.name)
     remove_path(temporary)
 
 

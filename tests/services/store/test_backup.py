@@ -25,8 +25,10 @@ from cache.testing import make_cache
 from services.settings import Settings
 from services.store.backup import (
     BackupError,
+    Lacking,
     copy_file,
     copy_folder,
+    locate_trees,
     make_backup,
     restore_backup,
     verify_backup,
@@ -489,8 +491,43 @@ def test_a_store_that_does_not_answer_is_said_to(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_caches_of_another_disk_come_along_and_go_to_that_of_the_target(
+    parts: Parts, home: Path, other: Parts, folder: Path, tmp_path: Path
+) -> None:
+    """KD_STORE is a folder, and a run is a link: both are in the backup, the rest is named."""
+    shutil.rmtree(home / "caches")
+    cache = make_cache(tmp_path / "disk" / "caches")
+    (tmp_path / "disk" / "job_2").mkdir()
+    (tmp_path / "disk" / "job_2" / "log.txt").write_text("another disk\n")
+    (home / "runs" / "job_2").symlink_to(tmp_path / "disk" / "job_2")
+    text = tmp_path / "mine.txt"
+    text.write_text("It was the best of times.")
+    config = make_config("quick").model_copy(update={"labels": {"text": str(text)}})
+    parts.jobs.create(config)
+    settings = parts.settings.model_copy(update={"store": str(cache.parent)})
+    make_backup(folder, settings, parts.jobs.redis)
+    (home / "caches").mkdir()
+    lacking = Lacking.read(folder)
+    assert lacking.needed[str(text)] == 1
+    assert list(lacking.links) == [str(home / "runs" / "job_1" / "link")]
+    told = kd("restore", folder, "--check", "--home", tmp_path / "nowhere")
+    assert str(text) in told.stderr and "/etc/passwd" in told.stderr, "it is said again"
+
+    place = tmp_path / "new disk"
+    place.mkdir()
+    (tmp_path / "link").symlink_to(place)
+    settings = other.settings.model_copy(update={"store": str(tmp_path / "link")})
+    restore_backup(folder, verify_backup(folder), settings, other.jobs.redis, force=False)
+    assert verify_cache(place / cache.name) == []
+    assert (tmp_path / "link").is_symlink(), "it leads to the disk that was chosen"
+    log = other.settings.home / "runs" / "job_2" / "log.txt"
+    assert log.read_text() == "another disk\n"
+
+
 def test_settings_name_the_folders_of_a_backup() -> None:
     """The backup contains the folders into which the settings put the files of jobs."""
     settings = Settings(home=Path("/home"))
-    assert settings.caches == Path("/home/caches")
-    assert settings.run_dir("job") == Path("/home/runs/job")
+    assert locate_trees(settings) == {
+        name: getattr(settings, name) for name in ("caches", "runs", "files", "models", "data")
+    }
+    assert settings.run_dir("job").parent == settings.runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -35,19 +36,22 @@ def backup(
     as_json: AsJson = False,
 ) -> None:
     """Write every job, cache and run into a new folder; the service may keep running."""
-    from services.store.backup import make_backup, open_store
+    from services.store.backup import Lacking, make_backup, open_store
 
     settings = make_settings(home=home)
     with open_store(settings) as client:
         made = make_backup(folder.resolve(), settings, client, pause)
     audit_command(settings, "backup.create", str(folder.resolve()))
+    lacking = Lacking.read(folder)
     if settings.in_bucket:
         notes.print(
             f"The caches in {settings.store} are not copied: copy the bucket with its own tools.",
             markup=False,
         )
+    for line in lacking.describe():
+        notes.print(line, markup=False)
     if as_json:
-        print_json({**made.to_json(), "files": len(made.files)})
+        print_json({**made.to_json(), "files": len(made.files), "lacking": asdict(lacking)})
     else:
         out.print(
             f"{folder}: {made.keys} keys of the job store, {len(made.files)} files,"
@@ -77,12 +81,20 @@ def restore(
 
     The API and the workers must be stopped.
     """
-    from services.store.backup import open_store, restore_backup, verify_backup
+    from services.store.backup import Lacking, open_store, restore_backup, verify_backup
 
     found = verify_backup(folder.resolve())
-    facts = {"files": len(found.files), "created_at": found.created_at, "restored": not check}
+    lacking = Lacking.read(folder)
+    facts = {
+        "files": len(found.files),
+        "created_at": found.created_at,
+        "restored": not check,
+        "lacking": asdict(lacking),
+    }
     if not as_json:
         out.print(f"{folder}: {len(found.files)} files are unchanged since {found.created_at}")
+    for line in lacking.describe():
+        notes.print(line, markup=False)
     if check:
         if as_json:
             print_json(facts)
