@@ -45,8 +45,8 @@ def distill(
     ``loss={...}``, or dotted names, ``set={"train.max_steps": 400}``. Without a length, training
     takes one epoch. ``home`` is the data folder (default KD_HOME, or ./potstill-data). ``out`` is
     the folder of the run, by default one below ``home`` that belongs to this job alone. The same
-    call again uses the sealed cache and continues from the newest checkpoint. Ctrl-C saves and
-    stops. ``progress=False`` prints nothing.
+    call again uses the sealed cache and continues from the newest checkpoint. Ctrl-C,
+    SIGTERM and the end of the terminal save and stop. ``progress=False`` prints nothing.
 
     Raises ``ConfigError`` with everything that is wrong with the job, and the errors of
     ``kd.errors`` and ``cache.errors``.

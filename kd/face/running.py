@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,7 @@ from kd.config.job import JobConfig
 from kd.errors import Interrupted
 from kd.face.bars import ProgressBars, library_bars_hidden
 from kd.files import LOCK
-from kd.progress import Monitor
+from kd.progress import Event, Monitor
 
 #: Packages of the extra ``worker`` without which no model runs.
 _OF_WORKER = {"accelerate", "datasets", "matplotlib", "peft", "pyarrow", "torch", "transformers"}
@@ -52,18 +53,18 @@ def run_stages_here(
 def run_here(run: Callable[[Monitor], _T], options: RunOptions) -> tuple[_T, tuple[str, ...]]:
     """Call ``run`` with a monitor that shows bars; return its result and the run's warnings.
 
-    The first Ctrl-C lets the run save its state and then raises ``KeyboardInterrupt``; the same
-    call continues from there. The second stops without saving.
+    The first Ctrl-C, SIGTERM or SIGHUP lets the run save its state and then raises
+    ``KeyboardInterrupt``; the same call continues from there. The second stops without saving.
     """
     with (
         ProgressBars(options.progress) as bars,
         _named_packages(),
-        _alone_in(options.run_dir, bars.tell),
-        stop_on_interrupt(bars.tell) as stop,
+        alone_in(options.run_dir, bars.tell, "out=..."),
+        stop_on_signals(bars.tell) as stop,
         library_bars_hidden(),
     ):
         try:
-            result = run(Monitor(bars.listen, stop.is_set))
+            result = run(Monitor(lossy(bars.listen), stop.is_set))
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None
         return result, tuple(bars.warnings)
@@ -84,14 +85,20 @@ def _named_packages() -> Iterator[None]:
 
 
 @contextmanager
-def _alone_in(run_dir: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Lock the run folder; while another process holds it, say so once and wait."""
+def alone_in(run_dir: Path, tell: Callable[[str], None], option: str) -> Iterator[None]:
+    """Lock the run folder, as a worker does; while another process holds it, say so and wait.
+
+    ``option`` names another folder.
+    """
     told = threading.Event()
 
     def announce() -> None:
         if not told.is_set():
             told.set()
-            tell(f"Another run uses {run_dir}; this one waits. out=... names another folder.")
+            tell(
+                f"Another run uses {run_dir}; this one waits until it has ended. {option} names "
+                "another folder."
+            )
 
     with storage_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -99,25 +106,57 @@ def _alone_in(run_dir: Path, tell: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def stop_on_interrupt(tell: Callable[[str], None]) -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C sets; the second raises ``KeyboardInterrupt``.
+def lossy(listen: Callable[[Event], None]) -> Callable[[Event], None]:
+    """Let the terminal of ``listen`` go: it may close before the run hears of it by SIGHUP."""
 
-    Only the main thread can do so; in any other the event is never set.
+    def try_to_show(event: Event) -> None:
+        with suppress(OSError):
+            listen(event)
+
+    return try_to_show
+
+
+@contextmanager
+def stop_on_signals(tell: Callable[[str], None]) -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C, SIGTERM or SIGHUP sets, so that a run saves and stops.
+
+    A second Ctrl-C or SIGTERM raises ``KeyboardInterrupt``. A closing terminal may send SIGHUP more
+    than once, and a system that shuts down sends SIGTERM after it: neither is a second wish. An
+    ignored SIGHUP stays so, because `nohup` asks for it. Only the main thread can do so; in any
+    other the event is never set.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
+    terminals = [number for number in (0, 1, 2) if os.isatty(number)]
+    seen: set[int] = set()
 
     def request_stop(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
+        if number in seen and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        stop.set()
-        tell("saving; interrupt again to stop without saving")
+        seen.add(number)
+        if number == signal.SIGHUP:
+            _leave(terminals)
+        if not stop.is_set():
+            stop.set()
+            tell("saving; press Ctrl-C again to stop without saving")
 
-    before = signal.signal(signal.SIGINT, request_stop)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, request_stop) for number in numbers}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _leave(terminals: list[int]) -> None:
+    """Let what is written to a terminal that has closed go nowhere: it would be an error."""
+    for number in terminals:
+        if not os.isatty(number):
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            os.close(nowhere)

@@ -27,8 +27,10 @@ def main() -> int:
     """Run the ranks; returns 0 if all of them succeeded."""
     folder, count, module, parent = sys.argv[1:]
     die_with_parent(signal.SIGKILL, int(parent))
-    # Ctrl-C in a terminal reaches this process too, but the run is to save its state first.
+    # Ctrl-C in a terminal and the end of the terminal reach this process and the ranks too, but the
+    # run is to save its state first: the process that started this one asks for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     size = int(count)
     share = max((os.cpu_count() or 1) // size, 1)
@@ -46,7 +48,7 @@ def main() -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        signals_to_handle="SIGTERM,SIGQUIT",
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     try:

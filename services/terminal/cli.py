@@ -253,7 +253,8 @@ def run(
 ) -> None:
     """Run a job in this process, without a server or a job store.
 
-    Ctrl-C saves the state and stops; the same command continues from there.
+    Ctrl-C saves the state and stops, and so do SIGTERM and the end of the terminal; the same
+    command continues from there.
     """
     from services.terminal.commands.run import run_here
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import kd
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
-from kd.face.running import RunOptions, run_here, stop_on_interrupt
+from kd.face.running import RunOptions, run_here, stop_on_signals
 from kd.pipeline import run_stages
 from kd.progress import Monitor
 
@@ -213,19 +213,35 @@ def test_a_notebook_has_a_bar_for_each_stage(
     assert "train: training:  50%" in shown and "loss=1.5, ppl=4.5" in shown
 
 
-def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_saves_and_stops(tmp_path: Path, number: signal.Signals) -> None:
     def run(monitor: Monitor) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         monitor.check("after the step")
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt, match="Stopped on request after the step"):
         run_here(run, RunOptions(tmp_path, tmp_path, progress=False))
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_terminal_that_closes_asks_once_and_an_ignored_signal_stays_ignored() -> None:
+    with stop_on_signals(lambda _: None) as stop:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert stop.is_set()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(lambda _: None) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_stops_at_once() -> None:
-    with stop_on_interrupt(lambda _: None) as stop:
+    with stop_on_signals(lambda _: None) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.is_set()
         with pytest.raises(KeyboardInterrupt):
@@ -236,7 +252,7 @@ def test_another_thread_leaves_the_signals_alone() -> None:
     found = []
 
     def use() -> None:
-        with stop_on_interrupt(lambda _: None) as stop:
+        with stop_on_signals(lambda _: None) as stop:
             found.append((stop.is_set(), signal.getsignal(signal.SIGINT)))
 
     before = signal.getsignal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,6 +62,20 @@ def test_a_stop_reaches_every_rank(tmp_path: Path) -> None:
     monitor = Monitor(lambda event: asked.set(), asked.is_set)
     with pytest.raises(Interrupted, match="Stopped on request at step 3"):
         launch("stop", tmp_path, monitor)
+    assert asked.is_set()
+
+
+def test_the_end_of_the_terminal_stops_no_rank_before_it_is_asked(tmp_path: Path) -> None:
+    """SIGHUP reaches every process of a terminal; only the run itself decides what it means."""
+    asked = threading.Event()
+
+    def hang_up(event: Event) -> None:
+        for each in set(list_processes(tmp_path)) - {os.getpid()}:
+            os.kill(each, signal.SIGHUP)
+        asked.set()
+
+    with pytest.raises(Interrupted, match="Stopped on request at step 3"):
+        launch("stop", tmp_path, Monitor(hang_up, asked.is_set))
     assert asked.is_set()
 
 

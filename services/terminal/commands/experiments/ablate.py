@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,10 +83,10 @@ def ablate(
     from kd.errors import Interrupted
     from kd.experiments.axes import cross_axes, make_short_job, parse_axis
     from kd.experiments.plan import make_plan_of_axes
+    from kd.face.running import alone_in, lossy, stop_on_signals
     from kd.models.precision import pick_device
     from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
     from kd.progress import Event, Monitor
-    from services.terminal.commands.run import alone_in, stop_on_signal
     from services.terminal.display import Display
 
     folders = Folders(settings.root, settings.home)
@@ -96,15 +97,19 @@ def ablate(
     axes = [cross_axes(axes)] if grid else axes
     plan = make_plan_of_axes(base, axes, lambda job: find_problems(job, folders, machine))
     _announce(plan, folder)
-    with alone_in(folder, notes), Display(notes) as display:
-        stop = stop_on_signal(err)
+    tell = partial(notes.print, markup=False, soft_wrap=True)
+    with (
+        alone_in(folder, tell, "--folder"),
+        Display(notes) as display,
+        stop_on_signals(tell) as stop,
+    ):
         from kd.experiments.ablation import ablate as run_ablation
 
         def show(event: Event) -> None:
             display.show(event.type, event.data)
 
         try:
-            report = run_ablation(plan, settings.home, folder, Monitor(show, stop.is_set))
+            report = run_ablation(plan, settings.home, folder, Monitor(lossy(show), stop.is_set))
         except Interrupted as error:
             err.print(str(error))
             raise KeyboardInterrupt from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,20 +69,22 @@ def landscape(
     run_dir = _find_run(run, settings)
     from kd.errors import Interrupted
     from kd.experiments.landscape import LandscapeOptions, survey
+    from kd.face.running import lossy, stop_on_signals
     from kd.progress import Event, Monitor
-    from services.terminal.commands.run import stop_on_signal
     from services.terminal.display import Display
 
     options = LandscapeOptions(points, line_points, radius, sequences, seed)
     folder = folder or run_dir / "landscape"
-    with Display(notes) as display:
-        stop = stop_on_signal(err)
+    tell = partial(err.print, markup=False, soft_wrap=True)
+    with Display(notes) as display, stop_on_signals(tell) as stop:
 
         def show(event: Event) -> None:
             display.show(event.type, event.data)
 
         try:
-            found = survey(run_dir, settings.home, folder, options, Monitor(show, stop.is_set))
+            found = survey(
+                run_dir, settings.home, folder, options, Monitor(lossy(show), stop.is_set)
+            )
         except Interrupted as error:
             err.print(str(error))
             raise KeyboardInterrupt from None
