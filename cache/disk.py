@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +39,20 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 #: A program has a file open, or it is a mount point: it can be neither removed nor replaced.
 _BUSY = {errno.EBUSY, errno.ENOTEMPTY, errno.ETXTBSY}
+#: The file system has no locks, or the server of its locks does not run.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+LOCKS_REMEDY = (
+    "Mount the file system with locks that work between processes and hosts: NFS 4, or NFS 3 "
+    "without nolock; Lustre with flock; no FUSE file system without locks. Or choose another "
+    "folder."
+)
+#: What another process does to find out whether a lock stops it: it ends with 0 if it does not.
+_TRY = (
+    "import fcntl, sys\n"
+    "with open(sys.argv[1], 'r+b') as file:\n"
+    "    try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    "    except OSError: sys.exit(1)"
+)
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -51,8 +67,9 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         where = f"{error.filename or path}: {error.strerror}."
         if error.errno in _FULL:
+            what = "Free space" if has_room_for_files(path) else "Delete files (no inode is free)"
             raise StorageError(
-                where, f"Free space on the disk of {path}, or raise its quota, then run again."
+                where, f"{what} on the disk of {path}, or raise its quota, then run again."
             ) from error
         if error.errno in _FORBIDDEN:
             raise StorageError(
@@ -69,31 +86,11 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def naming_removed_folders(*folders: Path) -> Iterator[None]:
-    """Raise ``StorageError`` for an unexpected error of this block whose folder somebody removed.
-
-    That is one of ``folders``, or the one in which a file is not found.
-    """
-    try:
-        yield
-    except PotstillError:
-        raise
-    except Exception as error:
-        named = getattr(error, "filename", None)
-        near = [Path(named).parent] if isinstance(named, str) and named else []
-        gone = next((each for each in (*folders, *near) if not each.exists()), None)
-        if gone is None:
-            raise
-        raise StorageError(
-            f"{gone} was removed while it was in use.",
-            "Run the job again: what is missing is computed anew. To stop a job, cancel it.",
-        ) from error
-
-
-def is_full(error: StorageError) -> bool:
-    """Whether the error says that a disk is full, or the quota of a user on it."""
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
+def has_room_for_files(path: Path) -> bool:
+    """Whether the disk of ``path`` takes another file; most disks have a limit of their number."""
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    found = os.statvfs(existing)
+    return found.f_files == 0 or found.f_favail > 0
 
 
 def make_folder(folder: Path) -> None:
@@ -378,7 +375,7 @@ def try_lock(file: int | IO[Any], shared: bool = False) -> bool:
     the file frees the lock.
     """
     try:
-        fcntl.flock(file, _choose_lock(shared) | fcntl.LOCK_NB)
+        _lock(file, shared, fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -396,8 +393,44 @@ def is_lock_free(lock: Path) -> bool:
 
 def wait_for_lock(file: int | IO[Any], shared: bool = False) -> None:
     """Lock an open file as ``try_lock`` does, but wait until the lock is free."""
-    fcntl.flock(file, _choose_lock(shared))
+    _lock(file, shared)
 
 
-def _choose_lock(shared: bool) -> int:
-    return fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+def _lock(file: int | IO[Any], shared: bool, flags: int = 0) -> None:
+    """Lock an open file; raise ``StorageError`` where its file system has no locks."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | flags)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        number = file if isinstance(file, int) else file.fileno()
+        raise StorageError(f"{_name_file(number)}: {error.strerror}.", LOCKS_REMEDY) from error
+
+
+def _name_file(handle: int) -> str:
+    """Return the path of an open file, where the system tells it."""
+    try:
+        return str(Path(f"/proc/self/fd/{handle}").readlink())
+    except OSError:
+        return "the lock file"
+
+
+def require_locks(folder: Path) -> None:
+    """Raise ``StorageError`` unless a lock in ``folder`` of one process stops another.
+
+    A file system may have no locks, or some that do nothing: then two runs would write one folder.
+    """
+    path = folder / f"{TEMPORARY_PREFIX}lock-{os.getpid()}"
+    with storage_errors(folder):
+        make_folder(folder)
+        handle = _open_lock(path)
+        try:
+            try_lock(handle)
+            other = subprocess.run([sys.executable, "-I", "-S", "-c", _TRY, path], check=False)
+        finally:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+    if other.returncode == 0:
+        raise StorageError(
+            f"Locks in {folder} do nothing: two processes held one at the same time.", LOCKS_REMEDY
+        )

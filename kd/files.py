@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ RUN_FORMAT = 1
 _LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 _LFS_BYTES = 1024
 LFS_REMEDY = "Fetch the files themselves: git lfs pull."
+
+#: Files for which a disk must have room, or nothing new begins: a shard of a cache is some tens.
+FREE_FILES = 1000
 
 #: The operator's settings of where caches lie; a worker hands them to its processes.
 STORE_VARIABLE = "KD_STORE"
@@ -175,9 +178,34 @@ def find_existing(path: Path) -> Path:
     return next(each for each in (path, *path.resolve().parents) if each.exists())
 
 
+@dataclass(frozen=True)
+class Disk:
+    """The disk of a folder. ``free_files``: how many more it takes (inodes); None = any number."""
+
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None
+
+    @classmethod
+    def of(cls, folder: Path) -> Disk:
+        """Ask the disk of ``folder``, which need not exist yet."""
+        found = os.statvfs(find_existing(folder))
+        block = found.f_frsize
+        files = found.f_favail if found.f_files else None
+        return cls(found.f_blocks * block, found.f_bavail * block, files)
+
+    def find_shortage(self, size: int, files: int = FREE_FILES) -> str | None:
+        """Say what is left where the disk lacks ``size`` bytes or room for ``files`` more files."""
+        if self.free_bytes < size:
+            return f"{format_bytes(self.free_bytes)} left, and {format_bytes(size)} are needed"
+        if self.free_files is not None and self.free_files < files:
+            return f"room for {self.free_files} files (inodes), and {files} are needed"
+        return None
+
+
 def measure_free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of ``folder``, which need not exist yet."""
-    return shutil.disk_usage(find_existing(folder)).free
+    return Disk.of(folder).free_bytes
 
 
 def format_bytes(size: float) -> str:

@@ -14,6 +14,7 @@ from cache.errors import StoreError
 from cache.remote.address import StoreAddress, bind_caches, is_bucket, locate_caches
 from kd.buckets.inputs import DOWNLOAD_BYTES
 from kd.buckets.runs import RUNS, StoredRun, open_stored_run
+from kd.files import Disk
 from services.redis_url import parse_sentinels, uses_tls
 
 #: The stages that workers run, which are also the names of the two queues.
@@ -492,6 +493,24 @@ class Settings(BaseSettings):
     def caches(self) -> Path:
         """Folder of the caches, or the one that mirrors the bucket of them."""
         return bind_caches(self.home, self.store, self.store_cache_bytes)
+
+    @property
+    def places(self) -> dict[str, Path]:
+        """The folders that everything is written to, by the settings that name them."""
+        stored = {} if self.store is None or self.in_bucket else {"KD_STORE": self.caches}
+        return {"KD_HOME": self.home, **stored}
+
+    def locate_caches(self, store: str | None) -> Path:
+        """Return the folder of the caches of a job with this ``cache.store``."""
+        return locate_caches(self.home, store or self.store)
+
+    def find_full_disk(self, coming: int = 0) -> str | None:
+        """Say which disk is nearly full, if ``coming`` bytes were added to the data folder."""
+        for name, folder in self.places.items():
+            floor = self.disk_floor_bytes + (coming if folder == self.home else 0)
+            if lacking := Disk.of(folder).find_shortage(floor):
+                return f"The disk of {name} is nearly full: it has {lacking}."
+        return None
 
     @property
     def in_bucket(self) -> bool:

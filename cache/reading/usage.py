@@ -58,9 +58,10 @@ def read_last_use(folder: Path) -> float | None:
 def is_read(folder: Path) -> bool:
     """Whether a process holds the cache in ``folder`` now."""
     try:
-        with locate_use(folder).open("rb") as file:
-            return not try_lock(file)  # readers share their lock, so this asks for it alone
-    except FileNotFoundError:
+        # Readers share their lock, so this asks for it alone; NFS asks for a file open for writing.
+        with locate_use(folder).open("rb+") as file:
+            return not try_lock(file)
+    except (FileNotFoundError, PermissionError):
         return False
 
 

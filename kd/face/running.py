@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from cache.disk import locked, storage_errors
+from cache.disk import locked, require_locks, storage_errors
 from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.errors import Interrupted
@@ -88,7 +88,7 @@ def _named_packages() -> Iterator[None]:
 def alone_in(run_dir: Path, tell: Callable[[str], None], option: str) -> Iterator[None]:
     """Lock the run folder, as a worker does; while another process holds it, say so and wait.
 
-    ``option`` names another folder.
+    ``option`` names another folder. Raises ``StorageError`` where locks do nothing.
     """
     told = threading.Event()
 
@@ -102,6 +102,7 @@ def alone_in(run_dir: Path, tell: Callable[[str], None], option: str) -> Iterato
 
     with storage_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
+    require_locks(run_dir)
     with locked(run_dir / LOCK, announce):
         yield
 

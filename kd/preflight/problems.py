@@ -138,7 +138,7 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
         *find_text_problems(config, folders.root, folders.note),
         *find_cache_problems(config, folders.home),
         *find_extension_problems(config, folders.home),
-        *find_disk_problems(folders.home),
+        *find_disk_problems(folders.home, config.cache.store),
     ]
     found = [*urls, *(each for each in looked_up if each.pointer not in named)]
     if folders.opened and not found:

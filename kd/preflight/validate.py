@@ -16,7 +16,7 @@ from kd.capture.codec_identity import make_codec_identity
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
-from kd.files import find_caches, find_existing, measure_free_bytes
+from kd.files import Disk, find_caches, find_existing
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
@@ -406,23 +406,27 @@ def _has_text(path: Path) -> bool:
 # ---------------------------------------------------------------------- disk
 
 
-def find_disk_problems(home: Path) -> Iterator[Problem]:
-    """Find that the data folder cannot be written, or has no space left."""
-    yield from guard_access("", _check_storage(home))
+def find_disk_problems(home: Path, store: str | None) -> Iterator[Problem]:
+    """Find that the data folder or that of the caches cannot be written, or has no room left."""
+    yield from guard_access("", _check_storage(home, "data folder", "KD_HOME"))
+    caches = find_caches(home, store)
+    if not caches.is_relative_to(home):
+        setting = "cache.store" if store else "KD_STORE"
+        yield from guard_access("", _check_storage(caches, "folder of the caches", setting))
 
 
-def _check_storage(home: Path) -> Iterator[Problem]:
-    # The data folder is made later, so the nearest folder that exists is checked.
-    existing = find_existing(home)
+def _check_storage(folder: Path, what: str, setting: str) -> Iterator[Problem]:
+    # The folder is made later, so the nearest folder that exists is checked.
+    existing = find_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield Problem(
             "",
-            f"the data folder {home} cannot be written.",
-            "Check its owner and mode, or set KD_HOME.",
+            f"the {what} {folder} cannot be written.",
+            f"Check its owner and mode, or set {setting}.",
         )
-    elif (free := measure_free_bytes(existing)) < FREE_BYTES:
+    elif lacking := Disk.of(existing).find_shortage(FREE_BYTES):
         yield Problem(
             "",
-            f"the disk of {home} has {free / 2**20:.0f} MiB left.",
-            "Free space, or set KD_HOME to another disk.",
+            f"the disk of {folder} has {lacking}.",
+            f"Free space, or set {setting} to another disk.",
         )

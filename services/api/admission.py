@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -20,7 +19,9 @@ from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.client.wire.problems import QuotaProblem
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
-from kd.files import format_bytes, measure_free_bytes
+from kd.files import format_bytes
+from kd.memory.model_memory import estimate_least_memory
+from kd.preflight.problems import Folders, find_problems
 from services.api.answers.accounts import (
     describe_account,
     find_quota_warnings,
@@ -90,7 +91,7 @@ class Admission:
     ) -> dict[str, Any]:
         """Let the process check the job; raise all its problems, or 507 if the disk is full."""
         settings = self.service.settings
-        require_space(settings.home, settings.disk_floor_bytes)
+        require_space(settings)
         own = [
             *find_service_problems(config),
             *find_webhook_problems(config.webhook, settings),
@@ -107,6 +108,24 @@ class Admission:
         if own:
             raise ConfigError(own)
         return result
+
+    def require_admissible(self, config: JobConfig) -> None:
+        """Raise ``ConfigError`` with all problems of the job, or 507 if the disk is nearly full."""
+        settings = self.service.settings
+        require_space(settings)
+        limits = build_confinement(settings, self.service.store, self.caller.name, self.caller.team)
+        # A bucket may not answer; the worker looks into it.
+        folders = Folders(settings.root, settings.home, limits, asked=False)
+        problems = [
+            *find_problems(config, folders),
+            *find_service_problems(config),
+            *find_webhook_problems(config.webhook, settings),
+            *self._find_continued_problems(config),
+        ]
+        told = {each.pointer for each in problems}
+        problems += [each for each in self._find_cache_problems(config) if each.pointer not in told]
+        if problems:
+            raise ConfigError(problems)
 
     def _find_continued_problems(self, config: JobConfig) -> list[Problem]:
         """Find that the job that ``config`` continues is not the caller's, or has not ended."""
@@ -273,11 +292,11 @@ def announce_job(service: Service, job: Job) -> None:
         publish_hint(service.queue, job.id, job.stage)
 
 
-def require_space(folder: Path, floor: int) -> None:
-    """Raise 507 if the disk of ``folder`` has less than ``floor`` bytes left."""
-    if (free := measure_free_bytes(folder)) < floor:
+def require_space(settings: Settings, coming: int = 0) -> None:
+    """Raise 507 if a disk of the service is nearly full, or ``coming`` bytes would make it so."""
+    if full := settings.find_full_disk(coming):
         raise ApiProblem(
             507,
-            f"The disk of the data folder has {free} bytes left; a new job needs {floor}.",
+            full,
             "Delete caches, or jobs with their artifacts, or ask the operator for more space.",
         )

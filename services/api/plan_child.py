@@ -52,7 +52,8 @@ def answer_order(
         if not asked:
             return {"result": _measure(config, settings, order["wish"] == "size")}
         if order["wish"] == "estimate":
-            return {"result": estimate_by_table(config, settings.root, settings.home).to_json()}
+            caches = settings.locate_caches(config.cache.store)
+            return {"result": estimate_by_table(config, settings.root, caches).to_json()}
         plan = plan_job(config, settings, store.list_workers(), kept, order["devices"])
         return {"result": plan.model_dump(mode="json")}
     except ConfigError as error:

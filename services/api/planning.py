@@ -105,7 +105,7 @@ def _estimate_capture(
         work, storage = _measure_capture(config, settings.root, kept)
     except PotstillError:  # a dataset of the hub, or text that only the worker can read
         return None
-    free = measure_free_bytes(settings.home)
+    free = measure_free_bytes(settings.locate_caches(config.cache.store))
     estimate = Estimate.of(work, storage, config.cache.shard_sequences, free)
     return JobEstimate(**estimate.to_json())
 
@@ -259,7 +259,7 @@ def _find_warnings(
     if capture is not None and not capture.fits:
         yield (
             f"The cache needs about {capture.bytes} bytes,"
-            f" but the disk has {capture.free_bytes} left."
+            f" but the disk of the caches has {capture.free_bytes} left."
         )
     if config.train is not None and steps is not None and config.train.warmup_steps >= steps:
         warmup = config.train.warmup_steps

@@ -75,6 +75,7 @@ function space({ total_bytes: total, free_bytes: free, floor_bytes: floor }) {
 
 export const storagePage = () => page("/storage", "Storage", STORAGE_MS, async (found) => [
   space(found.disk),
+  found.caches_disk && space(found.caches_disk),
   table("Kinds", ["Kind", "Number", "Bytes"],
     found.kinds.map(({ kind, items, bytes: size }) => [kind, items.toLocaleString("en"), bytes(size)])),
   h("h2", {}, "Teams"),

@@ -16,6 +16,7 @@ from typing import Any
 from celery import Celery, signals
 from redis.exceptions import RedisError, ResponseError
 
+from cache.disk import require_locks
 from kd.client.wire.service import Device as DeviceView
 from kd.client.wire.service import WorkerState
 from kd.face.version import read_version
@@ -277,6 +278,8 @@ def run(settings: Settings, stages: list[str]) -> None:
     assert settings.redis_url is not None
     signal.signal(signal.SIGTERM, _leave)
     telemetry.configure(settings.otlp_endpoint, "worker")
+    for folder in settings.places.values():
+        require_locks(folder)
     device = take_device(settings.devices, settings.home)
     app = make_celery_app(settings.redis_url)
     store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)

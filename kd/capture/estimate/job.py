@@ -97,13 +97,14 @@ class Estimate:
         return asdict(self)
 
 
-def estimate_by_table(config: JobConfig, root: Path, home: Path) -> Estimate:
+def estimate_by_table(config: JobConfig, root: Path, caches: Path) -> Estimate:
     """Estimate a job's capture without running its teacher; relative paths start at ``root``.
 
+    The cache is to fit on the disk of ``caches``.
     Raises ``ConfigError`` where the job captures nothing, or where only a trial can find its size.
     """
     work, storage = measure_capture(config, root)
-    return Estimate.of(work, storage, config.cache.shard_sequences, measure_free_bytes(home))
+    return Estimate.of(work, storage, config.cache.shard_sequences, measure_free_bytes(caches))
 
 
 def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSize]:

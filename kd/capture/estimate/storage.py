@@ -21,7 +21,7 @@ from cache.errors import StorageError
 from cache.manifest import CacheIdentity
 from cache.profiles import PROFILES
 from cache.records import AXES
-from kd.files import format_bytes, measure_free_bytes
+from kd.files import Disk, format_bytes
 
 #: For each threshold: bytes per position without its tails, bytes of the tails of one draw,
 #: entries.
@@ -65,6 +65,8 @@ _SHARD_BYTES = {
 #: temperatures: measured on the example at thresholds of 0.04 and 0.01.
 _HEAD_SHARE = 0.22
 _PARTITION_NUMBERS = 8
+#: Arrays of a shard that every profile has: tokens, starts of documents, mask of the targets.
+_SEQUENCE_ARRAYS = 3
 #: Bytes of a shard's frequency table, for each token of the vocabulary.
 _TABLE_BYTES = 0.15
 
@@ -165,15 +167,19 @@ def estimate_bytes(identity: CacheIdentity, positions: int, width: int) -> int:
 def require_space(folder: Path, identity: CacheIdentity, positions: int, need: int) -> None:
     """Raise ``StorageError`` where the disk certainly cannot hold ``need`` bytes in ``folder``.
 
-    Bytes of the cache that are already written count as available.
+    What is already written of the cache counts as available, and so do its files.
     """
-    need -= sum(list_file_sizes(folder).values())
-    free = measure_free_bytes(folder)
+    there = list_file_sizes(folder)
+    need -= sum(there.values())
+    # Each array of a shard has its metadata and a chunk, the shard its own metadata and its seal.
+    arrays = len(identity.record_codec().schema()) + _SEQUENCE_ARRAYS
+    files = identity.shard_count * (2 * arrays + 2) - len(there)
     # This teacher may have a lower entropy than the table's, and need less: half must fit.
-    if need * 0.5 > free:
+    if lacking := Disk.of(folder).find_shortage(math.ceil(need * 0.5), files):
         raise StorageError(
             f"{folder} needs about {format_bytes(need)} for {positions:,} tokens of profile "
-            f"{identity.codec.profile}, but {format_bytes(free)} is free.",
-            "Free space, set KD_HOME to another disk, or store less: raise cache.threshold, "
-            "or lower data.max_train_samples. Run `kd estimate` to see the size in advance.",
+            f"{identity.codec.profile}, in {files} files, but its disk has {lacking}.",
+            "Free space, set KD_STORE or KD_HOME to another disk, or store less: raise "
+            "cache.threshold or cache.shard_sequences, or lower data.max_train_samples. Run `kd "
+            "estimate` to see the size in advance.",
         )

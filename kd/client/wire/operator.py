@@ -32,10 +32,13 @@ class KeyEntries(View):
 
 
 class DiskSpace(View):
-    """The disk of the data folder."""
+    """A disk of the service."""
 
     total_bytes: int
     free_bytes: int
+    free_files: int | None = Field(
+        None, description="How many more files the disk takes (inodes); null = any number."
+    )
     floor_bytes: int = Field(description="Free bytes below which no job is accepted.")
 
 
@@ -70,7 +73,10 @@ class RetentionRule(View):
 class StorageReport(View):
     """What is on the disk, and what `kd gc` would remove now."""
 
-    disk: DiskSpace
+    disk: DiskSpace = Field(description="The disk of the data folder.")
+    caches_disk: DiskSpace | None = Field(
+        None, description="The disk of the caches, where KD_STORE names a folder."
+    )
     kinds: list[StoredKind]
     rules: list[RetentionRule] = Field(description="The rules that are set.")
     nightly_hour: int | None = Field(
@@ -120,7 +126,10 @@ class ServiceHealth(View):
     reconciler_age_seconds: float | None = Field(
         None, description="Seconds since the reconciler's last round; null = it never ran."
     )
-    disk: DiskSpace
+    disk: DiskSpace = Field(description="The disk of the data folder.")
+    caches_disk: DiskSpace | None = Field(
+        None, description="The disk of the caches, where KD_STORE names a folder."
+    )
     queues: list[QueueHealth]
     jobs: dict[str, int] = Field(description="Jobs by status.")
     worker_versions: dict[str, int] = Field(description="Workers by their version.")

@@ -7,7 +7,6 @@ has arrived. Nothing of it is at that place before all of it is verified.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +39,7 @@ from kd.exchange.hub.repository import (
     hub_errors,
     list_remote_files,
 )
-from kd.files import format_bytes, locate_temporary
+from kd.files import format_bytes, locate_temporary, measure_free_bytes
 from kd.models.folder import STUDENT_FILES
 from kd.progress import Monitor, ProgressMeter
 
@@ -224,12 +223,12 @@ class _Download:
 
     def _require_space(self, folder: Path, missing: Iterable[str]) -> None:
         needed = sum(self._files[name].size for name in missing)
-        free = shutil.disk_usage(folder.parent).free - _SPARE
+        free = measure_free_bytes(folder.parent) - _SPARE
         if needed > free:
             raise StorageError(
                 f"{self.repository} needs {format_bytes(needed)} more, but only "
                 f"{format_bytes(max(free, 0))} are free on the disk of {folder.parent}.",
-                "Free space, or choose another disk with --out or KD_HOME.",
+                "Free space, or choose another disk with --out, KD_STORE or KD_HOME.",
             )
 
     def _remove_others(self, folder: Path) -> None:

@@ -170,5 +170,5 @@ def _require_space(folder: Path, order: StoreOrder, done: StoreProgress | None) 
         raise StorageError(
             f"{folder}: the tokens of the text take about {format_bytes(need)} more, but only "
             f"{format_bytes(free)} are free.",
-            "Free space, choose a data folder on a larger disk, or set data.max_train_samples.",
+            "Free space, set KD_HOME to a larger disk, or set data.max_train_samples.",
         )

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from kd.client.wire.service import WorkerState
 from kd.face.version import read_version
-from kd.files import measure_free_bytes
+from kd.files import Disk
 from services.api.guards.request_metrics import RequestMetrics
 from services.settings import STAGES, Settings
 from services.store.jobs.store import JobStore
@@ -53,7 +53,10 @@ METRICS = {
     "kd_store_memory_limit_bytes": Description(
         "gauge", "Memory at which Redis refuses to write; 0 = no limit."
     ),
-    "kd_disk_free_bytes": Description("gauge", "Free bytes on the disk of the caches and runs."),
+    "kd_disk_free_bytes": Description(
+        "gauge", "Free bytes on the disk of KD_HOME, and of KD_STORE.", ("folder",)
+    ),
+    "kd_disk_free_files": Description("gauge", "Files that the disk still takes.", ("folder",)),
     "kd_disk_floor_bytes": Description("gauge", "Free bytes below which no job is accepted."),
     "kd_jobs": Description("gauge", "Jobs by their present status.", ("status",)),
     "kd_jobs_total": Description(
@@ -167,7 +170,11 @@ class MetricsCollector(Collector):
     def _collect_samples(self) -> Iterator[MetricSample]:
         service = self._service
         yield "kd_build_info", {"version": read_version()}, 1
-        yield "kd_disk_free_bytes", {}, measure_free_bytes(service.settings.home)
+        for name, folder in service.settings.places.items():
+            disk = Disk.of(folder)
+            yield "kd_disk_free_bytes", {"folder": name}, disk.free_bytes
+            if disk.free_files is not None:
+                yield "kd_disk_free_files", {"folder": name}, disk.free_files
         yield "kd_disk_floor_bytes", {}, service.settings.disk_floor_bytes
         yield from _sample_requests(service.request_metrics)
         try:

@@ -27,7 +27,6 @@ from kd.client.wire.service import (
     WorkerState,
 )
 from kd.face.version import read_version
-from kd.files import measure_free_bytes
 from kd.preflight.limits import read_allow_list
 from services.api.answers.problems import (
     RETRY_SECONDS,
@@ -117,9 +116,9 @@ def readyz(service: TheService) -> Ready:
         raise _make_unready_problem(
             "The reconciler has not run for a minute.", "reconciler-stopped"
         )
-    if measure_free_bytes(service.settings.home) < service.settings.disk_floor_bytes:
-        raise _make_unready_problem("The disk of the data folder is nearly full.", "disk-full")
-    return Ready(warnings=service.store.find_lost_records(service.settings.runs))
+    if full := service.settings.find_full_disk():
+        raise _make_unready_problem(full, "disk-full")
+    return Ready()
 
 
 def _make_unready_problem(detail: str, slug: str) -> ApiProblem:

@@ -8,11 +8,11 @@ GET /health    the job store, the workers, the queues, the clock, the disk, the 
 from __future__ import annotations
 
 import platform
-import shutil
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, cast
 
@@ -32,7 +32,7 @@ from kd.client.wire.operator import (
 )
 from kd.client.wire.service import WorkerState
 from kd.face.version import read_version
-from kd.files import find_existing
+from kd.files import Disk
 from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import ADMIN
@@ -110,7 +110,7 @@ def show_storage(service: TheService) -> StorageReport:
         for kind, things in found.stored.items()
     ]
     return StorageReport(
-        disk=read_disk_space(settings),
+        **read_disks(settings),
         kinds=kinds,
         rules=list(_list_rules(limits)),
         nightly_hour=settings.retain_hour if AgeLimits.of(settings).remove_nightly else None,
@@ -149,12 +149,13 @@ def _list_rules(limits: AgeLimits) -> Iterator[RetentionRule]:
         yield RetentionRule(kind=kind, after_days=min(known) / DAY_SECONDS)
 
 
-def read_disk_space(settings: Settings) -> DiskSpace:
-    """The disk of the data folder, which may not exist yet."""
-    usage = shutil.disk_usage(find_existing(settings.home))
-    return DiskSpace(
-        total_bytes=usage.total, free_bytes=usage.free, floor_bytes=settings.disk_floor_bytes
-    )
+def read_disks(settings: Settings) -> dict[str, DiskSpace | None]:
+    """The disk of the data folder, and that of the caches where KD_STORE names a folder."""
+    disks = {
+        name: DiskSpace(**asdict(Disk.of(folder)), floor_bytes=settings.disk_floor_bytes)
+        for name, folder in settings.places.items()
+    }
+    return {"disk": disks["KD_HOME"], "caches_disk": disks.get("KD_STORE")}
 
 
 # ---------------------------------------------------------------------- health
@@ -168,7 +169,6 @@ def show_health(service: TheService) -> ServiceHealth:
     redis = _ask_redis(store)
     last = cast(str | None, store.redis.get("kd:reconciler"))
     age = None if last is None else max(0.0, store.read_clock_ms() / 1000 - float(last))
-    disk = read_disk_space(service.settings)
     depths = store.read_queue_depths(STAGES)
     queues = [
         QueueHealth(
@@ -178,18 +178,19 @@ def show_health(service: TheService) -> ServiceHealth:
         )
         for stage in STAGES
     ]
+    full = service.settings.find_full_disk()
     unsuitable = find_unsuitability(store.redis)
     faults = [] if unsuitable is None else [str(unsuitable)]
     faults += store.find_lost_records(service.settings.runs)
     return ServiceHealth(
-        problems=[*faults, *_find_faults(redis, age, disk, queues, workers)],
+        problems=[*faults, *_find_faults(redis, age, full, queues, workers)],
         version=read_version(),
         python=platform.python_version(),
         record_format=RECORD_FORMAT,
         host=socket.gethostname(),
         redis=redis,
         reconciler_age_seconds=age,
-        disk=disk,
+        **read_disks(service.settings),
         queues=queues,
         jobs=store.count_statuses(),
         worker_versions=dict(Counter(worker.version or "unknown" for worker in workers)),
@@ -218,15 +219,15 @@ def _ask_redis(store: JobStore) -> RedisHealth:
 def _find_faults(
     redis: RedisHealth,
     reconciler_age: float | None,
-    disk: DiskSpace,
+    full: str | None,
     queues: Iterable[QueueHealth],
     workers: Iterable[WorkerState],
 ) -> Iterator[str]:
     """Say what is wrong, a sentence for each."""
     if reconciler_age is None or reconciler_age > READY_SECONDS:
         yield "The reconciler has not run for a minute."
-    if disk.free_bytes < disk.floor_bytes:
-        yield "The disk of the data folder is nearly full: no job is accepted."
+    if full is not None:
+        yield f"{full} No job is accepted."
     if abs(redis.clock_ahead_seconds) > CLOCK_SECONDS:
         yield f"The clocks of Redis and the server differ by {redis.clock_ahead_seconds:.0f} s."
     if not redis.version:

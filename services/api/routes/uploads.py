@@ -108,7 +108,7 @@ def _require_room(service: Service, caller: Caller, coming: int = 0) -> None:
     ``coming`` are bytes that are not on the disk yet. The team's files are counted now: the quota
     is measured once a minute, in which many files can come.
     """
-    require_space(service.settings.home, service.settings.disk_floor_bytes + coming)
+    require_space(service.settings, coming)
     account = describe_account(service.store.read_accounts(caller.team)[0])
     limit = account.bytes.limit
     if limit is None:

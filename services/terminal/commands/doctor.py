@@ -12,11 +12,14 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, starmap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cache.errors import PotstillError
+from cache.disk import require_locks
+from cache.errors import PotstillError, StorageError
 from kd.client.errors import Refused, Unreachable
-from kd.files import measure_free_bytes
+from kd.files import Disk, find_existing
 from services.settings import Settings
 from services.store.embedded import StoreUnavailable, find_binary
 from services.terminal.client import make_client
@@ -44,8 +47,7 @@ def examine_machine(settings: Settings) -> list[Finding]:
         _check_python(),
         *_check_computing(settings),
         _check_store(settings),
-        _check_home(settings),
-        _check_disk(settings),
+        *chain.from_iterable(starmap(_check_folder, settings.places.items())),
         _check_server(settings),
     ]
 
@@ -167,17 +169,27 @@ def _check_store(settings: Settings) -> Finding:
         return Finding("job store", False, str(error))
 
 
-def _check_home(settings: Settings) -> Finding:
-    # The first job creates the data folder, so the nearest existing folder above it counts.
-    existing = next(folder for folder in (settings.home, *settings.home.parents) if folder.exists())
-    return Finding(
-        "data folder", os.access(existing, os.W_OK | os.X_OK), f"{settings.home} (KD_HOME)"
-    )
+def _check_folder(name: str, folder: Path) -> Iterator[Finding]:
+    """Check a folder that everything is written to: its permissions, its locks and its disk."""
+    # The first job creates it, so the nearest existing folder above it counts.
+    existing = find_existing(folder)
+    what = "data folder" if name == "KD_HOME" else "caches"
+    may_write = os.access(existing, os.W_OK | os.X_OK)
+    yield Finding(what, may_write, f"{folder} ({name})")
+    if may_write:
+        yield _check_locks(existing)
+    disk = Disk.of(folder)
+    lacking = disk.find_shortage(FREE_BYTES_WANTED)
+    detail = lacking or f"{disk.free_bytes / 2**30:.1f} GiB free"
+    yield Finding("disk", lacking is None, f"{detail}, for {what} ({name})", needed=False)
 
 
-def _check_disk(settings: Settings) -> Finding:
-    free = measure_free_bytes(settings.home)
-    return Finding("disk", free > FREE_BYTES_WANTED, f"{free / 2**30:.1f} GiB free", needed=False)
+def _check_locks(folder: Path) -> Finding:
+    try:
+        require_locks(folder)
+    except StorageError as error:
+        return Finding("locks", False, str(error))
+    return Finding("locks", True, f"a lock in {folder} stops another process")
 
 
 def _check_server(settings: Settings) -> Finding:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from cache.disk import require_locks
 from kd.config.job import JobConfig
 from kd.errors import Interrupted
 from kd.face.running import alone_in, lossy, stop_on_signals
@@ -29,6 +30,8 @@ def run_here(
     os.chdir(settings.root)  # a job's relative paths start there
     os.environ.update(settings.environment())
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars would overwrite ours
+    for folder in settings.places.values():
+        require_locks(folder)
     tell = partial(console.print, markup=False, soft_wrap=True)
     with alone_in(run_dir, tell, "--run-dir"), stop_on_signals(tell) as stop:
         # Imported only now: it loads torch, which reads the environment that is set above.

@@ -98,9 +98,9 @@ def estimate(
     fits = capture is None or capture.fits
     if not fits:
         print_error(
-            f"The disk of {settings.caches} cannot hold the cache.",
-            "Free space, set KD_HOME to another disk, or keep less: a larger cache.threshold,"
-            " or fewer sequences.",
+            f"The disk of {settings.locate_caches(config.cache.store)} cannot hold the cache.",
+            "Free space, set KD_STORE or KD_HOME to another disk, or keep less: a larger"
+            " cache.threshold, or fewer sequences.",
         )
     raise typer.Exit(0 if fits else FAILED)
 
@@ -199,9 +199,8 @@ def _estimate_by_table(
     from kd.capture.estimate.job import estimate_by_table
     from services.api.planning import plan_job
 
-    capture = (
-        None if config.kind == "train" else estimate_by_table(config, settings.root, settings.home)
-    )
+    caches = settings.locate_caches(config.cache.store)
+    capture = None if config.kind == "train" else estimate_by_table(config, settings.root, caches)
     if config.train is None:
         return capture, None
     plan = plan_job(config, settings, [])
@@ -227,6 +226,7 @@ def _estimate_by_trial(
 
     hide_progress_bars()
     os.chdir(settings.root)  # a job's relative paths start there
+    os.environ.update(settings.environment())
     found = estimate_job(config, settings.home, Monitor(show), Question(kind, price))
     training = None if found.training is None else found.training.to_json()
     return found.capture, training, [each.to_json() for each in found.devices]

@@ -1,0 +1,93 @@
+"""Locks that a file system lacks, or that do nothing, are found before anything relies on them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.paths import ROOT
+from cache import disk
+from cache.disk import require_locks
+from cache.reading.usage import exclude_readers, held, is_read
+from cache.testing import make_cache
+
+#: A C library's call of a file system without locks, and of one whose locks always say yes.
+NONE = "#include <errno.h>\nint flock(int f, int o) { errno = %s; return -1; }"
+ALWAYS = "int flock(int f, int o) { return 0; }"
+
+Preload = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture
+def preload(tmp_path: Path) -> Preload:
+    """Return the environment in which every process has another ``flock``."""
+
+    def build(source: str) -> dict[str, str]:
+        library = tmp_path / "flock.so"
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"]
+        subprocess.run(command, input=source, text=True, check=True)
+        return os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)}
+
+    return build
+
+
+def run(code: str, *words: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_locks_that_work_are_no_error_and_leave_no_file(tmp_path: Path) -> None:
+    require_locks(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (ALWAYS, "do nothing"),
+        (NONE % "ENOSYS", "not implemented"),
+        (NONE % "ENOLCK", "No locks"),
+        (NONE % "EOPNOTSUPP", "not supported"),
+    ],
+)
+def test_locks_that_are_missing_or_do_nothing_are_a_storage_error(
+    tmp_path: Path, preload: Preload, source: str, words: str
+) -> None:
+    env = preload(source)
+    code = "import sys; from pathlib import Path; from cache.disk import require_locks\n"
+    done = run(f"{code}require_locks(Path(sys.argv[1]))", tmp_path, env=env)
+    assert "StorageError" in done.stderr and str(tmp_path) in done.stderr
+    assert words in done.stderr and "nolock" in done.stderr, "the mount option is named"
+    door = "from services.terminal.cli import main; import sys; sys.argv[0] = 'kd'; main()"
+    told = run(door, "doctor", "--home", tmp_path, "--json", env=env)
+    assert '"what": "locks"' in told.stdout and words in told.stdout
+
+
+def test_no_exclusive_lock_is_asked_for_on_a_file_that_is_open_for_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS makes an exclusive lock of a range for writing, which needs a file open for writing."""
+    flock = fcntl.flock
+
+    def flock_of_nfs(file: Any, operation: int) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        mode = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(number, operation)
+
+    monkeypatch.setattr(disk.fcntl, "flock", flock_of_nfs)
+    folder = make_cache(tmp_path)
+    with held(folder):
+        assert is_read(folder)
+    assert not is_read(folder)
+    with exclude_readers(folder):
+        pass
