@@ -67,6 +67,7 @@ from services.api.routes import (
 )
 from services.api.service import Service
 from services.loops.reconciler import Reconciler
+from services.process.descriptors import handle_loop_error, raise_limit
 from services.process.logs import find_secrets
 from services.settings import Settings
 from services.store.connection import connect_events, connect_redis
@@ -147,6 +148,7 @@ def _make_service(settings: Settings) -> Service:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
+    asyncio.get_running_loop().set_exception_handler(handle_loop_error)
     anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
     # Every copy of the API runs a reconciler; they do not disturb each other.
     reconciler = asyncio.create_task(
@@ -180,11 +182,14 @@ class Server(uvicorn.Server):
 def serve_api(settings: Settings) -> None:
     """Serve requests until SIGTERM or SIGINT; the caller sets up the logs and the traces."""
     require_safe_bind(settings)
+    raise_limit()
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,
         port=settings.port,
         timeout_graceful_shutdown=3,
+        # So often the loop tries to accept at once, also where no descriptor is left.
+        backlog=128,
         # RequestObserver writes the log of requests, and services.process.logs formats it.
         access_log=False,
         log_config=None,

@@ -183,12 +183,13 @@ def open_store(settings: Settings) -> Iterator[Redis]:
     with provide_redis(settings) as (url, _), connect_redis(url, TIMEOUT_SECONDS) as client:
         try:
             client.ping()
+            yield client
         except RedisError as error:
             raise StoreUnavailable(
                 f"The job store {describe_failure(error)}.",
-                "Start it, or correct KD_REDIS_URL.",
+                "Start it, or correct KD_REDIS_URL: its user must be allowed all commands of "
+                "docs/how-to/several-hosts.md.",
             ) from None
-        yield client
 
 
 # ---------------------------------------------------------------------- backup

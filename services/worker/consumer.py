@@ -21,6 +21,7 @@ from kd.client.wire.service import Device as DeviceView
 from kd.client.wire.service import WorkerState
 from kd.face.version import read_version
 from services.process import telemetry
+from services.process.descriptors import raise_limit
 from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
 from services.process.names import name_process
@@ -277,6 +278,7 @@ def run(settings: Settings, stages: list[str]) -> None:
     """Work until SIGTERM. The run then saves its state, and its job goes back to the queue."""
     assert settings.redis_url is not None
     signal.signal(signal.SIGTERM, _leave)
+    raise_limit()
     telemetry.configure(settings.otlp_endpoint, "worker")
     for folder in settings.places.values():
         require_locks(folder)
@@ -302,6 +304,12 @@ def run(settings: Settings, stages: list[str]) -> None:
         worker.stopping.set()
 
     signals.worker_shutting_down.connect(stop, weak=False)
+    celery_workers: list[Any] = []
+
+    def keep(sender: Any, **_: Any) -> None:
+        celery_workers.append(sender)
+
+    signals.worker_init.connect(keep, weak=False)
     life = threading.Thread(
         target=keep_running,
         args=("sign-of-life", worker.show_life, worker.ended),
@@ -322,5 +330,6 @@ def run(settings: Settings, stages: list[str]) -> None:
             store.hide_worker(worker.id)
         device.give_back()
         telemetry.shutdown()
-    if worker.failed:
+    # Celery logs an error that it cannot survive, and returns as if all were well.
+    if worker.failed or any(each.exitcode for each in celery_workers):
         sys.exit(1)

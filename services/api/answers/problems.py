@@ -22,6 +22,7 @@ from kd.config.jobfile import translate_errors
 from kd.errors import ConfigError, Problem
 from services.api.openai.errors import describe_error, is_openai_path
 from services.api.openai.views import FineTuningRequest
+from services.process.descriptors import REMEDY, lacks_descriptors, tell_shortage
 from services.process.logs import request_id, shorten_path
 from services.store.connection import describe_failure
 from services.store.jobs.script import OtherFormat, is_own_mistake
@@ -44,8 +45,8 @@ TITLES = {
     422: ("invalid-job", "The request is not valid"),
     429: ("too-many-requests", "Too many requests"),
     500: ("internal", "Internal error"),
-    503: ("store-unavailable", "The job store is not available"),
-    507: ("disk-full", "The disk of the data folder is nearly full"),
+    503: ("store-unavailable", "The job store does not answer"),
+    507: ("disk-full", "A disk of the service is nearly full"),
 }
 
 #: Titles of problems whose status has a title that says something else.
@@ -53,7 +54,8 @@ TITLES_OF_SLUGS = {
     "bad-host": "The server does not answer to this name",
     "check-limit": "The check of the job took too much",
     "check-unavailable": "Jobs cannot be checked",
-    "disk-full": "The disk of the data folder is nearly full",
+    "descriptors-used-up": "The service has too many files and connections open",
+    "disk-full": "A disk of the service is nearly full",
     "key-expired": "The API key has expired",
     "keys-unreadable": "The API keys cannot be read",
     "precondition-unsupported": "The request has a condition that is not supported",
@@ -137,7 +139,7 @@ def add_error_handlers(app: FastAPI, routes: Iterable[APIRoute]) -> None:
     app.add_exception_handler(ConfigError, _on_config_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(RedisError, _on_redis_error)
-    app.add_exception_handler(StorageError, _on_storage_error)
+    app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
 
@@ -237,7 +239,25 @@ def _find_request_problem(item: Mapping[str, Any]) -> Problem | None:
     return None
 
 
+def make_shortage_problem() -> ApiProblem:
+    """Return the 503 for a request that finds no descriptor left, and say so in the log."""
+    tell_shortage()
+    # A connection that stays open would keep its own descriptor.
+    headers = {"Retry-After": RETRY_SECONDS, "Connection": "close"}
+    detail = "The service has no descriptor left for another file or connection."
+    remedy = f"Try again in a moment. Operator: {REMEDY}"
+    return ApiProblem(503, detail, remedy, "descriptors-used-up", headers=headers)
+
+
+async def _on_os_error(request: Request, error: Any) -> Response:
+    if lacks_descriptors(error):
+        return respond_with_problem(request, make_shortage_problem())
+    raise error
+
+
 async def _on_redis_error(request: Request, error: Any) -> Response:
+    if lacks_descriptors(error):
+        return respond_with_problem(request, make_shortage_problem())
     if is_own_mistake(error):
         return await _on_unexpected_error(request, error)
     if isinstance(error, OtherFormat):

@@ -18,9 +18,10 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from cache.errors import PotstillError
-from services.api.answers.problems import ApiProblem
+from services.api.answers.problems import ApiProblem, make_shortage_problem
 from services.api.auditing import Audit
 from services.api.guards.rate_limits import Limiter, StreamLease
+from services.process.descriptors import are_few_left
 from services.settings import Settings
 from services.store.callers import LOCAL_CALLER, Caller
 from services.store.key_file import SCOPES, ApiKey, KeyFile, KeysError
@@ -132,8 +133,10 @@ async def hold_stream(
     """A dependency of routes that stream: it holds one of the caller's streams until the end.
 
     The route must end its answer once the lease is lost. That happens when the key is revoked or
-    the key file can no longer be trusted.
+    the key file can no longer be trusted. Raises 503 where only descriptors for requests are left.
     """
+    if are_few_left():
+        raise make_shortage_problem()
     limiter: Limiter = request.app.state.limiter
     async with limiter.streaming(caller.name, lambda: _is_still_valid(request, shown)) as lease:
         yield lease

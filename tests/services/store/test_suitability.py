@@ -21,6 +21,7 @@ from redis.exceptions import (
 from bench.support.harness import Parts
 from bench.support.waiting import wait_until
 from services.settings import Settings
+from services.store.backup import make_backup, open_store
 from services.store.connection import (
     StoreUnsuitable,
     connect_redis,
@@ -28,7 +29,7 @@ from services.store.connection import (
     find_volatility,
     require_suitable_store,
 )
-from services.store.embedded import find_binary, find_free_port
+from services.store.embedded import StoreUnavailable, find_binary, find_free_port
 from services.terminal.commands.doctor import _check_store
 
 Change = Callable[..., None]
@@ -115,6 +116,34 @@ def test_a_user_who_may_not_ask_is_served(parts: Parts) -> None:
             assert find_volatility(narrow) == ""
     finally:
         client.acl_deluser("narrow")
+
+
+def test_a_worker_that_cannot_work_ends_with_an_error(new_parts: Callable[..., Parts]) -> None:
+    """The server refuses what Celery waits with: Celery gives up as if it had been asked to."""
+    parts = new_parts()
+    parts.jobs.redis.acl_setuser("narrow", enabled=True, passwords=["+word"], keys=["*"],
+                                 channels=["*"], commands=["+@all", "-brpop"])  # fmt: skip
+    _, _, place = str(parts.settings.redis_url).rpartition("@")
+    worker = parts.start("services.worker", KD_REDIS_URL=f"redis://narrow:word@{place}")
+    wait_until(lambda: worker.poll() is not None, 60)
+    assert worker.poll() == 1
+
+
+def test_a_backup_by_a_user_who_may_not_pause_the_server_says_so(
+    parts: Parts, tmp_path: Path
+) -> None:
+    parts.jobs.redis.acl_setuser("narrow", enabled=True, passwords=["+word"], keys=["*"],
+                                 commands=["+@all", "-client", "-info"])  # fmt: skip
+    _, _, place = str(parts.settings.redis_url).rpartition("@")
+    settings = parts.settings.model_copy(update={"redis_url": f"redis://narrow:word@{place}"})
+    try:
+        with (
+            pytest.raises(StoreUnavailable, match="does not allow this user"),
+            open_store(settings) as client,
+        ):
+            make_backup(tmp_path / "backup", settings, client)
+    finally:
+        parts.jobs.redis.acl_deluser("narrow")
 
 
 @pytest.mark.parametrize(

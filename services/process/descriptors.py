@@ -1,0 +1,68 @@
+"""The descriptors of this process: how many files and connections it may have open at once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import os
+import resource
+import time
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+#: More than a busy process needs: its soft limit is raised to this, if the hard limit allows.
+ENOUGH = 65_536
+#: Descriptors that streams leave to requests, which need one for a short time.
+RESERVE = 16
+REMEDY = "Raise the limit of open files of the API (ulimit -n, LimitNOFILE of systemd)."
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of open files as far as it is useful and allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def are_few_left() -> bool:
+    """Whether what is left is for short requests. A new descriptor gets the lowest free number."""
+    try:
+        number = os.dup(2)
+    except OSError as error:
+        return lacks_descriptors(error)
+    os.close(number)
+    return number >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVE
+
+
+def lacks_descriptors(error: BaseException | None) -> bool:
+    """Whether an error comes from there being no descriptor left."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def tell_shortage() -> None:
+    """Say in the log that no descriptor is left, once a minute."""
+    _tell(int(time.monotonic() // 60))
+
+
+@functools.lru_cache(maxsize=1)
+def _tell(minute: int) -> None:
+    log.error("no descriptor is left for another file or connection. %s", REMEDY)
+
+
+def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Tell an error of the event loop; that no connection can be accepted is told by one line.
+
+    The loop reports it for each connection that might wait, some thousand times a second.
+    """
+    if lacks_descriptors(context.get("exception")):
+        tell_shortage()
+    else:
+        loop.default_exception_handler(context)
