@@ -429,10 +429,10 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
 def test_a_capture_is_refused_before_its_teacher_is_loaded(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "measure_free_bytes", lambda folder: 10_000)
+    monkeypatch.setattr(storage.Disk, "of", lambda folder: storage.Disk(10_000, 10_000, None))
     events: list[Event] = []
     config = job(tiny_teacher, tiny_text)
-    with pytest.raises(StorageError, match="is free"):
+    with pytest.raises(StorageError, match=r"its disk has .* left"):
         run_precompute(config, tmp_path, tmp_path / "run", Monitor(events.append))
     assert "loading the teacher" not in [event.data.get("phase") for event in events]
 

@@ -402,7 +402,7 @@ def test_a_disk_without_space_is_refused():
     config = parse_config(job(teacher={"model": "org/x"}, data={"train": {"path": "org/set"}}))
     (problem,) = find_problems(config, Folders(Path(), Path("/proc")))
     assert (
-        re.search(r"has 0 MiB left|cannot be written", problem.detail)
+        re.search(r"has 0 bytes left|cannot be written", problem.detail)
         and "KD_HOME" in problem.remedy
     )
 

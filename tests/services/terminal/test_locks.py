@@ -66,9 +66,10 @@ def test_locks_that_are_missing_or_do_nothing_are_a_storage_error(
     done = run(f"{code}require_locks(Path(sys.argv[1]))", tmp_path, env=env)
     assert "StorageError" in done.stderr and str(tmp_path) in done.stderr
     assert words in done.stderr and "nolock" in done.stderr, "the mount option is named"
-    door = "from services.terminal.cli import main; import sys; sys.argv[0] = 'kd'; main()"
-    told = run(door, "doctor", "--home", tmp_path, "--json", env=env)
-    assert '"what": "locks"' in told.stdout and words in told.stdout
+    code = "import sys; from pathlib import Path\n"
+    code += "from services.terminal.commands.doctor import _check_folder\n"
+    told = run(f"{code}print(*_check_folder('KD_HOME', Path(sys.argv[1])))", tmp_path, env=env)
+    assert "what='locks', ok=False" in told.stdout and words in told.stdout
 
 
 def test_no_exclusive_lock_is_asked_for_on_a_file_that_is_open_for_reading(
