@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from types import FrameType
 from typing import Any
@@ -67,7 +68,7 @@ from services.api.routes import (
 )
 from services.api.service import Service
 from services.loops.reconciler import Reconciler
-from services.process.descriptors import handle_loop_error, raise_limit
+from services.process.descriptors import hush, raise_limit
 from services.process.logs import find_secrets
 from services.settings import Settings
 from services.store.connection import connect_events, connect_redis
@@ -148,7 +149,6 @@ def _make_service(settings: Settings) -> Service:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
-    asyncio.get_running_loop().set_exception_handler(handle_loop_error)
     anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
     # Every copy of the API runs a reconciler; they do not disturb each other.
     reconciler = asyncio.create_task(
@@ -183,6 +183,8 @@ def serve_api(settings: Settings) -> None:
     """Serve requests until SIGTERM or SIGINT; the caller sets up the logs and the traces."""
     require_safe_bind(settings)
     raise_limit()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(hush)
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,

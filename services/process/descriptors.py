@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import logging
 import os
 import resource
 import time
-from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +55,12 @@ def _tell(minute: int) -> None:
     log.error("no descriptor is left for another file or connection. %s", REMEDY)
 
 
-def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Tell an error of the event loop; that no connection can be accepted is told by one line.
+def hush(record: logging.LogRecord) -> bool:
+    """Replace the tracebacks of errors that come from the shortage by its one line.
 
-    The loop reports it for each connection that might wait, some thousand times a second.
+    The event loop alone reports some thousand a second: one for each connection that might wait.
     """
-    if lacks_descriptors(context.get("exception")):
+    if record.exc_info and lacks_descriptors(record.exc_info[1]):
         tell_shortage()
-    else:
-        loop.default_exception_handler(context)
+        return False
+    return True
