@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from kd.progress import Notice
 
 Facts = Mapping[str, Any]
 _PERCENT = "{:.1%}".format
+#: White space of a sample that is shown as it is: an empty line, and an indent.
+_SHOWN_BREAKS = 2
+_SHOWN_SPACES = 16
 #: The columns of the table: key of the facts, title, format.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("perplexity", "perplexity", "{:,.2f}".format),
@@ -205,19 +209,36 @@ def _format_tasks(tasks: Mapping[str, Mapping[str, float]]) -> list[str]:
 def _format_samples(samples: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
     lines = []
     # Each model has one text for each prompt; the page groups them by prompt.
-    for texts in zip(*samples.values(), strict=True):
-        lines += ["", *_indent_text(texts[0]["prompt"])]
+    for number, texts in enumerate(zip(*samples.values(), strict=True), 1):
+        lines += ["", f"### Prompt {number}", "", *_fence(texts[0]["prompt"].lstrip(" "))]
         for name, text in zip(samples, texts, strict=True):
-            lines += ["", f"{name}:", "", *_indent_text(text["text"])]
+            lines += ["", f"The {name} continues:", "", *_fence(text["text"])]
     return ["", "## Samples", *lines] if lines else []
 
 
-def _indent_text(text: str) -> list[str]:
-    """A text verbatim: Markdown leaves an indented block as it is. Of blank lines one is shown."""
-    lines = text.splitlines() or [""]
-    # A weak student may write nothing but blank lines.
-    pairs = zip(["x", *lines], lines, strict=False)
-    return [f"    {line}" for before, line in pairs if line.strip() or before.strip()]
+def _fence(text: str) -> list[str]:
+    """A text verbatim, as a block of code that no mark in the text ends."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}text", *show_white_space(text).split("\n"), fence]
+
+
+def show_white_space(text: str) -> str:
+    """Put marks, such as ↵×12, in place of white space that would leave a page empty.
+
+    Two line breaks and an indent stay as they are, beside other text.
+    """
+    if not text:
+        return "(no text)"
+    return re.sub(r"\s+", lambda found: _mark_space(found[0], found[0] == text), text)
+
+
+def _mark_space(space: str, alone: bool) -> str:
+    breaks = len(f"{space}.".splitlines()) - 1
+    others = len(space) - breaks
+    if not alone and breaks <= _SHOWN_BREAKS and others <= _SHOWN_SPACES:
+        return space
+    return " ".join(f"{sign}×{count}" for sign, count in (("↵", breaks), ("␣", others)) if count)
 
 
 def _format_plots(report: Facts) -> list[str]:

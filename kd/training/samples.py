@@ -69,12 +69,15 @@ def choose_prompts(source: Source, tokenizer: PreTrainedTokenizerBase, count: in
     if sequences is None:
         return []
     rows = zip(sequences.tokens, sequences.document_start, sequences.target_mask, strict=True)
-    ids = [_cut_prompt(*row) for row in rows]
+    ids = [_cut_prompt(*row, tokenizer) for row in rows]
     return [Prompt(str(tokenizer.decode(list(each))), each) for each in ids if each]
 
 
 def _cut_prompt(
-    tokens_L: NDArray[np.uint32], start_L: NDArray[np.bool_], mask_L: NDArray[np.bool_]
+    tokens_L: NDArray[np.uint32],
+    start_L: NDArray[np.bool_],
+    mask_L: NDArray[np.bool_],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[int, ...]:
     """Cut the prompt out of a sequence; empty where the sequence has no target."""
     targets = np.flatnonzero(mask_L)
@@ -83,8 +86,21 @@ def _cut_prompt(
     last = int(targets[0])
     begin = int(np.flatnonzero(start_L[: last + 1])[-1]) if start_L[: last + 1].any() else 0
     # In plain text the first token already has a target; in a chat the answer has the first one.
-    end = last + 1 if last > begin else begin + PROMPT_TOKENS
-    return tuple(tokens_L[max(begin, end - CHAT_TOKENS) : end].tolist())
+    if last > begin:
+        return tuple(tokens_L[max(begin, last + 1 - CHAT_TOKENS) : last + 1].tolist())
+    return _begin_at_word(tuple(tokens_L[begin : begin + PROMPT_TOKENS].tolist()), tokenizer)
+
+
+def _begin_at_word(ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Drop the end of a word with which ``ids`` begin: a long text is cut between any tokens."""
+    texts = [str(tokenizer.decode(list(ids[:count]))) for count in range(len(ids) // 2)]
+    if len(texts) < 2 or not texts[1][:1].islower():
+        return ids
+    for count, (text, longer) in enumerate(itertools.pairwise(texts)):
+        added = longer[len(text) :]
+        if added.strip() and (text[-1:].isspace() or added[:1].isspace()):
+            return ids[count:]
+    return ids
 
 
 @torch.no_grad()

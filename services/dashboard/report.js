@@ -7,11 +7,12 @@ const HEADING = /^(#{2,4}) (.+)/;
 const PICTURE = /^!\[(.*)\]\((.*)\)$/;
 const INDENT = "    ";
 const WARNING = /^> (.+)/;
-const starts = (line) => !line.trim() || /^(#|\||- |> |!\[| {4})/.test(line);
+const FENCE = /^(`{3,})\w*$/;
+const starts = (line) => !line.trim() || /^(#|\||- |> |!\[| {4}|```)/.test(line);
 
 /** Make the warnings of a report, which are its quoted lines, for the top of the page. */
 export function warnings(markdown) {
-  const told = markdown.split("\n").filter((line) => WARNING.test(line));
+  const told = markdown.split(/^## /m)[0].split("\n").filter((line) => WARNING.test(line));
   return told.map((line) => h("p", { class: "error", role: "alert" }, inline(line.slice(2))));
 }
 
@@ -41,6 +42,11 @@ export function blocks(markdown, picture) {
     } else if (line.startsWith("- ")) {
       const items = run((next) => next.startsWith("- "));
       found.push(h("ul", {}, items.map((item) => h("li", {}, inline(item.slice(2))))));
+    } else if (FENCE.test(line)) {
+      const [, mark] = FENCE.exec(lines.shift());
+      const end = lines.includes(mark) ? lines.indexOf(mark) : lines.length;
+      found.push(h("pre", { tabindex: 0 }, lines.splice(0, end).join("\n")));
+      lines.shift();
     } else if (line.startsWith(INDENT)) {
       const quoted = run((next) => next.startsWith(INDENT));
       const text = quoted.map((each) => each.slice(INDENT.length)).join("\n");

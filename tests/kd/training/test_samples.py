@@ -214,3 +214,15 @@ def test_a_text_ends_at_every_token_that_the_models_settings_name(
     samples = EvaluationSamples((prompt,), tokenizer)
     [written] = samples.write(other, head, Precision.choose("fp32", CPU), CPU)
     assert written["text"] == found.text == tokenizer.decode(ids[: found.tokens])
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"), [("versally a truth. He was a man", " a truth"), ("He was", "He")]
+)
+def test_a_prompt_begins_at_a_word(tokenizer: Any, text: str, prompt: str) -> None:
+    ids = np.array([tokenizer(text)["input_ids"]], dtype=np.uint32)
+    start = np.zeros(ids.shape, dtype=bool)
+    start[0, 0] = True  # also a piece of a document begins so
+    whole = Sequences(ids, start, np.arange(ids.shape[1])[None] < ids.shape[1] - 1)
+    source = PlainText(Corpus(whole, whole.select(slice(0, 0))))
+    assert choose_prompts(source, tokenizer, 1)[0].text.startswith(prompt)

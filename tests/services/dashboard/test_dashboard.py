@@ -294,7 +294,7 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     )
     expect(page.get_by_role("figure")).to_have_text([re.compile("^Perplexity"), re.compile("^KL")])
     points = [
-        ("metrics", {"step": step, "loss": 9.0 - step, "perplexity": 100.0 - step})
+        ("metrics", {"step": step, "loss": 9.0 - step, "train_perplexity": 100.0 - step})
         for step in (1, 2, 3)
     ]
     tell(api, claim, *points, ("cache", {"fingerprint": FINGERPRINT, "bytes_per_token": 23.1}))
@@ -321,7 +321,9 @@ def test_the_curves_of_perplexity_are_compared_with_the_teacher_and_a_plain_stud
     page: Page, api: Parts
 ) -> None:
     claim = claim_job(api, "levels")
-    points = [("metrics", {"step": step, "perplexity": 200.0 - step}) for step in range(1, 101)]
+    points = [
+        ("metrics", {"step": step, "train_perplexity": 200.0 - step}) for step in range(1, 101)
+    ]
     tell(api, claim, *points)
     folder = api.settings.run_dir(claim.id)
     folder.mkdir(parents=True)
@@ -540,6 +542,12 @@ and the next.
 
     | quoted |
       as it *is*
+
+````text
+## as ``` it
+
+> is
+````
 """
 
 
@@ -558,7 +566,8 @@ def test_a_report_s_markdown_becomes_elements(page: Page, api: Parts) -> None:
         ["Cache: 89b9.", "<img src=x onerror=alert(1)>"]
     )
     expect(report.locator("code")).to_have_text(["a|b", "89b9"])
-    expect(report.locator("pre")).to_have_text("| quoted |\n  as it *is*")
+    expect(report.locator("pre")).to_have_text(["| quoted |\n  as it *is*", "## as ``` it\n\n> is"])
+    expect(page.get_by_role("alert")).to_have_count(0)
     picture = report.get_by_role("img")
     expect(picture).to_have_count(1)  # the curves are charts already, and one picture is missing
     expect(picture).to_have_js_property("naturalWidth", 1)

@@ -53,9 +53,12 @@ def test_samples_are_shown_as_they_come(page: Page, api: Parts) -> None:
     )
     require_fit(page)
     take_picture(page, "samples")
-    texts = [{"prompt": "It was", "text": "\n" * 32 + "it"}]
-    tell(api, claim, ("samples", {"step": 4, "texts": texts}))
-    expect(shown.get_by_role("row").nth(1)).to_contain_text("↵×32")
+    for step, space, sign in (
+        (4, "\n" * 32, "↵×32"), (6, "\n \n" * 40, "↵×80 ␣×40"), (8, "\t" * 99, "␣×99"),
+    ):  # fmt: skip
+        texts = [{"prompt": "It was", "text": space + "it"}]
+        tell(api, claim, ("samples", {"step": step, "texts": texts}))
+        expect(shown.get_by_role("row").nth(1)).to_have_text(f"{step}{sign}it")
 
 
 def test_events_are_marks_on_the_curves_and_lines_of_a_list(page: Page, api: Parts) -> None:
