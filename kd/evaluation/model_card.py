@@ -12,25 +12,39 @@ from kd.config.job import JobConfig
 from kd.evaluation.measure import STUDENT
 from kd.evaluation.report import Report, render_report
 from kd.files import read_json, write_json
-from kd.models.folder import ADAPTER_FOLDER, BASE_FOLDER, UNKNOWN_LICENCE, read_card
+from kd.models.folder import (
+    ADAPTER_FOLDER,
+    BASE_FOLDER,
+    UNKNOWN_LICENCE,
+    ModelFolder,
+    read_card,
+)
+from kd.models.inheritance import pick_layers
 
+#: The file beside a student that has its job and its report.
+PROVENANCE = "distillation.json"
 #: The longest prompt of the example.
 _PROMPT_CHARACTERS = 60
 
 
 def write_provenance(folder: Path, config: JobConfig, report: Report) -> None:
     """Write the model card (README.md), and the job with its report as distillation.json."""
-    write_json(
-        folder / "distillation.json", {"job": config.model_dump(mode="json"), "report": report}
-    )
+    write_json(folder / PROVENANCE, {"job": config.model_dump(mode="json"), "report": report})
     front = f"---\n{_gather_facts(folder, config, report).to_yaml()}\n---\n\n"
-    parts = (
-        render_report(report),
-        describe_use(folder, config, report),
-        _describe_limits(config, report),
-        _describe_origin(config),
-    )
-    ModelCard(front + "\n".join(parts)).save(folder / "README.md")
+    told = render_report(report), _describe_limits(config, report), _describe_origin(config)
+    page, *rest = (_hide_folders(text, config) for text in told)
+    parts = (_hide_folders(front, config) + page, describe_use(folder, config, report), *rest)
+    ModelCard("\n".join(parts)).save(folder / "README.md")
+
+
+def _hide_folders(text: str, config: JobConfig) -> str:
+    """Leave of each local path in the job its last part: the folders mean nothing to a reader."""
+    models = (getattr(each, "model", None) for each in (config.teacher, config.student))
+    texts = (getattr(each, "path", each) for each in config.data.train)
+    for name in filter(None, (*models, *texts)):
+        if Path(name).is_absolute() or Path(name).exists():
+            text = text.replace(name, Path(name).name)
+    return text
 
 
 def _gather_facts(folder: Path, config: JobConfig, report: Report) -> ModelCardData:
@@ -150,13 +164,31 @@ def _describe_limits(config: JobConfig, report: Report) -> str:
     return "\n".join(["## Limitations", "", *lines, ""])
 
 
+def _describe_start(config: JobConfig) -> str:
+    """The weights that the student began with, and which of them were cut out."""
+    start = find_start(config)
+    cut = None if config.student is None else config.student.from_teacher
+    if start is None or cut is None:
+        return f"the weights of `{start}`" if start else "random weights"
+    sizes = {"hidden_size": cut.hidden_size, "intermediate_size": cut.intermediate_size}
+    narrowed = "".join(f", {name} cut to {size:,}" for name, size in sizes.items() if size)
+    known = ModelFolder.find(start, Path(), config.teacher and config.teacher.revision)
+    count = None if known is None else known.config.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return f"{cut.layers} layers of `{start}` ({cut.pick}){narrowed}"
+    kept = ", ".join(map(str, pick_layers(count, cut)))
+    return f"{cut.layers} of the {count} layers of `{start}` (numbers {kept}){narrowed}"
+
+
 def _describe_origin(config: JobConfig) -> str:
     """The section on the weights it began with, on licences, text and languages."""
     start = find_start(config)
     teacher = None if config.teacher is None else config.teacher.model
     owner = teacher or start
     licence = find_licence(config)
-    lines = [f"- Start: the weights of `{start}`." if start else "- Start: random weights."]
+    lines = [f"- Start: {_describe_start(config)}."]
+    if config.teacher is not None and config.teacher.gguf_file:
+        lines.append(f"- Teacher: the file `{Path(config.teacher.gguf_file).name}` of `{teacher}`.")
     if licence != UNKNOWN_LICENCE:
         lines.append(f"- Licence: {licence}, the licence of `{owner}`.")
     elif owner is not None:

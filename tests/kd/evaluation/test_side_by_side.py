@@ -5,6 +5,7 @@ The report also has what both models cost on this device, and how both continue 
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from dataclasses import asdict
@@ -123,7 +124,8 @@ def test_both_continue_the_same_five_texts(done: Any) -> None:
     assert prompts[0] == prompts[1] and len(set(prompts[0])) == 4
     assert samples[STUDENT] != samples[TEACHER]
     page = (done.run / "report.md").read_text(encoding="utf-8")
-    assert page.count("\nstudent:\n") == page.count("\nteacher:\n") == 4
+    for name in (STUDENT, TEACHER):
+        assert page.count(f"\nThe {name} continues:\n\n```text\n") == 4
 
 
 # ---------------------------------------------------------------------- the card
@@ -186,6 +188,24 @@ def test_facts_come_from_the_teacher_s_card_and_the_job(
         assert (facts["base_model"], facts["base_model_relation"]) == (base, relation)
         assert (facts["license"], facts["language"]) == ("apache-2.0", ["en", "de"])
         assert facts["datasets"] == ["owner/text"]
+
+
+def test_the_card_says_which_layers_were_kept_and_names_no_folder_of_this_machine(
+    done: Any, job: dict[str, Any], tmp_path: Path
+) -> None:
+    teacher = Path(job["teacher"]["model"])
+    total = json.loads((teacher / "config.json").read_text())["num_hidden_layers"]
+    student = {"from_teacher": {"layers": 1, "pick": "last", "intermediate_size": 8}}
+    write_provenance(tmp_path, parse_config(job | {"student": student}), done.report)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    kept = f"1 of the {total} layers of `{teacher.name}` (numbers {total - 1})"
+    assert f"- Start: {kept}, intermediate_size cut to 8." in card
+    assert str(teacher.parent) not in card and str(Path(job["data"]["train"]).parent) not in card
+    gguf = {"teacher": {"model": str(teacher), "gguf_file": "big-q4.gguf"}}
+    write_provenance(tmp_path, parse_config(job | gguf), done.report)
+    assert f"- Teacher: the file `big-q4.gguf` of `{teacher.name}`." in (
+        tmp_path / "README.md"
+    ).read_text(encoding="utf-8")
 
 
 def test_an_adapter_without_its_base_says_what_it_adapts(

@@ -188,6 +188,6 @@ def test_the_card_says_how_to_load_it(
     write_provenance(tmp_path, config, REPORT)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert f"library_name: {library}" in card and use in card
-    assert str(tiny_teacher) in card, "its weights began as those of this model"
+    assert tiny_teacher.name in card, "its weights began as those of this model"
     code = card.split("```python\n")[1].split("```")[0]
     compile(code, "README.md", "exec")
