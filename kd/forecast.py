@@ -30,7 +30,6 @@ from kd.capture.plan import resolve_teacher_folder, settle_packing
 from kd.capture.probe import TrialCaches, open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
-from kd.evaluation.known_quality import describe_known_quality
 from kd.experiments.noise import (
     BatchNoise,
     GradientNoise,
@@ -100,7 +99,6 @@ class TrainingForecast:
     noise: GradientNoise | None
     batch_noise: BatchNoise | None
     advice: tuple[str, ...]
-    known_quality: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""
@@ -298,7 +296,6 @@ def forecast_training(
             *(() if noise is None else advise(config, noise, tokens)),
             *(() if batch_noise is None else advise_on_batch(config, batch_noise)),
         ),
-        known_quality=describe_known_quality(source.codec, vocabulary, steps, tokens),
     ), phase
 
 

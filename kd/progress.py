@@ -6,14 +6,16 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     type         data
     stage        {phase, and stage if it is known}: what the run does now
     progress     {done, total, unit, fraction, eta_seconds, per_second, tokens, tokens_per_second}
-    metrics      {step, loss, kd_loss, ce_loss, perplexity, temperature, alpha, learning_rate,
-                 grad_norm}
+    metrics      {step, loss, kd_loss, ce_loss, train_perplexity, temperature, alpha,
+                 learning_rate, grad_norm}
     temperature  {step, temperature, temperature_gradient, temperature_margin}, if it is learned
     scalars      {step, and names such as throughput/tokens_per_second (kd.tracking.scalars)}
     check        {step, check, ok, message, remedy, facts}
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,
                  validation_tokens; validation_perplexity_low and _high below 2,000 tokens}
+    report       {student_perplexity, student_bits_per_byte, teacher_perplexity,
+                 teacher_bits_per_byte, held_out_tokens, held_out_bytes} of the finished student
     samples      {step, texts}: a {prompt, text} of each prompt that the student continued
     plan         {fingerprint} of the cache that the run needs; it may be sealed, partial or missing
     cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused;

@@ -16,7 +16,7 @@ from kd.capture.usefulness import describe_useless_teacher
 from kd.checks.verdict import Verdict
 from kd.evaluation.comparison import TEACHER
 from kd.evaluation.measure import BASELINE, BEFORE, STUDENT
-from kd.evaluation.teacher_effect import CHECK, REMEDY, judge_pair
+from kd.evaluation.teacher_effect import CHECK, FEW_STEPS, REMEDY, judge_pair
 
 Report = Mapping[str, Any]
 #: Nats that a student must be better than its teacher before it is worth a word.
@@ -37,7 +37,7 @@ def judge_teacher(report: Report) -> Verdict | None:
     evaluation = report.get("evaluation") or {}
     effect = evaluation.get("teacher_effect")
     if effect is not None and effect.get("nats") is not None:
-        return _compare_with_baseline(evaluation, effect)
+        return _compare_with_baseline(evaluation, effect, report.get("steps", FEW_STEPS))
     return _suspect_teacher(report) or _suspect_training(report)
 
 
@@ -60,10 +60,10 @@ def _show_perplexity(report: Report, name: str) -> str:
     return str(Perplexity(value, tokens, Interval(**ends) if ends else None))
 
 
-def _compare_with_baseline(evaluation: Report, effect: Mapping[str, Any]) -> Verdict:
+def _compare_with_baseline(evaluation: Report, effect: Mapping[str, Any], steps: int) -> Verdict:
     models = evaluation["models"]
     pair = (models[STUDENT]["perplexity"], models[BASELINE]["perplexity"])
-    return judge_pair(*pair, evaluation["tokens"], effect.get("interval"))
+    return judge_pair(*pair, evaluation["tokens"], effect.get("interval"), steps)
 
 
 def _suspect_teacher(report: Report) -> Verdict | None:

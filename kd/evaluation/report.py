@@ -20,7 +20,6 @@ from kd.capture.teacher import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.comparison import TEACHER, compare_with_records
 from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
-from kd.evaluation.known_quality import describe_known_quality
 from kd.evaluation.measure import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.files import read_json, write_json, write_text
@@ -34,6 +33,11 @@ from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.saved.state import TrainingProgress
 
 Report = dict[str, Any]
+#: What the event ``report`` says of a run, so that jobs can be compared.
+COMPARED = (
+    *("student_perplexity", "student_bits_per_byte", "teacher_perplexity"),
+    *("teacher_bits_per_byte", "held_out_tokens", "held_out_bytes"),
+)
 
 
 def make_report(
@@ -57,9 +61,6 @@ def make_report(
         **_measure_teacher(source, config.require_train().batch_size),
         **_measure_student(config, source, saved, progress, vocabulary),
         **_describe_progress(config, progress, saved),
-        "known_quality": describe_known_quality(
-            source.codec, vocabulary, progress.step, progress.tokens // max(progress.step, 1)
-        ),
     }
     if run is not None:
         report |= {
@@ -71,8 +72,21 @@ def make_report(
         report |= evaluate_in_depth(
             config, source, saved, run, with_start=config.evaluation.teacher
         )
-    report = replace_nonfinite(report)
+    report = replace_nonfinite(report | _measure_bits(report))
     return report | judge_report(report)
+
+
+def _measure_bits(report: Report) -> Report:
+    """The bytes of the held-out text, and what a model needs for one of them, in bits."""
+    found = report.get("evaluation") or {}
+    bits = {
+        key.replace("perplexity", "bits_per_byte"): compute_bits_per_byte(
+            math.log(report[key]), found["tokens"], found["bytes"]
+        )
+        for key in PERPLEXITIES.values()
+        if found and report.get(key) is not None
+    }
+    return {"held_out_bytes": found.get("bytes"), **bits}
 
 
 def judge_report(report: Report) -> Report:
@@ -229,7 +243,6 @@ def render_report(report: Report) -> str:
         _describe_closeness(report),
         _describe_temperature(report),
         _describe_cache(report),
-        f"- Sampled records: {known}" if (known := report.get("known_quality")) else "",
         _describe_speed(report),
     )
     lines += [fact for fact in facts if fact]
@@ -238,18 +251,13 @@ def render_report(report: Report) -> str:
 
 def _gather_models(report: Report) -> dict[str, dict[str, Any]]:
     """The facts of every model, from measurement in depth or from records and training."""
-    evaluation = report.get("evaluation") or {}
-    measured = evaluation.get("models") or {}
+    measured = (report.get("evaluation") or {}).get("models") or {}
     found = {
         name: {
             "perplexity": report[key],
             "perplexity_interval": report.get(f"{key}_interval"),
             "tokens": report.get(f"{key}_tokens", report.get("held_out_tokens")),
-            "bits_per_byte": compute_bits_per_byte(
-                math.log(report[key]), evaluation["tokens"], evaluation["bytes"]
-            )
-            if evaluation
-            else None,
+            "bits_per_byte": report.get(key.replace("perplexity", "bits_per_byte")),
         }
         for name, key in PERPLEXITIES.items()
         if report.get(key) is not None
@@ -299,6 +307,12 @@ def _describe_quality(report: Report) -> str:
         f"{math.exp(ngrams['unigram_loss']):,.2f} "
         f"on {report['evaluation']['tokens']:,} held-out tokens"
     )
+    student = find_perplexity(report, STUDENT)
+    if student is not None and math.log(student) > ngrams["bigram_loss"]:
+        counted += (
+            ". The student predicts worse than that bigram, which only counts pairs: train longer, "
+            "with more tokens in a step, or take a larger student"
+        )
     if report.get("quality_kept") is None:
         return f"- For comparison: {counted}."
     kept = report["quality_kept"]

@@ -20,6 +20,9 @@ REMEDY = (
     "Try another teacher, more weight on the text (loss.alpha), or text that is more like the "
     "teacher's training text."
 )
+#: Steps after which a teacher that is of use shows it.
+FEW_STEPS = 1_000
+_TRAIN_LONGER = "Train longer, and with more tokens in a step: this training was short. Otherwise: "
 
 
 def warn_of_verdict(report: Mapping[str, Any], monitor: Monitor) -> None:
@@ -30,11 +33,16 @@ def warn_of_verdict(report: Mapping[str, Any], monitor: Monitor) -> None:
 
 
 def judge_pair(
-    with_teacher: float, without: float, tokens: int | None, interval: Any = None
+    with_teacher: float,
+    without: float,
+    tokens: int | None,
+    interval: Any = None,
+    steps: int = FEW_STEPS,
 ) -> Verdict:
     """Judge two held-out perplexities of students that differ in the teacher alone.
 
-    ``interval`` is that of the difference in nats per token, with the keys low and high.
+    ``interval`` is that of the difference in nats per token, with the keys low and high. Of few
+    ``steps`` the verdict says first that more may help.
     """
     nats = math.log(with_teacher) - math.log(without)
     facts = {"with_teacher": with_teacher, "without_teacher": without, "nats": nats}
@@ -51,5 +59,6 @@ def judge_pair(
         return Verdict(CHECK, True, message, REMEDY, facts)
     if nats > 0:
         message = f"The student is worse with the teacher than without it: {figures}."
-        return Verdict(CHECK, False, message, REMEDY, facts)
+        longer = _TRAIN_LONGER + REMEDY[0].lower() + REMEDY[1:]
+        return Verdict(CHECK, False, message, longer if steps < FEW_STEPS else REMEDY, facts)
     return Verdict(CHECK, True, f"The teacher helped: {figures}.", "", facts)

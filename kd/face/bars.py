@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kd.progress import Event
+
+#: Seconds between two lines of progress where no bar is drawn.
+LINE_SECONDS = 30.0
 
 
 def _load_tqdm() -> Any:
@@ -38,6 +42,7 @@ class ProgressBars:
         self._bar: Any = None
         self._notes: dict[str, str] = {}
         self._tqdm = _load_tqdm()
+        self._told_at = 0.0
         self.warnings: list[str] = []
 
     def __enter__(self) -> ProgressBars:
@@ -71,6 +76,7 @@ class ProgressBars:
             self._bar = self._make_bar(stage)
         phase = data.get("phase")
         self._bar.set_description_str(f"{stage}: {phase}" if phase else stage)
+        self._tell_without_bar(f"{stage}: {phase}" if phase else stage)
 
     def _make_bar(self, title: str) -> Any:
         # None: no bar where the output is no terminal. That of a notebook says that it is none.
@@ -88,13 +94,25 @@ class ProgressBars:
             self._bar.reset(total=data.get("total"))
             step = int(data.get("done") or 0)
         self._bar.update(step)
+        done, total = data.get("done"), data.get("total")
+        if done == total or time.monotonic() - self._told_at > LINE_SECONDS:
+            self._tell_without_bar(f"{self._stage}: {done} of {total}{self._bar.unit}")
 
     def _show_metrics(self, data: dict[str, Any]) -> None:
         self._note("loss", data.get("loss"))
-        self._note("ppl", data.get("perplexity"))
+        self._note("train ppl", data.get("train_perplexity"))
 
     def _show_evaluation(self, data: dict[str, Any]) -> None:
         self._note("held-out ppl", data.get("validation_perplexity"))
+        if "validation_perplexity" in data:
+            perplexity = f"held-out perplexity {data['validation_perplexity']:.4g}"
+            self._tell_without_bar(f"step {data.get('step')}: {perplexity}")
+
+    def _tell_without_bar(self, line: str) -> None:
+        """Print a line where no bar is drawn: in a pipe or a log."""
+        if self._bar is not None and self._bar.disable:
+            self._told_at = time.monotonic()
+            self.tell(line)
 
     def _note(self, name: str, value: Any) -> None:
         if isinstance(value, int | float) and self._bar is not None:

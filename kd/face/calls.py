@@ -192,6 +192,7 @@ def _examine(
         tokens=report["evaluation"]["tokens"],
         perplexity=student["perplexity"],
         teacher_perplexity=measured.get("teacher", {}).get("perplexity"),
+        bits_per_byte=student["bits_per_byte"],
         kl=student.get("kl"),
         agreement=student.get("agreement"),
         report=report,
@@ -241,6 +242,7 @@ def _read_measures(report: Mapping[str, Any]) -> dict[str, Any]:
         "perplexity": report.get("student_perplexity"),
         "perplexity_before": report.get("student_perplexity_before"),
         "teacher_perplexity": report.get("teacher_perplexity"),
+        "bits_per_byte": report.get("student_bits_per_byte"),
         "kl": report.get("validation_kl"),
         "agreement": report.get("validation_agreement"),
     }

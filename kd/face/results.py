@@ -85,17 +85,19 @@ class CacheResult(_Shown):
 class StudentResult(_Shown):
     """A trained student, and what was measured of it on the held-out text.
 
-    Perplexities are per held-out token; ``kl`` is KL(teacher ‖ student) in nats per held-out token,
-    and ``agreement`` the share of tokens at which both have the same best next token, both by the
-    teacher's records. None = not measured. ``run`` is the folder of the run, ``folder`` that of the
-    student, a Hugging Face folder. The functions of ``kd`` take the result in place of the path
-    ``folder``.
+    Perplexities are per held-out token: compare them only where text and vocabulary are the same,
+    and ``bits_per_byte`` for any tokenizer. ``kl`` is KL(teacher ‖ student) in nats per held-out
+    token, and ``agreement`` the share of tokens at which both have the same best next token, both
+    by the teacher's records. None = not measured. ``run`` is the folder of the run, ``folder`` that
+    of the student, a Hugging Face folder. The functions of ``kd`` take the result in place of the
+    path ``folder``.
     """
 
     run: Path
     perplexity: float | None
     perplexity_before: float | None
     teacher_perplexity: float | None
+    bits_per_byte: float | None
     kl: float | None
     agreement: float | None
     job: JobConfig = field(repr=False)
@@ -142,6 +144,7 @@ class StudentResult(_Shown):
         yield from _number("perplexity before", self.perplexity_before)
         yield from _number("perplexity", self.perplexity)
         yield from _number("perplexity of the teacher", self.teacher_perplexity)
+        yield from _number("bits per byte", self.bits_per_byte, ".4f")
         yield from _number("KL", self.kl, ".4f")
         yield from _number("agreement", self.agreement, ".1%")
         yield "steps", f"{self.report.get('steps') or 0:,}"
@@ -186,6 +189,7 @@ class EvaluationResult(_Shown):
     tokens: int
     perplexity: float
     teacher_perplexity: float | None
+    bits_per_byte: float | None
     kl: float | None
     agreement: float | None
     report: Mapping[str, Any] = field(repr=False)
@@ -198,6 +202,7 @@ class EvaluationResult(_Shown):
         yield "tokens", f"{self.tokens:,}"
         yield from _number("perplexity", self.perplexity)
         yield from _number("perplexity of the teacher", self.teacher_perplexity)
+        yield from _number("bits per byte", self.bits_per_byte, ".4f")
         yield from _number("KL", self.kl, ".4f")
         yield from _number("agreement", self.agreement, ".1%")
         yield from (("warning", text) for text in self.warnings)

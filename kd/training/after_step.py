@@ -101,7 +101,7 @@ def report_metrics(run: Run, step: Step) -> None:
         loss=step.loss,
         kd_loss=step.kd_loss if run.source.codec is not None else None,
         ce_loss=step.ce_loss,
-        perplexity=compute_perplexity(step.ce_loss),
+        train_perplexity=compute_perplexity(step.ce_loss),
         alpha=step.alpha,
         learning_rate=step.learning_rates[0],
         grad_norm=step.grad_norm,
@@ -288,7 +288,7 @@ def save_checkpoint(run: Run) -> None:
             path = checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
         best_step = find_best_step(progress, run.options)
         if run.group.leads:
-            checkpoint.prune_checkpoints(run.checkpoints, run.options.save_total_limit, best_step)
+            checkpoint.prune_checkpoints(run.checkpoints, run.options.checkpoints_kept, best_step)
         if run.uploads is not None:
-            run.uploads.offer(path, run.options.save_total_limit, best_step)
+            run.uploads.offer(path, run.options.checkpoints_kept, best_step)
     run.monitor.emit("checkpoint", step=progress.step, path=str(path))

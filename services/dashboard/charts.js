@@ -5,7 +5,7 @@ import { drawMarkLines, placeMarks } from "./marks.js";
 
 const CHARTS = [
   { title: "Loss, nats per token", names: ["loss", "kd_loss", "ce_loss"] },
-  { title: "Perplexity", names: ["perplexity", "validation_perplexity"], log: true },
+  { title: "Perplexity", names: ["train_perplexity", "validation_perplexity"], log: true },
   { title: "KL(teacher || student), held out", names: ["validation_kl"] },
   { title: "Agreement with the teacher, held out", names: ["validation_agreement"] },
   { title: "Learning rate", names: ["learning_rate"] },
@@ -28,7 +28,7 @@ const HEIGHT = 240; // pixels
 const MARKS = 26; // pixels above a chart, for marks
 const SMOOTHING = 0.9; // the weight of the earlier points
 // Only these are smoothed: a learning rate has no noise, and evaluations are few and exact.
-const SMOOTHED = ["loss", "kd_loss", "ce_loss", "perplexity"];
+const SMOOTHED = ["loss", "kd_loss", "ce_loss", "train_perplexity"];
 /** Colours of the style sheet; more lines get hues at equal distances. */
 export const COLOURS = 3;
 const LEGEND = 8; // the most lines that a legend lists

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { columnWidth, lineChart } from "./charts.js";
 import { bytes, chip, duration, fill, h, number, secondsOf, table } from "./elements.js";
-import { Reports, trialsOf } from "./measures.js";
+import { Reports, sameText, trialsOf } from "./measures.js";
 import { ParallelCoordinates } from "./parallel.js";
 import { query, to } from "./paths.js";
 import { Scatter } from "./scatter.js";
@@ -20,6 +20,9 @@ const CURVES = [
   { title: "KL(teacher || student), held out", name: "validation_kl" },
   { title: "Learning rate", name: "learning_rate" },
 ];
+const OTHER_TEXT = "The perplexities are not comparable: the jobs held out different texts, or their "
+  + "tokenizers cut the text differently. Bits per byte compare tokenizers on one text.";
+
 export function comparePage() {
   const asked = (query().get("jobs") ?? "").split(",").filter(Boolean);
   const study = query().get("study");
@@ -31,10 +34,11 @@ export function comparePage() {
   const title = h("h1", {}, "Comparison");
   const results = h("div");
   const settings = h("div");
+  const otherText = h("p", { class: "quiet", role: "note", hidden: true }, OTHER_TEXT);
   const note = h("p", { class: "quiet" });
   const pictures = h("div", { class: "charts" });
   const curves = h("section", { hidden: true }, h("h2", {}, "Curves"), note, pictures);
-  element.append(title, results, parallel.root, scatter.root, curves, settings);
+  element.append(title, results, otherText, parallel.root, scatter.root, curves, settings);
 
   /** The jobs of the address, or the trials of the search that it names, the best first. */
   async function readJobs() {
@@ -62,6 +66,7 @@ export function comparePage() {
     const differences = differencesOf(jobs);
     // A table with a column for each job is readable for a few.
     fill(results, jobs.length <= MOST_CURVES ? resultTable(jobs, all) : null);
+    otherText.hidden = sameText(jobs);
     fill(settings, jobs.length <= MOST_CURVES ? differenceTable(jobs, differences) : null);
     scatter.update(all);
     parallel.update(all, differences.filter(([name]) => !NAMES.includes(name)));
@@ -101,6 +106,8 @@ function resultTable(jobs, all) {
   const rows = [
     ["Status", ...jobs.map((job) => chip(job.status))],
     ["Held-out perplexity", ...jobs.map((job) => number(job.metrics.validation_perplexity))],
+    ["Bits per byte", ...jobs.map((job) => number(job.metrics.student_bits_per_byte))],
+    ["Teacher's bits per byte", ...jobs.map((job) => number(job.metrics.teacher_bits_per_byte))],
     ["KL to the teacher", ...jobs.map((job) => number(job.metrics.validation_kl))],
     ["Loss", ...jobs.map((job) => number(job.metrics.loss))],
     ["Step", ...jobs.map((job) => number(job.metrics.step))],

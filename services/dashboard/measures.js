@@ -6,6 +6,7 @@ import { bytes, duration, number, secondsOf } from "./elements.js";
 /** {name, title, of, format}: `of` takes {job, report}; quality is lower or higher for better. */
 export const QUALITY = [
   { name: "perplexity", title: "Held-out perplexity", of: ({ job }) => job.metrics.validation_perplexity },
+  { name: "bits", title: "Bits per byte, held out", of: ({ job }) => job.metrics.student_bits_per_byte },
   { name: "kl", title: "KL to the teacher, nats", of: ({ job }) => job.metrics.validation_kl },
   { name: "loss", title: "Held-out loss, nats", of: ({ job }) => job.metrics.validation_loss },
   {
@@ -37,9 +38,17 @@ export const COSTS = [
   },
 ];
 
+/** Whether the jobs held out the same text in the same tokens, as far as they say. */
+export const sameText = (jobs) => ["held_out_tokens", "held_out_bytes"].every((name) =>
+  new Set(jobs.map(({ metrics }) => metrics[name]).filter(Number.isFinite)).size < 2);
+
 /** Return those measures that at least two of the jobs have. */
 export const known = (measures, all) =>
   measures.filter(({ of }) => all.filter((one) => Number.isFinite(of(one))).length > 1);
+
+/** The qualities by which the jobs can be compared: of other texts no loss of a token is one. */
+export const qualities = (all) => known(QUALITY, all)
+  .filter(({ name }) => !["perplexity", "loss"].includes(name) || sameText(all.map(({ job }) => job)));
 
 export const shown = ({ format = number }, value) => format(value);
 

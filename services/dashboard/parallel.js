@@ -1,7 +1,7 @@
 // Parallel coordinates: each job is a line over the settings that differ, and over its quality.
 
 import { fill, h, number, svg, table } from "./elements.js";
-import { QUALITY, known, shown } from "./measures.js";
+import { qualities, shown } from "./measures.js";
 import { to } from "./paths.js";
 import { scale } from "./scatter.js";
 
@@ -25,7 +25,7 @@ export class ParallelCoordinates {
 
   /** `settings`: [name, value of each job] of those that differ, as JSON texts. */
   update(all, settings) {
-    const [quality] = known(QUALITY, all);
+    const [quality] = qualities(all);
     this.root.hidden = all.length < LEAST_JOBS || !quality || !settings.length;
     if (this.root.hidden) return;
     const axes = [

@@ -2,7 +2,7 @@
 
 import { COLOURS } from "./charts.js";
 import { fill, h, svg, table } from "./elements.js";
-import { COSTS, QUALITY, known, shown } from "./measures.js";
+import { COSTS, QUALITY, known, qualities, shown } from "./measures.js";
 import { keepInAddress, query, to } from "./paths.js";
 
 const [WIDTH, HEIGHT] = [560, 300];
@@ -28,7 +28,7 @@ export class Scatter {
 
   update(all) {
     this.all = all;
-    choices(this.y, known(QUALITY, all), query().get("y"));
+    choices(this.y, qualities(all), query().get("y"));
     choices(this.x, known(COSTS, all), query().get("x"));
     this.root.hidden = !this.x.options.length || !this.y.options.length;
     if (!this.root.hidden) this.draw();

@@ -129,7 +129,7 @@ def _format_progress(progress: dict[str, Any], metrics: dict[str, Any]) -> str:
         parts.append(f"{progress['tokens_per_second']:,.0f} tok/s")
     parts += [
         _format_number("loss", metrics.get("loss"), ".3f"),
-        _format_number("ppl", metrics.get("perplexity"), ".1f"),
+        _format_number("train ppl", metrics.get("train_perplexity"), ".1f"),
     ]
     return "  ".join(filter(None, parts))
 

@@ -60,10 +60,24 @@ class Metrics(View):
         None, description="KL divergence from the teacher, nats per token."
     )
     ce_loss: float | None = Field(None, description="Cross-entropy of the text, nats per token.")
-    perplexity: float | None = Field(None, description="exp(ce_loss) on the training text.")
+    train_perplexity: float | None = Field(None, description="exp(ce_loss) of the training text.")
     validation_perplexity: float | None = Field(
-        None, description="Perplexity on the held-out text."
+        None, description="Perplexity on the held-out text, of the newest evaluation."
     )
+    student_perplexity: float | None = Field(
+        None,
+        description="Perplexity of the finished student on the held-out text. Compare it only with "
+        "perplexities of the same text and vocabulary.",
+    )
+    student_bits_per_byte: float | None = Field(
+        None, description="Bits that the finished student needs for a byte of the held-out text."
+    )
+    teacher_perplexity: float | None = Field(
+        None, description="Perplexity of the teacher on the held-out text."
+    )
+    teacher_bits_per_byte: float | None = Field(None, description="The same of the teacher.")
+    held_out_tokens: int | None = Field(None, description="Tokens of the held-out text.")
+    held_out_bytes: int | None = Field(None, description="Bytes of the held-out text, in UTF-8.")
     temperature: float | None = Field(None, description="Distillation temperature.")
     learning_rate: float | None = Field(None, description="Learning rate of the last step.")
     grad_norm: float | None = Field(

@@ -36,9 +36,12 @@ SECTION_OF_EVENT = {
     "progress": "progress",
     "metrics": "metrics",
     "evaluation": "metrics",
+    "report": "metrics",
     "plan": "cache",
     "cache": "cache",
 }
+#: Fields of records that earlier versions wrote under another name.
+_RENAMED = {"metrics.perplexity": "metrics.train_perplexity"}
 
 
 class JobRecord(Job):
@@ -124,7 +127,7 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
         "artifacts": {},
     }
     for name, value in record.items():
-        section, dot, inner = name.partition(".")
+        section, dot, inner = _RENAMED.get(name, name).partition(".")
         if dot:
             nested.setdefault(section, {})[inner] = json.loads(value)
     return JobRecord.model_validate(

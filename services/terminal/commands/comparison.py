@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 #: What is measured of a job: its name in the table, and where its record has it.
 RESULTS = {
-    "perplexity": "metrics.perplexity",
+    "perplexity": "metrics.student_perplexity",
+    "perplexity at the last evaluation": "metrics.validation_perplexity",
     "teacher's perplexity": "metrics.teacher_perplexity",
+    "bits per byte": "metrics.student_bits_per_byte",
+    "teacher's bits per byte": "metrics.teacher_bits_per_byte",
+    "held-out tokens": "metrics.held_out_tokens",
+    "held-out bytes": "metrics.held_out_bytes",
     "KL": "metrics.validation_kl",
     "agreement": "metrics.validation_agreement",
     "steps": "metrics.step",
@@ -31,6 +36,10 @@ RESULTS = {
     "tokens per second": "metrics.tokens_per_second",
     "device seconds": "device_seconds",
 }
+OTHER_TEXT = (
+    "The perplexities are not comparable: the jobs held out different texts, or their tokenizers "
+    "cut the text differently. Bits per byte compare tokenizers on one text."
+)
 #: Settings that name a job, and say nothing about what it does.
 NAMES = ("name", "labels")
 
@@ -56,6 +65,9 @@ def jobs_diff(
         notes.print("The jobs have the same settings.")
     rows = [[name, *map(format_value, pair)] for name, pair in {**settings, **results}.items()]
     print_table(["", *map(_name_job, jobs)], rows)
+    texts = [results.get(f"held-out {unit}", [None, None]) for unit in ("tokens", "bytes")]
+    if any(None not in pair and pair[0] != pair[1] for pair in texts):
+        notes.print(OTHER_TEXT)
 
 
 def compare_settings(first: Any, second: Any) -> dict[str, list[Any]]:

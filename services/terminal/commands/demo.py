@@ -162,12 +162,13 @@ def _format_figure(value: float | int | None) -> str:
 
 def _judge(distilled: dict[str, Any], plain: dict[str, Any]) -> Verdict | None:
     """Judge the teacher by the two students; None where a figure is not known or both are equal."""
-    from kd.evaluation.teacher_effect import judge_pair
+    from kd.evaluation.teacher_effect import FEW_STEPS, judge_pair
 
     found = (distilled.get("student_perplexity"), plain.get("student_perplexity"))
     if found[0] is None or found[1] is None or found[0] == found[1]:
         return None
-    return judge_pair(found[0], found[1], distilled.get("held_out_tokens"))
+    steps = distilled.get("steps") or FEW_STEPS
+    return judge_pair(found[0], found[1], distilled.get("held_out_tokens"), steps=steps)
 
 
 def _compute_share_of_distance(distilled: dict[str, Any], plain: dict[str, Any]) -> float | None:

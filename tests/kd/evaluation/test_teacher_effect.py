@@ -119,6 +119,18 @@ def test_a_suspicion_counts_the_tokens_of_its_perplexities(report: Any, shown: l
     assert "interval" not in verdict.message
 
 
+def test_after_few_steps_a_longer_training_is_the_first_advice() -> None:
+    models = {STUDENT: {"perplexity": 110.0}, BASELINE: {"perplexity": 100.0}}
+    found = {"models": models, "tokens": 2500, "teacher_effect": {"nats": 0.1}}
+    for steps, first in (
+        (80, "Train longer, and with more tokens in a step"),
+        (4000, "Try another"),
+    ):
+        verdict = judge_teacher({"teacher": "t", "steps": steps, "evaluation": found})
+        assert verdict is not None and verdict.remedy.startswith(first)
+        assert "ry another teacher" in verdict.remedy
+
+
 def test_a_baseline_is_believed_before_any_suspicion() -> None:
     models = {STUDENT: {"perplexity": 100.0}, BASELINE: {"perplexity": 110.0}}
     effect = {"nats": -0.1, "interval": {"low": -0.14, "high": -0.05}}

@@ -184,15 +184,18 @@ def test_progress_and_warnings_are_shown_or_not(
     def run(monitor: Monitor) -> str:
         monitor.emit("stage", stage="train", phase="training")
         monitor.emit("progress", done=1, total=2, unit="steps")
-        monitor.emit("metrics", step=1, loss=1.5, perplexity=4.5)
+        monitor.emit("metrics", step=1, loss=1.5, train_perplexity=4.5)
+        monitor.emit("evaluation", step=1, validation_perplexity=20.5)
         monitor.emit("warning", message="Look out.")
+        monitor.emit("progress", done=2, total=2, unit="steps")
         return "done"
 
     assert run_here(run, RunOptions(tmp_path, tmp_path, progress=False)) == ("done", ("Look out.",))
     assert capsys.readouterr() == ("", "")
     assert run_here(run, RunOptions(tmp_path, tmp_path)) == ("done", ("Look out.",))
-    # The output of a test is no terminal: no bar is drawn there.
-    assert capsys.readouterr() == ("", "warning: Look out.\n")
+    # The output of a test is no terminal: no bar is drawn there, and lines tell how far the run is.
+    lines = ["train: training", "step 1: held-out perplexity 20.5", "warning: Look out."]
+    assert capsys.readouterr() == ("", "\n".join([*lines, "train: 2 of 2 steps", ""]))
 
 
 def test_a_notebook_has_a_bar_for_each_stage(
@@ -204,13 +207,13 @@ def test_a_notebook_has_a_bar_for_each_stage(
         monitor.emit("stage", stage="precompute", phase="capturing")
         monitor.emit("progress", done=3, total=3, unit="shards")
         monitor.emit("stage", stage="train", phase="training")
-        monitor.emit("metrics", step=1, loss=1.5, perplexity=4.5)
+        monitor.emit("metrics", step=1, loss=1.5, train_perplexity=4.5)
         monitor.emit("progress", done=1, total=2, unit="steps")
 
     run_here(run, RunOptions(tmp_path, tmp_path))
     shown = capsys.readouterr().err
     assert "precompute: capturing: 100%" in shown and "3/3" in shown
-    assert "train: training:  50%" in shown and "loss=1.5, ppl=4.5" in shown
+    assert "train: training:  50%" in shown and "loss=1.5, train ppl=4.5" in shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

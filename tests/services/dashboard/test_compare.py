@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
-from tests.support.services.api import tell
+from tests.support.services.api import running, tell
 
 
 @pytest.fixture
@@ -54,6 +54,23 @@ def test_quality_stands_against_a_cost_that_is_chosen(page: Page, api: Parts) ->
     expect(page).to_have_url(re.compile("x=speed&y=agreement"))
     page.reload()
     expect(table.get_by_role("row").nth(1)).to_have_text("trial-20.7300")
+
+
+def test_perplexities_of_different_texts_are_not_compared(page: Page, api: Parts) -> None:
+    note = page.get_by_text("The perplexities are not comparable")
+    axis = page.get_by_label("Vertical axis").locator("option")
+    for tokens, quality in (((640, 640), "Held-out perplexity"), ((640, 900), "Bits per byte")):
+        ids = [running(api), running(api)]
+        for at, (claim, count) in enumerate(zip(ids, tokens, strict=True)):
+            report = {"student_bits_per_byte": 1.5 + at, "held_out_tokens": count}
+            tell(api, claim, ("evaluation", {"step": 5, "validation_perplexity": 40.0 + at}))
+            tell(api, claim, ("report", report), ("cache", {"bytes_per_token": 20.0}))
+            api.jobs.finish(claim, "succeeded")
+        page.goto(f"{api.settings.server}/compare?jobs={','.join(claim.id for claim in ids)}")
+        row = page.get_by_role("table", name="Results").get_by_role("row", name="Bits per byte")
+        expect(row.first).to_have_text("Bits per byte1.52.5")
+        expect(axis.first).to_have_text(re.compile(f"^{quality}"))
+        expect(note).to_be_visible(visible=quality == "Bits per byte")
 
 
 def test_settings_and_quality_are_parallel_coordinates(page: Page, api: Parts) -> None:

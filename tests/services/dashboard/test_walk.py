@@ -29,7 +29,7 @@ def views(api: Parts) -> dict[str, str]:
     )
     assert claim is not None and other is not None
     points = [
-        ("metrics", {"step": step, "loss": 5.0 - step / 50, "perplexity": 150.0 - step,
+        ("metrics", {"step": step, "loss": 5.0 - step / 50, "train_perplexity": 150.0 - step,
                      "learning_rate": 1e-3, "grad_norm": 1.0 + step / 100})
         for step in range(1, 101)
     ]  # fmt: skip

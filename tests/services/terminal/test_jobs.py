@@ -101,6 +101,26 @@ def test_two_jobs_are_compared_by_what_differs(shell: Shell) -> None:
     shell.ok("jobs", "cancel", jobs[1])
 
 
+def test_jobs_are_compared_by_the_held_out_text_and_not_by_the_training_text(shell: Shell) -> None:
+    claims = [running(shell.parts, ALICE), running(shell.parts, ALICE)]
+    for claim, (perplexity, tokens) in zip(claims, ((35.9, 640), (20.0, 900)), strict=True):
+        tell(
+            shell.parts, claim,
+            ("metrics", {"step": 5, "train_perplexity": 7.0}),
+            ("evaluation", {"step": 5, "validation_perplexity": perplexity + 1}),
+            ("report", {"student_perplexity": perplexity, "student_bits_per_byte": 1.25,
+                        "held_out_tokens": tokens, "held_out_bytes": 3000}),
+        )  # fmt: skip
+    ids = [claim.id for claim in claims]
+    found = json.loads(shell.ok("jobs", "diff", *ids, "--json"))["results"]
+    assert found["perplexity"] == [35.9, 20.0]
+    assert found["bits per byte"] == [1.25, 1.25]
+    assert "not comparable" in shell.kd("jobs", "diff", *ids).stderr
+    assert "not comparable" not in shell.kd("jobs", "diff", ids[0], ids[0]).stderr
+    for claim in claims:
+        shell.parts.jobs.finish(claim, "succeeded")
+
+
 def test_the_address_of_a_page_is_printed(shell: Shell) -> None:
     job_id = shell.parts.jobs.create(make_config("quick"), ALICE).id
     there = {"KD_SERVER": shell.parts.settings.server, "KD_API_KEY": shell.key}

@@ -188,7 +188,7 @@ def _print_training(training: dict[str, Any] | None) -> None:
         "gradient_noise": training.get("noise"),
     }
     print_facts({name: value for name, value in facts.items() if value is not None})
-    for line in filter(None, [*(training.get("advice") or ()), training.get("known_quality")]):
+    for line in training.get("advice") or ():
         out.print(line, markup=False, soft_wrap=True)
 
 
