@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kd.face.calls import build_cache, distill, evaluate, run_job, train_student
     from kd.face.jobs import load_job
     from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
+    from kd.face.runs import RunSummary, list_runs
 
 #: The module of each public name. A new name needs a line here, one in ``__all__``, and one above.
 _MODULES = {
@@ -46,6 +47,8 @@ _MODULES = {
     "evaluate": "kd.face.calls",
     "run_job": "kd.face.calls",
     "load_job": "kd.face.jobs",
+    "list_runs": "kd.face.runs",
+    "RunSummary": "kd.face.runs",
     "CacheResult": "kd.face.results",
     "StudentResult": "kd.face.results",
     "DistillationResult": "kd.face.results",
@@ -73,12 +76,14 @@ __all__ = [
     "EvaluationResult",
     "OpenCache",
     "Refused",
+    "RunSummary",
     "StudentResult",
     "TimedOut",
     "Unreachable",
     "build_cache",
     "distill",
     "evaluate",
+    "list_runs",
     "load_job",
     "open_cache",
     "run_job",

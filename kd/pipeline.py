@@ -52,12 +52,13 @@ from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.jobfile import keep_meaning
 from kd.config.teacher import SHARED, TeacherConfig
+from kd.config.train import TrainConfig
 from kd.errors import FidelityError
 from kd.evaluation.baseline import build_first_student, build_starting_student
 from kd.evaluation.comparison import compare_with_records
 from kd.evaluation.measure import EvaluationContext
-from kd.evaluation.model_card import write_provenance
-from kd.evaluation.report import make_report, write_report
+from kd.evaluation.model_card import PROVENANCE, write_provenance
+from kd.evaluation.report import COMPARED, make_report, write_report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
 from kd.files import (
@@ -110,10 +111,11 @@ from kd.search.trials import search_students
 from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
+from kd.training import checkpoint
 from kd.training.loop import train
 from kd.training.prepare import require_served, require_stages
 from kd.training.resume.elsewhere import fetch_run, keeping_checkpoint
-from kd.training.resume.identity import require_same_job
+from kd.training.resume.identity import compute_resume_identity, require_same_job
 from kd.training.samples import EvaluationSamples
 from kd.training.uploads import CheckpointUploads
 
@@ -393,6 +395,10 @@ def run_training(
     """
     tokenizer, source = open_source(config, home, run_dir, monitor)
     config = adopt_cache_layout(source, config)
+    if group.alone and (report := read_finished(config, source, run_dir)) is not None:
+        phase = "this run has finished before, and nothing is measured again"
+        monitor.emit("stage", stage="train", phase=phase)
+        return tell_results(report, run_dir, monitor)
     monitor.check("before the student was loaded")
     student = build_first_student(config, tokenizer, group)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
@@ -431,6 +437,40 @@ def run_training(
             report = make_report(config, source, saved, progress, vocabulary, context)
         write_provenance(folder, config, report)
     write_report(run_dir, report)
+    if options.save_total_limit is None:
+        keep_last_checkpoint(run_dir, options)
+    return tell_results(report, run_dir, monitor)
+
+
+def keep_last_checkpoint(run_dir: Path, options: TrainConfig) -> None:
+    """Delete the other checkpoints of a run and of its baseline, in its bucket too.
+
+    With early stopping the best one stays besides: whoever goes on takes its weights at the end.
+    """
+    stopping = options.early_stopping_patience is not None
+    for folder in (run_dir / "baseline" / CHECKPOINTS, run_dir / CHECKPOINTS):
+        newest = checkpoint.read_newest_state(folder) if stopping else None
+        best = None if newest is None else newest["progress"].get("best_step")
+        checkpoint.prune_checkpoints(folder, 1, best)
+    if (run := find_own_run(run_dir)) is not None:
+        run.prune_checkpoints(1, best)
+
+
+def read_finished(config: JobConfig, source: Source, run_dir: Path) -> dict[str, Any] | None:
+    """The report in ``run_dir``, if just this job has trained and measured the student there."""
+    made = read_json(run_dir / "student" / PROVENANCE) or {}
+    report: dict[str, Any] | None = read_json(run_dir / "report.json")
+    if made.get("job") != config.model_dump(mode="json") or report != made["report"]:
+        return None
+    # Also the text and the cache must be those of then.
+    identity = compute_resume_identity(config, str(source.identity))
+    same = checkpoint.read_newest_identity(run_dir / "checkpoints") == identity
+    return report if same else None
+
+
+def tell_results(report: dict[str, Any], run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Emit what the student is worth and where its files are; return both."""
+    monitor.emit("report", **{name: report.get(name) for name in COMPARED})
     warn_of_verdict(report, monitor)
     names = [*ARTIFACTS, *report["plots"]]
     names += [TOKENS_FILE] if (run_dir / TOKENS_FILE).is_file() else []

@@ -301,12 +301,13 @@ class TrainConfig(Section):
         100, ge=1, le=10_000_000, description="Steps between two evaluations on the held-out text."
     )
     save_steps: int = Field(100, ge=1, le=10_000_000, description="Steps between two checkpoints.")
-    save_total_limit: int = Field(
-        2,
+    save_total_limit: int | None = Field(
+        None,
         ge=1,
         le=1000,
         description=(
-            "Checkpoints to keep: the newest ones, and with early stopping also the best one."
+            "Checkpoints to keep: the newest ones, and with early stopping also the best one. None "
+            "= 2 while the job runs, and the last one once it has ended."
         ),
     )
     early_stopping_patience: int | None = Field(
@@ -444,6 +445,11 @@ class TrainConfig(Section):
         if self.batch_scaling is None:
             return self.learning_rate
         return self.batch_scaling.scale(self.learning_rate, self.sequences_per_step)
+
+    @property
+    def checkpoints_kept(self) -> int:
+        """The checkpoints that stay while the job runs."""
+        return self.save_total_limit or 2
 
     @property
     def sequences_per_step(self) -> int:

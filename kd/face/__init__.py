@@ -6,6 +6,7 @@ running.py    a job                     -> its stages, with bars, a lock and Ctr
 bars.py       events of the run         -> progress bars
 results.py    files of the run          -> frozen records, for text, notebooks and plots
 calls.py      the public functions
+runs.py       folders of runs          -> one list
 version.py    the version of Potstill
 reference.py  writes docs/python.md
 """

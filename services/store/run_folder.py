@@ -13,13 +13,12 @@ from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.config.placement import JOB_ID_PATTERN
+from kd.face.runs import LAST_FILE, LAST_FILES
 from kd.files import LOCK, read_json, require_known_run
 
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
 JOB_ID = re.compile(JOB_ID_PATTERN)
-#: The file that a stage writes last, by kind of job, and the artifacts beside it.
-LAST_FILES = {"precompute": "cache.json", "verify": "verify.json", "fidelity": "fidelity.json"}
-LAST_FILE = "report.json"
+#: What a stage writes beside the file that comes last.
 ARTIFACTS = (
     "student", "report.md", "report.json", "metrics.jsonl", "profile.json", "tokens.json",
     "verify.json", "fidelity.json",

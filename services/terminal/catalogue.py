@@ -72,6 +72,8 @@ CATALOGUE = {
     "cache rm": Help(CACHES, "kd cache rm 89b9"),
     "cache import": Help(CACHES, "kd cache import distillkit records --tokenizer teacher-folder"),
     "cache export": Help(CACHES, "kd cache export 89b9 --format distillkit --out records --lossy"),
+    "runs ls": Help(RUN, "kd runs ls"),
+    "runs rm": Help(RUN, "kd runs rm my-run"),
     "report": Help(SHARE, "kd report last --html"),
     "push": Help(SHARE, "kd push last ann/small-austen --private"),
     "pull": Help(SHARE, "kd pull ann/small-austen"),

@@ -37,7 +37,7 @@ from services.terminal.commands.before import convert, estimate, init, plan, rat
 from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.commands.hub import exchange as hub_exchange
-from services.terminal.commands.hub import export, report
+from services.terminal.commands.hub import export, report, runs
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
     AsJson,
@@ -52,6 +52,7 @@ from services.terminal.console import (
     out,
     print_error,
     print_json,
+    print_page,
     print_table,
     write_any_letters,
 )
@@ -102,6 +103,7 @@ app.add_typer(caches.app)
 app.add_typer(hub_exchange.app)
 app.add_typer(export.app)
 app.add_typer(report.app)
+app.add_typer(runs.app)
 app.add_typer(keys.app)
 app.add_typer(accounts.app)
 app.add_typer(backup.app)
@@ -380,7 +382,7 @@ def _print_report(report: dict[str, Any], as_json: bool) -> None:
         out.print(f"{name}: {path}", soft_wrap=True)
     page = Path(report.get("artifacts", {}).get("report.md", ""))
     if page.is_file():
-        out.print(page.read_text(encoding="utf-8"), markup=False)
+        print_page(page.read_text(encoding="utf-8"))
 
 
 def _interrupt_on_signals() -> None:

@@ -196,6 +196,16 @@ def format_time(time: str) -> str:
     return time[:19] if out.width == NO_TERMINAL_WIDTH else time[:19].replace("T", " ")
 
 
+def print_page(text: str) -> None:
+    """Print Markdown: laid out in a terminal, as it is in a pipe."""
+    if not out.is_terminal:
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
+    from rich.markdown import Markdown
+
+    out.print(Markdown(text))
+
+
 def print_facts(facts: Mapping[str, Any]) -> None:
     """Print each fact that has a value on its own line, with a readable name and unit."""
     texts = {_format_name(name): format_value(value, name) for name, value in facts.items()}

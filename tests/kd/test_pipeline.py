@@ -162,7 +162,7 @@ def test_a_run_leaves_a_sealed_cache_and_everything_it_names(done):
     assert all(Path(path).exists() for path in done.result["artifacts"].values())
     assert not list(done.home.rglob(".tmp-*"))
     assert [path.name for path in sorted((done.run_dir / "checkpoints").iterdir())] == [
-        "step-00000004", "step-00000006",
+        "step-00000006",
     ]  # fmt: skip
 
 
@@ -207,8 +207,15 @@ def test_the_report_is_complete_and_finite(done):
     for name in ("teacher_perplexity", "student_perplexity_before", "student_perplexity"):
         assert f"| {report[name]:,.2f} |" in page
     assert report["fingerprint"] in page and "6 steps" in page and "10% of the weight" in page
+    # Whoever may read the report may read the weights.
+    rights = {(done.run_dir / "report.md").stat().st_mode & 0o777}
+    saved = [*(done.run_dir / "student").iterdir(), *(done.run_dir / "checkpoints").glob("*/*")]
+    assert {path.stat().st_mode & 0o777 for path in saved if path.is_file()} == rights
     card = (done.run_dir / "student" / "README.md").read_text(encoding="utf-8")
-    assert card.startswith("---\n") and page in card
+    teacher = done.result["report"]["teacher"]
+    assert Path(teacher).is_absolute() and teacher in page
+    assert card.startswith("---\n") and page.replace(teacher, Path(teacher).name) in card
+    assert str(Path(teacher).parent) not in card
 
 
 def held_out_perplexity(folder: Path, sequences: Sequences) -> float:
@@ -267,6 +274,13 @@ def test_events_tell_the_run_in_order(done):
         24,
     ]
     assert [each["done"] for each in progress if each["unit"] == "steps"] == [1, 2, 3, 4, 5, 6]
+    (told,) = done.listener.of("report")
+    assert told.items() <= done.result["report"].items()
+    table = done.result["report"]["evaluation"]
+    bits = math.log(told["student_perplexity"]) * table["tokens"] / table["bytes"] / math.log(2)
+    assert told["student_bits_per_byte"] == pytest.approx(bits)
+    assert told["teacher_bits_per_byte"] > 0 and told["held_out_bytes"] == table["bytes"]
+
     assert [each["step"] for each in done.listener.of("metrics")] == [1, 2, 3, 4, 5, 6]
     assert [each["step"] for each in done.listener.of("evaluation")] == [0, 3, 6]
     assert [each["step"] for each in done.listener.of("checkpoint")] == [2, 4, 6]
@@ -279,7 +293,7 @@ def test_events_tell_the_run_in_order(done):
             "loss",
             "kd_loss",
             "ce_loss",
-            "perplexity",
+            "train_perplexity",
             "temperature",
             "learning_rate",
             "grad_norm",
@@ -300,16 +314,36 @@ def test_the_same_job_in_the_same_folders_finds_everything_done(done, job, tmp_p
     assert result["cache"]["reused"] is True
     assert "precompute: capturing" not in listener.phases() and listener.of("metrics") == []
     assert student_bytes(home) == done.student and cache_bytes(home) == before
-    assert without_timings(result["report"]) == without_timings(done.result["report"])
+    # Nothing is measured either: also what a clock says is that of the first time.
+    assert result["report"] == done.result["report"]
+    assert "train: this run has finished before, and nothing is measured again" in listener.phases()
+    assert listener.of("report") == done.listener.of("report")
+    assert {each["name"] for each in listener.of("artifact")} == set(result["artifacts"])
 
 
-def without_timings(report: dict[str, Any]) -> dict[str, Any]:
-    """A report without what a clock and the system's memory say, which differs from run to run."""
-    found = dict(report["evaluation"])
-    costs, ratios = found.pop("costs"), found.pop("student_is")
-    assert costs.keys() == {"student", "teacher"}
-    assert ratios.keys() >= {"times_smaller_on_disk", "times_faster_reading"}
-    return {**report, "train_seconds": 0, "evaluation": found}
+@pytest.mark.parametrize("change", ["another evaluation", "no student", "another report"])
+def test_a_finished_run_is_measured_again_where_anything_differs(done, job, tmp_path, change):
+    home = shutil.copytree(done.home, tmp_path / "home")
+    if change == "no student":
+        shutil.rmtree(home / "runs/x/student")
+    if change == "another report":
+        write_json(home / "runs/x/report.json", {})
+    other = {"evaluation": {"max_new_tokens": 2}} if change == "another evaluation" else {}
+    listener = Listener()
+    run(merged(job, other), home, listener=listener)
+    assert "train: measuring on the held-out text" in listener.phases()
+    assert student_bytes(home) == done.student
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(None, [6]), (2, [4, 6])])
+def test_a_finished_run_keeps_its_last_checkpoint_and_that_of_its_baseline(
+    job, tmp_path, limit, kept
+):
+    train = job["train"] | {"save_total_limit": limit, "save_steps": 2}
+    run(job | {"train": train, "evaluation": {"baseline": True}}, tmp_path)
+    for folder in ("checkpoints", "baseline/checkpoints"):
+        found = sorted((tmp_path / "runs/x" / folder).glob("step-*"))
+        assert [int(path.name[5:]) for path in found] == kept
 
 
 @pytest.mark.parametrize(

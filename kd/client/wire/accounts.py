@@ -71,7 +71,7 @@ class AuditEntry(View):
         description="job.create, job.cancel, job.pause, job.resume, job.retry, job.delete, "
         "job.adopt, cache.delete, cache.export, student.download, checkpoint.download, "
         "file.create, file.delete, key.create, key.revoke, key.quota, backup.create, "
-        "backup.restore, retention.remove, auth.failed, auth.forbidden."
+        "backup.restore, run.remove, retention.remove, auth.failed, auth.forbidden."
     )
     target: str = Field("", description="The job, cache, key or path.")
     outcome: Literal["done", "refused"] = "done"

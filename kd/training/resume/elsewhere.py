@@ -81,7 +81,7 @@ def _put_newest(run: StoredRun, config: JobConfig, run_dir: Path, monitor: Monit
         run.put_checkpoint(newest, history.read_bytes() if history.exists() else b"")
         state = checkpoint.read_newest_state(folder)
         best = None if state is None else state["progress"].get("best_step")
-        run.prune_checkpoints(config.require_train().save_total_limit, best)
+        run.prune_checkpoints(config.require_train().checkpoints_kept, best)
     except (StorageError, OSError) as error:
         monitor.emit("warning", message=describe_failed_upload(newest, error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from services.store.jobs.store import JobStore
 from services.store.retention.collection import find_items, look
 from services.store.retention.items import Item
 from services.store.retention.rules import AgeLimits
-from services.store.run_folder import JOB_ID
 from services.store.training_files import TrainingFiles
 
 #: Things of each list at most.
@@ -64,13 +64,16 @@ def _measure(settings: Settings) -> Iterator[tuple[str, Iterable[tuple[str, int]
     """Yield each kind with the names and bytes of its things."""
     yield "caches", ((each.fingerprint, each.bytes) for each in list_caches(settings.caches))
     yield "texts", ((each.folder.name, each.size) for each in list_stores(settings.texts))
-    yield "runs", _measure_runs(settings.runs)
+    yield "runs", measure_folders(settings.runs)
+    yield "evaluations", measure_folders(settings.home / "evaluations")
+    yield "imports", itertools.chain(*map(measure_folders, (settings.models, settings.data)))
     yield "files", _measure_files(settings.files)
 
 
-def _measure_runs(root: Path) -> Iterator[tuple[str, int]]:
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if JOB_ID.fullmatch(folder.name):
+def measure_folders(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield the name and the bytes of each folder in ``root``."""
+    for folder in sorted(root.glob("[!.]*")):
+        if folder.is_dir():
             yield folder.name, sum_file_sizes(folder)
 
 

@@ -153,9 +153,9 @@ def gc(
     """Remove what the retention rules name, and what crashes left behind.
 
     The rules are the settings that begin with KD_RETAIN. If kinds are named, such as --caches, only
-    these are removed. The job store must run. Folders of `kd run` are never removed. The command
-    lists what it will remove, and asks first. With --json it removes nothing unless --yes is given.
-    `kd jobs adopt` restores a record of a run without one.
+    these are removed. The job store must run. Folders of `kd run` are counted and never removed:
+    `kd runs rm` removes them. The command lists what it will remove, and asks first. With --json it
+    removes nothing unless --yes is given. `kd jobs adopt` restores a record of a run without one.
     """
     from services.store.retention.collection import find_items, look
 
@@ -182,11 +182,12 @@ def gc(
         found = find_items(look_now())
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
+        local = _measure_local_runs(settings)
         if as_json:
             gone, needed = _remove_shown(free, look_now()) if yes else (free, [])
-            _print_json(yes, gone, kept + needed)
+            _print_json(yes, gone, kept + needed, local)
             return
-        _print_items(free, kept)
+        _print_items(free, kept, local)
         if not free:
             return
         if not yes:
@@ -196,10 +197,21 @@ def gc(
     out.print(f"{len(gone)} of {len(free)} removed, {sum(item.bytes for item in gone)} bytes")
 
 
-def _print_json(removed: bool, items: list[Item], kept: list[Item]) -> None:
+def _measure_local_runs(settings: Settings) -> dict[str, int]:
+    """The number and the bytes of the runs that no job of the service has made."""
+    from services.store.retention.overview import measure_folders
+    from services.store.run_folder import JOB_ID
+
+    sizes = [size for name, size in measure_folders(settings.runs) if not JOB_ID.fullmatch(name)]
+    return {"number": len(sizes), "bytes": sum(sizes)}
+
+
+def _print_json(
+    removed: bool, items: list[Item], kept: list[Item], local_runs: dict[str, int]
+) -> None:
     parts = {"items": items, "kept": kept}
     shown = {name: [item.to_json() for item in part] for name, part in parts.items()}
-    print_json({"removed": removed, **shown})
+    print_json({"removed": removed, **shown, "local_runs": local_runs})
 
 
 def _remove_shown(shown: list[Item], scene: Scene) -> tuple[list[Item], list[Item]]:
@@ -217,7 +229,10 @@ def _remove_shown(shown: list[Item], scene: Scene) -> tuple[list[Item], list[Ite
     return remove_items(still, scene, note)
 
 
-def _print_items(free: list[Item], kept: list[Item]) -> None:
+def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> None:
+    if local["number"]:
+        stay = "{number} runs of `kd run` stay, {bytes} bytes".format(**local)
+        err.print(f"{stay}: `kd runs rm` removes them", markup=False)
     if free:
         print_table(
             ["KIND", "BYTES", "AGE", "WHAT", "REASON"],

@@ -16,6 +16,7 @@ from services.terminal.console import (
     format_time,
     format_value,
     print_facts,
+    print_page,
     print_table,
 )
 
@@ -51,6 +52,18 @@ def test_on_a_narrow_terminal_ids_times_and_numbers_stay_whole(
     assert "".join([first, *more]).count(JOB) == 2 and "…" not in first
     pieces = [line[32:44].strip() for line in [first, *more[:-1]]]
     assert "".join(pieces) == "austen-with-a-name-that-is-long"
+
+
+def test_a_report_is_laid_out_in_a_terminal_and_plain_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = "# small\n\n| held-out text | perplexity |\n|---|---:|\n| student | 31.25 |\n"
+    for terminal in (True, False):
+        screen = Console(file=StringIO(), width=60, force_terminal=terminal, color_system=None)
+        monkeypatch.setattr(console, "out", screen)
+        print_page(page)
+        assert ("|---|" in screen.file.getvalue()) is not terminal
+        assert "31.25" in screen.file.getvalue()
 
 
 def test_a_wide_terminal_gets_every_column(monkeypatch: pytest.MonkeyPatch) -> None:

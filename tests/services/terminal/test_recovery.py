@@ -130,6 +130,7 @@ def test_gc_removes_old_runs_without_a_record_and_nothing_else(parts: Parts) -> 
         listed = command(parts, "gc", "--json")
         assert json.loads(listed.stdout)["removed"] is False
         assert [item["path"] for item in json.loads(listed.stdout)["items"]] == [str(old)]
+        assert json.loads(listed.stdout)["local_runs"] == {"number": 1, "bytes": 2}
         refused = command(parts, "gc", answer="n\n")
         assert refused.returncode == 1 and str(old) in refused.stdout and old.is_dir()
         done = command(parts, "gc", "--yes")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import AsJson, Home, make_settings, out, print_json
+from services.terminal.console import AsJson, Home, make_settings, out, print_json, print_page
 
 app = typer.Typer()
 
@@ -51,4 +51,4 @@ def report(
     else:
         from kd.evaluation.report import render_report
 
-        out.print(render_report(read_report(folder)), markup=False, highlight=False, soft_wrap=True)
+        print_page(render_report(read_report(folder)))

@@ -104,9 +104,12 @@ def test_storage_tells_what_would_be_removed_and_what_is_needed(office: Office) 
     job_id = office.parts.jobs.create(config, Caller("ann")).id
     (settings.run_dir(job_id)).mkdir(parents=True)
     (settings.run_dir(job_id) / "log.txt").write_text("x" * 1000)
+    (settings.runs / "of-kd-run").mkdir()
+    (settings.runs / "of-kd-run" / "weights").write_bytes(b"x" * 900)
     found = office.root.get("/storage").json()
     kinds = {each["kind"]: each for each in found["kinds"]}
-    assert (kinds["caches"]["items"], kinds["runs"]["items"]) == (2, 1)
+    assert (kinds["caches"]["items"], kinds["runs"]["items"]) == (2, 2)
+    assert kinds["runs"]["bytes"] >= 1900
     assert kinds["runs"]["largest"][0] | {"bytes": 0} == {
         "kind": "runs", "name": job_id, "bytes": 0, "reason": None, "age_seconds": None,
         "kept_by": f"the job {job_id} has not ended",

@@ -1,0 +1,106 @@
+"""The runs on this machine, as one list: those of ``kd run``, of ``import kd`` and of the service.
+
+A run is a folder. Its report and its job say what it is. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cache.disk import is_lock_free, locked, set_aside, storage_errors, sum_file_sizes
+from kd.errors import ModelError
+from kd.files import LOCK, read_json
+
+#: The file that a run writes last, by the kind of its job, where that is no report.
+LAST_FILES = {"precompute": "cache.json", "verify": "verify.json", "fidelity": "fidelity.json"}
+LAST_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run, and what it has measured. None = not known.
+
+    ``state`` is running, finished or stopped. ``parameters`` are those of the student, and
+    ``seconds`` those of its training. ``bits_per_byte`` and ``kl`` (nats per token) are of the
+    held-out text. ``bytes`` are those of the folder.
+    """
+
+    name: str
+    folder: Path
+    kind: str | None
+    state: str
+    teacher: str | None
+    student: str | None
+    parameters: int | None
+    bits_per_byte: float | None
+    kl: float | None
+    seconds: float | None
+    bytes: int
+    began: datetime
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {**asdict(self), "folder": str(self.folder), "began": self.began.isoformat()}
+
+
+def list_runs(home: str | os.PathLike[str] | None = None) -> list[RunSummary]:
+    """List all runs below the data folder ``home``, the newest first."""
+    from kd.face.inputs import find_home
+
+    return sorted(iterate_runs(find_home(home) / "runs"), key=lambda run: run.began, reverse=True)
+
+
+def iterate_runs(runs: Path) -> Iterator[RunSummary]:
+    """Yield what the folders in ``runs`` say, in the order of their names."""
+    for folder in sorted(runs.glob("[!.]*")):
+        if folder.is_dir():
+            yield summarise_run(folder)
+
+
+def summarise_run(folder: Path) -> RunSummary:
+    """Read what the folder of a run says. A file that cannot be read says nothing."""
+    job, report = (_read(folder / name) for name in ("config.json", LAST_FILE))
+    kind = job.get("kind")
+    ended = (folder / LAST_FILES.get(str(kind), LAST_FILE)).is_file()
+    student = job.get("student") or {}
+    start = student.get("model") or ("from the teacher" if student.get("from_teacher") else None)
+    began = folder / "config.json" if job else folder
+    return RunSummary(
+        name=folder.name,
+        folder=folder,
+        kind=kind,
+        state="running" if not is_lock_free(folder / LOCK) else "finished" if ended else "stopped",
+        teacher=report.get("teacher") or (job.get("teacher") or {}).get("model"),
+        student=start or ("new" if student else None),
+        parameters=report.get("parameters"),
+        bits_per_byte=report.get("student_bits_per_byte"),
+        kl=report.get("validation_kl"),
+        seconds=report.get("train_seconds"),
+        bytes=sum_file_sizes(folder),
+        began=datetime.fromtimestamp(began.stat().st_mtime, UTC),
+    )
+
+
+def remove_run(folder: Path) -> None:
+    """Remove the folder of a run. Raises ``ModelError`` while a process writes to it."""
+
+    def refuse() -> None:
+        raise ModelError(f"{folder} is in use: a process writes to it.", "Stop that run first.")
+
+    with storage_errors(folder), locked(folder / LOCK, refuse):
+        # Renamed first: a kill leaves no half that would be taken for a run.
+        shutil.rmtree(set_aside(folder))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
