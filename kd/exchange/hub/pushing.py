@@ -30,6 +30,7 @@ from kd.exchange.hub.repository import (
     require_token,
 )
 from kd.exchange.hub.shipment import Shipment, make_shipment
+from kd.files import whole_folder
 from kd.progress import Monitor, ProgressMeter
 
 #: Files of a commit: what the hub recommends at most.
@@ -42,12 +43,13 @@ _STALE = (".safetensors", ".safetensors.index.json", ".jinja")
 
 
 def push(
-    folder: Path, name: str, revision: str | None, private: bool, monitor: Monitor
+    folder: Path, name: str, revision: str | None, private: bool | None, monitor: Monitor
 ) -> dict[str, Any]:
     """Push the student or the cache in ``folder`` to the repository ``name``; return a summary.
 
-    The repository, a model for a student and a dataset for a cache, is made where there is none.
-    Raises ``HubError``, and for damage what ``make_shipment`` raises.
+    The repository, a model for a student and a dataset for a cache, is made where there is none: a
+    private one, unless ``private`` is False. True also refuses a public one that is there. Raises
+    ``HubError``, and for damage what ``make_shipment`` raises.
     """
     Repository(name, "model")  # a wrong name is refused before a large cache is verified
     api = connect()
@@ -61,12 +63,35 @@ def push(
             return _Push(api, repository, shipment, monitor).run()
 
 
-def _make_repository(api: HfApi, repository: Repository, private: bool) -> None:
+def push_to_folder(folder: Path, target: Path | None, monitor: Monitor) -> dict[str, Any]:
+    """Write into the new folder ``target`` what a push would send; None = only list it.
+
+    Raises ``HubError`` where the folder exists, and for damage what ``make_shipment`` raises.
+    """
+    if target is not None and target.exists():
+        raise HubError(f"{target} exists.", "Name a folder that does not exist yet.")
+    with held(folder):
+        shipment = make_shipment(folder, monitor)
+        if target is not None:
+            with whole_folder(target) as place:
+                for name, content in shipment.files.items():
+                    path = place / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(
+                        content if isinstance(content, bytes) else content.read_bytes()
+                    )
+        sizes = {name: measure_content(content) for name, content in shipment.files.items()}
+    return {"type": shipment.type, "bytes": sum(sizes.values()), "files": sizes}
+
+
+def _make_repository(api: HfApi, repository: Repository, private: bool | None) -> None:
     """Make the repository and the branch unless they are there.
 
     Raises ``HubError`` where the repository is public, but must be private.
     """
-    api.create_repo(repository.name, repo_type=repository.type, private=private, exist_ok=True)
+    api.create_repo(
+        repository.name, repo_type=repository.type, private=private is not False, exist_ok=True
+    )
     start = replace(repository, revision=constants.DEFAULT_REVISION)
     found = api.repo_info(start.name, repo_type=start.type)
     if private and not found.private:
@@ -100,7 +125,7 @@ class _Push:
         missing = [name for name in self._shipment.names if not self._is_there(name, there)]
         stale = self._list_stale(there)
         self._monitor.emit("stage", stage="push", phase="sending")
-        sizes = {name: self._measure(name) for name in missing}
+        sizes = {name: measure_content(self._shipment.files[name]) for name in missing}
         meter = ProgressMeter(sum(sizes.values()), "bytes")
         batches = list(_cut(missing, COMMIT_FILES)) or ([[]] if stale else [])
         for number, batch in enumerate(batches, start=1):
@@ -156,10 +181,6 @@ class _Push:
         self._monitor.check("while files are compared")
         return name in there and there[name].is_equal(self._shipment.files[name])
 
-    def _measure(self, name: str) -> int:
-        content = self._shipment.files[name]
-        return len(content) if isinstance(content, bytes) else content.stat().st_size
-
     def _require_ours(self, there: dict[str, RemoteFile], head: str) -> None:
         """Raise ``HubError`` where the repository of a cache holds something else.
 
@@ -202,6 +223,11 @@ class _Push:
         return sorted(
             name for name in set(there) - set(self._shipment.files) if name.endswith(_STALE)
         )
+
+
+def measure_content(content: Path | bytes) -> int:
+    """The bytes of a file, or of its content."""
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def _cut(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -31,7 +31,8 @@ Source = Annotated[
     ),
 ]
 RepositoryName = Annotated[
-    str, typer.Argument(metavar="REPOSITORY", help="Name of the repository: owner/name.")
+    str,
+    typer.Argument(metavar="REPOSITORY", help="Name of the repository: owner/name. Or a folder."),
 ]
 
 
@@ -44,22 +45,37 @@ def push(
         typer.Option(help="Branch to push to; created if it does not exist. Default: main."),
     ] = None,
     private: Annotated[
+        bool | None,
+        typer.Option(
+            "--private/--no-private",
+            help="A new repository is private, unless you give --no-private. --private also "
+            "refuses a repository that is public.",
+        ),
+    ] = None,
+    dry_run: Annotated[
         bool,
-        typer.Option("--private/--no-private", help="Make the repository private if it is new."),
+        typer.Option("--dry-run/--no-dry-run", help="Only list the files; nothing is sent."),
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
     """Push a student or a cache to the Hugging Face hub, with its card.
 
-    If a push is interrupted, the same command continues it. HF_ENDPOINT is the address of another
-    hub. The token is HF_TOKEN, or the one that `hf auth login` stored.
+    A name that begins with / or ./ is a new folder, which gets the same files. If a push is
+    interrupted, the same command continues it. HF_ENDPOINT is the address of another hub. The token
+    is HF_TOKEN, or the one that `hf auth login` stored.
     """
     from kd.exchange.hub.pushing import push as push_folder
+    from kd.exchange.hub.pushing import push_to_folder
 
     settings = make_settings(home=home)
     folder = find_source(source, settings)
+    here = Path(repository) if repository.startswith(("/", "./", "../")) else None
     with showing_events() as monitor:
+        if dry_run or here is not None:
+            target = None if dry_run else here
+            _print(push_to_folder(folder, target, monitor), as_json)
+            return
         summary = push_folder(folder, repository, revision, private, monitor)
     action = "cache.push" if summary["type"] == "dataset" else "student.push"
     audit_command(settings, action, folder.name, to=summary["url"])

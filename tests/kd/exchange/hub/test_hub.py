@@ -115,6 +115,30 @@ def test_a_student_goes_to_the_hub_and_comes_back_to_the_byte(
     assert torch.equal(*logits)
 
 
+def test_a_new_repository_is_private_unless_asked_otherwise(
+    hub: FakeHub, online: dict[str, str], student: Path
+) -> None:
+    for words, private in (((), True), (("--no-private",), False)):
+        name = f"ann/private-{private}"
+        done("push", student, name, *words, **online)
+        assert hub.repositories["model", name].private is private
+    assert done("push", student, "ann/private-False", **online)["sent_files"] == 0
+
+
+def test_a_push_can_be_listed_and_can_go_to_a_folder(student: Path, tmp_path: Path) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": ""}
+    target = tmp_path / "shared" / "small"
+    for listed in (
+        done("push", student, "ann/small", "--dry-run", **nowhere),
+        done("push", student, str(target), "--dry-run", **nowhere),
+    ):
+        assert listed["files"] == {name: len(data) for name, data in content(student).items()}
+    assert not target.parent.exists()
+    assert done("push", student, str(target), **nowhere)["bytes"] == listed["bytes"]
+    assert content(target) == content(student)
+    assert "exists" in refused("push", student, str(target), **nowhere)
+
+
 def test_a_student_that_replaces_another_leaves_no_weights_and_no_template_of_it(
     hub: FakeHub, online: dict[str, str], student: Path
 ) -> None:
