@@ -39,6 +39,9 @@ from kd.optim.state_size import count_trained_bytes
 #: Copies of a chunk of logits in a pass without gradients.
 _LOGIT_COPIES = 2
 #: Bytes of a number in each precision of train.precision.
+#: The least seconds of one layer's forward and backward pass, whatever its size: twenty launches of
+#: five microseconds.
+LAYER_SECONDS = 20 * 5e-6
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
 #: A byte between two processes of a host is copied into a socket and out of it, and each copy reads
 #: and writes it.
@@ -240,7 +243,8 @@ class TrainingPhase:
             updated_bytes=self.steps * update,
             offloaded_bytes=micro_batches * shape.count_offloaded_bytes(),
         )
-        return Work.of(self.model, run, self._weight_bytes)
+        least = micro_batches * self.student.layer_count * LAYER_SECONDS
+        return replace(Work.of(self.model, run, self._weight_bytes), least=least)
 
     def take_rank(self, split: Split) -> TrainingPhase:
         """The part of a step that one rank does: all micro-batches of a pipeline, else its own."""

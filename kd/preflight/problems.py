@@ -16,6 +16,7 @@ Imports no torch, because the API and the terminal import it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from kd.parallel.limits import (
     list_unstaged_fields,
     needs_whole_gradients,
 )
+from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.learned_rows import Show, find_row_problems, hide_row
@@ -287,6 +289,13 @@ def _find_device_problems(config: JobConfig, device: torch.device | None) -> lis
     """Find what ``device`` or the student's base does not have, before a capture."""
     if device is None:
         return []
+    wanted = config.resources.gpus or 0
+    # As for a worker, one CPU is none of the devices that a job asks for.
+    cpus = split_names(os.environ.get(DEVICES_VARIABLE, "")).count(CPU)
+    if wanted and cpus < 2 and device.type == "cpu":
+        detail = f"it asks for {wanted} GPU(s), but torch sees none on this machine."
+        remedy = "Leave it out: then a CPU runs it. KD_DEVICES=cpu,cpu makes two devices of a CPU."
+        return [Problem("/resources/gpus", detail, remedy)]
     if device.type == "cpu" and config.train is not None and config.train.activation_offload:
         return [_OFFLOAD_WITHOUT_GPU, *_find_precision_problems(config, device)]
     return _find_precision_problems(config, device)

@@ -238,3 +238,15 @@ def test_every_problem_is_raised_at_once(tmp_path: Path) -> None:
         require_no_problems(make_job(), folders, Machine(device=CPU))
     assert caught.value.problems == find_problems(make_job(), folders, Machine(device=CPU))
     assert len(caught.value.problems) == 6
+
+
+@pytest.mark.parametrize(
+    ("names", "gpus", "refused"),
+    [("", 1, True), ("cpu", 1, True), ("", 0, False), ("", None, False), ("cpu,cpu", 1, False)],
+)
+def test_a_gpu_that_is_not_there_is_refused_before_the_capture(
+    monkeypatch: pytest.MonkeyPatch, names: str, gpus: int | None, refused: bool
+) -> None:
+    monkeypatch.setenv("KD_DEVICES", names)
+    found = find_pointers(None, Machine(device=CPU), resources={"gpus": gpus})
+    assert ("/resources/gpus" in found) is refused
