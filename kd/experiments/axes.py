@@ -30,6 +30,8 @@ _STEP_ARGUMENTS = (
 )  # fmt: skip
 #: Evaluations, checkpoints and reports of a run, about.
 _EVALUATIONS, _SAVES, _REPORTS = 8, 4, 50
+#: Steps between two evaluations at least: an evaluation of a short training costs more than steps.
+_LEAST_STEPS = 20
 _LENGTH_FIELDS = ("train.max_steps", "train.epochs")
 
 
@@ -251,7 +253,7 @@ def _set_length(data: dict[str, Any], before: int, steps: int) -> dict[str, Any]
         "epochs": None,
         "warmup_steps": min(round(train["warmup_steps"] * ratio), steps // 2),
         "lr_scheduler_kwargs": arguments,
-        "eval_steps": max(steps // _EVALUATIONS, 1),
+        "eval_steps": max(steps // _EVALUATIONS, min(steps, _LEAST_STEPS)),
         "save_steps": max(steps // _SAVES, 1),
         "logging_steps": max(steps // _REPORTS, 1),
     }

@@ -33,7 +33,11 @@ p { margin: .4rem 0; max-width: 70ch; }
          gap: 1rem; margin: .8rem 0; }
 .plots figure { margin: 0; min-width: 0; max-width: 46rem; }
 svg { width: 100%; height: auto; display: block; overflow: visible; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background:
+  linear-gradient(to right, var(--paper) 30%, transparent) left / 2.5rem 100% no-repeat local,
+  linear-gradient(to left, var(--paper) 30%, transparent) right / 2.5rem 100% no-repeat local,
+  linear-gradient(to right, var(--quiet), transparent) left / .6rem 100% no-repeat,
+  linear-gradient(to left, var(--quiet), transparent) right / .6rem 100% no-repeat; }
 table { border-collapse: collapse; margin: .6rem 0; }
 th, td { text-align: right; padding: .3rem 1.1rem .3rem 0; border-bottom: 1px solid var(--line);
          white-space: nowrap; font-variant-numeric: tabular-nums; }

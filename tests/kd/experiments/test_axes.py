@@ -97,8 +97,10 @@ def test_other_batches_take_other_steps_for_the_same_tokens() -> None:
         make_setting_job(base, {"train.batch_size": size}).require_train() for size in (4, 8, 16)
     ]
     assert [(job.max_steps, job.warmup_steps, job.eval_steps) for job in jobs] == [
-        (200, 20, 25), (100, 10, 12), (50, 5, 6),
+        (200, 20, 25), (100, 10, 20), (50, 5, 20),
     ]  # fmt: skip
+    short = make_setting_job(load_base(steps=20), {"train.batch_size": 8}).require_train()
+    assert short.eval_steps == 20, "before the first step and after the last one"
     longer = make_setting_job(base, {"train.max_steps": 150, "train.batch_size": 16})
     assert longer.require_train().max_steps == 150
 
