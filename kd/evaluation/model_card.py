@@ -42,7 +42,7 @@ def _hide_folders(text: str, config: JobConfig) -> str:
     models = (getattr(each, "model", None) for each in (config.teacher, config.student))
     texts = (getattr(each, "path", each) for each in config.data.train)
     for name in filter(None, (*models, *texts)):
-        if Path(name).is_absolute() or Path(name).exists():
+        if Path(name).name and (Path(name).is_absolute() or Path(name).exists()):
             text = text.replace(name, Path(name).name)
     return text
 
