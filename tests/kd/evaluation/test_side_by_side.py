@@ -196,6 +196,7 @@ def test_the_card_says_which_layers_were_kept_and_names_no_folder_of_this_machin
     teacher = Path(job["teacher"]["model"])
     total = json.loads((teacher / "config.json").read_text())["num_hidden_layers"]
     student = {"from_teacher": {"layers": 1, "pick": "last", "intermediate_size": 8}}
+    (tmp_path / "config.json").write_text("{}")
     write_provenance(tmp_path, parse_config(job | {"student": student}), done.report)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     kept = f"1 of the {total} layers of `{teacher.name}` (numbers {total - 1})"
