@@ -243,8 +243,7 @@ class TrainingPhase:
             updated_bytes=self.steps * update,
             offloaded_bytes=micro_batches * shape.count_offloaded_bytes(),
         )
-        least = micro_batches * self.student.layer_count * LAYER_SECONDS
-        return replace(Work.of(self.model, run, self._weight_bytes), least=least)
+        return Work.of(self.model, run, self._weight_bytes)
 
     def take_rank(self, split: Split) -> TrainingPhase:
         """The part of a step that one rank does: all micro-batches of a pipeline, else its own."""
@@ -282,8 +281,10 @@ class TrainingPhase:
         """The seconds of one step's work on a rank whose part this is; a stage does its share."""
         work = self.count_training(place, split)
         precision = self.choose_precision(place)
-        seconds = work.seconds(place.rates, precision, self.options.tf32, utilization)
-        return seconds / self.steps / (split.ranks if split.strategy == "pipeline" else 1)
+        seconds = work.seconds(place.rates, precision, self.options.tf32, utilization) / self.steps
+        passes = self.options.gradient_accumulation_steps
+        least = passes * self.student.layer_count * LAYER_SECONDS
+        return max(seconds, least) / (split.ranks if split.strategy == "pipeline" else 1)
 
     @property
     def _weight_bytes(self) -> int:

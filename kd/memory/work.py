@@ -85,14 +85,12 @@ class Work:
     """FLOP of products, bytes between memory and processor, and bytes between device and host.
 
     ``head_gradient`` are those of ``bytes`` that the gradient of the LM head's weight takes.
-    ``least`` are the seconds below which no device does the work, because each kernel is started.
     """
 
     flops: float
     bytes: float
     head_gradient: float = 0.0
     transferred: float = 0.0
-    least: float = 0.0
 
     @classmethod
     def of(cls, model: ModelWork, run: Pass, weight_bytes: int) -> Work:
@@ -119,7 +117,7 @@ class Work:
         products = self.flops / rates.find_rate(dtype, tf32)
         own = max(products, self.bytes / rates.bandwidth)
         # Copies to and from the host are in the order of the other work, not beside it.
-        return max((own + self.transferred / rates.link) / utilization, self.least)
+        return (own + self.transferred / rates.link) / utilization
 
 
 def count_head_gradient_bytes(numbers: int, chunks: int) -> int:
