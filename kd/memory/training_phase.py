@@ -39,9 +39,6 @@ from kd.optim.state_size import count_trained_bytes
 #: Copies of a chunk of logits in a pass without gradients.
 _LOGIT_COPIES = 2
 #: Bytes of a number in each precision of train.precision.
-#: The least seconds of one layer's forward and backward pass, whatever its size: twenty launches of
-#: five microseconds.
-LAYER_SECONDS = 20 * 5e-6
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
 #: A byte between two processes of a host is copied into a socket and out of it, and each copy reads
 #: and writes it.
@@ -281,10 +278,8 @@ class TrainingPhase:
         """The seconds of one step's work on a rank whose part this is; a stage does its share."""
         work = self.count_training(place, split)
         precision = self.choose_precision(place)
-        seconds = work.seconds(place.rates, precision, self.options.tf32, utilization) / self.steps
-        passes = self.options.gradient_accumulation_steps
-        least = passes * self.student.layer_count * LAYER_SECONDS
-        return max(seconds, least) / (split.ranks if split.strategy == "pipeline" else 1)
+        seconds = work.seconds(place.rates, precision, self.options.tf32, utilization)
+        return seconds / self.steps / (split.ranks if split.strategy == "pipeline" else 1)
 
     @property
     def _weight_bytes(self) -> int:
