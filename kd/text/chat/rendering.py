@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,12 @@ _CODES = ("d", "-d", "m", "b", "B", "Y", "y", "a", "A", "H", "M", "S")
 _REPLACED = "".join(f" | replace('%{each}', '{_DAY.strftime(f'%{each}')}')" for each in _CODES)
 _NO_CLOCK = "{% macro strftime_now(format) %}{{ format" + _REPLACED + " }}{% endmacro %}{{ '' }}"
 
-
 #: The seconds of a processor that the template may take for one chat, however busy the machine is,
 #: and the characters that it may write.
 MOST_SECONDS = 20.0
 MOST_TEXT = 1 << 26
+#: When the template that this thread renders has taken too long.
+_clock = threading.local()
 #: The begin of a loop, and the sign by which its tag takes the white space behind it.
 _LOOP = re.compile(r"\{%[-+]?\s*for\b(?:[^%]|%(?!\}))*?([-+]?)%\}")
 
@@ -44,23 +46,18 @@ def render(
 
     With ``prompt`` the text ends where an answer would begin.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils as templates
 
     special: dict[str, Any] = dict(tokenizer.special_tokens_map)
-    end = time.thread_time() + MOST_SECONDS
-
-    def look_at_clock() -> str:
-        if time.thread_time() > end:
-            raise ValueError(f"the chat template took more than {MOST_SECONDS:g} s for one chat")
-        return ""
-
     # Each turn of a loop looks at the clock: nothing else can end a template that loops.
     bounded = _LOOP.sub(r"\g<0>{% set _ = look_at_clock() \1%}", get_template(chat, tokenizer))
-    rendered: Any = render_jinja_template(
+    # transformers hands plain values alone to a template, and keeps a template that it compiled.
+    templates._compile_jinja_template(bounded).globals["look_at_clock"] = _look_at_clock
+    _clock.end = time.thread_time() + MOST_SECONDS
+    rendered: Any = templates.render_jinja_template(
         conversations=[chat.messages],
         tools=chat.tools,
         chat_template=bounded,
-        look_at_clock=look_at_clock,
         return_assistant_tokens_mask=marked,
         add_generation_prompt=prompt,
         **special,
@@ -69,6 +66,12 @@ def render(
     if len(text) > MOST_TEXT:
         raise ValueError(f"the chat template wrote more than {MOST_TEXT} characters for one chat")
     return text, spans[0] if marked else []
+
+
+def _look_at_clock() -> str:
+    if time.thread_time() > _clock.end:
+        raise ValueError(f"the chat template took more than {MOST_SECONDS:g} s for one chat")
+    return ""
 
 
 def marks_answers(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> bool:
