@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import resource
@@ -15,6 +14,8 @@ log = logging.getLogger(__name__)
 ENOUGH = 65_536
 #: Descriptors that streams leave to requests, which need one for a short time.
 RESERVE = 16
+#: When the log said so the last time, in seconds of the process's clock.
+_told = float("-inf")
 REMEDY = "Raise the limit of open files of the API (ulimit -n, LimitNOFILE of systemd)."
 
 
@@ -47,20 +48,20 @@ def lacks_descriptors(error: BaseException | None) -> bool:
 
 def tell_shortage() -> None:
     """Say in the log that no descriptor is left, once a minute."""
-    _tell(int(time.monotonic() // 60))
-
-
-@functools.lru_cache(maxsize=1)
-def _tell(minute: int) -> None:
-    log.error("no descriptor is left for another file or connection. %s", REMEDY)
+    global _told
+    now = time.monotonic()
+    if now - _told >= 60:
+        _told = now
+        log.error("no descriptor is left for another file or connection. %s", REMEDY)
 
 
 def hush(record: logging.LogRecord) -> bool:
     """Replace the tracebacks of errors that come from the shortage by its one line.
 
-    The event loop alone reports some thousand a second: one for each connection that might wait.
+    The event loop alone reports some thousand a second: one for each connection that might wait. It
+    begins to accept again as often, and fails as often where the server has closed meanwhile.
     """
     if record.exc_info and lacks_descriptors(record.exc_info[1]):
         tell_shortage()
         return False
-    return True
+    return record.name != "asyncio" or "_start_serving" not in record.getMessage()
