@@ -163,7 +163,10 @@ def _read_array(file: TextIO) -> Iterator[Any]:
         while True:
             begin = _skip_space(held, place)
             if held.startswith("]", begin):
-                if rest := (held[begin + 1 :] + file.read(_CHUNK)).strip():
+                rest = held[begin + 1 :] or file.read(_CHUNK)
+                while rest.isspace():
+                    rest = file.read(_CHUNK)
+                if rest:
                     raise json.JSONDecodeError("Extra data after the array", rest, 0)
                 return
             if begun and held.startswith(",", begin):
