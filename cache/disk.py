@@ -86,6 +86,33 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def naming_removed_folders(*folders: Path) -> Iterator[None]:
+    """Raise ``StorageError`` for an unexpected error of this block whose folder somebody removed.
+
+    That is one of ``folders``, or the file that is not found, or its folder.
+    """
+    try:
+        yield
+    except PotstillError:
+        raise
+    except Exception as error:
+        named = getattr(error, "filename", None)
+        near = [Path(named).parent, Path(named)] if isinstance(named, str) and named else []
+        gone = next((each for each in (*folders, *near) if not each.exists()), None)
+        if gone is None:
+            raise
+        raise StorageError(
+            f"{gone} was removed while it was in use.",
+            "Run the job again: what is missing is computed anew. To stop a job, cancel it.",
+        ) from error
+
+
+def is_full(error: StorageError) -> bool:
+    """Whether the error says that a disk is full, or the quota of a user on it."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
+
+
 def has_room_for_files(path: Path) -> bool:
     """Whether the disk of ``path`` takes another file; most disks have a limit of their number."""
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -32,7 +32,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cache.checking.verify import find_extras, verify_cache
-from cache.disk import list_file_sizes
+from cache.disk import list_file_sizes, naming_removed_folders
 from cache.errors import CacheCorrupt
 from cache.reading.usage import hold_for
 from cache.remote.probe import require_store

@@ -172,7 +172,8 @@ def _describe_start(config: JobConfig) -> str:
         return f"the weights of `{start}`" if start else "random weights"
     sizes = {"hidden_size": cut.hidden_size, "intermediate_size": cut.intermediate_size}
     narrowed = "".join(f", {name} cut to {size:,}" for name, size in sizes.items() if size)
-    known = ModelFolder.find(start, Path(), config.teacher.revision if config.teacher else None)
+    revision = None if config.teacher is None else config.teacher.revision
+    known = ModelFolder.find(start, Path(), revision)
     count = None if known is None else known.config.get("num_hidden_layers")
     if not isinstance(count, int):
         return f"{cut.layers} layers of `{start}` ({cut.pick}){narrowed}"

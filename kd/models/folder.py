@@ -84,9 +84,6 @@ _COUNT_FIELDS = (
 _MOST_PARTS = 4096
 #: How the name of the embedding ends in models whose language model is a part.
 _EMBEDDING = "embed_tokens.weight"
-#: The longest header of a safetensors file that is read, in bytes; a larger length means a damaged
-#: file.
-_LONGEST_HEADER = 1 << 25
 #: The largest file of JSON that is read, in bytes; the index of a model of 1e12 parameters has a
 #: tenth of it.
 _LARGEST_JSON = 1 << 26
@@ -444,21 +441,6 @@ def _list_redirections(found: Any, trusted: bool) -> Iterator[str]:
         waiting += inner if isinstance(each, dict | list) else ()
 
 
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    # A safetensors file starts with the length of its header in 8 bytes, then the header in JSON.
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length < _LONGEST_HEADER else {}
-        return {
-            name: tuple(map(int, tensor["shape"]))
-            for name, tensor in header.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
 # ---------------------------------------------------------------------- finding a model
 
 
@@ -570,7 +552,8 @@ def list_identity_files(folder: Path) -> list[str]:
         )
     code = sorted(path.name for path in folder.glob("*.py"))
     # An index shapes the outputs where it leaves out a file, such as that of an LM head.
-    index = [] if {*model.list_read_files()} >= {*model.weight_files} else [_INDEX]
+    partial = not {*model.list_read_files()} >= {*model.weight_files}
+    index = [_INDEX] if partial and (folder / _INDEX).is_file() else []
     return ["config.json", *code, *index, *(path.name for path in model.weight_files)]
 
 

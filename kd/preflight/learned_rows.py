@@ -85,7 +85,7 @@ def hide_row(row: LearnedRow) -> None:
 
 
 @dataclass
-class _Seen:
+class _FieldLength:
     """The tokens of a field that were read, and whether they are all that it has."""
 
     tokens: int = 0
@@ -105,7 +105,7 @@ def find_row_problems(
     numbers = itertools.count()
     shown = show if data.format in COLUMNS else hide_row
     for field, receive in (("train", shown), ("validation", hide_row)):
-        seen = _Seen()
+        seen = _FieldLength()
         for number, source in enumerate(getattr(data, field)):
             if not isinstance(source, str) or is_stored_name(source):
                 seen.whole = False
@@ -152,7 +152,7 @@ class _Look:
     tokenizer: PreTrainedTokenizerBase | None
     notes: TextNotes
     show: Show
-    seen: _Seen
+    seen: _FieldLength
 
     def find_problems(self, pointer: str, source: str) -> Iterator[Problem]:
         """Find the rows that are refused; the first is named, and the others counted."""

@@ -208,17 +208,9 @@ def _check_names(
         there = f"There are: {', '.join(ggufs)}." if ggufs else "There is no *.gguf in it."
         yield Problem("/teacher/gguf_file", f"{model}/{gguf_file} does not exist.", there)
     elif gguf_file is not None:
-        if not (folder / gguf_file).is_file():
-            yield Problem(
-                "/teacher/gguf_file",
-                f"{folder / gguf_file} does not exist.",
-                f"There are: {', '.join(found.gguf_files)}."
-                if found.gguf_files
-                else "There is no *.gguf in it.",
-            )
         yield from _refuse("/teacher/gguf_file", partial(found.require_own_files, gguf_file))
-    elif not found.has_config:
-        remedy = _suggest_gguf(pointer, found) or "Give the folder of a Hugging Face model."
+    elif "config.json" not in names:
+        remedy = suggested or "Give the folder of a Hugging Face model."
         yield Problem(pointer, f"{model!r} holds no config.json.", remedy)
     elif not any("/" not in name and name.endswith(".safetensors") for name in names):
         remedy = suggested or "Convert its weights to safetensors."

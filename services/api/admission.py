@@ -20,8 +20,6 @@ from kd.client.wire.problems import QuotaProblem
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes
-from kd.memory.model_memory import estimate_least_memory
-from kd.preflight.problems import Folders, find_problems
 from services.api.answers.accounts import (
     describe_account,
     find_quota_warnings,
@@ -108,24 +106,6 @@ class Admission:
         if own:
             raise ConfigError(own)
         return result
-
-    def require_admissible(self, config: JobConfig) -> None:
-        """Raise ``ConfigError`` with all problems of the job, or 507 if the disk is nearly full."""
-        settings = self.service.settings
-        require_space(settings)
-        limits = build_confinement(settings, self.service.store, self.caller.name, self.caller.team)
-        # A bucket may not answer; the worker looks into it.
-        folders = Folders(settings.root, settings.home, limits, asked=False)
-        problems = [
-            *find_problems(config, folders),
-            *find_service_problems(config),
-            *find_webhook_problems(config.webhook, settings),
-            *self._find_continued_problems(config),
-        ]
-        told = {each.pointer for each in problems}
-        problems += [each for each in self._find_cache_problems(config) if each.pointer not in told]
-        if problems:
-            raise ConfigError(problems)
 
     def _find_continued_problems(self, config: JobConfig) -> list[Problem]:
         """Find that the job that ``config`` continues is not the caller's, or has not ended."""

@@ -145,7 +145,7 @@ class StageWorker:
         failure = "" if error is None else describe_failure(error)
         if failure and type(error) is not self._failure:
             log.warning("no job is taken: the job store %s", failure)
-        self._failure = type(error) if failure else None
+        self._failure = None if error is None else type(error)
 
     def _run(self, claim: Claim, stage: str) -> str:
         """Run a stage of a job. Returns the next stage to look for: the queues take turns."""

@@ -177,7 +177,8 @@ def test_the_demo_installs_what_it_needs_alone_and_the_readme_says_how_much(
     printed = make_checkout(tmp_path / "potstill").require("make -n demo")
     assert re.findall(r"-e '\.\[(.+)\]'", printed) == ["local,worker"]
     text = " ".join(read_document(README).split())
-    assert "`pip install 'potstill[local,worker]'`, `kd demo` runs in any folder" in text
+    installed = "`pip install --find-links dist 'potstill[local,worker]'`"
+    assert f"{installed}, `kd demo` runs in any folder" in text
     size = r"environment then has \d+ packages, takes [\d.]+ GB, and installs in \w+ minutes"
     assert re.search(size, text)
     assert re.search(r"The demo takes \w+ minutes on \w+ CPU cores", text)

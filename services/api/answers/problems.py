@@ -45,7 +45,7 @@ TITLES = {
     422: ("invalid-job", "The request is not valid"),
     429: ("too-many-requests", "Too many requests"),
     500: ("internal", "Internal error"),
-    503: ("store-unavailable", "The job store does not answer"),
+    503: ("store-unavailable", "The job store is not available"),
     507: ("disk-full", "A disk of the service is nearly full"),
 }
 
@@ -139,6 +139,7 @@ def add_error_handlers(app: FastAPI, routes: Iterable[APIRoute]) -> None:
     app.add_exception_handler(ConfigError, _on_config_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(RedisError, _on_redis_error)
+    app.add_exception_handler(StorageError, _on_storage_error)
     app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)

@@ -118,7 +118,7 @@ def readyz(service: TheService) -> Ready:
         )
     if full := service.settings.find_full_disk():
         raise _make_unready_problem(full, "disk-full")
-    return Ready()
+    return Ready(warnings=service.store.find_lost_records(service.settings.runs))
 
 
 def _make_unready_problem(detail: str, slug: str) -> ApiProblem:

@@ -417,11 +417,8 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
     fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
     store = open_cache(tmp_path / "caches" / fingerprint)
     identity = plan_capture(config).identity
-    monkeypatch.setattr(
-        storage,
-        "measure_free_bytes",
-        lambda folder: round(store.bytes_per_token * store.manifest.positions),
-    )
+    free = round(store.bytes_per_token * store.manifest.positions)
+    monkeypatch.setattr(storage.Disk, "of", lambda folder: storage.Disk(free, free, None))
     width = store.teacher_head()["weight"].shape[1] if profile == "hidden" else 0
     require_estimated_space(tmp_path / "elsewhere", identity, store.manifest.positions, width)
 
@@ -444,9 +441,8 @@ def test_what_is_sealed_already_is_not_needed_again(
     fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
     identity = plan_capture(config).identity
     store = open_cache(tmp_path / "caches" / fingerprint)
-    monkeypatch.setattr(
-        storage, "measure_free_bytes", lambda folder: store.manifest.positions * 2000
-    )
+    free = store.manifest.positions * 2000
+    monkeypatch.setattr(storage.Disk, "of", lambda folder: storage.Disk(free, free, None))
     require_estimated_space(store.folder, identity, store.manifest.positions)
     with pytest.raises(StorageError):
         require_estimated_space(tmp_path / "elsewhere", identity, store.manifest.positions)

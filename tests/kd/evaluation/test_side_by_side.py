@@ -68,7 +68,7 @@ def test_a_teacher_that_makes_the_student_worse_is_in_the_first_line(done: Any) 
     )
     page = (done.run / "report.md").read_text(encoding="utf-8").splitlines()
     assert page[:2] == ["# tiny", ""] and page[2].startswith(f"> {said}")
-    assert "Try another teacher, more weight on the text (loss.alpha), or text" in page[2]
+    assert "try another teacher, more weight on the text (loss.alpha), or text" in page[2]
     card = (done.run / "student" / "README.md").read_text(encoding="utf-8")
     assert card.split("---\n\n", 1)[1].splitlines()[2] == page[2]
     warnings = [event.data["message"] for event in done.events if event.type == "warning"]

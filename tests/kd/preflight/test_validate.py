@@ -200,9 +200,12 @@ def test_sequences_longer_than_a_model_s_context_are_refused(root, key):
             problem.pointer == "/data/sequence_length" and "64 tokens, but got 65" in problem.detail
         )
         assert check(root, **changes, data=text | {"sequence_length": 64}) == []
-    for unknown in ("[]", "not JSON", '{"max_position_embeddings": null}'):
-        (root / "model" / "config.json").write_text(unknown, encoding="utf-8")
-        assert check(root, data=text | {"sequence_length": 65}) == []
+    (root / "model" / "config.json").write_text('{"max_position_embeddings": null}', "utf-8")
+    assert check(root, data=text | {"sequence_length": 65}) == []
+    for unreadable in ("[]", "not JSON"):
+        (root / "model" / "config.json").write_text(unreadable, encoding="utf-8")
+        (problem,) = check(root, data=text | {"sequence_length": 65})
+        assert problem.pointer == "/teacher/model" and "cannot be read" in problem.detail
 
 
 def test_a_model_with_an_encoder_is_refused_by_name(root):

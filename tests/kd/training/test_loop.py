@@ -22,7 +22,6 @@ from kd.config.job import JobConfig
 from kd.errors import Interrupted, ModelError, TrainingError
 from kd.evaluation.comparison import compare_with_records
 from kd.loss.targets import Targets
-from kd.models.layers import train_all_rows
 from kd.models.precision import Precision, round_parameters
 from kd.optim.schedules import make_scheduler
 from kd.progress import Event, Monitor
@@ -353,11 +352,10 @@ def test_optimizer_is_adamw(tmp_path: Path) -> None:
     job = make_job(max_steps=1, warmup_steps=0, max_grad_norm=0.5, weight_decay=0.1)
     student, _ = run(job, tmp_path, dropout=0.0)
     reference = make_student(0.0)
-    train_all_rows(reference)
     from kd.loss.fused import compute_distillation_loss
     from kd.loss.objective import Objective
     from kd.models.layers import compute_hidden_states
-    from kd.models.lm_head import find_lm_head
+    from kd.models.lm_head import find_student_head
     from kd.text.batches import make_batch
     from kd.text.steps.order import list_step_indices
 
@@ -366,7 +364,7 @@ def test_optimizer_is_adamw(tmp_path: Path) -> None:
     hidden = compute_hidden_states(reference, batch.tokens_BL, batch.packed).flatten(0, 1)[
         batch.rows_N
     ]
-    head = find_lm_head(reference, VOCABULARY)
+    head = find_student_head(reference, VOCABULARY)
     (
         compute_distillation_loss(hidden, head, Targets(batch.gold_N), Objective(1.0)).total
         / len(batch)

@@ -303,7 +303,7 @@ def test_a_job_shows_its_curves_as_they_grow(page: Page, api: Parts) -> None:
     )
     picture = page.get_by_role("img", name="Loss, nats per token")
     expect(picture).to_have_attribute("aria-label", "Loss, nats per token: loss 6 at step 3.")
-    both = "Perplexity: perplexity 97 at step 3, validation perplexity 50.5 at step 3."
+    both = "Perplexity: train perplexity 97 at step 3, validation perplexity 50.5 at step 3."
     expect(page.get_by_role("img", name="Perplexity")).to_have_attribute("aria-label", both)
     assert count_painted_pixels(page) > 100
     expect(page.get_by_role("link", name=FINGERPRINT[:12])).to_be_visible()
@@ -335,7 +335,7 @@ def test_the_curves_of_perplexity_are_compared_with_the_teacher_and_a_plain_stud
     open_page(page, api, f"jobs/{claim.id}")
     expect(page.get_by_role("img", name="Perplexity")).to_have_attribute(
         "aria-label",
-        "Perplexity: perplexity 100 at step 100, teacher 35.9, without a teacher 94.1.",
+        "Perplexity: train perplexity 100 at step 100, teacher 35.9, without a teacher 94.1.",
     )
     assert count_painted_pixels(page) > 100
     take_picture(page, "levels")

@@ -32,7 +32,7 @@ def test_health_storage_and_keys_are_one_click_apart(page: Page, api: Parts) -> 
     pages = page.get_by_role("navigation", name="Service")
     pages.get_by_role("link", name="Storage").click()
     expect(page).to_have_title("Storage · Potstill")
-    expect(page.get_by_role("table", name="Kinds").get_by_role("row")).to_have_count(5)
+    expect(page.get_by_role("table", name="Kinds").get_by_role("row")).to_have_count(7)
     expect(page.get_by_role("table", name="Teams").get_by_role("row").nth(1)).to_contain_text(
         "local"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,13 @@ def train_kind(kind: str) -> PreTrainedTokenizerFast:
         single="<end> $A <end>", special_tokens=[("<end>", end)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def permuted(tiny_teacher: Path, folder: Path) -> Path:
+    """The teacher with a tokenizer of equal size that numbers two letters otherwise."""
+    path = Path(shutil.copytree(tiny_teacher, folder)) / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    vocabulary["e"], vocabulary["o"] = vocabulary["o"], vocabulary["e"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return folder

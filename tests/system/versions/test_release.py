@@ -88,7 +88,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, folder / name)
     changelog = folder / "CHANGELOG.md"  # a release is made where nothing is unreleased
-    released = re.sub(r"## \[Unreleased\].*?(?=## \[)", "", changelog.read_text("utf-8"), flags=re.S)
+    released = re.sub(
+        r"## \[Unreleased\].*?(?=## \[)", "", changelog.read_text("utf-8"), flags=re.S
+    )
     changelog.write_text(released, encoding="utf-8")
     git(folder, "init", "-q")
     git(folder, "add", "-A")

@@ -25,7 +25,7 @@ from tests.support.kd.zoo import DEEPSEEK, LLAMA, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Tokens up to which all texts have the same frequencies. Padded rows of up to 16 are read together.
+#: Tokens up to which all texts have the same frequencies. Padded rows of 9 to 16 are read together.
 USUAL = 12
 LOW_RANKS = {
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
