@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kd.models.saving import load_saved_student, save_student, save_tokenizer
 from kd.models.tokenizers import PROBE_TEXTS, load_tokenizer
 from tests.support.kd.zoo import some_tokens
-from tests.support.packed_zoo import OURS, SIZES, THEIRS
+from tests.support.packed_zoo import OURS, OWN, SIZES, THEIRS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,13 +31,11 @@ VERSION_4 = "transformers==4.57.*"
 READER = Path(__file__).parents[3] / "support" / "read_with_version_4.py"
 #: Architectures that transformers 4 has not.
 NEW = {
-    "afmoe", "beam", "cohere2_moe", "cwm", "exaone_moe", "flint", "granite_swa", "granitemoe_swa",
-    "hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash",
-    "minicpm3", "minimax_m2", "ministral3", "nanochat", "solar_open",
+    "afmoe", "axk1", "beam", "cohere2_moe", "cwm", "exaone_moe", "flint", "granite_swa",
+    "granitemoe_swa", "hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna", "mellum",
+    "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral3", "nanochat", "solar_open", "youtu",
 }  # fmt: skip
 FAMILIES = [kind for kind in (*OURS, *THEIRS) if kind not in NEW]
-#: Its code in transformers 4 takes as many heads for keys as for queries.
-CHANGES: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_key_value_heads": 4}}
 #: Largest difference of the logits, as a share of the largest logit. Transformers 4 computes one
 #: activation in 16 bits, whatever it is asked for.
 TOLERANCES = {"apertus": 5e-3}
@@ -77,7 +75,7 @@ def make_config(kind: str, scaling: dict[str, Any] | None = None) -> PreTrainedC
     """Return a tiny configuration whose rotary bases are no defaults."""
     made = CONFIG_MAPPING[kind]
     known = made().to_dict().keys() | made.attribute_map.keys()
-    sizes = {name: size for name, size in SIZES.items() if name in known} | CHANGES.get(kind, {})
+    sizes = {name: size for name, size in SIZES.items() if name in known} | OWN.get(kind, {})
     if scaling and "original_max_position_embeddings" in known:
         sizes["original_max_position_embeddings"] = 16
     rope = copy.deepcopy(getattr(made(**sizes), "rope_parameters", None))
