@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import time
+from collections import deque
 
 log = logging.getLogger(__name__)
 
@@ -14,8 +15,8 @@ log = logging.getLogger(__name__)
 ENOUGH = 65_536
 #: Descriptors that streams leave to requests, which need one for a short time.
 RESERVE = 16
-#: When the log said so the last time, in seconds of the process's clock.
-_told = float("-inf")
+#: When the log said so, in seconds of the process's clock; the last entry counts.
+_told = deque([float("-inf")], maxlen=1)
 REMEDY = "Raise the limit of open files of the API (ulimit -n, LimitNOFILE of systemd)."
 
 
@@ -48,10 +49,9 @@ def lacks_descriptors(error: BaseException | None) -> bool:
 
 def tell_shortage() -> None:
     """Say in the log that no descriptor is left, once a minute."""
-    global _told
     now = time.monotonic()
-    if now - _told >= 60:
-        _told = now
+    if now - _told[0] >= 60:
+        _told.append(now)
         log.error("no descriptor is left for another file or connection. %s", REMEDY)
 
 
