@@ -31,9 +31,10 @@ VERSION_4 = "transformers==4.57.*"
 READER = Path(__file__).parents[3] / "support" / "read_with_version_4.py"
 #: Architectures that transformers 4 has not.
 NEW = {
-    "afmoe", "axk1", "beam", "cohere2_moe", "cwm", "exaone_moe", "flint", "granite_swa",
-    "granitemoe_swa", "hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna", "mellum",
-    "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral3", "nanochat", "solar_open", "youtu",
+    "afmoe", "axk1", "beam", "cohere2_moe", "cwm", "exaone_moe", "flint", "gemma4_text",
+    "glm4_moe_lite", "granite_swa", "granitemoe_swa", "hyperclovax", "internlm3", "iquestcoder",
+    "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral3",
+    "nanochat", "solar_open", "youtu",
 }  # fmt: skip
 FAMILIES = [kind for kind in (*OURS, *THEIRS) if kind not in NEW]
 #: Largest difference of the logits, as a share of the largest logit. Transformers 4 computes one
