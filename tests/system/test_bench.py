@@ -19,7 +19,6 @@ from bench import speed as bench_speed
 from bench import train as bench_train
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
-from kd.loss.dense import compute_dense_terms
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.targets import Targets
@@ -28,6 +27,7 @@ from kd.models.precision import Precision, compute_target_hidden_states
 from kd.progress import Monitor
 from kd.text.batches import PlainText
 from kd.training.loop import train
+from tests.support.kd.references import dense_terms
 
 HARD = "fused, hard labels alone"
 RECORDS = "fused, records, alpha 0.1"
@@ -366,7 +366,7 @@ def test_the_live_loop_learns_the_whole_distribution_of_its_teacher(
             model(batch.tokens_BL).logits.flatten(0, 1)[batch.rows_N]
             for model in (student, setting.teacher)
         ]
-    dense = compute_dense_terms(*logits, batch.gold_N, 1.0, Objective(bench_train.ALPHA))
+    dense = dense_terms(*logits, batch.gold_N, 1.0, Objective(bench_train.ALPHA))
     assert ours.total.item() == pytest.approx(dense.total.item(), rel=1e-5)
 
 
