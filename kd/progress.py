@@ -247,7 +247,7 @@ class Monitor:
 
     @property
     def notices(self) -> tuple[Notice, ...]:
-        """What was found in the inputs so far."""
+        """The notices so far, in the order in which they came."""
         return tuple(self._pulse.notices)
 
     def check(self, what: str) -> None:

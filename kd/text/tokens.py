@@ -55,7 +55,7 @@ class DocumentEncoder:
 
     @cached_property
     def texts(self) -> TextEncoder:
-        """What encodes plain texts."""
+        """The encoder of plain texts, which ends a document at the separator."""
         separator = choose_separator(self.config, self.tokenizer)
         return TextEncoder(self.tokenizer, self.monitor, separator, self.notes)
 

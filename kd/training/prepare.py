@@ -105,20 +105,22 @@ def prepare(
     serve the job, ``ModelError`` where the student cannot be trained as the job asks, and
     ``OutOfMemory`` where not even one sequence fits.
     """
-    job = _Setting.of(config, source, student, vocabulary, folder, monitor, group)
-    lm_head, memory, strategy = _examine_student(job)
-    _change_layers(job)
+    setting = _Setting.of(config, source, student, vocabulary, folder, monitor, group)
+    lm_head, memory, strategy = _examine_student(setting)
+    _change_layers(setting)
     if strategy != "fsdp":
-        allocate(student, job.device)
-    compilation = compile_student(student, job.options.compile, job.device, strategy == "fsdp")
-    parts = _StepParts.of(job, _make_loss(job, lm_head.refresh(student)), strategy)
-    state, identity = _restore_state(job, parts)
+        allocate(student, setting.device)
+    compilation = compile_student(
+        student, setting.options.compile, setting.device, strategy == "fsdp"
+    )
+    parts = _StepParts.of(setting, _make_loss(setting, lm_head.refresh(student)), strategy)
+    state, identity = _restore_state(setting, parts)
     watch = TrainingWatch(config)
     watch.restore(state.progress.watch)
     flops = count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length)
     run = Run(
         config=config,
-        options=_fit_micro_batch(job, state, parts.loss),
+        options=_fit_micro_batch(setting, state, parts.loss),
         source=source,
         folder=folder,
         monitor=monitor,
@@ -130,15 +132,15 @@ def prepare(
         memory=memory,
         compilation=compilation,
         average=parts.average,
-        look_ahead=_make_look_ahead(job, parts.loss),
+        look_ahead=_make_look_ahead(setting, parts.loss),
         watch=watch,
         disk_watch=DiskWatch(config, source.disk_reads),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
-        log=_open_log(job, state.progress),
+        log=_open_log(setting, state.progress),
         meter=ProgressMeter(parts.loss.steps, "steps", done=state.progress.step),
-        speed=SpeedMeter(flops, job.device, job.group.size),
+        speed=SpeedMeter(flops, setting.device, setting.group.size),
     )
-    reset_peak_memory(job.device)
+    reset_peak_memory(setting.device)
     return run
 
 
@@ -199,46 +201,48 @@ class _StepParts:
     average: Averager | None
 
     @classmethod
-    def of(cls, job: _Setting, loss: StepLoss, strategy: ParallelStrategy) -> _StepParts:
+    def of(cls, setting: _Setting, loss: StepLoss, strategy: ParallelStrategy) -> _StepParts:
         """Make them in the one order that works: each refers to parameters of the one before."""
-        student, options = job.student, job.options
+        student = setting.student
+        options = setting.options
         # Before anything refers to a parameter: the parts of sharded parameters are new ones.
-        loss_module = _make_loss_module(job, loss, strategy)
+        loss_module = _make_loss_module(setting, loss, strategy)
         loss = replace(loss, lm_head=loss.live_head)
         projections = loss.features.parameters() if loss.features is not None else ()
         # Where the parameters are, which may be the host while the passes run on a GPU.
         optimizer = make_optimizer(student, projections, options, student.device)
-        if job.group.staged:
+        if setting.group.staged:
             # After the optimiser, whose groups are those of the whole student.
-            loss_module = _cut_student(job, loss, optimizer)
+            loss_module = _cut_student(setting, loss, optimizer)
         average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
         return cls(loss, loss_module, optimizer, average)
 
 
-def _restore_state(job: _Setting, parts: _StepParts) -> tuple[TrainState, str]:
+def _restore_state(setting: _Setting, parts: _StepParts) -> tuple[TrainState, str]:
     """Return the state of the newest checkpoint, or a new one, and what a checkpoint must match."""
-    config, folder = job.config, job.folder
-    source = str(job.source.identity)
+    config = setting.config
+    folder = setting.folder
+    source = str(setting.source.identity)
     identity = compute_resume_identity(config, source)
     earlier = find_earlier(config, folder, identity, source)
-    state = _make_state(job, parts, read_schedule_start(folder))
+    state = _make_state(setting, parts, read_schedule_start(folder))
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it. Ranks draw different dropout.
-    torch.manual_seed(job.options.seed + job.group.rank)
+    torch.manual_seed(setting.options.seed + setting.group.rank)
     stored = earlier or Earlier(folder / "checkpoints", identity)
     for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
-        job.monitor.emit("warning", message=problem)
+        setting.monitor.emit("warning", message=problem)
     state.progress.stems = compute_stems(config, source)
     if earlier is not None:
         state = lengthen(state, config, parts.loss.steps)
         warning = forget_lost_best(earlier, state, config.require_train())
         if warning is not None:
-            job.monitor.emit("warning", message=warning)
-        if job.group.leads:
+            setting.monitor.emit("warning", message=warning)
+        if setting.group.leads:
             copy_history(earlier, folder)
         checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
     copy_best(config, folder, state)
-    keep_threads(state.progress, job.device, job.monitor)
+    keep_threads(state.progress, setting.device, setting.monitor)
     return state, identity
 
 
@@ -264,43 +268,46 @@ def choose_first_place(options: TrainConfig, device: torch.device, group: Group)
     return device if whole else torch.device("cpu")
 
 
-def _examine_student(job: _Setting) -> tuple[LMHead, RankMemory, ParallelStrategy]:
+def _examine_student(setting: _Setting) -> tuple[LMHead, RankMemory, ParallelStrategy]:
     """Check that the job can train its student, and choose the strategy.
 
     Rank 0 alone runs the student; the others do as it found. Returns the LM head, an estimate of
     the memory of a step on a rank, and the strategy.
     """
-    config, student, group = job.config, job.student, job.group
-    options, length = config.require_train(), config.data.sequence_length
+    config = setting.config
+    student = setting.student
+    group = setting.group
+    options = config.require_train()
+    length = config.data.sequence_length
     require_context(student, length)
     if group.staged:
         require_stages(config.loss, student, group.size)
     if group.leads:
         require_causal(student, length)
-    lm_head = find_student_head(student, job.vocabulary)
+    lm_head = find_student_head(student, setting.vocabulary)
     # The weights of the other ranks have no values yet that could show it.
     scale, softcap = group.share((lm_head.scale, lm_head.softcap))
     lm_head = replace(lm_head, scale=scale, softcap=softcap)
     if config.data.packing:
         _isolate_documents_alike(student, group)
-        warn_of_mask(student, length, job.monitor)
+        warn_of_mask(student, length, setting.monitor)
     if options.is_pure_bfloat16:
         # The checks above need all bits of float32, and all that follows sees the rounded weights.
         round_parameters(student, torch.bfloat16)
-    rooms = group.gather(_measure_room(student, job.device))
+    rooms = group.gather(_measure_room(student, setting.device))
     room = None if None in rooms else min(rooms)
     found = None
     if group.leads:
-        in_kernels = suits_kernels(job.source.codec, config.loss.divergence)
-        kernels = job.device.type == "cuda" and in_kernels
-        sizes = (length, job.vocabulary, job.precision)
-        step = describe_step(student, options, *sizes, kernels=kernels, device=job.device)
+        in_kernels = suits_kernels(setting.source.codec, config.loss.divergence)
+        kernels = setting.device.type == "cuda" and in_kernels
+        sizes = (length, setting.vocabulary, setting.precision)
+        step = describe_step(student, options, *sizes, kernels=kernels, device=setting.device)
         strategy = _choose_strategy(config, step, room, group)
         found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
     fields, strategy = group.share(found)
     memory = RankMemory(**fields)
     if warning := memory.warning(room):
-        job.monitor.emit("warning", message=warning)
+        setting.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy
 
 
@@ -331,9 +338,11 @@ def _choose_strategy(
     return "ddp" if needs_whole_gradients(config.loss) else choose_strategy(step, group.size, room)
 
 
-def _change_layers(job: _Setting) -> None:
+def _change_layers(setting: _Setting) -> None:
     """Let the layers multiply in float8, and checkpoint or offload what they keep, as asked."""
-    student, options, group = job.student, job.options, job.group
+    student = setting.student
+    options = setting.options
+    group = setting.group
     if options.fp8:
         multiply_in_float8(student)
     own = pick_own_layers(student, group.rank, group.size) if group.staged else None
@@ -342,12 +351,14 @@ def _change_layers(job: _Setting) -> None:
         offload_activations(student)
 
 
-def _make_loss(job: _Setting, lm_head: LMHead) -> StepLoss:
-    config, source, device = job.config, job.source, job.device
+def _make_loss(setting: _Setting, lm_head: LMHead) -> StepLoss:
+    config = setting.config
+    source = setting.source
+    device = setting.device
     decoder = TargetDecoder.of(source, device)
     require_served(config, source.codec)
     require_entropies(config, source)
-    steps = count_total_steps(job.options, source.train_count)
+    steps = count_total_steps(setting.options, source.train_count)
     features = None
     if config.loss.features.weight > 0 and decoder.lm_head is not None:
         student_width = lm_head.weight.shape[1]
@@ -355,16 +366,16 @@ def _make_loss(job: _Setting, lm_head: LMHead) -> StepLoss:
         features = FeatureLoss.of(config.loss.features, student_width, teacher_width).to(device)
     return StepLoss(
         config=config.loss,
-        student=job.student,
+        student=setting.student,
         device=device,
         lm_head=lm_head,
         decoder=decoder,
         objective=Objective.of(config.loss),
         temperature=TemperatureControl.of(config.loss.temperature, steps),
         features=features,
-        routers=find_router_balance(job.student, config.loss.router_balance),
-        precision=job.precision,
-        logits_chunk=job.options.logits_chunk,
+        routers=find_router_balance(setting.student, config.loss.router_balance),
+        precision=setting.precision,
+        logits_chunk=setting.options.logits_chunk,
         steps=steps,
         clock=Stopwatch(device),
         control=_make_control(config.loss, source, lm_head, device),
@@ -386,9 +397,10 @@ def _make_control(
     return TailControl(arrays, lm_head.weight.shape[1], dtype).to(device)
 
 
-def _make_loss_module(job: _Setting, loss: StepLoss, strategy: ParallelStrategy) -> nn.Module:
+def _make_loss_module(setting: _Setting, loss: StepLoss, strategy: ParallelStrategy) -> nn.Module:
     """Make all parameters one module, which exchanges gradients where there are several ranks."""
-    options, group = job.options, job.group
+    options = setting.options
+    group = setting.group
     parts = [loss.student] if loss.features is None else [loss.student, loss.features]
     whole = WholeLoss(parts)
     if group.staged:
@@ -396,7 +408,7 @@ def _make_loss_module(job: _Setting, loss: StepLoss, strategy: ParallelStrategy)
     if group.alone or group.staged:
         return whole
     phase = f"training on {group.size} devices ({strategy})"
-    job.monitor.emit("stage", stage="train", phase=phase)
+    setting.monitor.emit("stage", stage="train", phase=phase)
     if strategy == "ddp":
         return replicate(whole)
     layers = find_decoder_layers(loss.student)
@@ -412,9 +424,11 @@ def cut_step(options: TrainConfig) -> TrainConfig:
     return resize_micro_batch(options, options.sequences_per_step // count)
 
 
-def _cut_student(job: _Setting, loss: StepLoss, optimizer: torch.optim.Optimizer) -> StageLoss:
+def _cut_student(setting: _Setting, loss: StepLoss, optimizer: torch.optim.Optimizer) -> StageLoss:
     """Leave one stage of the student on this rank, and its parameters alone in ``optimizer``."""
-    options, group, monitor = job.options, job.group, job.monitor
+    options = setting.options
+    group = setting.group
+    monitor = setting.monitor
     stage = cut(loss.student, group.rank, group.size, loss.precision)
     keep_owned(optimizer, stage.owned)
     bubble = compute_bubble(group.size, options.gradient_accumulation_steps)
@@ -430,7 +444,7 @@ def _cut_student(job: _Setting, loss: StepLoss, optimizer: torch.optim.Optimizer
     return StageLoss(stage, group, options.pipeline.schedule, loss.device)
 
 
-def _make_state(job: _Setting, parts: _StepParts, schedule_began: int) -> TrainState:
+def _make_state(setting: _Setting, parts: _StepParts, schedule_began: int) -> TrainState:
     """Make schedule and loss scale, with all that a checkpoint must hold."""
     loss = parts.loss
     extras: dict[str, nn.Module | None] = {
@@ -442,20 +456,28 @@ def _make_state(job: _Setting, parts: _StepParts, schedule_began: int) -> TrainS
     return TrainState(
         model=loss.student,
         optimizer=parts.optimizer,
-        scheduler=make_resumed_scheduler(parts.optimizer, job.config, loss.steps, schedule_began),
-        scaler=make_scaler(job.options.loss_scale, loss.precision),
+        scheduler=make_resumed_scheduler(
+            parts.optimizer, setting.config, loss.steps, schedule_began
+        ),
+        scaler=make_scaler(setting.options.loss_scale, loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
-        group=job.group,
+        group=setting.group,
     )
 
 
-def _make_look_ahead(job: _Setting, loss: StepLoss) -> LookAhead | None:
+def _make_look_ahead(setting: _Setting, loss: StepLoss) -> LookAhead | None:
     if not loss.temperature.follows_held_out:
         return None
-    size = job.options.batch_size
+    size = setting.options.batch_size
     return LookAhead(
-        loss.student, loss.lm_head, job.source, loss.decoder, size, loss.precision, job.device
+        loss.student,
+        loss.lm_head,
+        setting.source,
+        loss.decoder,
+        size,
+        loss.precision,
+        setting.device,
     )
 
 
@@ -506,13 +528,13 @@ def require_stages(config: LossConfig, student: PreTrainedModel, stages: int) ->
 # ---------------------------------------------------------------------- restored state
 
 
-def _fit_micro_batch(job: _Setting, state: TrainState, loss: StepLoss) -> TrainConfig:
+def _fit_micro_batch(setting: _Setting, state: TrainState, loss: StepLoss) -> TrainConfig:
     """The options with the largest micro-batch that fits, if the job looks for it.
 
     A step has as many sequences as before. A resumed run keeps the micro-batch that it found at
     first, so that its sums are of the same terms.
     """
-    options = job.options
+    options = setting.options
     if not options.auto_batch:
         return options
     if state.progress.batch_size is not None:
@@ -523,7 +545,7 @@ def _fit_micro_batch(job: _Setting, state: TrainState, loss: StepLoss) -> TrainC
         # Batches in the order of length are cut to their text: only shuffled ones show what the
         # longest needs.
         shuffled = tried.model_copy(update={"order": "shuffled"})
-        batch = next(read_training_batches(job.source, shuffled, range(1)))[0]
+        batch = next(read_training_batches(setting.source, shuffled, range(1)))[0]
         reserve = estimate_optimizer_bytes(student, tried)
         modules = [student, *state.extras.values()]
         rehearse_step(lambda: loss.rehearse(batch), modules, reserve, loss.device)
@@ -533,15 +555,15 @@ def _fit_micro_batch(job: _Setting, state: TrainState, loss: StepLoss) -> TrainC
     found = resize_micro_batch(options, state.group.find_least(found.batch_size))
     if found != options:
         message = f"batch_size {options.batch_size} does not fit: {found.batch_size} is used."
-        job.monitor.emit("warning", message=message)
+        setting.monitor.emit("warning", message=message)
     state.progress.batch_size = found.batch_size
     return found
 
 
-def _open_log(job: _Setting, progress: TrainingProgress) -> MetricsLog:
+def _open_log(setting: _Setting, progress: TrainingProgress) -> MetricsLog:
     """metrics.jsonl, with the lines up to the restored step; on other ranks no file."""
     # A run that was stopped before its first evaluation makes that evaluation again: its history is
     # empty.
     last_step = progress.step if progress.first_evaluation is not None else -1
-    path = job.folder / "metrics.jsonl" if job.group.leads else None
-    return MetricsLog(path, job.monitor, last_step)
+    path = setting.folder / "metrics.jsonl" if setting.group.leads else None
+    return MetricsLog(path, setting.monitor, last_step)

@@ -140,11 +140,7 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
                 for name in ("error", "labels", "depends_on")
                 if name in record
             },
-            **{
-                name: fill_record(json.loads(record[name]))
-                for name in ("config",)
-                if name in record
-            },
+            **({"config": fill_record(json.loads(record["config"]))} if "config" in record else {}),
             "resources": {name: record[name] for name in ("gpus", "memory") if name in record},
             "team": record.get("team") or record.get("owner") or "local",
             "device_seconds": int(record.get("device_ms", 0)) / 1000,
