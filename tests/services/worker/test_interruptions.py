@@ -128,7 +128,8 @@ def test_a_run_that_is_stopped_by_a_signal_is_silent_and_replaced(new_parts: Mak
     wait_until(lambda: parts.job(job_id).progress.done)
     os.kill(pid, signal.SIGSTOP)
     job = parts.wait_for(job_id, "succeeded", "failed")
-    assert (job.status, job.attempt) == ("succeeded", 2)
+    # A busy machine may make the second run silent too.
+    assert job.status == "succeeded" and job.attempt > 1
     assert steps_done(parts, job_id) == list(range(STEPS))
 
 
