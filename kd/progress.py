@@ -99,10 +99,11 @@ def ignore_notice(notice: Notice) -> None:
 def keep_notices(file: Path, monitor: Monitor) -> list[Notice]:
     """Add the notices of this process to those in ``file``; return all of them.
 
-    A notice that comes again, as in a resumed run, replaces the one before it.
+    A notice that comes again, as in a resumed run, replaces the one before it. Two of the same kind
+    in different texts have other examples.
     """
     known = [Notice(**each) for each in read_json(file) or ()]
-    found = {each.what: each for each in (*known, *monitor.notices)}
+    found = {(each.what, each.example): each for each in (*known, *monitor.notices)}
     if found:
         write_json(file, [each.to_json() for each in found.values()])
     return list(found.values())

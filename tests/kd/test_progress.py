@@ -106,6 +106,14 @@ def test_a_notice_is_sent_once_and_kept_once_over_a_resume(tmp_path: Path) -> No
     assert keep_notices(file, Monitor()) == [notice]
 
 
+def test_notices_of_one_kind_in_two_texts_are_both_kept(tmp_path: Path) -> None:
+    monitor = Monitor()
+    found = [Notice("rows without text, left out", 9, f"{name}: row 2") for name in ("a", "b")]
+    for notice in found:
+        monitor.note(notice)
+    assert keep_notices(tmp_path / "notices.json", monitor) == found
+
+
 def test_a_run_that_found_nothing_writes_no_file(tmp_path: Path) -> None:
     assert keep_notices(tmp_path / "notices.json", Monitor()) == []
     assert not list(tmp_path.iterdir())
