@@ -50,7 +50,7 @@ from kd.capture.plan import (
 )
 from kd.capture.teacher import capture_cache, help_capture, warn_of_overruled
 from kd.config.job import JobConfig
-from kd.config.jobfile import keep_meaning
+from kd.config.jobfile import keep_meaning, read_record
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.config.train import TrainConfig
 from kd.errors import FidelityError
@@ -185,10 +185,10 @@ def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
     earlier version meant, which began the run.
     """
     config = keep_meaning(config, read_json(run_dir / "config.json") or {})
-    inputs = (read_json(run_dir / "cache.json") or {}).get("inputs", {})
-    packing = inputs.get("data", {}).get("packing")
-    if config.data.packing == "auto" and isinstance(packing, bool):
-        settled = set_packing(config, packing)
+    known = read_json(run_dir / "cache.json")
+    if known is not None and config.data.packing == "auto":
+        inputs = fill_cache_inputs(known["inputs"])
+        settled = set_packing(config, inputs["data"]["packing"])
         if select_cache_inputs(settled) == inputs:
             return settled
     return settle_packing(config, monitor)
@@ -499,7 +499,7 @@ def open_source(
     caches = find_caches(home, config.cache.store)
     if config.cache.fingerprint is not None:
         store = open_cache(caches / config.cache.fingerprint, memory_bytes=memory)
-    elif known is not None and known["inputs"] == select_cache_inputs(config):
+    elif known is not None and fill_cache_inputs(known["inputs"]) == select_cache_inputs(config):
         store = open_cache(caches / known["fingerprint"], memory_bytes=memory)
     else:
         identity = plan_capture(config, monitor, home / TEXTS).identity
@@ -602,3 +602,8 @@ def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
 def select_cache_inputs(config: JobConfig) -> dict[str, Any]:
     """The part of a configuration that decides which cache it needs."""
     return config.model_dump(mode="json", include={"teacher", "data", "cache"})
+
+
+def fill_cache_inputs(written: dict[str, Any]) -> dict[str, Any]:
+    """What ``select_cache_inputs`` returned when a run began, with the fields of today."""
+    return select_cache_inputs(read_record({"kind": "precompute", **written}))

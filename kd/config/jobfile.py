@@ -34,6 +34,7 @@ PATTERNS_IN_WORDS = {
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
 #: What was done before a field existed, where its default does something else.
 MEANT_BEFORE: dict[str, dict[str, Any]] = {
+    "data": {"document_separator": ""},
     "train": {"lm_head_floor": 0.0},
     "loss": {"tail_control": False},
     "evaluation": {"samples": 0, "continuations": 0},

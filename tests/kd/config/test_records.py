@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kd.config.jobfile import MEANT_BEFORE, keep_meaning, parse_config, read_record
+from kd.pipeline import fill_cache_inputs, select_cache_inputs
 from kd.training.resume.identity import compute_resume_identity
 
 RECORDS = Path(__file__).parents[2] / "support" / "formats"
@@ -40,6 +41,13 @@ def test_a_field_that_a_record_lacks_means_what_was_done_then() -> None:
                 assert getattr(getattr(config, section), field) == value
     # What a person writes has the defaults of today.
     assert parse_config(written).require_train().lm_head_floor == 0.1
+
+
+def test_the_cache_of_a_run_that_the_version_before_began_is_found_without_its_text() -> None:
+    """Such a run has written what the cache was made of, and may have no teacher any more."""
+    for written, _ in read_records("8cefb88").values():
+        inputs = {name: written[name] for name in ("teacher", "data", "cache")}
+        assert fill_cache_inputs(inputs) == select_cache_inputs(read_record(written))
 
 
 def test_the_job_file_of_a_run_that_an_earlier_version_began_continues_it() -> None:
