@@ -113,10 +113,14 @@ def is_full(error: StorageError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
 
 
+def find_existing(path: Path) -> Path:
+    """Return ``path``, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.resolve().parents) if each.exists())
+
+
 def has_room_for_files(path: Path) -> bool:
     """Whether the disk of ``path`` takes another file; most disks have a limit of their number."""
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
-    found = os.statvfs(existing)
+    found = os.statvfs(find_existing(path))
     return found.f_files == 0 or found.f_favail > 0
 
 

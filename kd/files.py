@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from cache.disk import (
     TEMPORARY_PREFIX,
+    find_existing,
     make_folder,
     publish_folder,
     recover_folder,
@@ -180,11 +181,6 @@ def _disk_errors(where: Path) -> Iterator[None]:
         raise StorageError(
             f"{where}: no space left on the disk.", "Free space, then run again."
         ) from error
-
-
-def find_existing(path: Path) -> Path:
-    """Return ``path``, or the nearest folder above it that exists."""
-    return next(each for each in (path, *path.resolve().parents) if each.exists())
 
 
 @dataclass(frozen=True)

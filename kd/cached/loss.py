@@ -22,7 +22,7 @@ from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import LossTerms, compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.models.lm_head import LMHead
-from kd.text.batches import Batch, find_documents
+from kd.text.batches import Batch, find_packed_rows
 from kd.text.packed_rows import PackedRows
 
 
@@ -134,14 +134,14 @@ def make_training_batch(batch: Mapping[str, Any]) -> Batch:
     rows_N = target_BL.flatten().nonzero().flatten()
     return Batch(
         tokens_BL=tokens_BL,
-        packed=_find_documents(batch["position_ids"], target_BL),
+        packed=_find_packed_rows(batch["position_ids"], target_BL),
         rows_N=rows_N,
         gold_N=tokens_BL.flatten()[rows_N + 1],
         teacher=batch["records"],
     )
 
 
-def _find_documents(positions_BL: Tensor, target_BL: Tensor) -> PackedRows | None:
+def _find_packed_rows(positions_BL: Tensor, target_BL: Tensor) -> PackedRows | None:
     """Find the documents, on the device of the positions; None if every row is one document."""
-    packed = find_documents(positions_BL.cpu(), target_BL.cpu().numpy())
+    packed = find_packed_rows(positions_BL.cpu(), target_BL.cpu().numpy())
     return packed and packed.map(lambda each: each.to(positions_BL.device))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cache.errors import PotstillError
 from kd.buckets.inputs import is_stored_name
+from kd.capture.estimate.text import find_teacher_folder
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, Problem
@@ -30,7 +31,7 @@ from kd.text.packing import Document, refuse_short
 from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
 from kd.text.reading.tables import count_null_texts
-from kd.text.rows import COLUMNS, read_cell
+from kd.text.rows import COLUMNS, RowWithoutText, read_cell
 from kd.text.sources import MISSING, FoundDocument, find_documents
 from kd.text.stored.places import TextPlace
 from kd.text.tokens import DocumentEncoder
@@ -100,7 +101,11 @@ def find_row_problems(
     ``note`` gets what else is found. Text of a bucket or a hub is not downloaded for this.
     """
     data = config.data
-    tokenizer = _load_tokenizer(config, root)
+    try:
+        tokenizer = _load_tokenizer(config, root)
+    except ConfigError as error:
+        yield from error.problems
+        return
     notes = TextNotes()
     numbers = itertools.count()
     shown = show if data.format in COLUMNS else hide_row
@@ -115,8 +120,12 @@ def find_row_problems(
             yield from guard_access(pointer, look.find_problems(pointer, source))
         is_short = seen.whole and 0 < seen.tokens < data.sequence_length
         if is_short and data.packing and data.format not in COLUMNS:
-            error = refuse_short(field, seen.tokens, data.sequence_length)
-            yield Problem(f"/data/{field}", error.detail, error.remedy)
+            short = refuse_short(field, seen.tokens, data.sequence_length)
+            if data.packing is True:
+                yield Problem(f"/data/{field}", short.detail, short.remedy)
+            else:  # the models decide whether documents share rows
+                what = f"tokens of data.{field}, too few for rows that documents share"
+                note(Notice(what, seen.tokens, f"one of {data.sequence_length}", short.remedy))
     for notice in notes.list_notices():
         note(notice)
 
@@ -127,8 +136,10 @@ def _load_tokenizer(config: JobConfig, root: Path) -> PreTrainedTokenizerBase | 
     student = config.student
     folder = None
     if teacher is not None and not (teacher.trust_remote_code or teacher.gguf_file):
-        folder = ModelFolder.find(teacher.tokenizer or teacher.model, root, teacher.revision)
+        pointer = "/teacher/tokenizer" if teacher.tokenizer else "/teacher/model"
+        folder = find_teacher_folder(config, root)
     elif teacher is None and not config.needs_cache and student and student.own_tokenizer:
+        pointer = "/student/model" if student.model else "/student/init/tokenizer"
         folder = ModelFolder.find(student.own_tokenizer, root, student.revision)
     if folder is None or folder.tokenizer_file is None:
         return None
@@ -138,7 +149,7 @@ def _load_tokenizer(config: JobConfig, root: Path) -> PreTrainedTokenizerBase | 
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder.path)
     except Exception as error:  # the library has no class of its own for this
         detail = f"its tokenizer.json cannot be read: {error}."
-        raise ConfigError([Problem("/teacher/model", detail, "Save the model again.")]) from None
+        raise ConfigError([Problem(pointer, detail, "Save the model again.")]) from None
     return tokenizer
 
 
@@ -205,7 +216,8 @@ class _Look:
                 self.seen.whole = False
             if time.monotonic() > until:
                 self.seen.whole = False
-                yield from _read_last(files[-1], self.data)
+                name = str(files[-1]).removeprefix(f"{self.root}/")
+                yield from _read_last(files[-1], name, self.data)
                 return
         if last is not None:
             yield last
@@ -243,15 +255,24 @@ class _Look:
             self.notes.add(Notice(MISSING, nulls, str(file)), end)
 
 
-def _read_last(file: Path, data: DataConfig) -> Iterator[FoundDocument]:
-    """Yield the last row of a file whose rows are lines."""
-    if file.suffix.lower() != ".jsonl":
+def _read_last(file: Path, name: str, data: DataConfig) -> Iterator[FoundDocument]:
+    """Yield the last row of a file, called ``name``, whose rows are lines.
+
+    Nothing is yielded of a file that ends otherwise, nor of a row that a run leaves out.
+    """
+    if file.suffix.lower() != ".jsonl" or choose_format(file, data) == "text":
         return
     with file.open("rb") as raw:
-        raw.seek(max(file.stat().st_size - _END_BYTES, 0))
-        line = raw.read().strip().rpartition(b"\n")[2]
-    where = f"{file}: the last row"
+        begin = max(file.stat().st_size - _END_BYTES, 0)
+        raw.seek(begin)
+        before, _, line = raw.read().strip().rpartition(b"\n")
+    # A row longer than what was read, no row, or the end of an array.
+    if (begin and not before) or not line or line.endswith(b"]"):
+        return
+    where = f"{name}: the last row"
     try:
         yield FoundDocument(where, read_cell(json.loads(line), where, data))
+    except RowWithoutText:
+        return
     except ValueError as error:
         raise DataError(f"{where} cannot be read: {error}.", "Correct or remove it.") from error

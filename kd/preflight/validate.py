@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from cache.disk import find_existing
 from cache.errors import CacheError, StoreError
 from cache.manifest import CacheIdentity, list_differences
 from kd.addresses import HUB_ID
@@ -16,7 +17,7 @@ from kd.capture.codec_identity import make_codec_identity
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
-from kd.files import Disk, find_caches, find_existing
+from kd.files import Disk, find_caches
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
@@ -202,20 +203,24 @@ def _check_names(
 ) -> Iterator[Problem]:
     """Find what the files of a model lack, by their ``names``, and a model that cannot be used."""
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
-    suggested = _suggest_gguf(pointer, ggufs)
-    found = ModelFolder(locate_model(model, root))
-    if gguf_file is not None and gguf_file not in names:
-        there = f"There are: {', '.join(ggufs)}." if ggufs else "There is no *.gguf in it."
-        yield Problem("/teacher/gguf_file", f"{model}/{gguf_file} does not exist.", there)
-    elif gguf_file is not None:
+    if gguf_file is not None:
+        if gguf_file not in names:
+            there = f"There are: {', '.join(ggufs)}." if ggufs else "There is no *.gguf in it."
+            yield Problem("/teacher/gguf_file", f"{model}/{gguf_file} does not exist.", there)
+            return
+        found = ModelFolder(locate_model(model, root))
         yield from _refuse("/teacher/gguf_file", partial(found.require_own_files, gguf_file))
-    elif "config.json" not in names:
+        return
+    suggested = _suggest_gguf(pointer, ggufs)
+    if "config.json" not in names:
         remedy = suggested or "Give the folder of a Hugging Face model."
         yield Problem(pointer, f"{model!r} holds no config.json.", remedy)
     elif not any("/" not in name and name.endswith(".safetensors") for name in names):
         remedy = suggested or "Convert its weights to safetensors."
         yield Problem(pointer, f"{model!r} holds no *.safetensors weights.", remedy)
     else:
+        # Of a model in a bucket this downloads the small files.
+        found = ModelFolder(locate_model(model, root))
         yield from _refuse(pointer, found.require_own_files)
         yield from _ask(pointer, found, ModelFolder.require_decoder)
 
@@ -416,7 +421,7 @@ def _check_storage(folder: Path, what: str, setting: str) -> Iterator[Problem]:
             f"the {what} {folder} cannot be written.",
             f"Check its owner and mode, or set {setting}.",
         )
-    elif lacking := Disk.of(existing).find_shortage(FREE_BYTES):
+    elif lacking := Disk.of(folder).find_shortage(FREE_BYTES):
         yield Problem(
             "",
             f"the disk of {folder} has {lacking}.",

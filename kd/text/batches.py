@@ -213,14 +213,14 @@ def make_batch(sequences: Sequences, records: Records | None) -> Batch:
     columns = records.columns if records is not None else {}
     return Batch(
         tokens_BL=torch.from_numpy(tokens.astype(np.int64)),
-        packed=find_documents(torch.from_numpy(positions), target),
+        packed=find_packed_rows(torch.from_numpy(positions), target),
         rows_N=torch.from_numpy(rows),
         gold_N=torch.from_numpy(gold),
         teacher={name: torch.from_numpy(column) for name, column in columns.items()} or None,
     )
 
 
-def find_documents(positions_BL: Tensor, target: np.ndarray) -> PackedRows | None:
+def find_packed_rows(positions_BL: Tensor, target: np.ndarray) -> PackedRows | None:
     """Find the documents of rows on the host; None if every row is one document.
 
     Where no target has another document before it, they need not be kept apart.

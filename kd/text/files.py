@@ -199,7 +199,7 @@ def _choose(names: Mapping[str, bool], split: str) -> tuple[list[str], dict[str,
 def _find_reason(name: str, names: Mapping[str, bool]) -> str:
     """Say why the file ``name`` is left out; nothing if it is not."""
     path = PurePath(name)
-    about = path.name.removesuffix(path.suffix).lower()
+    about = path.stem.lower()
     if find_suffix(path) not in SUFFIXES:
         return "files without an ending of text"
     beside = find_suffix(PurePath(about)) in SUFFIXES and str(path.with_suffix("")) in names

@@ -64,7 +64,7 @@ def _is_bare(value: Any) -> bool:
 
 
 def _wrap(function: dict[str, Any]) -> dict[str, Any]:
-    outer = {key: function[key] for key in ("id",) if key in function}
+    outer = {"id": function["id"]} if "id" in function else {}
     inner = {key: each for key, each in function.items() if key not in ("id", "type")}
     return outer | {"type": "function", "function": inner}
 

@@ -33,10 +33,6 @@ class TextNotes:
         elif place > last:
             self.found[key] = (replace(known, count=known.count + notice.count), place)
 
-    def count(self, what: str) -> int:
-        """Return how often ``what`` was found in this text."""
-        return self.found[self.text, what][0].count if (self.text, what) in self.found else 0
-
     def list_notices(self) -> Iterator[Notice]:
         """Yield one notice for each kind, whose count is that of all texts."""
         kinds = dict[str, Notice]()
@@ -46,14 +42,14 @@ class TextNotes:
         yield from kinds.values()
 
     def to_json(self) -> list[Any]:
-        """Return what ``from_json`` reads."""
+        """Return all notices with their texts and places, as JSON."""
         return [
             [text, notice.to_json(), list(place)]
             for (text, _), (notice, place) in self.found.items()
         ]
 
     def recall(self, value: list[Any]) -> None:
-        """Take back what ``to_json`` returned before an interruption."""
+        """Take in the notices of an interrupted reading, from their JSON (``to_json``)."""
         for text, notice, place in value:
             found = Notice(**notice)
             self.found[text, found.what] = (found, TextPlace(*place))

@@ -16,10 +16,10 @@ from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cache.disk import require_locks
+from cache.disk import find_existing, require_locks
 from cache.errors import PotstillError, StorageError
 from kd.client.errors import Refused, Unreachable
-from kd.files import Disk, find_existing
+from kd.files import Disk
 from services.settings import Settings
 from services.store.embedded import StoreUnavailable, find_binary
 from services.terminal.client import make_client

@@ -108,8 +108,19 @@ def test_a_job_whose_files_do_not_fit_is_told_before_it_runs(
 )
 def test_a_text_that_a_run_would_refuse_is_told(root: Path, content: bytes, words: str) -> None:
     (root / "bad.txt").write_bytes(content)
-    (problem,) = look(root, data={"train": "bad.txt", "sequence_length": 64})
+    (problem,) = look(root, data={"train": "bad.txt", "sequence_length": 64, "packing": True})
     assert problem.pointer.startswith("/data/train") and words in problem.detail
+
+
+def test_a_short_text_is_named_where_the_models_decide_whether_documents_share_rows(
+    root: Path,
+) -> None:
+    (root / "short.txt").write_text("Too short.")
+    notices: list[Notice] = []
+    assert look(root, note=notices.append, data={"train": "short.txt", "sequence_length": 64}) == []
+    assert [each.what for each in notices] == [
+        "tokens of data.train, too few for rows that documents share"
+    ]
 
 
 def test_rows_without_text_and_special_tokens_are_noted(root: Path) -> None:

@@ -89,6 +89,31 @@ def test_the_last_row_of_a_file_that_is_long_to_read_is_looked_at(
     assert "a.jsonl: the last row cannot be read" in train.detail
 
 
+@pytest.mark.parametrize(
+    "ending",
+    ['{"messages": null}', make_row(1, "long " * 300_000), "[" + make_row(1) + "\n]"],
+    ids=["a row without a chat", "a row that is longer than what is read", "an array"],
+)
+def test_a_last_row_that_a_run_reads_or_leaves_out_is_no_problem(
+    root: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(learned_rows, "_SECONDS", 0.0)
+    lines = [] if ending.startswith("[") else [make_row(n) for n in range(150)]
+    assert look(root, [*lines, ending])[0] == []
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_problem_of_its_own_field(root: Path) -> None:
+    (root / "plain" / "tokenizer.json").write_text("{}")
+    job = {
+        "kind": "train",
+        "student": {"init": {"layers": 1, "hidden_size": 64, "tokenizer": "plain"}},
+        "data": {"train": "a.txt"}, "loss": {"alpha": 1.0}, "train": {"max_steps": 1},
+    }  # fmt: skip
+    (problem,) = find_row_problems(parse_config(job), root, ignore_notice, pytest.fail)
+    assert problem.pointer == "/student/init/tokenizer"
+    assert "tokenizer.json cannot be read" in problem.detail
+
+
 def test_rows_that_are_refused_are_counted_and_the_first_is_named(root: Path) -> None:
     train, _ = look(root, [make_row(n, "" if n % 2 else "Yes.") for n in range(8)], "plain")[0]
     assert "row 1 cannot be tokenized" in train.detail and "chat_template" in train.detail
