@@ -180,7 +180,8 @@ class _Product:
 
     def measure(self, found_VD: Tensor) -> tuple[float, float]:
         """Return the norms of ``found_VD`` less the product, and of the product."""
-        distances, norms = [], []
+        distances = []
+        norms = []
         for rows in _cut_rows(found_VD):
             expected_vD = self.a_NV[:, rows].T @ self.b_ND
             distances.append(_compute_norm(found_VD[rows] - expected_vD.to(found_VD.dtype)))

@@ -93,5 +93,7 @@ def _decode_probabilities(teacher: TeacherTarget, label_NV: Tensor) -> Tensor:
     if isinstance(chunk, TopTarget):
         # The student may place the rest anywhere: best on the label, if it is outside the K.
         outside_NV = (label_NV + _LEAST_PROBABILITY).scatter_(1, chunk.ids_NK, 0.0)
+        if chunk.vocabulary is not None:  # rows without a token get no part of it
+            outside_NV[:, chunk.vocabulary :] = 0.0
         p_NV += chunk.rest_N[:, None] * outside_NV / outside_NV.sum(1, keepdim=True)
     return p_NV

@@ -51,9 +51,10 @@ def describe_kernel_failure(device: torch.device, dtype: torch.dtype) -> str:
     failed = [trial for trial in try_kernels(device, dtype) if trial.error]
     if not failed:
         return ""
+    errors = "; ".join(f"{each.name}: {each.error}" for each in failed)
     message = (
-        f"The GPU kernels fail on {device}, so the run computes without them, more slowly "
-        f"and with other roundings: {'; '.join(f'{each.name}: {each.error}' for each in failed)}."
+        f"The GPU kernels fail on {device} in {dtype}, so the run computes logits of that type "
+        f"without them, more slowly and with other roundings: {errors}."
     )
     warnings.warn(message, stacklevel=3)
     return message

@@ -126,14 +126,25 @@ def find_trunk(model: PreTrainedModel) -> tuple[str, nn.Module]:
     return trunk, model.get_submodule(trunk)
 
 
+def find_model_context(model: PreTrainedModel) -> int | None:
+    """Return the most positions of ``model``, whatever its family calls them; None without a limit.
+
+    XLNet says -1.
+    """
+    config = model.config.get_text_config()
+    named = getattr(config, "max_position_embeddings", None)
+    context = find_context(config.to_dict() | {"max_position_embeddings": named})
+    return context if context is not None and context > 0 else None
+
+
 def require_context(model: PreTrainedModel, sequence_length: int) -> None:
     """Raise ``ModelError`` if sequences are longer than the model's context.
 
     Learned position embeddings would raise an IndexError there. Rotary ones would continue
     silently, to positions that the model was never trained on.
     """
-    context = find_context(model.config.get_text_config().to_dict())
-    if context is not None and 0 < context < sequence_length:
+    context = find_model_context(model)
+    if context is not None and sequence_length > context:
         raise ModelError(
             f"{type(model).__name__} has a context of {context} tokens, "
             f"but data.sequence_length is {sequence_length}.",

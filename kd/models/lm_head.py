@@ -276,7 +276,8 @@ def _measure_transform(
 
         return _compute_own_logits(model, tokens_BL, give)
 
-    near_LV, far_LV = measure(NEAR_ZERO), measure(BEYOND_CAPS)
+    near_LV = measure(NEAR_ZERO)
+    far_LV = measure(BEYOND_CAPS)
     x_LD = hidden_LD.double()
     share = float((given[0] * x_LD).sum() / x_LD.square().sum())
     before = _find_exact(share, model, hidden_LD.dtype) if lm_head.bias is None else 1.0

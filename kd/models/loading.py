@@ -30,7 +30,6 @@ from transformers import (
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import ConfigError, ModelError, format_first_line
-from kd.files import read_json
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, map_names
 from kd.models.folder import (
@@ -287,17 +286,18 @@ def _find_generation_settings(
     init: StudentInit, teacher: TeacherConfig | None
 ) -> GenerationConfig | None:
     """Read how the teacher, or the model whose tokenizer is taken, generates; None if unknown."""
-    named = [init.tokenizer] if init.tokenizer else []
-    revision = None
+    named: list[tuple[str, str | None]] = []
     if teacher is not None:
-        named.insert(0, teacher.tokenizer or teacher.model)
-        revision = teacher.revision
-    for name in named:
+        named.append((teacher.tokenizer or teacher.model, teacher.revision))
+    if init.tokenizer:
+        named.append((init.tokenizer, None))
+    for name, revision in named:
         found = ModelFolder.find(name, Path(), revision)
-        if found is not None and (found.path / "generation_config.json").is_file():
+        if found is None:
+            continue
+        if (found.path / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(found.path)
-        shape = (read_json(found.path / "config.json") if found is not None else None) or {}
-        if (end := {**shape, **shape.get("text_config", {})}.get("eos_token_id")) is not None:
+        if (end := found.text_config.get("eos_token_id")) is not None:
             return GenerationConfig(eos_token_id=end)
     return None
 
@@ -392,6 +392,7 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
         made = type(outline.hollow)
         extra = {"config": outline.shape, "key_mapping": outline.names}
     extra |= how.list_arguments() | REPORTED
+    model: PreTrainedModel
     with without_report():
         model, found = made.from_pretrained(
             folder.path, trust_remote_code=how.trust_remote_code, **extra
@@ -400,7 +401,7 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
     # Saving would undo the renaming, but a saved student is a plain model.
     if extra.get("key_mapping") and hasattr(model, "_weight_conversions"):
         del model._weight_conversions
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _require_rounded_layers(model: PreTrainedModel) -> None:

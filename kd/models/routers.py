@@ -29,7 +29,7 @@ from kd.models.layers import run_body
 from kd.models.precision import Precision
 from kd.text.batches import Batch
 
-#: The arguments of that function.
+#: The arguments of transformers' usual load_balancing_loss_func.
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 

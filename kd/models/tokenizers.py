@@ -229,7 +229,7 @@ def _describe_other_rules(
         return [f"It has the same tokens, but other rules ({rules}): {word}."]
     if names:
         what = f"rules of {whose.lower()} tokenizer that are not those of {known.name}"
-        tried = f"without an effect on {tokens:,} tokens of text"
+        tried = f"without an effect on {tokens:,} tokens of text" if tokens else "not tried on text"
         remedy = "Copy the teacher's tokenizer files into the student's folder."
         note(Notice(f"{what}, {tried}", len(names), rules, remedy))
     return []

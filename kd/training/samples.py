@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.config.evaluation import EvaluationConfig
-from kd.models.folder import find_context
-from kd.models.layers import compute_hidden_states, find_device
+from kd.models.layers import compute_hidden_states, find_device, find_model_context
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision
 from kd.models.tokenizers import list_end_ids
@@ -115,7 +114,7 @@ def continue_prompts(
     There are fewer where the model ends its text or its context is full. A prompt that leaves no
     room in the context is cut at its start.
     """
-    context = find_context(model.config.to_dict()) or 2**31
+    context = find_model_context(model) or 2**31
     ids = [prompt.ids[-(context - 1) :] for prompt in prompts]
     ends = list_end_ids(model.generation_config, tokenizer)
     end = ends[0] if ends else None
@@ -198,7 +197,7 @@ class EvaluationSamples:
         models see nothing of the tokens that are not written yet.
         """
         head = lm_head.refresh(student)
-        context = find_context(student.config.to_dict()) or 2**31
+        context = find_model_context(student) or 2**31
         ends = list_end_ids(student.generation_config, self.tokenizer)
         texts = []
         for prompt in self.prompts:

@@ -74,8 +74,10 @@ def _ship_cache(folder: Path, monitor: Monitor) -> Shipment:
             "Run its job again: it captures the damaged shards again. Then push.",
         )
     manifest = read_manifest(folder)
-    own = set(list_file_sizes(folder)) - set(find_extras(folder))
-    files: dict[str, Path | bytes] = {name: folder / name for name in own}
+    extras = set(find_extras(folder))
+    files: dict[str, Path | bytes] = {
+        name: folder / name for name in list_file_sizes(folder) if name not in extras
+    }
     files[CARD] = render_cache_card(folder, manifest).encode()
     return Shipment("dataset", files, MANIFEST, manifest.identity.fingerprint)
 

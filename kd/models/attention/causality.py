@@ -66,8 +66,8 @@ def _looks_ahead(model: PreTrainedModel, length: int) -> bool:
     if hidden.dtype.itemsize >= 4:
         return difference > TOLERANCE
     # 16 bits round too much to tell; a model of the same kind in float32 tells it, if it can run.
-    with suppress(Exception):
-        small = make_small(model)
-        assert small is not None
-        return _looks_ahead(small.eval(), length)
+    small = make_small(model)
+    if small is not None:
+        with suppress(Exception):
+            return _looks_ahead(small.eval(), length)
     return difference > TOLERANCE_16_BIT

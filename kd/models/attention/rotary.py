@@ -44,7 +44,8 @@ def _varies(kind: object) -> bool:
 def _rotate_apart(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Return in place of ``output`` the rotations that each document has alone."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-    layer_type, positions = given.get("layer_type"), given.pop("position_ids")
+    layer_type = given.get("layer_type")
+    positions = given.pop("position_ids")
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     usual = _find_usual_length(module, kind, layer_type)
     if not _varies(kind) or (kind == "longrope" and positions.shape[-1] <= usual):
@@ -54,7 +55,7 @@ def _rotate_apart(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         module.forward(position_ids=torch.zeros_like(positions[..., :1]), **given)
     documents = get_documents()
     if documents is None or documents.positions_BL.shape[-1] != positions.shape[-1]:
-        return module.forward(position_ids=positions, **given)
+        return output if kind == "longrope" else module.forward(position_ids=positions, **given)
     # Those of padding go on from its document where that need not be kept apart.
     places_BL = torch.zeros_like(positions) + documents.positions_BL.to(positions.device)
     length_BL = documents.measure_lengths().to(positions.device)

@@ -37,6 +37,19 @@ def test_packed_documents_are_computed_as_if_alone(name):
         torch.testing.assert_close(packed[:, start:stop], alone, rtol=tolerance, atol=tolerance)
 
 
+def test_the_context_is_found_under_the_name_of_its_family() -> None:
+    shape = {"vocab_size": 40, "d_model": 8, "n_layers": 1, "n_heads": 2, "max_seq_len": 48}
+    with torch.device("meta"):
+        model = transformers.DbrxForCausalLM(
+            transformers.DbrxConfig(
+                **shape, pad_token_id=0, attn_config={"kv_n_heads": 1, "rope_theta": 1e4}
+            )
+        )
+    require_context(model, 48)
+    with pytest.raises(ModelError, match="has a context of 48 tokens"):
+        require_context(model, 49)
+
+
 def test_sequences_longer_than_the_context_are_refused() -> None:
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=8, n_layer=1, n_head=1)
