@@ -27,6 +27,8 @@ from kd.text.batches import Source
 
 #: Tokens of a prompt that is the beginning of a held-out text.
 PROMPT_TOKENS = 32
+#: The most tokens that may be dropped before them, as the end of a word.
+WORD_TOKENS = 16
 #: The most tokens of a chat before the answer that a model continues.
 CHAT_TOKENS = 256
 #: Tokens by which a student in training continues a prompt.
@@ -87,19 +89,23 @@ def _cut_prompt(
     # In plain text the first token already has a target; in a chat the answer has the first one.
     if last > begin:
         return tuple(tokens_L[max(begin, last + 1 - CHAT_TOKENS) : last + 1].tolist())
-    return _begin_at_word(tuple(tokens_L[begin : begin + PROMPT_TOKENS].tolist()), tokenizer)
+    ids = tuple(tokens_L[begin : begin + PROMPT_TOKENS + WORD_TOKENS].tolist())
+    begin = _find_word(ids, tokenizer)
+    return ids[begin : begin + PROMPT_TOKENS]
 
 
-def _begin_at_word(ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Drop the end of a word with which ``ids`` begin: a long text is cut between any tokens."""
-    texts = [str(tokenizer.decode(list(ids[:count]))) for count in range(len(ids) // 2)]
+def _find_word(ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many of ``ids`` end a word: a long text is cut between any tokens."""
+    texts = [
+        str(tokenizer.decode(list(ids[:count]))) for count in range(min(len(ids), WORD_TOKENS))
+    ]
     if len(texts) < 2 or not texts[1][:1].islower():
-        return ids
+        return 0
     for count, (text, longer) in enumerate(itertools.pairwise(texts)):
         added = longer[len(text) :]
         if added.strip() and (text[-1:].isspace() or added[:1].isspace()):
-            return ids[count:]
-    return ids
+            return count
+    return 0
 
 
 @torch.no_grad()

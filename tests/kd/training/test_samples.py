@@ -20,6 +20,7 @@ from kd.models.precision import Precision
 from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.training.samples import (
+    PROMPT_TOKENS,
     TRAINING_TOKENS,
     EvaluationSamples,
     Prompt,
@@ -220,9 +221,12 @@ def test_a_text_ends_at_every_token_that_the_models_settings_name(
     ("text", "prompt"), [("versally a truth. He was a man", " a truth"), ("He was", "He")]
 )
 def test_a_prompt_begins_at_a_word(tokenizer: Any, text: str, prompt: str) -> None:
-    ids = np.array([tokenizer(text)["input_ids"]], dtype=np.uint32)
+    """It has its whole length all the same, so that all prompts are continued as one batch."""
+    ids = np.array([tokenizer(text + " of great sense" * 40)["input_ids"]], dtype=np.uint32)
     start = np.zeros(ids.shape, dtype=bool)
     start[0, 0] = True  # also a piece of a document begins so
     whole = Sequences(ids, start, np.arange(ids.shape[1])[None] < ids.shape[1] - 1)
     source = PlainText(Corpus(whole, whole.select(slice(0, 0))))
-    assert choose_prompts(source, tokenizer, 1)[0].text.startswith(prompt)
+    [found] = choose_prompts(source, tokenizer, 1)
+    assert found.text.startswith(prompt)
+    assert len(found.ids) == PROMPT_TOKENS
