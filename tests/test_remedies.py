@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -12,11 +13,11 @@ from cache.errors import PotstillError
 from services.api.answers.problems import ApiProblem
 from tests.support.each import for_each
 
-TREES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"), str(path))
+FILES = [
+    path.relative_to(ROOT).as_posix()
     for package in ("cache", "kd", "services")
     for path in sorted((ROOT / package).rglob("*.py"))
-}
+]
 
 #: The number of the argument that is the remedy, by the class that has it.
 PROBLEMS = {"Problem": 2, "ApiProblem": 2}
@@ -26,11 +27,19 @@ OTHERS = {"Refused": 2, "ConfigError": None}
 NAMELESS = {"PotstillError('')"}
 
 
+# Not when the module is imported, which every worker of the tests does.
+@cache
+def read_trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each file."""
+    return {file: ast.parse((ROOT / file).read_text(encoding="utf-8"), file) for file in FILES}
+
+
+@cache
 def list_error_classes() -> dict[str, int | None]:
     """Return the number of the remedy among the arguments of each class of an error."""
     errors = {
         node.name: [getattr(base, "id", "") for base in node.bases]
-        for tree in TREES.values()
+        for tree in read_trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -44,15 +53,12 @@ def list_error_classes() -> dict[str, int | None]:
     return found | PROBLEMS | OTHERS
 
 
-CLASSES = list_error_classes()
-
-
 def without_remedy(tree: ast.AST) -> Iterator[str]:
     """Yield the calls in ``tree`` that make an error whose remedy is missing, or may be empty."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or ast.unparse(node) in NAMELESS:
             continue
-        place = CLASSES.get(ast.unparse(node.func).rpartition(".")[2])
+        place = list_error_classes().get(ast.unparse(node.func).rpartition(".")[2])
         if place is None or any(isinstance(each, ast.Starred) for each in node.args):
             continue
         # A call with ** builds an error again from its JSON.
@@ -69,9 +75,9 @@ def may_be_empty(remedy: ast.expr) -> bool:
     return isinstance(remedy, ast.Constant) and not remedy.value
 
 
-@for_each(TREES)
+@for_each(FILES)
 def test_every_error_has_a_remedy(file: str) -> None:
-    assert list(without_remedy(TREES[file])) == []
+    assert list(without_remedy(read_trees()[file])) == []
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,6 @@ def test_an_error_without_a_remedy_is_found(code: str) -> None:
 
 
 def test_the_remedy_is_the_argument_that_is_looked_at() -> None:
-    assert {"ModelError", "StoreUnfit", "KeysError"} <= CLASSES.keys()
+    assert {"ModelError", "StoreUnfit", "KeysError"} <= list_error_classes().keys()
     assert PotstillError("what", "to do").remedy == "to do"
     assert ApiProblem(404, "what", "to do").remedy == "to do"

@@ -23,7 +23,9 @@ Object = dict[str, Any]
 
 def read_objects(file: Path) -> list[Object]:
     """Every document of a YAML file."""
-    return [each for each in yaml.safe_load_all(file.read_text(encoding="utf-8")) if each]
+    # The loader in C is ten times as fast, and every worker of the tests reads these files.
+    documents = yaml.load_all(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    return [each for each in documents if each]
 
 
 def list_files(folder: str, pattern: str = "*") -> list[Path]:
