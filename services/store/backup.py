@@ -408,13 +408,14 @@ def copy_file(source: Path, target: Path) -> BackupFile:
     """Copy the bytes that the file has now. The digest is of the copied bytes."""
     digest = hashlib.sha256()
     copied = 0
-    with source.open("rb") as reader, target.open("xb") as writer:
+    with source.open("rb") as reader:
         left = os.fstat(reader.fileno()).st_size
-        while left and (chunk := reader.read(min(left, COPY_BYTES))):
-            writer.write(chunk)
-            digest.update(chunk)
-            left -= len(chunk)
-            copied += len(chunk)
+        with target.open("xb") as writer:
+            while left and (chunk := reader.read(min(left, COPY_BYTES))):
+                writer.write(chunk)
+                digest.update(chunk)
+                left -= len(chunk)
+                copied += len(chunk)
     return BackupFile(copied, digest.hexdigest())
 
 

@@ -222,10 +222,16 @@ def test_an_interrupt_saves_and_stops(tmp_path: Path, number: signal.Signals) ->
         signal.raise_signal(number)
         monitor.check("after the step")
 
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt, match="Stopped on request after the step"):
-        run_here(run, RunOptions(tmp_path, tmp_path, progress=False))
-    assert signal.getsignal(number) is before
+    def own(*_: object) -> None:
+        """Whatever was there before; below nohup it would be to ignore the signal."""
+
+    before = signal.signal(number, own)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="Stopped on request after the step"):
+            run_here(run, RunOptions(tmp_path, tmp_path, progress=False))
+        assert signal.getsignal(number) is own
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_terminal_that_closes_asks_once_and_an_ignored_signal_stays_ignored() -> None:

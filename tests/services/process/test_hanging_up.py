@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -24,6 +25,12 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
+
+
+def lead_session() -> None:
+    """Make the terminal that of this process, and hear of its end also below nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("door", ["kd run", "kd.run_job"])
@@ -51,7 +58,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(tmp_path: Path, door: str) -> Non
         cwd=ROOT,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509  it leads a session
+        preexec_fn=lead_session,  # noqa: PLW1509  the child executes another program at once
     )
     os.close(terminal)
     os.set_blocking(screen, False)

@@ -122,7 +122,7 @@ def test_a_run_that_is_stopped_by_a_signal_is_killed_once_it_is_fenced(
 
 
 def test_a_run_that_is_stopped_by_a_signal_is_silent_and_replaced(new_parts: MakeParts) -> None:
-    parts = new_parts(silence_seconds=2.0)
+    parts = new_parts(silence_seconds=5.0)
     parts.start_worker()
     job_id, pid = started(parts, "steps")
     wait_until(lambda: parts.job(job_id).progress.done)

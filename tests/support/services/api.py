@@ -97,7 +97,7 @@ def client(parts: Parts, key: str) -> httpx.Client:
     """Return a client that sends this key."""
     headers = {"Authorization": f"Bearer {key}"}
     return httpx.Client(
-        base_url=parts.settings.server, timeout=10, trust_env=False, headers=headers
+        base_url=parts.settings.server, timeout=60, trust_env=False, headers=headers
     )
 
 

@@ -81,7 +81,7 @@ def serving(app: FastAPI, lifespan: Literal["on", "off"] = "off") -> Iterator[ht
     try:
         wait_until(lambda: server.started)
         with httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False
+            base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False
         ) as client:
             yield client
     finally:

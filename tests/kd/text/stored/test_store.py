@@ -39,6 +39,8 @@ def small_parts(monkeypatch):
     monkeypatch.setattr("kd.text.tokens._TEXTS_AT_ONCE", 2)
     monkeypatch.setattr("kd.text.pieces.PIECE_CHARACTERS", 40)
     monkeypatch.setattr("kd.text.pieces.BATCH_CHARACTERS", 300)
+    # Else the clock decides which of two stores still calls its files young.
+    monkeypatch.setattr("kd.text.stored.inputs._YOUNG_NS", 10**20)
 
 
 @pytest.fixture
@@ -144,8 +146,6 @@ def test_an_interrupted_store_becomes_the_undisturbed_one(
     options, tokenizer, tmp_path, monkeypatch, patience
 ):
     """Each attempt reads only ``patience`` documents or batches more than the one before."""
-    # Else the clock decides which of the two stores still calls the files young.
-    monkeypatch.setattr("kd.text.stored.inputs._YOUNG_NS", 10**20)
     open_corpus(options, tokenizer, tmp_path / "whole", size=2048)
     for attempt in itertools.count(1):
         try:
