@@ -122,6 +122,7 @@ def test_without_runs_there_is_no_last_one(tmp_path: Path) -> None:
         ExaminedModel.find("last", tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", ["device_map", "tensor", "fsdp"])
 def test_a_spread_teacher_is_measured_in_one_process_and_continues_no_prompts(
     job: dict[str, Any], run_dir: Path, tmp_path: Path, parallel: str

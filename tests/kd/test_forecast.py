@@ -130,6 +130,7 @@ def test_the_noise_is_that_of_the_sample_and_the_signal_that_of_the_models(
         assert found == pytest.approx(variance / signal, rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["tempered", "hidden"])
 def test_other_profiles_are_measured_at_the_temperature_of_the_job(
     profile: str, tiny_teacher: Path, tiny_text: Path, tmp_path: Path

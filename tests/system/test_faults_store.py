@@ -272,6 +272,7 @@ def run_one(parts: Parts, name: str) -> str:
     return job_id
 
 
+@pytest.mark.long
 def test_the_server_starts_with_a_journal_whose_tail_is_cut(parts: Parts, tmp_path: Path) -> None:
     parts.start_worker()
     kept = run_one(parts, "light-15-2-20")
@@ -293,6 +294,7 @@ def test_the_server_starts_with_a_journal_whose_tail_is_cut(parts: Parts, tmp_pa
     ], "the sealed cache is found on disk, and no shard captured again"
 
 
+@pytest.mark.long
 def test_a_damaged_journal_is_reported_and_repaired_as_documented(
     parts: Parts, tmp_path: Path
 ) -> None:
@@ -346,6 +348,7 @@ def test_a_hundred_hints_make_one_run(parts: Parts, tmp_path: Path) -> None:
     assert find_job_violations(parts, job_id, "light-18-4-50", tmp_path / "spare") == []
 
 
+@pytest.mark.long
 def test_a_hundred_posts_with_one_key_make_one_job(parts: Parts, inputs: Path) -> None:
     parts.start_api()
     job = make_light_body(inputs, "light-19-1-20")

@@ -444,6 +444,7 @@ def wide() -> Positions:
     return Positions.of(make_tempered_codec(vocabulary_size=WIDE), logits, gold, REDRAWS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [1.0, 1.5, 2.0])
 def test_a_large_vocabulary_is_as_near_to_the_least_variance(
     wide: Positions, temperature: float

@@ -176,6 +176,7 @@ def test_a_capture_that_was_killed_goes_on_and_gives_the_same_cache(
     assert manifest.read_bytes() == (plain / "manifest.json").read_bytes()
 
 
+@pytest.mark.long
 def test_writers_on_several_machines_make_one_cache(tmp_path, address) -> None:
     roots = [bind_caches(tmp_path / str(number), address) for number in range(3)]
     for process in [child(WRITER, root, 21) for root in roots]:

@@ -95,6 +95,7 @@ def test_300_faults_are_survived(s3_server, reach, address, tmp_path) -> None:
     assert set(proxy.faults) == {*PASSING, *LASTING}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", PASSING)
 def test_a_fault_that_passes_ends_no_capture(s3_server, reach, address, tmp_path, fault) -> None:
     """Every fifth request has it, and the capture goes on in its first attempt."""

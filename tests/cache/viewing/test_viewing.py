@@ -51,6 +51,7 @@ def test_a_small_cache_is_sampled_whole(tmp_path, profile):
     assert found.entries.edges[0] <= every.entries.p50 < found.entries.edges[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_sample_counts_what_its_sequences_hold(tmp_path, profile):
     store = make_opened(tmp_path, profile, 100)

@@ -71,6 +71,7 @@ def test_processes_that_write_the_same_shards_at_once_make_the_cache_of_one(
     assert not locate_writers(writer.folder).exists()
 
 
+@pytest.mark.long
 def test_helpers_that_are_killed_leave_nothing_that_counts(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:

@@ -233,6 +233,7 @@ def name_in_bucket(job: Job, address: str) -> Job:
     return {**job, "teacher": {**job["teacher"], **model}, "student": model, "data": data}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_a_job_that_names_a_bucket_is_the_job_that_names_a_folder(
     job: Job, bucket: Bucket, address: str, tiny_teacher: Path, tiny_text: Path, tmp_path: Path

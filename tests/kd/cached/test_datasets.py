@@ -158,6 +158,7 @@ def test_the_sampler_has_the_order_of_our_own_loop(opened: OpenCache) -> None:
         assert_same_batch(make_training_batch(batch), own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_either_start_method_open_the_cache_themselves(
     opened: OpenCache, method: str

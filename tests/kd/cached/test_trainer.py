@@ -120,6 +120,7 @@ def assert_same_training(trainer: Any, own: tuple[list[float], LlamaForCausalLM]
         assert not torch.allclose(weights[name], start[name], rtol=0, atol=1e-3), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile, temperature", [("threshold", 1.0), ("tempered", 1.5)])
 @pytest.mark.parametrize("micro", [BATCH, BATCH // 2])
 def test_the_trainer_has_the_loss_curve_of_our_own_loop(

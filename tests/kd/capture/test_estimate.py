@@ -405,6 +405,7 @@ def test_what_no_disk_holds_is_refused(tmp_path: Path) -> None:
     assert "cache.threshold" in caught.value.remedy and "KD_HOME" in caught.value.remedy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["threshold", "topk", "dense", "hidden"])
 def test_what_fits_when_it_is_compressed_is_not_refused(
     tiny_teacher: Path,

@@ -90,6 +90,7 @@ def errors(
     return float(log_mass), float(head_mass)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("span", [(0.5, 2.0), (1.0, 2.0), (0.8, 1.25), (0.25, 4.0)])
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 def test_the_number_keeps_both_errors_in_bounds_and_fewer_would_not(

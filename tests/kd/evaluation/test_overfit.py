@@ -65,6 +65,7 @@ def test_a_sound_student_comes_near_the_floor(tmp_path: Path) -> None:
     assert student.model.layers[0].self_attn.attention_dropout == 0.5, "of the student itself"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rate", "side", "works"), [(1e-3, "low", "0.01"), (0.3, "high", "0.03")])
 def test_a_rate_that_does_not_learn_is_told_from_parts_that_cannot(
     tmp_path: Path, rate: float, side: str, works: str
@@ -85,6 +86,7 @@ def alter_loss(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     monkeypatch.setattr(kd.training.step_loss, "compute_distillation_loss", wrong)
 
 
+@pytest.mark.long
 def test_a_loss_of_the_wrong_sign_goes_uphill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_nan_of_the_backward_pass_is_a_finding_with_its_operation(tmp_path: Pa
     assert "embed" not in verdict.remedy
 
 
+@pytest.mark.long
 def test_a_student_that_is_mostly_frozen_is_too_small(tmp_path: Path) -> None:
     student = make_student()
     for name, parameter in student.named_parameters():

@@ -119,6 +119,7 @@ def make_hollow(name: str) -> PreTrainedModel:
         return type(student)(student.config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama tied", "gpt2", "qwen2", "gemma2 soft cap"])
 def test_passes_without_memory_keep_what_real_ones_keep(name: str) -> None:
     hollow = make_hollow(name)

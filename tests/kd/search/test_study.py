@@ -82,6 +82,7 @@ GP = pytest.param(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampler", ["tpe", "random", GP])
 @pytest.mark.parametrize("cuts", [[1], [3, 2], [1, 1, 1, 1, 1, 1, 1]])
 def test_stopped_and_gone_on_with_tries_what_it_would_have_tried(

@@ -30,6 +30,7 @@ def test_a_permutation_of_any_size_is_computed_for_one_number_alone(count, seed)
     assert permutation.apply(numbers[2:3])[0] == found[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3, 5, 12, 64])
 def test_each_number_comes_to_each_place_equally_often(count):
     """Chi squared of each number's places over many keys, with ``count - 1`` degrees of freedom."""

@@ -52,6 +52,7 @@ def make_job(teacher: Path, text: Path, base: str = "float32", **train: Any) -> 
     })  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_base_in_bfloat16_learns_as_one_in_float32(
     tiny_teacher: Path, tiny_text: Path, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -237,6 +237,7 @@ def test_everything_at_once_resumes_bit_for_bit(
     assert same(taught.train(config, tmp_path / "cut"), whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["tempered", "hidden"])
 @pytest.mark.parametrize("mode", ["adversarial", "entropy", "lookahead", "teacher_only"])
 def test_a_learned_temperature_is_told_at_every_step(

@@ -120,6 +120,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("adamw_8bit", marks=needs_torchao)])
 def test_weights_in_bfloat16_learn_as_those_in_float32(
     reference: list[float], tmp_path: Path, optim: str

@@ -355,6 +355,7 @@ def expire_lease(played: Played) -> None:
     played.jobs.expire()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("at", range(1, 34, 2))
 def test_a_driver_that_dies_at_any_change_is_followed_by_one_that_goes_on(

@@ -33,6 +33,7 @@ def lead_session() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", ["kd run", "kd.run_job"])
 def test_a_closed_terminal_leaves_a_checkpoint(tmp_path: Path, door: str) -> None:
     (tmp_path / "text.txt").write_text("It is a truth universally acknowledged.\n" * 200)

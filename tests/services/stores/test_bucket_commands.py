@@ -171,6 +171,7 @@ def job_file(address: str, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", REFUSALS)
 def test_a_bucket_that_refuses_says_why_and_what_to_do(
     address: str,

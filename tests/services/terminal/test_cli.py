@@ -420,6 +420,7 @@ def test_doctor_says_what_is_there(service: Parts) -> None:
     assert broken.returncode == 1
 
 
+@pytest.mark.long
 def test_health_checks_of_the_containers(service: Parts) -> None:
     def check(*arguments: str, **environment: str) -> int:
         return subprocess.run(

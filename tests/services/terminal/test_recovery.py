@@ -116,6 +116,7 @@ def test_what_is_no_run_is_refused_and_nothing_is_adopted(parts: Parts, tmp_path
 # ---------------------------------------------------------------------- gc
 
 
+@pytest.mark.long
 def test_gc_removes_old_runs_without_a_record_and_nothing_else(parts: Parts) -> None:
     old = make_run(parts)
     young = make_run(parts)
@@ -140,6 +141,7 @@ def test_gc_removes_old_runs_without_a_record_and_nothing_else(parts: Parts) -> 
     assert all(folder.is_dir() for folder in (young, held, known, named))
 
 
+@pytest.mark.long
 def test_gc_lists_what_the_named_rules_remove_and_what_stays(parts: Parts, tmp_path: Path) -> None:
     home = tmp_path / "home"
     folders = []

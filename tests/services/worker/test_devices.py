@@ -115,6 +115,7 @@ def test_each_worker_takes_a_gpu_of_its_own(run: Run) -> None:
     assert told(third)[1] == [B], "it waited for a free one"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

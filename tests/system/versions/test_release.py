@@ -173,6 +173,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("complaint", FAULTS)
 def test_a_place_that_disagrees_is_named_and_nothing_is_built(
     complaint: str, original: Path, tmp_path: Path

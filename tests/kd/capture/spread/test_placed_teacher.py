@@ -42,6 +42,7 @@ def capture(job: JobConfig, home: Path) -> Cache:
     return open_cache(home / "caches" / str(summary["fingerprint"]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_records_are_those_of_the_teacher_on_one_device(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, profile: str

@@ -127,6 +127,7 @@ def test_the_report_is_the_same_without_the_file(
     assert (run / weights).read_bytes() == (tmp_path / "run" / weights).read_bytes()
 
 
+@pytest.mark.long
 def test_a_failure_is_a_warning(
     job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,6 +244,7 @@ def test_a_push_that_was_killed_sends_only_what_is_missing(
     assert content(folder).items() <= there.items()
 
 
+@pytest.mark.long
 def test_a_pull_that_was_killed_asks_for_nothing_that_has_arrived(
     hub: FakeHub, online: dict[str, str], student: Path, tmp_path: Path
 ) -> None:
@@ -262,6 +263,7 @@ def test_a_pull_that_was_killed_asks_for_nothing_that_has_arrived(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
 
 
+@pytest.mark.long
 def test_a_download_whose_connection_closes_goes_on_in_the_middle_of_a_file(
     hub: FakeHub, online: dict[str, str], sealed: Path, tmp_path: Path
 ) -> None:
@@ -273,6 +275,7 @@ def test_a_download_whose_connection_closes_goes_on_in_the_middle_of_a_file(
     assert hub.served[largest] <= 2 * (sealed / largest).stat().st_size
 
 
+@pytest.mark.long
 def test_a_commit_whose_answer_was_lost_is_not_made_twice(
     hub: FakeHub, online: dict[str, str], student: Path
 ) -> None:
@@ -306,6 +309,7 @@ def test_a_refusal_of_the_hub_says_what_to_do(
     assert words in said
 
 
+@pytest.mark.long
 def test_what_cannot_be_pushed_or_pulled_is_refused(
     hub: FakeHub, online: dict[str, str], sealed: Path, student: Path, tmp_path: Path
 ) -> None:

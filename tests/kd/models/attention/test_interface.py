@@ -97,6 +97,7 @@ def test_checkpointing_recomputes_within_documents(kind: str, how: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch looks at the inputs of a graph that begins behind a break
@@ -176,6 +177,7 @@ def test_gradients_of_the_operation_are_those_of_its_output(
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch looks at the inputs of a graph that begins behind a break
@@ -221,6 +223,7 @@ def test_no_layer_reads_a_number_from_the_device(kind: str, packed: bool) -> Non
     assert reads.count == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [*DENSE, "llama4"])
 def test_documents_are_found_without_the_values_of_the_device(kind: str) -> None:
     """Tensors without values stand for a device that nobody waits for."""

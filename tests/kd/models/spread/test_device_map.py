@@ -37,6 +37,7 @@ def load_both(name: str, folder: Path, kept: float) -> tuple[PreTrainedModel, Pr
     return load(folder), spread
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*ZOO, *DECODERS])
 def test_a_teacher_on_the_disk_computes_the_same_numbers(name: str, tmp_path: Path) -> None:
     plain, spread = load_both(name, tmp_path, kept=0.6)

@@ -141,6 +141,7 @@ def test_a_text_that_is_stored_is_not_read_again(options, tokenizer, tmp_path, m
     open_corpus(options, tokenizer, tmp_path / "texts", size=2048)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("patience", [2, 5, 9])
 def test_an_interrupted_store_becomes_the_undisturbed_one(
     options, tokenizer, tmp_path, monkeypatch, patience

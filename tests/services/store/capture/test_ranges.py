@@ -382,6 +382,7 @@ def test_ranges_are_small_enough_to_end_evenly(
     assert choose_range_size(shards, workers) == size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_random_workers_finish_every_range_once(
     jobs: JobStore, board: RangeBoard, seed: int

@@ -464,6 +464,7 @@ remove_items(items, scene, lambda item: None)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deadly", [1, 2, 5, 45, 48])
 def test_a_removal_that_is_killed_leaves_nothing_that_is_believed(home: Home, deadly: int) -> None:
     cache, run = home.make_cache(), home.make_run()
