@@ -52,19 +52,23 @@ def connect_redis(url: str, timeout: float = 2.0) -> Redis:
     return cast(Redis, found)
 
 
-def describe_failure(error: Exception) -> str:
+def name_failure(error: Exception) -> str:
     """Say as the end of a sentence what a job store does in place of its work."""
-    text = str(error).rstrip(".")
     # The library has no class for a disk that cannot be written.
-    if isinstance(error, OutOfMemoryError) or text.startswith("MISCONF"):
-        return f"is full and takes no writes: {text}"
+    if isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF"):
+        return "is full and takes no writes"
     if isinstance(error, ReadOnlyError):
-        return f"is a read-only copy: {text}"
+        return "is a read-only copy"
     if isinstance(error, AuthenticationError):
-        return f"refuses the password: {text}"
+        return "refuses the password"
     if isinstance(error, NoPermissionError):
-        return f"does not allow this user a command: {text}"
-    return f"does not answer: {text or type(error).__name__}"
+        return "does not allow this user a command"
+    return "refuses a command" if isinstance(error, ResponseError) else "does not answer"
+
+
+def describe_failure(error: Exception) -> str:
+    """Add the words of the error to its name; they may hold the address of the server."""
+    return f"{name_failure(error)}: {str(error).rstrip('.') or type(error).__name__}"
 
 
 def connect_events(url: str) -> redis.asyncio.Redis:

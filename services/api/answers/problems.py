@@ -24,7 +24,7 @@ from services.api.openai.errors import describe_error, is_openai_path
 from services.api.openai.views import FineTuningRequest
 from services.process.descriptors import REMEDY, lacks_descriptors, tell_shortage
 from services.process.logs import request_id, shorten_path
-from services.store.connection import describe_failure
+from services.store.connection import describe_failure, name_failure
 from services.store.jobs.script import OtherFormat, is_own_mistake
 
 MEDIA_TYPE = "application/problem+json"
@@ -267,12 +267,10 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
             request, ApiProblem(503, f"The job store was not read: {text}.", "Run `kd upgrade`.")
         )
     path = shorten_path(request.url.path)
-    failure = describe_failure(error)
-    log.warning("%s %s: the job store %s", request.method, path, failure)
+    log.warning("%s %s: the job store %s", request.method, path, describe_failure(error))
     problem = ApiProblem(
         503,
-        # The rest of the words names the server's address.
-        f"The job store (Redis) {failure.partition(':')[0]} ({type(error).__name__}). Running jobs "
+        f"The job store (Redis) {name_failure(error)} ({type(error).__name__}). Running jobs "
         "continue; nothing is lost.",
         "Try again in a moment, with the same Idempotency-Key if you sent one.",
         headers={"Retry-After": RETRY_SECONDS},

@@ -13,6 +13,7 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
+    ResponseError,
 )
 from redis.exceptions import (
     ConnectionError as Unreachable,
@@ -153,6 +154,7 @@ def test_a_backup_by_a_user_who_may_not_pause_the_server_says_so(
         (ReadOnlyError("You can't write against a read only replica."), "is a read-only copy"),
         (AuthenticationError("invalid username-password pair"), "refuses the password"),
         (NoPermissionError("this user has no permissions"), "does not allow this user"),
+        (ResponseError("unknown command 'EVALSHA'"), "refuses a command: unknown"),
         (Unreachable("Connection refused"), "does not answer: Connection refused"),
     ],
 )
