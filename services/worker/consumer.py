@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from celery import Celery, signals
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from cache.disk import require_locks
 from kd.client.wire.service import Device as DeviceView
@@ -274,6 +274,17 @@ def _leave(*_: Any) -> None:
     raise SystemExit(0)
 
 
+def require_writes(store: JobStore) -> None:
+    """End this worker where the job store refuses its writes. Of a silent one, only warn."""
+    try:
+        store.redis.set("kd:ready", "1", ex=60)
+    except (ResponseError, AuthenticationError) as error:
+        log.error("This worker ends: the job store %s", describe_failure(error))
+        sys.exit(1)
+    except RedisError as error:  # Celery waits for it
+        log.warning("the job store %s", describe_failure(error))
+
+
 def run(settings: Settings, stages: list[str]) -> None:
     """Work until SIGTERM. The run then saves its state, and its job goes back to the queue."""
     assert settings.redis_url is not None
@@ -282,15 +293,10 @@ def run(settings: Settings, stages: list[str]) -> None:
     telemetry.configure(settings.otlp_endpoint, "worker")
     for folder in settings.places.values():
         require_locks(folder)
+    store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)
+    require_writes(store)
     device = take_device(settings.devices, settings.home)
     app = make_celery_app(settings.redis_url)
-    store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)
-    try:
-        store.redis.set("kd:ready", "1", ex=60)
-    except ResponseError as error:  # of one that does not answer yet, Celery waits for the answer
-        log.error("This worker ends: the job store %s", describe_failure(error))
-        device.give_back()
-        sys.exit(1)
     worker = StageWorker(settings, app, store, stages, device)
     log.info("works on %s (%s)", device.name, ", ".join(device.list_names()))
     if device.count > 1:
