@@ -29,6 +29,7 @@ from services.settings import STAGES, Settings
 from services.store.connection import connect_redis, describe_failure
 from services.store.costs import find_price
 from services.store.jobs.leases import Capacity, Claim
+from services.store.jobs.script import is_own_mistake
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
 from services.store.ranges import HelpOrder, RangeBoard
@@ -89,6 +90,8 @@ class StageWorker:
         try:
             self._work(stage)
         except RedisError as error:  # the hint is gone, but the reconciler sends another one
+            if is_own_mistake(error):
+                raise
             self._tell(error)
 
     def _work(self, stage: str) -> None:

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import pytest
+from redis.exceptions import OutOfMemoryError, ResponseError
 
+from bench.support.harness import Parts
 from services.store.connection import connect_redis
 from services.store.embedded import find_free_port
 from services.store.jobs.store import JobStore
-from services.worker.consumer import require_writes
+from services.worker.consumer import StageWorker, require_writes
+from services.worker.devices import WorkerDevice
 
 
 def test_a_worker_waits_for_a_store_that_is_not_up_yet(caplog: pytest.LogCaptureFixture) -> None:
     with connect_redis(f"redis://127.0.0.1:{find_free_port()}/0") as client:
         require_writes(JobStore(client))
     assert "the job store does not answer" in caplog.text
+
+
+def test_a_mistake_of_our_own_is_not_told_as_one_of_the_store(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = StageWorker(parts.settings, parts.queue, parts.jobs, ["train"], WorkerDevice())
+    errors = [ResponseError("WRONGTYPE of a damaged record"), OutOfMemoryError("no room")]
+
+    def refuse(*_: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(parts.jobs, "claim_next", refuse)
+    with pytest.raises(ResponseError, match="damaged record"):
+        worker.work("train")
+    assert "job store" not in caplog.text
+    worker.work("train")
+    assert "the job store is full" in caplog.text
