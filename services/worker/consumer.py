@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from celery import Celery, signals
+from celery.utils.log import worker_logger
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from cache.disk import require_locks
@@ -288,6 +289,15 @@ def require_writes(store: JobStore) -> None:
         log.warning("the job store %s", describe_failure(error))
 
 
+def shorten_end(record: logging.LogRecord) -> bool:
+    """Say in one line that Celery ends because of the job store: its traceback tells no more."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, RedisError):
+        record.msg, record.args = "This worker ends: the job store %s", (describe_failure(error),)
+        record.exc_info = None
+    return True
+
+
 def run(settings: Settings, stages: list[str]) -> None:
     """Work until SIGTERM. The run then saves its state, and its job goes back to the queue."""
     assert settings.redis_url is not None
@@ -319,6 +329,7 @@ def run(settings: Settings, stages: list[str]) -> None:
         celery_workers.append(sender)
 
     signals.worker_init.connect(keep, weak=False)
+    worker_logger.addFilter(shorten_end)
     life = threading.Thread(
         target=keep_running,
         args=("sign-of-life", worker.show_life, worker.ended),

@@ -128,6 +128,10 @@ def test_a_worker_that_cannot_work_ends_with_an_error(new_parts: Callable[..., P
     worker = parts.start("services.worker", KD_REDIS_URL=f"redis://narrow:word@{place}")
     wait_until(lambda: worker.poll() is not None, 60)
     assert worker.poll() == 1
+    (log,) = parts.settings.home.glob("logs/services.worker-*.log")
+    text = log.read_text()
+    assert "This worker ends: the job store does not allow this user a command" in text
+    assert "Traceback" not in text
 
 
 def test_a_backup_by_a_user_who_may_not_pause_the_server_says_so(
