@@ -524,6 +524,13 @@ def test_caches_of_another_disk_come_along_and_go_to_that_of_the_target(
     assert log.read_text() == "another disk\n"
 
 
+def test_a_name_that_no_file_can_have_is_no_place(parts: Parts, folder: Path) -> None:
+    labels = {"text": "/" + "x" * 300}
+    parts.jobs.create(make_config("quick").model_copy(update={"labels": labels}))
+    back_up(parts, folder)
+    assert Lacking.read(folder).needed == {}
+
+
 def test_settings_name_the_folders_of_a_backup() -> None:
     """The backup contains the folders into which the settings put the files of jobs."""
     settings = Settings(home=Path("/home"))
