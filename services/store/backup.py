@@ -63,8 +63,8 @@ KEYS = "api_keys"
 LACKING = "lacking.json"
 #: The folders of KD_HOME that cannot be made again from the rest.
 TREES = ("caches", "runs", "files", "models", "data")
-#: An absolute path in the record of a job, as JSON; of a pattern the part before it.
-_PATH = re.compile(r'"(/[^"\\*?\[]+)[^"]*"')
+#: An absolute path in the record of a job, as JSON; of a pattern the folder before it.
+_PATH = re.compile(r'"(/[^"\\*?\[]+(?=")|/[^"\\*?\[]*/)')
 #: Ends of the names of files beside caches that only running processes, or only this folder, need.
 PASSING_SUFFIXES = (".lock", ".used", ".writers", PLACE_FILE)
 #: Keys of hints and signs of life, which mean nothing later.

@@ -531,6 +531,15 @@ def test_a_name_that_no_file_can_have_is_no_place(parts: Parts, folder: Path) ->
     assert Lacking.read(folder).needed == {}
 
 
+def test_of_a_pattern_the_folder_before_it_is_a_place(
+    parts: Parts, folder: Path, tmp_path: Path
+) -> None:
+    config = make_config("quick", data={"train": [f"{tmp_path}/part-*.jsonl"]})
+    parts.jobs.create(config)
+    back_up(parts, folder)
+    assert Lacking.read(folder).needed == {str(tmp_path): 1}
+
+
 def test_settings_name_the_folders_of_a_backup() -> None:
     """The backup contains the folders into which the settings put the files of jobs."""
     settings = Settings(home=Path("/home"))
