@@ -461,7 +461,9 @@ def restore_backup(
     with storage_errors(settings.home):
         make_folder(settings.home)
         for tree, place in locate_trees(settings).items():
-            _replace(folder / tree, place)
+            # A backup of an earlier version knows nothing of some trees: what is there stays.
+            if LACKING in found.files or (folder / tree).is_dir():
+                _replace(folder / tree, place)
         if settings.api_keys_file is not None and KEYS in found.files:
             write_keys(settings.api_keys_file, (folder / KEYS).read_bytes())
     with (folder / STORE).open(encoding="ascii") as lines:

@@ -367,6 +367,22 @@ def test_a_target_that_is_not_empty_is_replaced_by_force_alone(
     assert other.jobs.redis.zrange("kd:index:*:*", 0, -1) == [kept]
 
 
+def test_a_backup_of_an_earlier_version_replaces_no_folder_that_it_does_not_know(
+    parts: Parts, home: Path, other: Parts, folder: Path
+) -> None:
+    back_up(parts, folder)
+    model = other.settings.home / "models" / "mine" / "config.json"
+    model.parent.mkdir(parents=True)
+    model.touch()
+    index = json.loads((folder / "backup.json").read_text())
+    del index["files"]["lacking.json"]
+    (folder / "backup.json").write_text(json.dumps(index))
+    (folder / "lacking.json").rename(folder.parent / "lacking.json")
+    restore_to(other, folder, force=True)
+    assert model.is_file()
+    assert (other.settings.home / "runs" / "job_1").is_dir()
+
+
 def test_nothing_is_restored_under_a_worker_s_feet(
     parts: Parts, other: Parts, folder: Path
 ) -> None:

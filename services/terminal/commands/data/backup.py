@@ -65,7 +65,8 @@ def restore(
     force: Annotated[
         bool,
         typer.Option(
-            "--force/--no-force", help="Replace the jobs, caches and runs that exist now."
+            "--force/--no-force",
+            help="Replace the jobs, caches, runs, files, models and data that exist now.",
         ),
     ] = False,
     check: Annotated[
