@@ -92,8 +92,12 @@ def _show_rows(
             raise ConfigError(problems)
         return [LearnedText.model_validate(row.to_json()) for row in rows], notices
 
+    try:
+        files = list_measured_files(config, root)
+    except PotstillError:  # a bucket does not answer
+        return [], []
     sections = config.model_dump(mode="json", include={"data", "teacher"})
-    return kept.recall(["learned", sections], list_measured_files(config, root), look)
+    return kept.recall(["learned", sections], files, look)
 
 
 def _estimate_capture(

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from bench.support.harness import Parts
 from bench.support.waiting import PATIENCE_SECONDS
+from cache.errors import StoreError
 from kd.capture.estimate.job import measure_capture
 from kd.client.wire.plans import MemoryEstimate
 from kd.client.wire.service import Device, WorkerState
@@ -27,7 +28,7 @@ from kd.errors import ConfigError
 from kd.models.loading import build_student
 from kd.models.tokenizers import load_tokenizer
 from kd.preflight.validate import find_text_problems
-from services.api import kept_answers
+from services.api import kept_answers, planning
 from services.api.kept_answers import KeptAnswers
 from services.api.planning import plan_job
 from services.settings import Settings
@@ -400,3 +401,16 @@ def test_a_plan_shows_what_is_learned_of_chats_and_refuses_rows(
     chats.write_text('{"messages": [{"role": "user"}]}\n')
     with pytest.raises(ConfigError, match="'content' in message 1"):
         plan_job(parse_config(job), settings, [])
+
+
+def test_a_plan_does_without_the_rows_of_a_bucket_that_does_not_answer(
+    tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> list[Path]:
+        raise StoreError("The bucket does not answer.", passing=True)
+
+    monkeypatch.setattr(planning, "list_measured_files", refuse)
+    job = make_job({"init": INIT}, tiny_teacher, "adamw")
+    job["data"] = {"train": "s3://bucket/chats", "format": "messages", "sequence_length": 32}
+    plan = plan_job(parse_config(job), Settings(home=tmp_path), [])
+    assert (plan.capture, plan.learned) == (None, [])
