@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import sys
-from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -30,7 +29,7 @@ from kd.memory.model_memory import estimate_least_memory
 from kd.preflight.problems import Folders, require_no_problems
 from services.api.kept_answers import KeptAnswers
 from services.api.line_process import limit_memory
-from services.api.planning import plan_job
+from services.api.planning import estimate_capture, plan_job
 from services.process import logs
 from services.settings import Settings
 from services.store.connection import connect_redis
@@ -50,7 +49,7 @@ def answer_order(
         asked = order["wish"] in ("plan", "estimate")
         require_no_problems(config, Folders(settings.root, settings.home, limits, asked=asked))
         if not asked:
-            return {"result": _measure(config, settings, order["wish"] == "size")}
+            return {"result": _measure(config, settings, kept, order["wish"] == "size")}
         if order["wish"] == "estimate":
             caches = settings.locate_caches(config.cache.store)
             return {"result": estimate_by_table(config, settings.root, caches).to_json()}
@@ -66,13 +65,13 @@ def answer_order(
         return {"failure": error.to_json()}
 
 
-def _measure(config: JobConfig, settings: Settings, sized: bool) -> dict[str, Any]:
+def _measure(
+    config: JobConfig, settings: Settings, kept: KeptAnswers, sized: bool
+) -> dict[str, Any]:
     """Return the least memory of a job and the bytes of its cache; None where they are unknown."""
-    size: int | None = None
-    with suppress(PotstillError):
-        if sized:
-            size = estimate_by_table(config, settings.root, settings.home).to_json()["bytes"]
-    return {"least_memory": estimate_least_memory(config, settings.root), "bytes": size}
+    found = estimate_capture(config, settings, kept) if sized else None
+    least_memory = estimate_least_memory(config, settings.root)
+    return {"least_memory": least_memory, "bytes": None if found is None else found.bytes}
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def plan_job(
     planned for ``devices``, such as 8xh100; None means those of a worker that trains.
     """
     kept = kept or KeptAnswers()
-    capture = _estimate_capture(config, settings, kept)
+    capture = estimate_capture(config, settings, kept)
     steps = _count_steps(config, settings, capture)
     learned, notices = _show_rows(config, settings.root, kept)
     return JobPlan(
@@ -100,9 +100,10 @@ def _show_rows(
     return kept.recall(["learned", sections], files, look)
 
 
-def _estimate_capture(
+def estimate_capture(
     config: JobConfig, settings: Settings, kept: KeptAnswers
 ) -> JobEstimate | None:
+    """Estimate what the job captures; None without a capture, and where only a worker can."""
     if "precompute" not in config.stages or config.checks_cache:
         return None
     try:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from bench.support.harness import Parts
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.errors import StoreError
+from kd.capture.estimate import job as estimate
 from kd.capture.estimate.job import measure_capture
 from kd.client.wire.plans import MemoryEstimate
 from kd.client.wire.service import Device, WorkerState
@@ -30,6 +31,7 @@ from kd.models.tokenizers import load_tokenizer
 from kd.preflight.validate import find_text_problems
 from services.api import kept_answers, planning
 from services.api.kept_answers import KeptAnswers
+from services.api.plan_child import answer_order
 from services.api.planning import plan_job
 from services.settings import Settings
 from tests.support.kd.optimizers import measure_optimizer_bytes
@@ -358,6 +360,22 @@ def test_a_plan_reads_its_text_again_only_when_it_has_changed(
     file.write_bytes(b"0" * len(content))
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert count_tokens() != before, "size and time of writing are the same"
+
+
+def test_the_size_of_a_capture_that_was_planned_is_not_measured_again(
+    parts: Parts, tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged.\n" * 50)
+    job = make_job({"init": INIT}, tiny_teacher, "adamw")
+    job["data"] = {"train": str(tmp_path / "text.txt"), "sequence_length": 32}
+    settings = Settings(home=tmp_path / "home")
+    kept = KeptAnswers()
+    capture = plan_job(parse_config(job), settings, [], kept).capture
+    assert capture is not None
+    monkeypatch.setattr(estimate, "estimate_capture_size", lambda *_: pytest.fail("again"))
+    order = {"wish": "size", "config": job, "owner": "me", "team": "us"}
+    answer = answer_order(order, settings, parts.jobs, kept)
+    assert answer["result"]["bytes"] == capture.bytes, answer
 
 
 def test_a_source_that_comes_often_is_looked_at_once_and_counted_each_time(tmp_path: Path) -> None:
