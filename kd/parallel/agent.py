@@ -13,12 +13,11 @@ import signal
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
 
 FAILURES = "failures.json"
+#: Ends the ranks that are left after one has failed: they ignore SIGTERM.
+END_SIGNAL = signal.SIGUSR1
 #: Seconds that the other ranks have to end themselves after one has failed.
 SHUTDOWN_SECONDS = 2
 
@@ -27,10 +26,18 @@ def main() -> int:
     """Run the ranks; returns 0 if all of them succeeded."""
     folder, count, module, parent = sys.argv[1:]
     die_with_parent(signal.SIGKILL, int(parent))
-    # Ctrl-C in a terminal and the end of the terminal reach this process and the ranks too, but the
-    # run is to save its state first: the process that started this one asks for it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Ctrl-C in a terminal, the end of the terminal, and SIGTERM to a whole group or service reach
+    # this process and the ranks too, but the run is to save its state first: the process that
+    # started this one asks for it. The ranks inherit this.
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    # Only now, because the imports take seconds.
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # torchrun has no option for the signal.
+    api._get_default_signal = lambda: END_SIGNAL
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     size = int(count)
     share = max((os.cpu_count() or 1) // size, 1)
@@ -48,7 +55,7 @@ def main() -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle="SIGTERM,SIGQUIT",
+        signals_to_handle="SIGQUIT",
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     try:

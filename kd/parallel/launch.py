@@ -24,7 +24,7 @@ from typing import Any
 from cache.disk import make_folder, remove_path, storage_errors
 from kd.errors import RankLost
 from kd.files import read_json, write_json
-from kd.parallel.agent import FAILURES
+from kd.parallel.agent import END_SIGNAL, FAILURES
 from kd.parallel.children import build_path, relay_events
 from kd.parallel.failures import RankError, read_first_failure
 from kd.progress import Event, Monitor
@@ -126,8 +126,8 @@ def _relay(process: subprocess.Popen[bytes], monitor: Monitor) -> dict[str, Any]
 def _find_error(folder: Path, code: int) -> Exception:
     """The error that ended the ranks, from what they and torchrun have written."""
     codes = read_json(folder / FAILURES) or {}
-    # torchrun ends the ranks that are left by SIGTERM.
-    killed = {rank: -each for rank, each in codes.items() if each < 0 and -each != signal.SIGTERM}
+    # By END_SIGNAL torchrun has ended the ranks that were left.
+    killed = {rank: -each for rank, each in codes.items() if each < 0 and -each != END_SIGNAL}
     if killed:
         rank, signum = min(killed.items())
         return RankLost(

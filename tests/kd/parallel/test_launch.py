@@ -65,13 +65,16 @@ def test_a_stop_reaches_every_rank(tmp_path: Path) -> None:
     assert asked.is_set()
 
 
-def test_the_end_of_the_terminal_stops_no_rank_before_it_is_asked(tmp_path: Path) -> None:
-    """SIGHUP reaches every process of a terminal; only the run itself decides what it means."""
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_to_every_process_stops_no_rank_before_it_is_asked(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """SIGHUP of a terminal, SIGTERM of a container: the run itself decides what it means."""
     asked = threading.Event()
 
     def hang_up(event: Event) -> None:
         for each in set(list_processes(tmp_path)) - {os.getpid()}:
-            os.kill(each, signal.SIGHUP)
+            os.kill(each, number)
         asked.set()
 
     with pytest.raises(Interrupted, match="Stopped on request at step 3"):
