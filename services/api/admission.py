@@ -187,7 +187,8 @@ class Admission:
     def _check(self, config: JobConfig) -> dict[str, Any]:
         """Check a new job; raise all its problems, or 429 if its cache is more than its team has.
 
-        A capture is not admitted unchecked: where its size is not known in time, nobody admits it.
+        A capture whose size only its worker can find is admitted. One whose size is not found in
+        time is refused (503).
         """
         account = self.read_account()
         captures = "precompute" in config.stages and not config.checks_cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class NoTurn(Exception):
-    """No turn came in time, or others that have waited less were too many."""
+    """No turn came in time, or too many of the same group wait."""
 
 
 @dataclass(eq=False)
