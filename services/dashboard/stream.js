@@ -20,8 +20,9 @@ export function follow(id, seen) {
 
 async function read(id, seen, signal) {
   let last = null;
+  let hidden = AbortSignal.abort();
   while (!signal.aborted) {
-    const hidden = await shown();
+    if (hidden.aborted) hidden = await shown();
     try {
       const headers = { Accept: "text/event-stream", ...keyHeaders() };
       if (last !== null) headers["Last-Event-ID"] = last;

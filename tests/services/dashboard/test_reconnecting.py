@@ -28,6 +28,16 @@ COLLECT = """async (id) => {
     });
 }"""
 
+#: Counts those who listen for the page to be hidden.
+LISTEN = """() => {
+    window.listeners = 0;
+    const listen = document.addEventListener.bind(document);
+    document.addEventListener = (type, ...others) => {
+        window.listeners += type === "visibilitychange";
+        listen(type, ...others);
+    };
+}"""
+
 
 @pytest.fixture
 def page(new_tab: Callable[..., AbstractContextManager[Page]]) -> Iterator[Page]:
@@ -139,6 +149,7 @@ def test_a_stream_that_is_cut_anywhere_loses_and_repeats_nothing(page: Page, api
     proxy = CuttingProxy(api.settings.port, count(700, 61))
     page.goto(f"{proxy.address}/new")
     warn(api, claim, range(1))
+    page.evaluate(LISTEN)
     page.evaluate(COLLECT, claim.id)
     wait_for(page, "() => window.openings > 0")
     warn(api, claim, range(1, 2))
@@ -151,6 +162,7 @@ def test_a_stream_that_is_cut_anywhere_loses_and_repeats_nothing(page: Page, api
     wait_for(page, "([most]) => window.found.length >= most", len(sent))
     assert page.evaluate("window.found") == sent
     assert proxy.streams > 3
+    assert page.evaluate("window.listeners") == 1, "each stream asks anew only once it was hidden"
     proxy.close()
 
 
