@@ -37,6 +37,7 @@ from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.rate_limits import StreamLease
 from services.api.routes.access import READ, STREAM
 from services.api.service import JOB_ID, KnownJob, Service, TheCaller, TheService
+from services.store.jobs.records import RENAMED
 
 #: The id of an event: milliseconds, and optionally a number.
 STREAM_ID = r"^\d{1,18}(-\d{1,18})?$"
@@ -224,6 +225,7 @@ def _group_series(points: list[dict[str, Any]]) -> dict[str, list[Point]]:
     for point in points:
         for name, value in point.items():
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                name = RENAMED.get(f"metrics.{name}", name).removeprefix("metrics.")
                 found.setdefault(name, []).append((point["step"], float(value)))
     return found
 

@@ -41,7 +41,7 @@ SECTION_OF_EVENT = {
     "cache": "cache",
 }
 #: Fields of records that earlier versions wrote under another name.
-_RENAMED = {"metrics.perplexity": "metrics.train_perplexity"}
+RENAMED = {"metrics.perplexity": "metrics.train_perplexity"}
 
 
 class JobRecord(Job):
@@ -127,7 +127,7 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
         "artifacts": {},
     }
     for name, value in record.items():
-        section, dot, inner = _RENAMED.get(name, name).partition(".")
+        section, dot, inner = RENAMED.get(name, name).partition(".")
         if dot:
             nested.setdefault(section, {})[inner] = json.loads(value)
     return JobRecord.model_validate(

@@ -373,6 +373,14 @@ def test_metrics_are_one_series_each(api: Parts) -> None:
     assert api.http.get(f"/jobs/{claim.id}/metrics").json()["last_step"] == 4
 
 
+def test_points_of_an_earlier_version_have_the_names_of_today(api: Parts) -> None:
+    claim = running(api)
+    points = [{"step": 1, "perplexity": 9.0}, {"step": 2, "train_perplexity": 8.0}]
+    tell(api, claim, *(("metrics", point) for point in points))
+    found = metrics(api, claim.id, names="train_perplexity")
+    assert found["train_perplexity"]["values"] == [9.0, 8.0]
+
+
 def test_scalars_of_layers_are_series_that_a_star_finds(api: Parts) -> None:
     claim = running(api)
     scalars = {"grad_norm/layer 0": 0.5, "grad_norm/layer 10": 0.25, "memory/peak_bytes": 2.0**30}
