@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from kd.config.data import DataConfig
 from kd.config.jobfile import find_unusable_text
@@ -27,6 +27,7 @@ _FORMS = (
     '{"messages": [{"role": ..., "content": ...}]}, {"prompt": ..., "completion": ...} or'
     ' {"text": ...}'
 )
+_DATA = {form: DataConfig(format=form) for form in get_args(RowForm)}
 _REMEDY = f"Each line is a JSON object: {_FORMS}."
 
 
@@ -75,7 +76,7 @@ class RowChecker:
         if form is None:
             self._refuse("it has none of the forms that a line may have.", _REMEDY)
         try:
-            content = read_cell(row, "the row", DataConfig(format=form))
+            content = read_cell(row, "the row", _DATA[form])
         except DataError as error:
             self._refuse(error.detail, f"{error.remedy} {_REMEDY}")
         if isinstance(content, Chat) and not content.messages:

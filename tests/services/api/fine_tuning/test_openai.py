@@ -21,6 +21,8 @@ from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
 from bench.support.waiting import wait_until
 from kd.client.wire.jobs import Job
+from services.api.openai import rows
+from services.api.openai.rows import RowChecker
 from services.store.callers import Caller
 from services.store.key_file import create_key
 from services.store.training_files import TrainingFiles
@@ -116,6 +118,13 @@ def test_a_file_is_kept_as_it_was_sent(house: House, row: Any, form: str) -> Non
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(made.id)
     assert not list(house.parts.settings.files.rglob(f"*{made.id}*"))
+
+
+def test_the_check_of_a_line_builds_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "DataConfig", lambda **_: pytest.fail("built"))
+    checker = RowChecker()
+    checker.feed(lines(TEXT_ROW, TEXT_ROW))
+    assert (checker.finish(), checker.rows) == ("jsonl", 2)
 
 
 def test_files_are_listed_by_page_newest_first(house: House) -> None:
