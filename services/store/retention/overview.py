@@ -64,13 +64,13 @@ def _measure(settings: Settings) -> Iterator[tuple[str, Iterable[tuple[str, int]
     """Yield each kind with the names and bytes of its things."""
     yield "caches", ((each.fingerprint, each.bytes) for each in list_caches(settings.caches))
     yield "texts", ((each.folder.name, each.size) for each in list_stores(settings.texts))
-    yield "runs", measure_folders(settings.runs)
-    yield "evaluations", measure_folders(settings.home / "evaluations")
-    yield "imports", itertools.chain(*map(measure_folders, (settings.models, settings.data)))
+    yield "runs", _measure_folders(settings.runs)
+    yield "evaluations", _measure_folders(settings.home / "evaluations")
+    yield "imports", itertools.chain(*map(_measure_folders, (settings.models, settings.data)))
     yield "files", _measure_files(settings.files)
 
 
-def measure_folders(root: Path) -> Iterator[tuple[str, int]]:
+def _measure_folders(root: Path) -> Iterator[tuple[str, int]]:
     """Yield the name and the bytes of each folder in ``root``."""
     for folder in sorted(root.glob("[!.]*")):
         if folder.is_dir():

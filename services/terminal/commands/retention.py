@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cache.disk import sum_file_sizes
 from services.terminal.commands.recovery import connect_store
 from services.terminal.commands.upkeep import Yes, parse_age
 from services.terminal.console import (
@@ -199,10 +200,10 @@ def gc(
 
 def _measure_local_runs(settings: Settings) -> dict[str, int]:
     """The number and the bytes of the runs that no job of the service has made."""
-    from services.store.retention.overview import measure_folders
     from services.store.run_folder import JOB_ID
 
-    sizes = [size for name, size in measure_folders(settings.runs) if not JOB_ID.fullmatch(name)]
+    folders = (folder for folder in settings.runs.glob("[!.]*") if folder.is_dir())
+    sizes = [sum_file_sizes(folder) for folder in folders if not JOB_ID.fullmatch(folder.name)]
     return {"number": len(sizes), "bytes": sum(sizes)}
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from bench.support.harness import Parts, make_config
-from cache.disk import locked
+from cache.disk import locked, sum_file_sizes
 from cache.testing import make_cache, make_identity
 from kd.files import LOCK, write_json
+from services.settings import Settings
 from services.store.jobs.records import make_job_id
+from services.terminal.commands import retention
 from tests.support.commands import kd
 
 FINGERPRINT = "f" * 32
@@ -199,3 +201,21 @@ def test_without_the_job_store_nothing_is_done(parts: Parts, arguments: tuple[st
     done = kd(*asked, **environment)
     assert done.returncode == 1 and "The job store does not answer" in done.stderr
     assert old.is_dir()
+
+
+def test_only_runs_without_a_job_are_measured_as_local(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (make_job_id(), "mine"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "log.txt").write_text("a line")
+    measured: list[Path] = []
+
+    def measure(folder: Path) -> int:
+        measured.append(folder)
+        return sum_file_sizes(folder)
+
+    monkeypatch.setattr(retention, "sum_file_sizes", measure)
+    found = retention._measure_local_runs(Settings(home=tmp_path))
+    assert found == {"number": 1, "bytes": 6}
+    assert measured == [tmp_path / "runs" / "mine"]
