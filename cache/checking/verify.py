@@ -21,6 +21,8 @@ from cache.store import Cache, read_manifest
 
 #: The number in the name of a file of the cache.
 _NUMBER = re.compile(r"[0-9]+")
+#: The name of an object in a bucket: that of its file, with the digest of its seal or piece inside.
+_OBJECT = re.compile(r"(manifest\.json|seals/.+)|(.+?)\.[0-9a-f]{32}(/.+)?")
 
 
 def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> list[str]:
@@ -107,12 +109,11 @@ def _check_folder(folder: Path, name: str, digest: str) -> list[str]:
 
 
 def find_extras(folder: Path) -> list[str]:
-    """Name the files in the folder of a sound cache that are not part of it.
+    """Name the files in the folder of a verified cache, or its objects, that are not part of it.
 
     File managers and file servers make such files. They are ignored wherever the cache is used.
+    Objects of a writer that lost are not named: ``find_stored_garbage`` finds them.
     """
-    if open_mirror(folder) is not None:
-        return []
     manifest = read_manifest(folder)
     others = [name for name, _ in list_sealed_folders(manifest)]
     pieces = list_pieces(manifest.pieces) if manifest.pieces else ()
@@ -133,5 +134,9 @@ def find_extras(folder: Path) -> list[str]:
             return name in list_sealed(inside)
         return name in known or (is_shard and name == locate_seal(shard))
 
-    found = walk_files(folder, seen_only=True)
-    return sorted(name for name, _ in found if not belongs(name))
+    if (mirror := open_mirror(folder)) is None:
+        return sorted(name for name, _ in walk_files(folder, seen_only=True) if not belongs(name))
+    objects = ((_OBJECT.fullmatch(name), name) for name in mirror.list_names())
+    return sorted(
+        name for match, name in objects if not match or not belongs("".join(match.groups("")))
+    )

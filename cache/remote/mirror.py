@@ -21,7 +21,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +34,7 @@ from cache.reading.disk import DiskReads, FileDigest
 from cache.remote.address import Binding, read_binding
 from cache.remote.bucket import open_bucket
 from cache.remote.room import MirrorRoom, write_copy
+from cache.remote.uses import USES
 from cache.shard import RECAPTURE_REMEDY, Seal
 from cache.shards.names import MANIFEST, TAIL_SUMS, locate_seal
 
@@ -350,6 +351,13 @@ class Mirror:
             size += each.bytes
             sealed += bool(_SHARD_SEAL.search(each.name))
         return size, sealed
+
+    def list_names(self) -> Iterator[str]:
+        """Yield the names of all objects of the cache but those of its users."""
+        for each in self.bucket.walk(self.folder.name):
+            name = each.name.removeprefix(self._name(""))
+            if not name.startswith(f"{USES}/"):
+                yield name
 
     def find_sealed(self) -> set[int]:
         """Find the numbers of the shards that have a seal in the bucket."""

@@ -12,7 +12,7 @@ from obstore.store import S3Store
 from zarr.storage import ObjectStore
 
 from cache.checking.listing import list_caches, summarise_cache
-from cache.checking.verify import find_missing, verify_cache
+from cache.checking.verify import find_extras, find_missing, verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.inspection import compare_caches, compute_cache_stats
@@ -144,6 +144,33 @@ def test_damage_in_the_bucket_is_found_and_captured_again(root, elsewhere, addre
         fill_cache(writer)
     assert verify_cache(far) == []
     assert (far / "manifest.json").read_bytes() == manifest
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_foreign_objects_are_named_and_cost_no_shard(
+    root, elsewhere, address, monkeypatch, pieces
+) -> None:
+    if pieces:
+        monkeypatch.setattr("cache.shards.entries.PIECE_SHARDS", 2)
+    identity = IDENTITIES["hidden"]
+    # A writer of other bytes that lost, one whose seal never came, and a reader leave objects.
+    with open_writer(root, identity) as first, open_writer(elsewhere, identity) as second:
+        fill_cache(first)
+        other = replace(identity, codec=replace(identity.codec, seed=5))
+        second.write_shard(1, *make_shard(other, 1))
+        first.finish(PROVENANCE)
+    folder = elsewhere / identity.fingerprint
+    bucket, _ = find_objects(address, "")
+    bucket.put(f"{folder.name}/uses/host-1", b"{}")
+    shard = name_data("shards/000001", open_cache(folder).entries[1].digest)
+    rooms = (shard, f"{shard}/tokens/@eaDir", "seals", "shards", "shards/000001", ".")
+    names = sorted(f"{room}/.DS_Store".removeprefix("./") for room in rooms)
+    for name in (*names, "shards/000001/zarr.json"):
+        bucket.put(f"{folder.name}/{name}", b"x")
+    assert verify_cache(folder) == find_missing(open_cache(folder)) == []
+    assert find_extras(folder) == sorted([*names, "shards/000001/zarr.json"])
+    with open_writer(elsewhere, identity) as writer:
+        assert list(writer.find_missing_shards()) == []
 
 
 def test_a_file_that_is_damaged_on_this_disk_comes_again_from_the_bucket(root) -> None:
