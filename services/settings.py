@@ -492,7 +492,7 @@ class Settings(BaseSettings):
     @property
     def caches(self) -> Path:
         """Folder of the caches, or the one that mirrors the bucket of them."""
-        return bind_caches(self.home, self.store, self.store_cache_bytes)
+        return self.locate_caches(None)
 
     @property
     def places(self) -> dict[str, Path]:
@@ -501,8 +501,8 @@ class Settings(BaseSettings):
         return {"KD_HOME": self.home, **stored}
 
     def locate_caches(self, store: str | None) -> Path:
-        """Return the folder of the caches of a job with this ``cache.store``."""
-        return locate_caches(self.home, store or self.store)
+        """Return the folder of the caches of a job with this ``cache.store``, or its mirror."""
+        return bind_caches(self.home, store or self.store, self.store_cache_bytes)
 
     def find_full_disk(self, coming: int = 0) -> str | None:
         """Say which disk is nearly full, if ``coming`` bytes were added to the data folder."""

@@ -28,7 +28,7 @@ from kd.capture.plan import CapturePlan, make_provenance, plan_capture
 from kd.capture.shards import RecordReader
 from kd.capture.teacher import Teacher, open_reader
 from kd.config.job import JobConfig
-from kd.files import find_caches, measure_free_bytes
+from kd.files import find_caches
 from kd.models.precision import name_device, pick_device
 from kd.progress import SILENT, Monitor
 from kd.text.corpus import TEXTS
@@ -97,8 +97,8 @@ def _run_trial(
         held_out=planned.describe_held_out(),
     )
     pace = (trial.seconds / len(trial.sequences), name_device(pick_device()))
-    free = measure_free_bytes(find_caches(folder.parent, config.cache.store))
-    estimate = Estimate.of(work, storage, config.cache.shard_sequences, free, pace)
+    caches = find_caches(folder.parent, config.cache.store)
+    estimate = Estimate.of(work, storage, config.cache.shard_sequences, caches, pace)
     return TrialCaches(estimate, folder, first, second)
 
 

@@ -110,8 +110,8 @@ def estimate_capture(
         work, storage = _measure_capture(config, settings.root, kept)
     except PotstillError:  # a dataset of the hub, or text that only the worker can read
         return None
-    free = measure_free_bytes(settings.locate_caches(config.cache.store))
-    estimate = Estimate.of(work, storage, config.cache.shard_sequences, free)
+    caches = settings.locate_caches(config.cache.store)
+    estimate = Estimate.of(work, storage, config.cache.shard_sequences, caches)
     return JobEstimate(**estimate.to_json())
 
 
@@ -263,8 +263,8 @@ def _find_warnings(
 ) -> Iterator[str]:
     if capture is not None and not capture.fits:
         yield (
-            f"The cache needs about {capture.bytes} bytes,"
-            f" but the disk of the caches has {capture.free_bytes} left."
+            f"The cache needs about {capture.local_bytes} bytes of the disk of the caches,"
+            f" which has {capture.free_bytes} left."
         )
     if config.train is not None and steps is not None and config.train.warmup_steps >= steps:
         warmup = config.train.warmup_steps

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cache.disk import sum_file_sizes
+from cache.remote.address import read_binding
 from kd.capture.codec_identity import make_codec_identity
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size
 from kd.capture.estimate.text import (
@@ -39,7 +41,7 @@ class Estimate:
 
     ``seconds``, ``hours`` and ``device`` are None if no teacher was run. ``bytes_per_token``
     divides all bytes by the positions with a record. ``fits`` says whether the disk has enough free
-    space.
+    space for the ``local_bytes``: the whole cache, or what the disk keeps of one in a bucket.
     """
 
     method: str
@@ -51,12 +53,14 @@ class Estimate:
     shards: int
     bytes_per_token: float
     bytes: int
+    local_bytes: int
     free_bytes: int
     fits: bool
     seconds: float | None = None
     hours: float | None = None
     device: str | None = None
     held_out: str = ""
+    bucket: str = ""
 
     @classmethod
     def of(
@@ -64,15 +68,21 @@ class Estimate:
         work: CaptureSize,
         storage: CacheSize,
         shard_sequences: int,
-        free: int,
+        caches: Path,
         pace: tuple[float, str] | None = None,
     ) -> Estimate:
         """Compute the estimate.
 
-        ``pace`` is the seconds per sequence and the device they were measured on.
+        ``caches`` is the folder of the caches, or the mirror of their bucket. ``pace`` is the
+        seconds per sequence and the device they were measured on.
         """
         shards = math.ceil(work.sequences / shard_sequences)
         size = storage.sum_bytes(work.positions, shards)
+        bucket = read_binding(caches)
+        # A mirror that has reached its bound makes room for what comes.
+        room = size if bucket is None else bucket.mirror_bytes - sum_file_sizes(caches)
+        local = min(size, max(room, 0))
+        free = measure_free_bytes(caches)
         seconds = None if pace is None else pace[0] * work.sequences
         return cls(
             method="table" if pace is None else "trial",
@@ -84,12 +94,14 @@ class Estimate:
             shards=shards,
             bytes_per_token=round(size / max(work.positions, 1), 2),
             bytes=size,
+            local_bytes=local,
             free_bytes=free,
-            fits=size * (1 + MARGIN) + RESERVE_BYTES <= free,
+            fits=local * (1 + MARGIN) + RESERVE_BYTES <= free,
             seconds=None if seconds is None else round(seconds, 1),
             hours=None if seconds is None else round(seconds / 3600, 3),
             device=None if pace is None else pace[1],
             held_out=work.held_out,
+            bucket="" if bucket is None else f"what is free in {bucket.address} is not known",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -100,11 +112,11 @@ class Estimate:
 def estimate_by_table(config: JobConfig, root: Path, caches: Path) -> Estimate:
     """Estimate a job's capture without running its teacher; relative paths start at ``root``.
 
-    The cache is to fit on the disk of ``caches``.
+    The cache is to fit on the disk of ``caches``, as far as it lies there.
     Raises ``ConfigError`` where the job captures nothing, or where only a trial can find its size.
     """
     work, storage = measure_capture(config, root)
-    return Estimate.of(work, storage, config.cache.shard_sequences, measure_free_bytes(caches))
+    return Estimate.of(work, storage, config.cache.shard_sequences, caches)
 
 
 def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSize]:

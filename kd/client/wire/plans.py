@@ -25,14 +25,20 @@ class JobEstimate(View):
     shards: int
     bytes_per_token: float = Field(description="All bytes on disk per token with a record.")
     bytes: int = Field(description="Bytes of the whole cache.")
+    local_bytes: int | None = Field(
+        None,
+        description="Bytes of it on the disk of the caches: all, or what the disk keeps of a cache "
+        "in a bucket.",
+    )
     free_bytes: int = Field(description="Free bytes on the disk of the caches.")
-    fits: bool = Field(description="Whether the disk has space for the cache, with a margin.")
+    fits: bool = Field(description="Whether the disk has space for these, with a margin.")
     seconds: float | None = Field(
         None, description="Time of the capture on the present device; null without a trial."
     )
     hours: float | None = None
     device: str | None = Field(None, description="Device of the trial.")
     held_out: str = Field("", description="Which sequences are held out, and why this many.")
+    bucket: str = Field("", description="What is not known of the bucket of the cache.")
     cost: Cost | None = Field(
         None, description="Estimated cost of the job; null without a price or an earlier job."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from cache.codec import Codec
 from cache.errors import StorageError
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
+from cache.remote.address import bind_caches
 from cache.store import open_cache
 from cache.testing import make_codec, make_identity
 from kd.capture import probe as trial
@@ -337,15 +339,40 @@ def test_the_table_is_right_for_the_example(tmp_path: Path) -> None:
     assert found.bytes_per_token == pytest.approx(19.4, rel=0.03)
 
 
-def test_an_estimate_adds_up() -> None:
+def set_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(storage.Disk, "of", lambda folder: storage.Disk(free, free, None))
+
+
+def test_an_estimate_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = CaptureSize(100, 10, 64, 5000, counted=True)
-    found = Estimate.of(
-        work, CacheSize(20.0, 1000.0, lm_head=300), 32, free=10**9, pace=(0.5, "cpu")
-    )
+    set_free_bytes(monkeypatch, 10**9)
+    found = Estimate.of(work, CacheSize(20.0, 1000.0, 300), 32, tmp_path, pace=(0.5, "cpu"))
     assert (found.tokens, found.shards, found.bytes) == (7040, 4, 5000 * 20 + 4 * 1000 + 300)
     assert found.bytes_per_token == pytest.approx(found.bytes / 5000, abs=0.01)
     assert (found.seconds, found.fits) == (55.0, True)
-    assert not Estimate.of(work, CacheSize(20.0, 1000.0), 32, free=10**5).fits
+    assert (found.local_bytes, found.bucket) == (found.bytes, "")
+    set_free_bytes(monkeypatch, 10**5)
+    assert not Estimate.of(work, CacheSize(20.0, 1000.0), 32, tmp_path).fits
+
+
+def test_of_a_cache_in_a_bucket_only_what_the_disk_keeps_must_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = CaptureSize(100, 10, 64, 1 << 30, counted=True)
+    caches = bind_caches(tmp_path, "s3://bucket/prefix", 100 << 20)
+    set_free_bytes(monkeypatch, 200 << 20)
+    found = Estimate.of(work, CacheSize(20.0, 1000.0), 32, caches)
+    assert found.bytes > 20 << 30 and found.fits
+    assert found.bucket == "what is free in s3://bucket/prefix is not known"
+    set_free_bytes(monkeypatch, 100 << 20)
+    assert not Estimate.of(work, CacheSize(20.0, 1000.0), 32, caches).fits
+    # What the mirror keeps already leaves it before it has too much.
+    shard = caches / ("0" * 32) / "shards" / "000000" / "tokens"
+    shard.parent.mkdir(parents=True)
+    shard.touch()
+    os.truncate(shard, 90 << 20)
+    assert Estimate.of(work, CacheSize(20.0, 1000.0), 32, caches).fits
+    assert Estimate.of(work, CacheSize(0.001, 0.0), 32, caches).local_bytes < 2 << 20
 
 
 @pytest.mark.parametrize(
@@ -418,8 +445,7 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
     fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
     store = open_cache(tmp_path / "caches" / fingerprint)
     identity = plan_capture(config).identity
-    free = round(store.bytes_per_token * store.manifest.positions)
-    monkeypatch.setattr(storage.Disk, "of", lambda folder: storage.Disk(free, free, None))
+    set_free_bytes(monkeypatch, round(store.bytes_per_token * store.manifest.positions))
     width = store.teacher_head()["weight"].shape[1] if profile == "hidden" else 0
     require_estimated_space(tmp_path / "elsewhere", identity, store.manifest.positions, width)
 
@@ -427,7 +453,7 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
 def test_a_capture_is_refused_before_its_teacher_is_loaded(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.Disk, "of", lambda folder: storage.Disk(10_000, 10_000, None))
+    set_free_bytes(monkeypatch, 10_000)
     events: list[Event] = []
     config = job(tiny_teacher, tiny_text)
     with pytest.raises(StorageError, match=r"its disk has .* left"):
@@ -442,8 +468,7 @@ def test_what_is_sealed_already_is_not_needed_again(
     fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
     identity = plan_capture(config).identity
     store = open_cache(tmp_path / "caches" / fingerprint)
-    free = store.manifest.positions * 2000
-    monkeypatch.setattr(storage.Disk, "of", lambda folder: storage.Disk(free, free, None))
+    set_free_bytes(monkeypatch, store.manifest.positions * 2000)
     require_estimated_space(store.folder, identity, store.manifest.positions)
     with pytest.raises(StorageError):
         require_estimated_space(tmp_path / "elsewhere", identity, store.manifest.positions)

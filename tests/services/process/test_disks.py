@@ -77,6 +77,11 @@ def test_the_cache_of_an_estimate_must_fit_on_its_own_disk(
             assert done.returncode == (0 if fits else 1), done.stderr
             assert fits or (f"The disk of {small}" in done.stderr and "KD_STORE" in done.stderr)
             assert (json.loads(done.stdout)["free_bytes"] <= 300 << 20) is not fits
+        # A bucket's room is not that of the disk, which keeps what it has room for.
+        bucket = {"KD_STORE": "s3://bucket/prefix", "KD_STORE_CACHE_BYTES": str(100 << 20)}
+        done = kd("estimate", file, "--fast", "--home", small, **bucket)
+        assert done.returncode == 0, done.stderr
+        assert "what is free in s3://bucket/prefix is not known" in " ".join(done.stdout.split())
 
 
 def test_a_cache_of_more_files_than_the_disk_takes_is_refused_before_the_capture(

@@ -100,7 +100,7 @@ def estimate(
         print_error(
             f"The disk of {settings.locate_caches(config.cache.store)} cannot hold the cache.",
             "Free space, set KD_STORE or KD_HOME to another disk, or keep less: a larger"
-            " cache.threshold, or fewer sequences.",
+            " cache.threshold, fewer sequences, or of a bucket a lower KD_STORE_CACHE_BYTES.",
         )
     raise typer.Exit(0 if fits else FAILED)
 
