@@ -25,6 +25,8 @@ class MetricsLog:
     def __init__(self, path: Path | None, monitor: Monitor, step: int) -> None:
         self._path = path
         self._monitor = monitor
+        #: The first step whose lines come now.
+        self.first = step + 1
         self.drop_after(step)
 
     def drop_after(self, step: int) -> None:

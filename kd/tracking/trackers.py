@@ -21,17 +21,16 @@ class Trackers:
     causes a warning and is not used again: it must not end a run that trains.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        names: tuple[str, ...],
-        run_dir: Path,
-        monitor: Monitor,
-        resumed: int | None = None,
-    ) -> None:
-        """``resumed`` is the step after which a run that was stopped goes on."""
+    def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._trackers = {name: _start_tracker(name, config, run_dir, resumed) for name in names}
+        self._trackers: dict[str, Any] = {}
+
+    def start(
+        self, config: JobConfig, names: tuple[str, ...], run_dir: Path, first: int = 0
+    ) -> None:
+        """Start the trackers ``names``; ``first`` is the first step whose numbers come now."""
+        for name in names:
+            self._trackers[name] = _start_tracker(name, config, run_dir, first)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Send the numbers among ``values``."""
@@ -71,15 +70,14 @@ def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
     return replace(monitor, listen=listen)
 
 
-def _start_tracker(name: str, config: JobConfig, run_dir: Path, resumed: int | None) -> Any:
+def _start_tracker(name: str, config: JobConfig, run_dir: Path, first: int) -> Any:
     try:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         kind = LOGGER_TYPE_TO_CLASS[name]
         if name == "tensorboard":
-            # Steps after the checkpoint will come again. The others begin a run of their own.
-            purged = {} if resumed is None else {"purge_step": resumed + 1}
-            tracker = kind(config.name, run_dir / "tensorboard", **purged)
+            # A process that was killed may have told later steps. The others begin a run anew.
+            tracker = kind(config.name, run_dir / "tensorboard", purge_step=first)
         elif name == "mlflow":
             tracker = kind(experiment_name=config.name)
         else:

@@ -85,10 +85,7 @@ def train(
     # Trackers and trace are closed after an error too: open ones would disturb the next run of this
     # process, for example the next trial of a search.
     with ExitStack() as closing:
-        names = options.report_to if group.leads else ()
-        newest = checkpoint.read_newest_state(run_dir / "checkpoints")
-        resumed = None if newest is None else int(newest["progress"]["step"])
-        trackers = Trackers(config, names, run_dir, monitor, resumed)
+        trackers = Trackers(monitor)
         closing.callback(trackers.finish)
         trace = Trace(run_dir / "trace.json", options.trace_steps if group.leads else 0)
         closing.callback(trace.close)
@@ -97,6 +94,8 @@ def train(
         run = prepare(config, source, student, vocabulary, run_dir, monitor, trace, group)
         run.uploads = uploads
         run.samples = samples
+        if group.leads:
+            trackers.start(config, options.report_to, run_dir, run.log.first)
         with memory_errors(options, str(run.memory)):
             check_start(run)
         finish_evaluation(run)

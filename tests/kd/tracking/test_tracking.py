@@ -164,7 +164,8 @@ def make_job(**options: Any) -> JobConfig:
 def test_tensorboard_is_told_the_numbers(tmp_path: Path) -> None:
     event_file = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     heard: list[Event] = []
-    trackers = Trackers(make_job(), ("tensorboard",), tmp_path, Monitor(heard.append))
+    trackers = Trackers(Monitor(heard.append))
+    trackers.start(make_job(), ("tensorboard",), tmp_path)
     monitor = add_trackers(Monitor(heard.append), trackers)
     monitor.emit("metrics", step=3, loss=2.5, kd_loss=None, note="text")
     monitor.emit("evaluation", step=4, validation_loss=1.5)
@@ -184,24 +185,10 @@ def test_tensorboard_is_told_the_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    """It was killed after step 7, and goes on from the checkpoint of step 5."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for steps, resumed in ((range(1, 8), None), (range(6, 10), 5)):
-        trackers = Trackers(make_job(), ("tensorboard",), tmp_path, Monitor(), resumed)
-        for step in steps:
-            trackers.log(step, {"loss": float(step)})
-        trackers.finish()
-        time.sleep(1.1)  # the names of its files have the second in which they were begun
-    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "told")).Reload()
-    assert [event.step for event in found.Scalars("loss")] == list(range(1, 10))
-
-
-def test_what_training_notices_is_kept_for_the_report(tmp_path: Path) -> None:
+def test_what_training_notices_is_kept_for_the_report() -> None:
     monitor = Monitor()
-    trackers = Trackers(make_job(), (), tmp_path, monitor)
     notice = Notice("rows without text, left out", 1, "a.jsonl: row 2")
-    add_trackers(monitor, trackers).note(notice)
+    add_trackers(monitor, Trackers(monitor)).note(notice)
     assert monitor.notices == (notice,)
 
 
@@ -210,14 +197,15 @@ def test_a_tracker_that_is_not_there_ends_the_run_before_it_begins(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)  # as where it is not installed
     with pytest.raises(TrainingError, match=r"train\.report_to mlflow cannot be started") as caught:
-        Trackers(make_job(), ("mlflow",), tmp_path, Monitor())
+        Trackers(Monitor()).start(make_job(), ("mlflow",), tmp_path)
     assert "potstill[track]" in caught.value.remedy
 
 
 def test_a_tracker_that_fails_later_costs_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     heard: list[Event] = []
-    trackers = Trackers(make_job(), ("tensorboard",), tmp_path, Monitor(heard.append))
+    trackers = Trackers(Monitor(heard.append))
+    trackers.start(make_job(), ("tensorboard",), tmp_path)
     trackers._trackers["tensorboard"].writer.close()
     trackers._trackers[
         "tensorboard"

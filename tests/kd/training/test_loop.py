@@ -6,6 +6,7 @@ import copy
 import math
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,29 @@ def run(
 ) -> tuple[Any, TrainingProgress]:
     student = make_student(dropout)
     return student, train(job, make_source(), student, VOCABULARY, folder, monitor or Monitor())
+
+
+def test_tensorboard_has_each_step_of_a_killed_run_once(tmp_path: Path) -> None:
+    """It is killed before its first checkpoint, and again with a damaged one."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    job = make_job(report_to=["tensorboard"])
+
+    def kill_after(step: int) -> Monitor:
+        def listen(event: Event) -> None:
+            if event.type == "progress" and event.data["done"] == step:
+                raise KeyboardInterrupt
+
+        return Monitor(listen)
+
+    for step in (3, 6):
+        with pytest.raises(KeyboardInterrupt):
+            run(job, tmp_path, kill_after(step))
+        time.sleep(1.1)  # the names of its files have the second in which they were begun
+    (tmp_path / "checkpoints" / "step-00000003" / "model.safetensors").write_bytes(b"")
+    run(job, tmp_path)
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / job.name)).Reload()
+    assert [event.step for event in found.Scalars("loss")] == list(range(1, 9))
+    assert [event.step for event in found.Scalars("validation_loss")] == [0, 4, 8]
 
 
 def test_a_resume_with_another_number_of_threads_warns(tmp_path: Path) -> None:
