@@ -104,9 +104,9 @@ class ProgressBars:
 
     def _show_evaluation(self, data: dict[str, Any]) -> None:
         self._note("held-out ppl", data.get("validation_perplexity"))
-        if "validation_perplexity" in data:
-            perplexity = f"held-out perplexity {data['validation_perplexity']:.4g}"
-            self._tell_without_bar(f"step {data.get('step')}: {perplexity}")
+        # One that is not finite comes from another process as null.
+        if (perplexity := data.get("validation_perplexity")) is not None:
+            self._tell_without_bar(f"step {data.get('step')}: held-out perplexity {perplexity:.4g}")
 
     def _tell_without_bar(self, line: str) -> None:
         """Print a line where no bar is drawn: in a pipe or a log."""

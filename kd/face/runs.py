@@ -6,14 +6,21 @@ A run is a folder. Its report and its job say what it is. Imports no torch.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cache.disk import is_lock_free, locked, set_aside, storage_errors, sum_file_sizes
+from cache.disk import (
+    is_lock_free,
+    locked,
+    remove_path,
+    set_aside,
+    storage_errors,
+    sum_file_sizes,
+)
 from kd.errors import ModelError
 from kd.files import LOCK, read_json
 
@@ -59,8 +66,9 @@ def list_runs(home: str | os.PathLike[str] | None = None) -> list[RunSummary]:
 def iterate_runs(runs: Path) -> Iterator[RunSummary]:
     """Yield what the folders in ``runs`` say, in the order of their names."""
     for folder in sorted(runs.glob("[!.]*")):
-        if folder.is_dir():
-            yield summarise_run(folder)
+        with suppress(FileNotFoundError):  # it may be removed meanwhile
+            if folder.is_dir():
+                yield summarise_run(folder)
 
 
 def summarise_run(folder: Path) -> RunSummary:
@@ -88,14 +96,14 @@ def summarise_run(folder: Path) -> RunSummary:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove the folder of a run. Raises ``ModelError`` while a process writes to it."""
+    """Remove the folder of a run, or the link to it. Raises ``ModelError`` while it is in use."""
 
     def refuse() -> None:
         raise ModelError(f"{folder} is in use: a process writes to it.", "Stop that run first.")
 
     with storage_errors(folder), locked(folder / LOCK, refuse):
         # Renamed first: a kill leaves no half that would be taken for a run.
-        shutil.rmtree(set_aside(folder))
+        remove_path(set_aside(folder))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -186,6 +186,7 @@ def test_progress_and_warnings_are_shown_or_not(
         monitor.emit("progress", done=1, total=2, unit="steps")
         monitor.emit("metrics", step=1, loss=1.5, train_perplexity=4.5)
         monitor.emit("evaluation", step=1, validation_perplexity=20.5)
+        monitor.emit("evaluation", step=2, validation_perplexity=None)  # not finite, in ranks
         monitor.emit("warning", message="Look out.")
         monitor.emit("progress", done=2, total=2, unit="steps")
         return "done"

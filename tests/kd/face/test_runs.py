@@ -53,6 +53,30 @@ def test_all_runs_are_one_list_with_what_they_measured(tmp_path: Path) -> None:
     assert {each["name"] for each in listed} == found.keys()
 
 
+def test_a_run_that_is_removed_while_it_is_read_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path, name, {"kind": "train"})
+
+    def remove(folder: Path) -> int:
+        if folder.name == "a":
+            remove_run(folder)
+        return 0
+
+    monkeypatch.setattr("kd.face.runs.sum_file_sizes", remove)
+    assert [run.name for run in kd.list_runs(tmp_path)] == ["b"]
+
+
+def test_of_a_run_that_is_a_link_the_link_is_removed(tmp_path: Path) -> None:
+    elsewhere = make_run(tmp_path / "disk", "moved", {"kind": "train"})
+    link = tmp_path / "runs" / "moved"
+    link.parent.mkdir()
+    link.symlink_to(elsewhere)
+    remove_run(link)
+    assert list(link.parent.iterdir()) == [] and elsewhere.is_dir()
+
+
 def test_runs_are_removed_by_name_and_never_under_a_process_or_a_record(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "done", {"kind": "train"}, report=REPORT)
     job = make_run(tmp_path, "job_" + "0" * 26, {"kind": "train"})
