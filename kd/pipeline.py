@@ -23,6 +23,7 @@ runs twice finishes once.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,8 @@ def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
     These are what data.packing auto means, so that a later stage needs no teacher, and what an
     earlier version meant, which began the run.
     """
-    config = keep_meaning(config, read_json(run_dir / "config.json") or {})
+    with suppress(ValueError):  # a damaged record means nothing; ``require_same_job`` follows
+        config = keep_meaning(config, read_json(run_dir / "config.json"))
     known = read_json(run_dir / "cache.json")
     if known is not None and config.data.packing == "auto":
         inputs = fill_cache_inputs(known["inputs"])

@@ -376,14 +376,14 @@ def read_record(written: Any) -> JobConfig:
     return parse_config(fill_record(written))
 
 
-def keep_meaning(config: JobConfig, written: Mapping[str, Any]) -> JobConfig:
+def keep_meaning(config: JobConfig, written: Any) -> JobConfig:
     """Return ``config``, which continues the run of the record ``written``, as was meant there.
 
     A field that the record lacks, or that a continued run has kept so, is taken from it where
     ``config`` leaves it open.
     """
     changes = {}
-    filled = fill_record(dict(written))
+    filled = fill_record(written) if isinstance(written, dict) else {}
     for name, meant in MEANT_BEFORE.items():
         section = getattr(config, name)
         known = filled.get(name)

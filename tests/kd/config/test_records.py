@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kd.config.jobfile import MEANT_BEFORE, keep_meaning, parse_config, read_record
-from kd.pipeline import fill_cache_inputs, select_cache_inputs
+from kd.pipeline import fill_cache_inputs, select_cache_inputs, settle_run
+from kd.progress import SILENT
 from kd.training.resume.identity import compute_resume_identity
 
 RECORDS = Path(__file__).parents[2] / "support" / "formats"
@@ -66,3 +67,15 @@ def test_the_job_file_of_a_run_that_an_earlier_version_began_continues_it() -> N
     assert keep_meaning(said, written).require_train().lm_head_floor == 0.2
     assert keep_meaning(job, job.model_dump(mode="json")) == job
     assert keep_meaning(job, {}) == job
+
+
+@pytest.mark.parametrize("record", ["{", "[1]", "3", '{"data": 3}', None])
+def test_a_record_that_is_damaged_or_missing_does_not_end_its_run(
+    tmp_path: Path, record: str | None
+) -> None:
+    student = {"init": {"layers": 1, "hidden_size": 16, "tokenizer": "."}}
+    body = {"kind": "train", "student": student, "data": {"train": "x"}}
+    job = parse_config(body | {"loss": {"alpha": 1}, "train": {"max_steps": 1}})
+    if record is not None:
+        (tmp_path / "config.json").write_text(record)
+    assert settle_run(job, tmp_path, SILENT).data.packing is True
