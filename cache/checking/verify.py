@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,6 @@ from cache.manifest import Manifest
 from cache.reading.sealed import check_group, list_pieces, list_sealed_folders, read_seal
 from cache.remote.mirror import Mirror, open_mirror, split_path
 from cache.shard import Seal
-from cache.shards.entries import ShardEntries
 from cache.shards.names import GROUP_FILE, MANIFEST, locate_seal, name_shard
 from cache.shards.pieces import EntryPieces, open_entries
 from cache.store import Cache, read_manifest
@@ -46,7 +46,8 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
         for index in range(len(entries)):
             if waiting is not None:
                 waiting()
-            lines += _check_shard(folder, entries, index)
+            with suppress(CacheCorrupt):  # its piece of the manifest has a line already
+                lines += _check_folder(folder, name_shard(index), entries[index].digest)
         for name, digest in list_sealed_folders(manifest):
             lines += _check_folder(folder, name, digest)
         return lines
@@ -90,14 +91,6 @@ def find_missing(opened: Cache, waiting: Callable[[], None] | None = None) -> li
         if not mirror.is_whole(name, opened.open_seal(name, entry.digest)):
             lines.append(f"{name}: a file is missing")
     return lines
-
-
-def _check_shard(folder: Path, entries: ShardEntries, index: int) -> list[str]:
-    try:
-        digest = entries[index].digest
-    except CacheCorrupt:
-        return []  # its piece of the manifest has a line already
-    return _check_folder(folder, name_shard(index), digest)
 
 
 def _check_folder(folder: Path, name: str, digest: str) -> list[str]:

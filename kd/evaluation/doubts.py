@@ -37,7 +37,10 @@ def judge_teacher(report: Report) -> Verdict | None:
     evaluation = report.get("evaluation") or {}
     effect = evaluation.get("teacher_effect")
     if effect is not None and effect.get("nats") is not None:
-        return _compare_with_baseline(evaluation, effect, report.get("steps", FEW_STEPS))
+        models = evaluation["models"]
+        pair = (models[STUDENT]["perplexity"], models[BASELINE]["perplexity"])
+        steps = report.get("steps", FEW_STEPS)
+        return judge_pair(*pair, evaluation["tokens"], effect.get("interval"), steps)
     return _suspect_teacher(report) or _suspect_training(report)
 
 
@@ -58,12 +61,6 @@ def _show_perplexity(report: Report, name: str) -> str:
         return f"{value:,.2f}"
     ends = found.get("perplexity_interval", report.get(f"{key}_interval"))
     return str(Perplexity(value, tokens, Interval(**ends) if ends else None))
-
-
-def _compare_with_baseline(evaluation: Report, effect: Mapping[str, Any], steps: int) -> Verdict:
-    models = evaluation["models"]
-    pair = (models[STUDENT]["perplexity"], models[BASELINE]["perplexity"])
-    return judge_pair(*pair, evaluation["tokens"], effect.get("interval"), steps)
 
 
 def _suspect_teacher(report: Report) -> Verdict | None:

@@ -26,10 +26,6 @@ def _load_tqdm() -> Any:
     return tqdm
 
 
-def _is_notebook() -> bool:
-    return "ipykernel" in sys.modules
-
-
 class ProgressBars:
     """Shows one bar for each stage of a run, and its warnings; ``shown`` False keeps it silent.
 
@@ -80,7 +76,7 @@ class ProgressBars:
 
     def _make_bar(self, title: str) -> Any:
         # None: no bar where the output is no terminal. That of a notebook says that it is none.
-        disable = False if _is_notebook() else None
+        disable = False if "ipykernel" in sys.modules else None
         return self._tqdm(desc=title, unit=" steps", disable=disable, dynamic_ncols=True)
 
     def _show_progress(self, data: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cache.errors import PotstillError
+from cache.perplexity import raise_e
 from kd.checks.dead_units import UnitWatch, watching_units
 from kd.checks.verdict import Verdict
 from kd.checks.watch import StepSeconds
@@ -29,9 +29,6 @@ from kd.training.early_stopping import find_best_step, is_out_of_patience, recor
 from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
 from kd.training.run import Run
 from kd.training.steps import Step, is_reported, join_stages
-
-#: Nats above which exp overflows a float64.
-LARGEST_EXPONENT = 700.0
 
 
 def after_step(run: Run, step: Step) -> bool:
@@ -101,7 +98,7 @@ def report_metrics(run: Run, step: Step) -> None:
         loss=step.loss,
         kd_loss=step.kd_loss if run.source.codec is not None else None,
         ce_loss=step.ce_loss,
-        train_perplexity=compute_perplexity(step.ce_loss),
+        train_perplexity=raise_e(step.ce_loss),
         alpha=step.alpha,
         learning_rate=step.learning_rates[0],
         grad_norm=step.grad_norm,
@@ -138,11 +135,6 @@ def report_loss_scale(run: Run, step: Step) -> dict[str, float]:
         "loss_scale/scale": step.loss_scale,
         "loss_scale/overflowed_steps": run.scale_watch.skipped,
     }
-
-
-def compute_perplexity(loss: float) -> float:
-    """exp of a mean negative log-likelihood in nats; infinity where it would overflow."""
-    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
 
 
 def report_compilation(run: Run) -> None:
@@ -198,13 +190,15 @@ def evaluate_now(run: Run, in_float32: bool = False) -> dict[str, Any]:
     stopped = f"in the evaluation after step {run.progress.step} of {run.steps}"
 
     units: UnitWatch | None = None
+    # Hooks would make a compiled student compile anew.
+    looks = run.config.checks.dead_activation > 0 and run.options.compile == "none"
 
     def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore | None:
         nonlocal units
         # Ranks that compute together stop together: between two batches.
         if not run.group.alone and run.should_stop():
             raise make_interruption(stopped)
-        if units is not None or not checks_units(run):
+        if units is not None or not looks:
             return call_whole(run.loss_module, work, batch)
         with watching_units(run.student) as units:
             return call_whole(run.loss_module, work, batch)
@@ -257,11 +251,6 @@ def write_samples(run: Run) -> list[dict[str, str]]:
         message = f"The student could not continue a prompt: {type(error).__name__}: {error}."
         run.monitor.warn_once(f"{message} evaluation.samples: 0 leaves this out.")
         return []
-
-
-def checks_units(run: Run) -> bool:
-    """Whether dead units are looked for; hooks would make a compiled student compile anew."""
-    return run.config.checks.dead_activation > 0 and run.options.compile == "none"
 
 
 # ---------------------------------------------------------------------- checkpoints

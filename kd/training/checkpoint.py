@@ -132,9 +132,8 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
             content = _load_verified_state(path)
         except (OSError, CacheCorrupt) as error:
             # An older one is taken at once, so nobody has to do anything.
-            problems.append(
-                f"checkpoint {path.name} is damaged and was skipped: {_describe_damage(error)}"
-            )
+            why = error.detail if isinstance(error, CacheCorrupt) else str(error)
+            problems.append(f"checkpoint {path.name} is damaged and was skipped: {why}")
             continue
         _require_same_job(path, content, identity)
         restore(path, content, state)
@@ -219,11 +218,6 @@ def prune_checkpoints(folder: Path, limit: int, keep_step: int | None) -> None:
     spare = [path for path in paths[:-1] if path != kept]
     for path in spare[: max(len(paths) - limit, 0)]:
         shutil.rmtree(path)
-
-
-def _describe_damage(error: OSError | CacheCorrupt) -> str:
-    """Say what is wrong with a checkpoint, without the error's own remedy."""
-    return error.detail if isinstance(error, CacheCorrupt) else str(error)
 
 
 def _load_verified_state(path: Path) -> dict[str, Any]:

@@ -469,16 +469,8 @@ def _make_state(setting: _Setting, parts: _StepParts, schedule_began: int) -> Tr
 def _make_look_ahead(setting: _Setting, loss: StepLoss) -> LookAhead | None:
     if not loss.temperature.follows_held_out:
         return None
-    size = setting.options.batch_size
-    return LookAhead(
-        loss.student,
-        loss.lm_head,
-        setting.source,
-        loss.decoder,
-        size,
-        loss.precision,
-        setting.device,
-    )
+    what = (loss.student, loss.lm_head, setting.source, loss.decoder)
+    return LookAhead(*what, setting.options.batch_size, loss.precision, setting.device)
 
 
 def count_total_steps(options: TrainConfig, sequences: int) -> int:
