@@ -13,14 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cache.disk import (
-    is_lock_free,
-    locked,
-    remove_path,
-    set_aside,
-    storage_errors,
-    sum_file_sizes,
-)
+from cache.disk import is_lock_free, locked, remove_path, set_aside, storage_errors, sum_file_sizes
 from kd.errors import ModelError
 from kd.files import LOCK, read_json
 
