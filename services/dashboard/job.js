@@ -43,7 +43,7 @@ const DRAWN_ABOVE = "curves.png";
 const ABLATION = "ablation/report.json";
 
 export function jobPage(redraw, id) {
-  const names = ["head", "warning", "phases", "trials", "resources", "files", "samples", "report", "ablation", "config"];
+  const names = ["head", "verdict", "phases", "trials", "resources", "files", "samples", "report", "ablation", "config"];
   const parts = Object.fromEntries(names.map((name) => [name, h("div")]));
   let range = null; // of steps that the charts show, while it is not all of them
   let curves = null; // all of them, thinned
@@ -60,7 +60,7 @@ export function jobPage(redraw, id) {
   const resources = new Resources(id);
   const refused = h("p", { class: "error", role: "alert", hidden: true });
   const element = h("div", {},
-    parts.warning, parts.head, refused, parts.phases, parts.trials, charts.root, events.root,
+    parts.verdict, parts.head, refused, parts.phases, parts.trials, charts.root, events.root,
     parts.samples, parts.resources, parts.report, parts.ablation, parts.files, log.root, parts.config);
   let version = null;
   let title = id;
@@ -165,11 +165,12 @@ export function jobPage(redraw, id) {
     if (files.some((file) => file.name === "report.md")) {
       const attributes = { class: "report", "aria-label": "Report" };
       const text = await getText(`/jobs/${id}/artifacts/report.md`);
-      fill(parts.warning, warnings(text));
+      fill(parts.verdict, warnings(text));
       fill(parts.report, h("section", attributes, await report(id, files, text)));
     }
     if (files.some((file) => file.name === "report.json")) {
       const found = JSON.parse(await getText(`/jobs/${id}/artifacts/report.json`));
+      if (found.verdict?.ok) fill(parts.verdict, goodVerdict(found.verdict));
       charts.setLevels("Perplexity", LEVELS
         .map(([label, find]) => ({ label, value: find(found) }))
         .filter(({ value }) => Number.isFinite(value)));
@@ -273,6 +274,10 @@ function workersOf({ ranges, ranges_done, ranges_untaken, workers }) {
 function costOf({ amount, estimated }) {
   return estimated == null ? number(amount) : `${number(amount)} of about ${number(estimated)}`;
 }
+
+/** Make the first line of a page whose report has a verdict that is no warning. */
+const goodVerdict = ({ message, remedy }) =>
+  h("p", { class: "good", role: "status" }, [message, remedy].filter(Boolean).join(" "));
 
 /** Make the report's elements, without its title, which the page has, and missing pictures. */
 async function report(id, files, markdown) {

@@ -595,6 +595,19 @@ def test_a_warning_of_the_report_is_the_first_thing_on_the_page(page: Page, api:
 
 
 @in_browser
+def test_a_good_verdict_is_the_first_thing_on_the_page_too(page: Page, api: Parts) -> None:
+    said = "The teacher helped: held-out perplexity 9.00 with it, 9.50 without."
+    verdict = {"check": "teacher", "ok": True, "message": said, "remedy": ""}
+    make_finished_job(api, "helped", text=f"# helped\n\n{said}\n", verdict=verdict)
+    open_page(page, api)
+    page.get_by_role("link", name="helped", exact=True).click()
+    first = page.locator("main p").first
+    expect(first).to_have_text(said)
+    expect(first).to_have_class("good")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+@in_browser
 def test_a_perplexity_has_its_tokens_and_its_interval_beside_it(page: Page, api: Parts) -> None:
     claim = claim_job(api, "measured")
     found = {"validation_perplexity": 70.75, "validation_tokens": 1500}
@@ -607,7 +620,9 @@ def test_a_perplexity_has_its_tokens_and_its_interval_beside_it(page: Page, api:
     expect(page.get_by_text(shown)).to_be_visible()
 
 
-def make_finished_job(api: Parts, name: str, *owner: Caller, text: str = "# made\n") -> Path:
+def make_finished_job(
+    api: Parts, name: str, *owner: Caller, text: str = "# made\n", verdict: Any = None
+) -> Path:
     """Create a job that succeeded, with a report and pictures; return the path of the report."""
     job_id = api.jobs.create(make_config(name), *owner).id
     claim = api.jobs.claim(job_id, "train", "test", 600)
@@ -615,8 +630,10 @@ def make_finished_job(api: Parts, name: str, *owner: Caller, text: str = "# made
     report = api.settings.run_dir(job_id) / "report.md"
     report.parent.mkdir(parents=True)
     report.write_text(text)
-    for path in (report, report.with_name("reliability.png"), report.with_name("curves.png")):
-        if path != report:
+    facts = report.with_name("report.json")
+    facts.write_text(json.dumps({"verdict": verdict}))
+    for path in (report, facts, *map(report.with_name, ("reliability.png", "curves.png"))):
+        if path.suffix == ".png":
             path.write_bytes(PIXEL)
         tell(api, claim, ("artifact", {"name": path.name, "path": str(path)}))
     api.jobs.finish(claim, "succeeded")
