@@ -37,7 +37,7 @@ from kd.client.wire.caches import (
     ShardStates,
 )
 from kd.client.wire.files import Artifact, Checkpoint
-from kd.client.wire.history import JobEvent, MetricsHistory
+from kd.client.wire.history import JobEvent, MetricsHistory, RunEntry
 from kd.client.wire.jobs import Job, Kind, Status
 from kd.client.wire.plans import JobPlan, Template
 from kd.client.wire.service import Health, Version, Worker
@@ -246,6 +246,10 @@ class AsyncClient:
     async def delete_cache(self, fingerprint: str) -> None:
         """Remove a cache that no unfinished job writes or reads."""
         return await self._run(self._operations.delete(locate_cache(fingerprint)))
+
+    async def runs(self) -> list[RunEntry]:
+        """Return the runs on the server's disk, the newest first, and what they have measured."""
+        return await self._run(self._operations.runs())
 
     async def templates(self) -> list[Template]:
         """Return the templates of job files: YAML, in which models and texts are empty."""

@@ -24,7 +24,7 @@ from kd.client.steps import Answer, Emit, Open, Pause, Read, Request, Send, Step
 from kd.client.wire.accounts import TeamAccount, TeamList
 from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList
 from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointList
-from kd.client.wire.history import JobEvent, JobEvents, MetricsHistory
+from kd.client.wire.history import JobEvent, JobEvents, MetricsHistory, RunEntry, RunList
 from kd.client.wire.jobs import TERMINAL_STATUSES, Action, Job, JobList
 from kd.client.wire.plans import JobPlan, Template, TemplateList
 from kd.client.wire.problems import ProblemDetails
@@ -287,6 +287,10 @@ class Operations:
         """Return one view of a cache: its statistics, shards, records or usage."""
         request = Request("GET", f"{locate_cache(fingerprint)}/{what}", query)
         return (yield from self.fetch(model, request))
+
+    def runs(self) -> Steps[list[RunEntry]]:
+        """Return the runs on the server's disk, and what they have measured."""
+        return (yield from self.fetch(RunList, Request("GET", "/runs"))).data
 
     def templates(self) -> Steps[list[Template]]:
         """Return the job files to begin with."""

@@ -6,7 +6,7 @@ A run is a folder. Its report and its job say what it is. Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -53,14 +53,18 @@ def list_runs(home: str | os.PathLike[str] | None = None) -> list[RunSummary]:
     """List all runs below the data folder ``home``, the newest first."""
     from kd.face.inputs import find_home
 
-    return sorted(iterate_runs(find_home(home) / "runs"), key=lambda run: run.began, reverse=True)
+    return sort_runs(find_home(home) / "runs")
 
 
-def iterate_runs(runs: Path) -> Iterator[RunSummary]:
-    """Yield what the folders in ``runs`` say, in the order of their names."""
-    for folder in sorted(runs.glob("[!.]*")):
-        with suppress(FileNotFoundError):  # it may be removed meanwhile
-            if folder.is_dir():
+def sort_runs(runs: Path, names: Container[str] | None = None) -> list[RunSummary]:
+    """List the runs in ``runs``, or those of these names, the newest first."""
+    return sorted(_iterate_runs(runs, names), key=lambda run: run.began, reverse=True)
+
+
+def _iterate_runs(runs: Path, names: Container[str] | None) -> Iterator[RunSummary]:
+    for folder in runs.glob("[!.]*"):
+        if folder.is_dir() and (names is None or folder.name in names):
+            with suppress(FileNotFoundError):  # it is removed meanwhile
                 yield summarise_run(folder)
 
 

@@ -2,8 +2,9 @@
 
 import { get } from "./api.js";
 import { columnWidth, lineChart } from "./charts.js";
-import { bytes, chip, duration, fill, h, number, secondsOf, table } from "./elements.js";
+import { bytes, chip, duration, fill, h, number, secondsOf, table, time } from "./elements.js";
 import { Reports, sameText, trialsOf } from "./measures.js";
+import { nameOf } from "./operator.js";
 import { ParallelCoordinates } from "./parallel.js";
 import { query, to } from "./paths.js";
 import { Scatter } from "./scatter.js";
@@ -54,7 +55,8 @@ export function comparePage() {
     if (!jobs.length) {
       const none = study ? "The search has no trials yet." : [
         "Select jobs in the ", h("a", { href: to("/jobs") }, "list"), "."];
-      fill(results, h("p", {}, none));
+      const runs = study ? [] : (await get("/runs")).data;
+      fill(results, h("p", {}, none), runs.length ? runTable(runs) : null);
       return Boolean(study);
     }
     const drawn = jobs.slice(0, MOST_CURVES);
@@ -99,6 +101,19 @@ function figureOf(title, draw) {
   const figure = h("figure", {}, h("figcaption", {}, title));
   draw(figure);
   return figure;
+}
+
+/** What every run has measured: those of jobs, and to an admin also those of `kd run`. */
+function runTable(runs) {
+  const titles = ["Run", "Kind", "State", "Teacher", "Student", "Parameters", "Bits per byte",
+    "KL to the teacher", "Training", "Size", "Began"];
+  const rows = runs.map((run) => [
+    nameOf(run), run.kind, run.state, run.teacher, run.student, number(run.parameters),
+    number(run.bits_per_byte), number(run.kl), duration(run.seconds), bytes(run.bytes),
+    time(run.began),
+  ]);
+  return [h("h2", {}, "Runs"), table("Runs", titles, rows),
+    h("p", { class: "quiet" }, "Compare bits per byte only between runs with the same held-out text.")];
 }
 
 function resultTable(jobs, all) {

@@ -57,6 +57,7 @@ export function jobsPage(redraw) {
   const element = h("div", {},
     h("div", { class: "title" },
       h("h1", {}, "Jobs"),
+      h("a", { href: to("/compare") }, "Runs"),
       h("label", {}, h("span", { class: "hidden" }, "Search "), text),
       h("label", {}, trials, " trials"),
       h("label", {}, h("span", { class: "hidden" }, "Status "), status)),

@@ -118,7 +118,7 @@ function itemTable(title, items, needed) {
 }
 
 /** A name, with a link to its page if it has one. */
-function nameOf({ kind, name }) {
+export function nameOf({ kind, name }) {
   if (kind === "caches") return h("a", { href: to(`/caches/${name}`) }, h("code", {}, name.slice(0, 12)));
   if (/^job_[0-9a-z]{26}$/.test(name)) return h("a", { href: to(`/jobs/${name}`) }, h("code", {}, name));
   return h("code", {}, name);

@@ -1,4 +1,4 @@
-"""The events and the metrics of a job."""
+"""The events and the metrics of a job, and the list of what runs have measured."""
 
 from __future__ import annotations
 
@@ -69,3 +69,28 @@ class JobCurves(View):
     """The curves of several jobs; those that are unknown or have no loss yet are left out."""
 
     data: list[JobCurve]
+
+
+class RunEntry(View):
+    """A run on the server's disk, and what it has measured. Null = not known.
+
+    Bits per byte compare only runs with the same held-out text.
+    """
+
+    name: str = Field(description="The folder: the id of its job, or the name of `kd run`.")
+    kind: str | None
+    state: str = Field(description="running, finished or stopped.")
+    teacher: str | None
+    student: str | None = Field(description="The model that it began from; new = random weights.")
+    parameters: int | None = Field(description="Parameters of the student.")
+    bits_per_byte: float | None
+    kl: float | None = Field(description="KL(teacher || student), nats per held-out token.")
+    seconds: float | None = Field(description="Seconds of the training.")
+    bytes: int = Field(description="Bytes of the folder.")
+    began: datetime
+
+
+class RunList(View):
+    """The runs whose folders are on the server's disk, the newest first."""
+
+    data: list[RunEntry]

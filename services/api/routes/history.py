@@ -1,9 +1,10 @@
-"""Routes of a job's history: its events as a page or a stream, its metrics, and its log.
+"""Routes of the history of jobs: events as a page or a stream, metrics, logs, and the list of runs.
 
 GET /jobs/{id}/events          a page of events; with Accept: text/event-stream, the stream
 GET /jobs/{id}/events/stream   server-sent events; can be resumed, and ends with the job
 GET /jobs/{id}/metrics         one series for each metric, thinned for a picture
 GET /curves?jobs=A,B           a few points of the loss of several jobs
+GET /runs                      what all runs on this disk have measured
 GET /jobs/{id}/logs            the output of the job's processes, without secrets
 """
 
@@ -24,8 +25,11 @@ from kd.client.wire.history import (
     JobEvents,
     MetricSeries,
     MetricsHistory,
+    RunEntry,
+    RunList,
 )
 from kd.client.wire.jobs import Job
+from kd.face.runs import sort_runs
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog
@@ -275,6 +279,17 @@ def job_curves(
             if points
         ]
     )
+
+
+@router.get("/runs", dependencies=READ, responses=describe_problems(503))
+def list_runs(service: TheService, caller: TheCaller) -> RunList:
+    """List the runs on this server's disk and what they have measured, the newest first.
+
+    Runs of `kd run` belong to no key: an admin alone sees them, or everyone where no key is
+    needed.
+    """
+    found = sort_runs(service.settings.runs, service.store.find_jobs(caller))
+    return RunList(data=[RunEntry.model_validate(run.to_json()) for run in found])
 
 
 # ---------------------------------------------------------------------- log

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kd.client.wire.jobs import Status
 from services.store.callers import LOCAL_CALLER, Caller
@@ -121,6 +121,12 @@ class JobListing(Workers):
                 return JobPage(found, None)
             looked += len(entries)
         return JobPage(found, cursor)
+
+    def find_jobs(self, caller: Caller) -> set[str] | None:
+        """The ids of the caller's jobs; None if it may see every job."""
+        if caller.sees_all:
+            return None
+        return set(cast(list[str], self.redis.zrange(f"kd:index:{caller.name}:*", 0, -1)))
 
     def find_place(self, job_id: str, caller: Caller) -> int | None:
         """The cursor after this job; None if there is no such job that the caller may see."""

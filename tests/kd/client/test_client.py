@@ -88,7 +88,7 @@ def test_the_service_tells_of_itself(api: Parts, connect: Connect) -> None:
     client = connect(api.settings.server)
     assert client.health().status == "ok"
     assert client.version().name == "potstill"
-    assert client.caches() == client.workers() == []
+    assert client.caches() == client.workers() == client.runs() == []
     assert [account.team for account in client.quotas()] == ["local"]
     shown = client.request("GET", "/jobs", query={"limit": 1, "status": "failed", "cursor": None})
     assert shown == {"data": [], "has_more": False, "next_cursor": None}

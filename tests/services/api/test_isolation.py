@@ -15,6 +15,7 @@ from cache.store import read_manifest
 from cache.testing import make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.service import WorkerState
+from kd.files import write_json
 from services.store.callers import Caller
 from tests.support.services.api import client, problem, running, serving, tell, valid, with_keys
 
@@ -169,6 +170,21 @@ def test_the_owner_and_an_admin_see_it_all(house: House, owned: dict[str, str]) 
             entry["fingerprint"] for entry in http.get("/caches").json()["data"]
         }
         assert owned["job_id"] in http.get("/workers").text
+
+
+def test_runs_show_what_they_measured_to_their_owner_and_those_of_no_job_to_an_admin(
+    house: House, owned: dict[str, str]
+) -> None:
+    runs = house.parts.settings.runs
+    measured = {"teacher": "Big", "student_bits_per_byte": 1.25, "validation_kl": 0.5}
+    write_json(runs / owned["job_id"] / "report.json", measured)
+    write_json(runs / "by-hand" / "config.json", {"kind": "train"})
+    (run,) = house.alice.get("/runs").json()["data"]
+    assert (run["name"], run["state"]) == (owned["job_id"], "finished")
+    assert (run["teacher"], run["bits_per_byte"], run["kl"]) == ("Big", 1.25, 0.5)
+    assert house.bob.get("/runs").json()["data"] == []
+    seen = {each["name"] for each in house.admin.get("/runs").json()["data"]}
+    assert {owned["job_id"], "by-hand"} <= seen
 
 
 def test_a_job_cannot_wait_for_another_key_s_job(house: House, owned: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
+from kd.files import write_json
 from tests.support.services.api import running, tell
 
 
@@ -91,6 +92,17 @@ def test_settings_and_quality_are_parallel_coordinates(page: Page, api: Parts) -
     page.goto(f"{api.settings.server}/compare?jobs={','.join(ids[:2])}")
     expect(page.get_by_role("table", name="Settings that differ")).to_be_visible()
     expect(table).to_have_count(0)
+
+
+def test_without_jobs_the_page_lists_what_every_run_has_measured(page: Page, api: Parts) -> None:
+    (job_id,) = make_jobs(api, VALUES[0])
+    write_json(api.settings.run_dir(job_id) / "report.json", {"student_bits_per_byte": 1.25})
+    page.goto(f"{api.settings.server}/jobs")
+    page.get_by_role("link", name="Runs", exact=True).click()
+    row = page.get_by_role("table", name="Runs").get_by_role("row", name=job_id)
+    expect(row).to_contain_text("finished1.25")
+    row.get_by_role("link").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("trial-0")
 
 
 def test_a_study_compares_its_trials(page: Page, api: Parts) -> None:
