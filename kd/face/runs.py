@@ -92,6 +92,27 @@ def summarise_run(folder: Path) -> RunSummary:
     )
 
 
+def find_makers(runs: Path, names: Container[str] | None = None) -> dict[str, dict[str, str]]:
+    """Find ``text`` and ``made_by`` of caches, by fingerprint: what was read, and by which run.
+
+    It is the run that captured the cache or, where that is gone, one that found it there. With
+    ``names`` no other run is told.
+    """
+    found: dict[str, dict[str, str]] = {}
+    known = [
+        (_read(folder / "cache.json"), folder.name)
+        for folder in sorted(runs.glob("[!.]*"))
+        if names is None or folder.name in names
+    ]
+    for made, run in sorted(known, key=lambda each: bool(each[0].get("reused"))):
+        if made:
+            # Earlier versions kept no inputs.
+            train = ((made.get("inputs") or {}).get("data") or {}).get("train") or ()
+            text = ", ".join(each if isinstance(each, str) else each["path"] for each in train)
+            found.setdefault(made["fingerprint"], {"text": text, "made_by": run})
+    return found
+
+
 def remove_run(folder: Path) -> None:
     """Remove the folder of a run, or the link to it. Raises ``ModelError`` while it is in use."""
 

@@ -7,6 +7,7 @@ import { recordBrowser } from "./cache_records.js";
 import { sampleSection } from "./cache_sample.js";
 import { shardSection } from "./cache_shards.js";
 import { bytes, chip, facts, fill, h, number, percent, table, time } from "./elements.js";
+import { nameOf } from "./operator.js";
 import { to } from "./paths.js";
 
 // The server reads the disk for every request, so the page asks less often while no check is open.
@@ -97,6 +98,8 @@ function headOf(cache, usage) {
     facts([
       ["Fingerprint", h("code", {}, cache.fingerprint)],
       ["Teacher", cache.teacher],
+      ["Text", cache.text],
+      ["Made by", cache.made_by && nameOf({ name: cache.made_by })],
       ["Profile", cache.profile],
       ["Threshold", cache.profile === "threshold" ? number(cache.threshold) : null],
       ["Tokens", number(cache.tokens)],

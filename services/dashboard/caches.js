@@ -2,12 +2,13 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, number, table, time } from "./elements.js";
+import { nameOf } from "./operator.js";
 import { to } from "./paths.js";
 
 // The server reads the disk for every request, so the pages ask less often.
 const READ_MS = 10_000;
 const LIST_TITLES = [
-  "Fingerprint", "Teacher", "Profile", "Tokens", "Size", "Bytes per token", "Sealed",
+  "Fingerprint", "Teacher", "Text", "Made by", "Profile", "Tokens", "Size", "Bytes per token", "Sealed",
 ];
 
 export function cachesPage() {
@@ -18,6 +19,8 @@ export function cachesPage() {
       h("a", { href: to(`/caches/${cache.fingerprint}`) },
         h("code", {}, cache.fingerprint.slice(0, 12))),
       cache.teacher,
+      cache.text,
+      cache.made_by && nameOf({ name: cache.made_by }),
       cache.profile,
       number(cache.tokens),
       bytes(cache.bytes),

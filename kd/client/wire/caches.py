@@ -24,6 +24,10 @@ class CacheEntry(View):
     bytes: int | None = Field(None, description="Bytes on disk.")
     bytes_per_token: float | None = None
     teacher: str | None = Field(None, description="Name of the teacher.")
+    text: str | None = Field(None, description="What its run read; null where that is not known.")
+    made_by: str | None = Field(
+        None, description="The run that captured it; null if it is gone, or is another key's."
+    )
 
 
 class CacheList(View):

@@ -27,11 +27,13 @@ from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList, Fidelity, 
 from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.face.runs import find_makers
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, WRITE
 from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
 from services.api.service import Service, TheCaller, TheService
+from services.store.callers import Caller
 
 router = APIRouter(tags=["caches"], route_class=StrictRoute)
 
@@ -75,27 +77,36 @@ def list_caches(service: TheService, caller: TheCaller) -> CacheList:
         for summary in find_caches(service.settings.caches)
         if own is None or summary.fingerprint in own
     ]
-    return CacheList(data=[CacheEntry(**summary.to_json()) for summary in found])
+    makers = _find_makers(service, caller)
+    return CacheList(
+        data=[CacheEntry(**each.to_json(), **makers.get(each.fingerprint, {})) for each in found]
+    )
 
 
 @router.get("/caches/{fingerprint}", dependencies=READ, responses=describe_problems(404, 422, 503))
-def get_cache(folder: KnownCache) -> CacheDetail:
+def get_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> CacheDetail:
     """Show what one cache holds, what it was made from, and how close it is to its teacher."""
     from cache.checking.listing import summarise_cache
     from cache.store import read_manifest
 
     summary = summarise_cache(folder)
+    facts = {**summary.to_json(), **_find_makers(service, caller).get(folder.name, {})}
     if not summary.complete:
-        return CacheDetail(**summary.to_json())
+        return CacheDetail(**facts)
     manifest = read_manifest(folder)
     rows = [Fidelity(**asdict(row)) for row in manifest.fidelity]
     overruled = manifest.overruled
     return CacheDetail(
-        **summary.to_json(),
+        **facts,
         identity=manifest.identity.to_json(),
         fidelity=rows,
         overruled=OverruledVerdict(**overruled.to_json()) if overruled else None,
     )
+
+
+def _find_makers(service: Service, caller: Caller) -> dict[str, dict[str, str]]:
+    """The text and the job of each cache, as far as the caller may see the job."""
+    return find_makers(service.settings.runs, service.store.find_jobs(caller))
 
 
 @router.delete(

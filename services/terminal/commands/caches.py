@@ -38,16 +38,22 @@ cache_app.add_typer(upkeep.app)
 def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
     """List caches."""
     from cache.checking.listing import list_caches
+    from kd.face.runs import find_makers
 
-    found = [summary.to_json() for summary in list_caches(make_settings(home=home).caches)]
+    settings = make_settings(home=home)
+    makers = find_makers(settings.runs)
+    found = [
+        {**each.to_json(), **makers.get(each.fingerprint, {})}
+        for each in list_caches(settings.caches)
+    ]
     if as_json:
         print_json(found)
         return
-    columns = ["complete", "teacher", "profile", "tokens", "bytes_per_token"]
+    columns = ["complete", "teacher", "text", "made_by", "profile", "tokens", "bytes_per_token"]
     if any(each["problem"] for each in found):
         columns.append("problem")
     rows = [
-        [each["fingerprint"][:12], *(format_value(each[column]) for column in columns)]
+        [each["fingerprint"][:12], *(format_value(each.get(column)) for column in columns)]
         for each in found
     ]
     print_table(["FINGERPRINT", *(column.upper() for column in columns)], rows)
@@ -58,9 +64,11 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
     """Show what a cache holds and what it was made from."""
     from cache.checking.listing import summarise_cache
     from cache.store import read_manifest
+    from kd.face.runs import find_makers
 
     folder = find_cache_folder(fingerprint, home)
-    summary = summarise_cache(folder).to_json()
+    maker = find_makers(make_settings(home=home).runs).get(folder.name, {})
+    summary = {**summarise_cache(folder).to_json(), **maker}
     if as_json:
         manifest = read_manifest(folder) if summary["complete"] else None
         identity = manifest.identity.to_json() if manifest else None

@@ -172,13 +172,21 @@ def test_the_owner_and_an_admin_see_it_all(house: House, owned: dict[str, str]) 
         assert owned["job_id"] in http.get("/workers").text
 
 
-def test_runs_show_what_they_measured_to_their_owner_and_those_of_no_job_to_an_admin(
+def test_runs_and_the_texts_of_caches_show_to_their_owner_and_runs_of_no_job_to_an_admin(
     house: House, owned: dict[str, str]
 ) -> None:
     runs = house.parts.settings.runs
     measured = {"teacher": "Big", "student_bits_per_byte": 1.25, "validation_kl": 0.5}
     write_json(runs / owned["job_id"] / "report.json", measured)
     write_json(runs / "by-hand" / "config.json", {"kind": "train"})
+    inputs = {"data": {"train": ["her.txt"]}}
+    made = {"fingerprint": owned["fingerprint"], "reused": False, "inputs": inputs}
+    write_json(runs / owned["job_id"] / "cache.json", made)
+    house.parts.jobs.redis.sadd("kd:caches:bob", owned["fingerprint"])
+    for who, seen in ((house.alice, ("her.txt", owned["job_id"])), (house.bob, (None, None))):
+        (cache,) = who.get("/caches").json()["data"]
+        detail = who.get(f"/caches/{owned['fingerprint']}").json()
+        assert (cache["text"], cache["made_by"]) == (detail["text"], detail["made_by"]) == seen
     (run,) = house.alice.get("/runs").json()["data"]
     assert (run["name"], run["state"]) == (owned["job_id"], "finished")
     assert (run["teacher"], run["bits_per_byte"], run["kl"]) == ("Big", 1.25, 0.5)

@@ -32,6 +32,7 @@ from cache.disk import locked
 from cache.testing import make_cache, make_identity
 from kd.client.errors import Refused, Unreachable
 from kd.face.version import read_version
+from kd.files import write_json
 from services.settings import Settings
 from services.store.connection import connect_redis
 from services.terminal.client import FOLLOW_PATIENCE, make_client
@@ -341,9 +342,15 @@ def test_v_shows_the_traceback(job_file: Callable[..., Path]) -> None:
 def test_caches_are_listed_shown_and_verified(tmp_path: Path) -> None:
     folder = make_cache(tmp_path / "caches")
     home = ("--home", tmp_path)
+    for run, reused in (("again", True), ("first", False)):
+        inputs = {"data": {"train": ["a.txt", {"path": "owner/set"}]}}
+        made = {"fingerprint": folder.name, "reused": reused, "inputs": inputs}
+        write_json(tmp_path / "runs" / run / "cache.json", made)
     (listed,) = json.loads(kd("cache", "ls", "--json", *home).stdout)
     assert (listed["fingerprint"], listed["complete"]) == (folder.name, True)
+    assert (listed["text"], listed["made_by"]) == ("a.txt, owner/set", "first")
     assert folder.name[:12] in kd("cache", "ls", *home).stdout
+    assert "owner/set" in kd("cache", "info", folder.name, *home).stdout
     assert folder.name in kd("cache", "info", folder.name[:4], *home).stdout, (
         "as a job must name it"
     )
