@@ -397,10 +397,13 @@ def run_training(
     """
     tokenizer, source = open_source(config, home, run_dir, monitor)
     config = adopt_cache_layout(source, config)
-    if group.alone and (report := read_finished(config, source, run_dir)) is not None:
+    # Rank 0 decides for all: the disk of another host may lag behind.
+    report = group.share(read_finished(config, source, run_dir) if group.leads else None)
+    if report is not None:
+        leave_group(group)
         phase = "this run has finished before, and nothing is measured again"
         monitor.emit("stage", stage="train", phase=phase)
-        return tell_results(report, run_dir, monitor)
+        return tell_results(report, run_dir, monitor) if group.leads else {}
     monitor.check("before the student was loaded")
     student = build_first_student(config, tokenizer, group)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)

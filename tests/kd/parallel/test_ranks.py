@@ -80,6 +80,21 @@ def test_a_run_goes_on_with_another_number_of_processes(job: Job, home: Path) ->
     assert farthest(whole, parts) < 1e-4
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_finished_run_of_several_processes_measures_nothing_again(
+    job: Job, home: Path, strategy: str
+) -> None:
+    job = job | {"train": job["train"] | {"strategy": strategy}}
+    first = train(job, home, f"twice-{strategy}", 2)
+    said: list[Event] = []
+    again = train(job, home, f"twice-{strategy}", 2, Monitor(said.append))
+    phases = [event.data.get("phase") for event in said if event.type == "stage"]
+    assert "this run has finished before, and nothing is measured again" in phases
+    assert "training" not in phases
+    # What a clock says is that of the first time.
+    assert again["report"] == first["report"]
+
+
 class Killer:
     """Kills a rank with SIGKILL as soon as the run has reported a step."""
 
