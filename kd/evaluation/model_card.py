@@ -18,6 +18,7 @@ from kd.models.folder import (
     UNKNOWN_LICENCE,
     ModelFolder,
     read_card,
+    read_gguf_card,
 )
 from kd.models.inheritance import pick_layers
 
@@ -80,19 +81,25 @@ def find_start(config: JobConfig) -> str | None:
 
 
 def find_licence(config: JobConfig) -> str:
-    """Find the licence in the card of the teacher, or of the start where there is no teacher."""
+    """Find the licence of the teacher, or of the start where there is no teacher."""
     found = _read_own_card(config).get("license")
     return found if isinstance(found, str) and found else UNKNOWN_LICENCE
 
 
 def _read_own_card(config: JobConfig) -> dict[str, Any]:
-    """The facts of the card of the teacher, or of the start where there is no teacher."""
-    student = config.student
-    if config.teacher is not None:
-        return read_card(config.teacher.tokenizer or config.teacher.model, config.teacher.revision)
-    if student is not None and student.model is not None:
-        return read_card(student.model, student.revision)
-    return {}
+    """The facts of the card of the teacher, or of the start where there is no teacher.
+
+    A GGUF file may say them itself. What a card leaves out, that of its base model may say.
+    """
+    student, teacher, found = config.student, config.teacher, dict[str, Any]()
+    if teacher is not None:
+        found = read_card(teacher.tokenizer or teacher.model, teacher.revision)
+        if teacher.gguf_file:
+            found |= read_gguf_card(teacher.model, teacher.gguf_file, teacher.revision)
+    elif student is not None and student.model is not None:
+        found = read_card(student.model, student.revision)
+    base = found.get("base_model")
+    return (read_card(base) if isinstance(base, str) else {}) | found
 
 
 def _list_datasets(config: JobConfig) -> list[str]:

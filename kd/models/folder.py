@@ -578,6 +578,23 @@ def require_allowed_remote_code(config: TeacherConfig) -> bool:
     return config.trust_remote_code
 
 
+def read_gguf_card(model: str, file: str, revision: str | None = None) -> dict[str, Any]:
+    """Read what the metadata of a GGUF file on this machine say of licence and languages.
+
+    The names are those of a card.
+    """
+    folder = ModelFolder.find(model, Path(), revision)
+    path = None if folder is None else folder.path / file
+    # A student that learns from a sealed cache needs no gguf.
+    if path is None or not path.is_file() or find_spec("gguf") is None:
+        return {}
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    names = {"license": "general.license", "language": "general.languages"}
+    return {name: fields[key].contents() for name, key in names.items() if key in fields}
+
+
 def read_card(model: str, revision: str | None = None) -> dict[str, Any]:
     """Read the facts of a model's card on this machine; none where it cannot be read."""
     folder = ModelFolder.find(model, Path(), revision)

@@ -209,6 +209,33 @@ def test_the_card_says_which_layers_were_kept_and_names_no_folder_of_this_machin
     ).read_text(encoding="utf-8")
 
 
+def test_the_card_takes_licence_and_languages_from_a_gguf_file_and_from_the_base_model(
+    done: Any, job: dict[str, Any], tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    (tmp_path / "config.json").write_text("{}")
+    for name, front in (("base", "license: mit\nlanguage: fr"), ("tuned", "base_model: base")):
+        (tmp_path / name).mkdir()
+        front = front.replace("model: base", f"model: {tmp_path / 'base'}")
+        (tmp_path / name / "README.md").write_text(f"---\n{front}\n---\n")
+    writer = gguf.GGUFWriter(tmp_path / "tuned" / "tiny.gguf", "llama")
+    writer.add_license("gemma")
+    writer.add_languages(["en", "de"])
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+    for more, licence, language in (
+        ({}, "mit", "fr"),
+        ({"gguf_file": "tiny.gguf"}, "gemma", ["en", "de"]),
+    ):
+        teacher = {"model": str(tmp_path / "tuned"), **more}
+        write_provenance(tmp_path, parse_config(job | {"teacher": teacher}), done.report)
+        facts = read_facts(tmp_path)
+        assert (facts["license"], facts["language"]) == (licence, language)
+        card = (tmp_path / "README.md").read_text(encoding="utf-8")
+        assert f"- Licence: {licence}, the licence of" in card and "no card names them" not in card
+
+
 def test_an_adapter_without_its_base_says_what_it_adapts(
     done: Any, job: dict[str, Any], tmp_path: Path
 ) -> None:
