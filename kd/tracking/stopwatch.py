@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -69,6 +69,16 @@ class Stopwatch:
             last.synchronize()
             self.add(name, first.elapsed_time(last) / 1e3)
         self._pending.clear()
+
+    def dump(self) -> dict[str, list[float]]:
+        """Return the count and the seconds of each phase, for a checkpoint."""
+        self.read_pending()
+        return {name: [self._counts[name], seconds] for name, seconds in self._seconds.items()}
+
+    def restore(self, phases: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what ``dump`` returned in the process before."""
+        for name, (count, seconds) in phases.items():
+            self._counts[name], self._seconds[name] = int(count), seconds
 
     def table(self) -> list[Phase]:
         """The phases, longest first."""

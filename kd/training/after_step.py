@@ -50,7 +50,10 @@ def after_step(run: Run, step: Step) -> bool:
         run.monitor.emit("artifact", name=trace.name, path=str(trace))
     # A run whose last step is taken is not interrupted: it finishes.
     if stopping and not run.is_over:
-        raise make_interruption(f"at step {run.progress.step} of {run.steps}")
+        done = run.progress.step
+        raise make_interruption(
+            f"at step {done} of {run.steps} of the training; step {done + 1} is the next"
+        )
     return exhausted
 
 
@@ -272,6 +275,7 @@ def save_checkpoint(run: Run) -> None:
     with run.clock.phase("checkpoint"):
         progress.watch = run.watch.state()
         progress.scale_watch = asdict(run.scale_watch)
+        progress.phases = run.clock.dump()
         run.monitor.report_alive(stepping=False)
         with saving_errors(f"the checkpoint of step {progress.step}"):
             path = checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)

@@ -96,6 +96,7 @@ def train(
         run.samples = samples
         if group.leads:
             trackers.start(config, options.report_to, run_dir, run.log.first)
+        run.clock.restore(run.progress.phases)
         with memory_errors(options, str(run.memory)):
             check_start(run)
         finish_evaluation(run)
@@ -201,7 +202,7 @@ def finish(run: Run) -> None:
 
 
 def write_profile(run: Run) -> None:
-    """Write profile.json: the seconds of each phase in this process, speed and peak memory."""
+    """Write profile.json: the seconds of each phase in all attempts, speed and peak memory."""
     progress = run.progress
     tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
     profile = {

@@ -35,6 +35,8 @@ export function phasesOf(events, now) {
     const at = Date.parse(ts);
     if (type === "status") {
       if (data.status === "running" && status !== "running") profiled = false;
+      // It has ended before, and somebody continues it: the time between is no part of a phase.
+      if (ENDED.includes(status)) begin(status, "", found.at(-1)?.until ?? at);
       ({ status, stage } = data);
       if (ENDED.includes(status)) end(at);
       else begin(phaseOf(status, stage, profiled), "", at);

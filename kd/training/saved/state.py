@@ -23,6 +23,7 @@ class TrainingProgress:
     finite. ``schedule_began`` is the step at which the present schedule of the learning rate began.
     ``stems`` are the identities of the longer runs that may continue this one
     (``kd.training.resume.identity.compute_stems``). ``threads`` are those of torch, on a CPU.
+    ``phases`` are those of the run's stopwatch, of all processes that have trained it.
     """
 
     step: int = 0
@@ -43,6 +44,7 @@ class TrainingProgress:
     watch: dict[str, Any] = field(default_factory=dict)
     scale_watch: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
+    phases: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from cache.errors import StorageError
 from kd.config.job import JobConfig
 from kd.errors import Interrupted, ModelError, TrainingError
 from kd.evaluation.comparison import compare_with_records
+from kd.files import read_json
 from kd.loss.targets import Targets
 from kd.models.precision import Precision, round_parameters
 from kd.optim.schedules import make_scheduler
@@ -151,6 +152,14 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, st
     assert progress.step == 8
     lines = [read_history(tmp_path / name) for name in ("cut", "whole")]
     assert lines[0] == lines[1], "no line lost, doubled or different"
+
+
+def test_the_profile_of_an_interrupted_training_is_of_all_its_attempts(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="step 3 of 8 of the training; step 4 is the next"):
+        run(make_job(), tmp_path, stop_after(3))
+    run(make_job(), tmp_path)
+    phases = {row["name"]: row for row in read_json(tmp_path / "profile.json")["phases"]}
+    assert (phases["optimizer"]["count"], phases["backward"]["count"]) == (8, 8)
 
 
 def test_a_held_out_part_without_a_token_to_predict_is_told(tmp_path: Path) -> None:

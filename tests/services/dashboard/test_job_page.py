@@ -143,6 +143,19 @@ def test_phases_stand_on_the_axis_of_time(page: Page, api: Parts) -> None:
     )  # fmt: skip
 
 
+def test_the_time_between_a_failure_and_its_retry_is_no_phase_of_work(
+    page: Page, api: Parts
+) -> None:
+    claim = claim_job(api, "broken")
+    tell(api, claim, ("stage", {"stage": "train", "phase": "training"}))
+    api.jobs.finish(claim, "failed")
+    assert api.http.post(f"/jobs/{claim.id}/retry").is_success
+    page.goto(f"{api.settings.server}/jobs/{claim.id}")
+    expect(page.get_by_role("img", name="Phases over time")).to_have_attribute(
+        "aria-label", re.compile("waiting .*, training .*, failed .*, waiting ")
+    )
+
+
 def test_the_configuration_begins_with_what_is_not_the_default(page: Page, api: Parts) -> None:
     claim = claim_job(api, "set", checks={"spike_factor": 4.5})
     page.goto(f"{api.settings.server}/jobs/{claim.id}")
