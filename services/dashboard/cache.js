@@ -9,6 +9,7 @@ import { shardSection } from "./cache_shards.js";
 import { bytes, chip, facts, fill, h, number, percent, table, time } from "./elements.js";
 import { nameOf } from "./operator.js";
 import { to } from "./paths.js";
+import { wordsOf } from "./words.js";
 
 // The server reads the disk for every request, so the page asks less often while no check is open.
 const READ_MS = 10_000;
@@ -136,6 +137,7 @@ function checksOf(cache, usage, start) {
     h("div", { class: "checks" }, CHECKS.map((each) => checkOf(each, usage[each.kind], start))),
     rows.length > 0 && h("h3", {}, "Fidelity to the live teacher, as stored in the cache"),
     rows.length > 0 && panned("Fidelity", table("Fidelity", FIDELITY_TITLES, rows)),
+    wordsOf("fidelity", "gold", "head", "kept mass", "nats", "seal", "tail", "z"),
   ];
 }
 

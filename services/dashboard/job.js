@@ -16,6 +16,7 @@ import { samplesSection } from "./samples.js";
 import { Sparklines } from "./sparklines.js";
 import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
+import { wordsOf } from "./words.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 // An action without a button, because it cannot be undone.
@@ -289,7 +290,8 @@ async function report(id, files, markdown) {
   const picture = (name, alt) =>
     (addresses.has(name) ? h("img", { src: addresses.get(name), alt }) : null);
   const text = markdown.replace(/^# .*\n/, "");
-  return [h("h2", {}, "Report"), ...blocks(text, picture)];
+  const words = wordsOf("bits per byte", "held out", "KL", "nats", "parity", "perplexity");
+  return [h("h2", {}, "Report"), ...blocks(text, picture), words];
 }
 
 function fileTable(files, save) {
