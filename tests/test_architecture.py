@@ -74,6 +74,8 @@ EXCEPTIONS = {
     "kd/optim/eight_bit.py": {"torchao"},
     "kd/models/products/float8.py": {"torchao"},
     "kd/models/quantization/rounding.py": {"torchao"},
+    # It reads the licence in a GGUF file, where the extra that loads such files is installed.
+    "kd/models/folder.py": {"gguf"},
     # This trainer is TRL's with another loss; the extra trl has it.
     "kd/cached/sft.py": {"trl"},
     # Only this file holds kernels that a GPU compiles.
