@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -578,10 +578,11 @@ def require_allowed_remote_code(config: TeacherConfig) -> bool:
     return config.trust_remote_code
 
 
+@cache  # to read the metadata of a large file takes seconds
 def read_gguf_card(model: str, file: str, revision: str | None = None) -> dict[str, Any]:
     """Read what the metadata of a GGUF file on this machine say of licence and languages.
 
-    The names are those of a card.
+    The names are those of a card. Nothing is found where the file cannot be read.
     """
     folder = ModelFolder.find(model, Path(), revision)
     path = None if folder is None else folder.path / file
@@ -590,7 +591,10 @@ def read_gguf_card(model: str, file: str, revision: str | None = None) -> dict[s
         return {}
     from gguf import GGUFReader
 
-    fields = GGUFReader(path).fields
+    try:
+        fields = GGUFReader(path).fields
+    except Exception:  # the library has no class of its own for a damaged file
+        return {}
     names = {"license": "general.license", "language": "general.languages"}
     return {name: fields[key].contents() for name, key in names.items() if key in fields}
 
