@@ -19,7 +19,7 @@ export function cachesPage() {
       h("a", { href: to(`/caches/${cache.fingerprint}`) },
         h("code", {}, cache.fingerprint.slice(0, 12))),
       cache.teacher,
-      cache.text,
+      cache.text && h("span", { class: "wrapped" }, cache.text),
       cache.made_by && nameOf({ name: cache.made_by }),
       cache.profile,
       number(cache.tokens),
