@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cache.disk import sum_file_sizes
 from services.terminal.commands.recovery import connect_store
 from services.terminal.commands.upkeep import Yes, parse_age
 from services.terminal.console import (
@@ -200,6 +199,7 @@ def gc(
 
 def _measure_local_runs(settings: Settings) -> dict[str, int]:
     """The number and the bytes of the runs that no job of the service has made."""
+    from cache.disk import sum_file_sizes
     from services.store.run_folder import JOB_ID
 
     folders = (folder for folder in settings.runs.glob("[!.]*") if folder.is_dir())
