@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 
@@ -28,13 +28,13 @@ NAMELESS = {"PotstillError('')"}
 
 
 # Not when the module is imported, which every worker of the tests does.
-@cache
+@functools.cache
 def read_trees() -> dict[str, ast.Module]:
     """Return the syntax tree of each file."""
     return {file: ast.parse((ROOT / file).read_text(encoding="utf-8"), file) for file in FILES}
 
 
-@cache
+@functools.cache
 def list_error_classes() -> dict[str, int | None]:
     """Return the number of the remedy among the arguments of each class of an error."""
     errors = {

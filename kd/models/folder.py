@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -578,7 +578,7 @@ def require_allowed_remote_code(config: TeacherConfig) -> bool:
     return config.trust_remote_code
 
 
-@cache  # to read the metadata of a large file takes seconds
+@lru_cache(maxsize=8)  # to read the metadata of a large file takes seconds
 def read_gguf_card(model: str, file: str, revision: str | None = None) -> dict[str, Any]:
     """Read what the metadata of a GGUF file on this machine say of licence and languages.
 
