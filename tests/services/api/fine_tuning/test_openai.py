@@ -607,8 +607,7 @@ def test_the_page_s_program_distils_a_student(
     assert 0.9 < job.trained_tokens / (20 * 8 * 64) < 1
     client: OpenAI = space["client"]
     checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=1))
-    assert checkpoints[0].step_number == steps
-    assert len(checkpoints) == len({each.id for each in checkpoints}) > 1
+    assert [each.step_number for each in checkpoints] == [steps], "a finished run keeps the last"
     table = client.files.content(job.result_files[0]).text.splitlines()
     assert table[0].startswith("step,")
     assert int(table[-1].split(",")[0]) == steps
