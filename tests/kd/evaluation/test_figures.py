@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,9 @@ def measured(
 
 def save(kind: str, folder: Path) -> PreTrainedModel:
     """Save a random student, and return it as plain transformers reads it."""
-    sizes = {"is_decoder": True} if kind == "bert-generation" else {}
+    sizes: dict[str, Any] = {"is_decoder": True} if kind == "bert-generation" else {}
+    if kind.startswith("gemma4"):  # each of its layers has embeddings too
+        sizes["vocab_size_per_layer_input"] = ROWS
     make_plain(kind, vocab_size=ROWS, **sizes).save_pretrained(folder)
     plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager"
