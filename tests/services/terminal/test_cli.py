@@ -491,7 +491,7 @@ def test_up_runs_everything_and_one_signal_stops_it(
     job_id = kd("submit", job_file("endless"), "--detach", "--server", server).stdout.strip()
     wait_until(lambda: httpx.get(f"{server}/jobs/{job_id}").json()["progress"]["done"])
     processes = descendants(process.pid)
-    assert len(processes) == 5, "server, API, worker, its child and what guards that"
+    assert len(processes) == 6, "server, API, what plans, worker, its child and what guards that"
     process.send_signal(number)
     assert process.wait(20) == 0
     assert [pid for pid in processes if is_alive(pid)] == []
