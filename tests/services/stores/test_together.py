@@ -74,7 +74,7 @@ def read_student(root: Path, job_id: str) -> bytes:
 def leader_held(parts: Parts, job_id: str) -> Iterator[None]:
     """Stop the process that leads the capture from the moment at which others can help."""
     wait_until(lambda: parts.job(job_id).capture is not None, PATIENCE)
-    worker = int(str(parts.job(job_id).worker).rpartition(":")[2])
+    worker = int(str(parts.job(job_id).worker).split(":")[-2])
     [child] = [
         int(pid)
         for file in Path(f"/proc/{worker}/task").glob("*/children")

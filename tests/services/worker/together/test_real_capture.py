@@ -56,7 +56,7 @@ def parts(new_parts: MakeParts, tiny_teacher: Path, monkeypatch: pytest.MonkeyPa
 def owner_held(parts: Parts, job_id: str) -> Iterator[None]:
     """Stop the child that leads from the moment at which the others can take ranges."""
     wait_until(lambda: parts.job(job_id).capture is not None, PATIENCE)
-    worker = int(str(parts.job(job_id).worker).rpartition(":")[2])
+    worker = int(str(parts.job(job_id).worker).split(":")[-2])
     child = find_child_of(worker)
     os.kill(child, signal.SIGSTOP)
     try:
