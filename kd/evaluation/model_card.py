@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
 from kd.evaluation.measure import STUDENT
 from kd.evaluation.report import Report, render_report
@@ -99,7 +100,9 @@ def _read_own_card(config: JobConfig) -> dict[str, Any]:
     elif student is not None and student.model is not None:
         found = read_card(student.model, student.revision)
     base = found.get("base_model")
-    return (read_card(base) if isinstance(base, str) else {}) | found
+    # A card may name anything, a folder by its path too: only a name of the hub is looked up.
+    known = read_card(base) if isinstance(base, str) and HUB_ID.match(base) else {}
+    return known | found
 
 
 def _list_datasets(config: JobConfig) -> list[str]:

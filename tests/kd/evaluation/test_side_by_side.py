@@ -210,13 +210,17 @@ def test_the_card_says_which_layers_were_kept_and_names_no_folder_of_this_machin
 
 
 def test_the_card_takes_licence_and_languages_from_a_gguf_file_and_from_the_base_model(
-    done: Any, job: dict[str, Any], tmp_path: Path
+    done: Any, job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf = pytest.importorskip("gguf")
     (tmp_path / "config.json").write_text("{}")
-    for name, front in (("base", "license: mit\nlanguage: fr"), ("tuned", "base_model: base")):
+    monkeypatch.chdir(tmp_path)
+    for name, front in {
+        "base": "license: mit\nlanguage: fr",
+        "tuned": "base_model: base",
+        "elsewhere": f"base_model: {tmp_path}/base",
+    }.items():
         (tmp_path / name).mkdir()
-        front = front.replace("model: base", f"model: {tmp_path / 'base'}")
         (tmp_path / name / "README.md").write_text(f"---\n{front}\n---\n")
     writer = gguf.GGUFWriter(tmp_path / "tuned" / "tiny.gguf", "llama")
     writer.add_license("gemma")
@@ -224,6 +228,9 @@ def test_the_card_takes_licence_and_languages_from_a_gguf_file_and_from_the_base
     for write in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{write}_to_file")()
     writer.close()
+    elsewhere = parse_config(job | {"teacher": {"model": str(tmp_path / "elsewhere")}})
+    write_provenance(tmp_path, elsewhere, done.report)
+    assert read_facts(tmp_path)["license"] == "unknown", "a card opens no folder by its path"
     for more, licence, language in (
         ({}, "mit", "fr"),
         ({"gguf_file": "tiny.gguf"}, "gemma", ["en", "de"]),
