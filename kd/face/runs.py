@@ -105,7 +105,7 @@ def find_makers(runs: Path, names: Container[str] | None = None) -> dict[str, di
         if names is None or folder.name in names
     ]
     for made, run in sorted(known, key=lambda each: bool(each[0].get("reused"))):
-        if made:
+        if "fingerprint" in made:
             # Earlier versions kept no inputs.
             train = ((made.get("inputs") or {}).get("data") or {}).get("train") or ()
             text = ", ".join(each if isinstance(each, str) else each["path"] for each in train)
