@@ -54,7 +54,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import keep_meaning, read_record
 from kd.config.teacher import SHARED, TeacherConfig
 from kd.config.train import TrainConfig
-from kd.errors import FidelityError
+from kd.errors import ConfigError, FidelityError
 from kd.evaluation.baseline import build_first_student, build_starting_student
 from kd.evaluation.comparison import compare_with_records
 from kd.evaluation.measure import EvaluationContext
@@ -187,10 +187,10 @@ def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
     """
     with suppress(ValueError):  # a damaged record means nothing; ``require_same_job`` follows
         config = keep_meaning(config, read_json(run_dir / "config.json"))
-    known = read_json(run_dir / "cache.json")
-    if known is not None and config.data.packing == "auto":
-        inputs = fill_cache_inputs(known["inputs"])
-        settled = set_packing(config, inputs["data"]["packing"])
+    inputs = read_cache_inputs(read_json(run_dir / "cache.json"))
+    packing = inputs["data"]["packing"] if inputs else None
+    if config.data.packing == "auto" and isinstance(packing, bool):
+        settled = set_packing(config, packing)
         if select_cache_inputs(settled) == inputs:
             return settled
     return settle_packing(config, monitor)
@@ -504,7 +504,7 @@ def open_source(
     caches = find_caches(home, config.cache.store)
     if config.cache.fingerprint is not None:
         store = open_cache(caches / config.cache.fingerprint, memory_bytes=memory)
-    elif known is not None and fill_cache_inputs(known["inputs"]) == select_cache_inputs(config):
+    elif known is not None and read_cache_inputs(known) == select_cache_inputs(config):
         store = open_cache(caches / known["fingerprint"], memory_bytes=memory)
     else:
         identity = plan_capture(config, monitor, home / TEXTS).identity
@@ -609,6 +609,11 @@ def select_cache_inputs(config: JobConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", include={"teacher", "data", "cache"})
 
 
-def fill_cache_inputs(written: dict[str, Any]) -> dict[str, Any]:
-    """What ``select_cache_inputs`` returned when a run began, with the fields of today."""
-    return select_cache_inputs(read_record({"kind": "precompute", **written}))
+def read_cache_inputs(known: Any) -> dict[str, Any] | None:
+    """Return what the cache of a run was made from, by the run's cache.json.
+
+    Fields that are newer than the run mean what was done then. None where it does not tell.
+    """
+    with suppress(KeyError, TypeError, ConfigError):
+        return select_cache_inputs(read_record({"kind": "precompute", **known["inputs"]}))
+    return None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kd.config.jobfile import MEANT_BEFORE, keep_meaning, parse_config, read_record
-from kd.pipeline import fill_cache_inputs, select_cache_inputs, settle_run
+from kd.pipeline import read_cache_inputs, select_cache_inputs, settle_run
 from kd.progress import SILENT
 from kd.training.resume.identity import compute_resume_identity
 
@@ -48,7 +48,12 @@ def test_the_cache_of_a_run_that_the_version_before_began_is_found_without_its_t
     """Such a run has written what the cache was made of, and may have no teacher any more."""
     for written, _ in read_records("8cefb88").values():
         inputs = {name: written[name] for name in ("teacher", "data", "cache")}
-        assert fill_cache_inputs(inputs) == select_cache_inputs(read_record(written))
+        assert read_cache_inputs({"inputs": inputs}) == select_cache_inputs(read_record(written))
+
+
+@pytest.mark.parametrize("known", [None, {}, [], {"inputs": None}, {"inputs": {"data": 1}}])
+def test_a_run_that_does_not_tell_what_its_cache_was_made_from(known: Any) -> None:
+    assert read_cache_inputs(known) is None
 
 
 def test_the_job_file_of_a_run_that_an_earlier_version_began_continues_it() -> None:
