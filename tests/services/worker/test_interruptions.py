@@ -122,14 +122,13 @@ def test_a_run_that_is_stopped_by_a_signal_is_killed_once_it_is_fenced(
 
 
 def test_a_run_that_is_stopped_by_a_signal_is_silent_and_replaced(new_parts: MakeParts) -> None:
-    parts = new_parts(silence_seconds=5.0)
+    parts = new_parts(silence_seconds=10.0)
     parts.start_worker()
     job_id, pid = started(parts, "steps")
     wait_until(lambda: parts.job(job_id).progress.done)
     os.kill(pid, signal.SIGSTOP)
     job = parts.wait_for(job_id, "succeeded", "failed")
-    # A busy machine may make the second run silent too.
-    assert job.status == "succeeded" and job.attempt > 1
+    assert (job.status, job.attempt) == ("succeeded", 2)
     assert steps_done(parts, job_id) == list(range(STEPS))
 
 
