@@ -11,7 +11,7 @@ import pytest
 import kd
 from cache.disk import locked
 from kd.errors import ModelError
-from kd.face.runs import remove_run
+from kd.face.runs import find_makers, remove_run
 from kd.files import LOCK, write_json
 from tests.support.commands import kd as kd_command
 
@@ -66,6 +66,13 @@ def test_a_run_that_is_removed_while_it_is_read_is_not_listed(
 
     monkeypatch.setattr("kd.face.runs.sum_file_sizes", remove)
     assert [run.name for run in kd.list_runs(tmp_path)] == ["b"]
+
+
+@pytest.mark.parametrize("record", ["{", "[1]", "{}", '{"reused": false}'])
+def test_a_run_that_names_no_cache_made_none(tmp_path: Path, record: str) -> None:
+    folder = make_run(tmp_path, "a", {"kind": "precompute"})
+    (folder / "cache.json").write_text(record)
+    assert find_makers(folder.parent) == {}
 
 
 def test_of_a_run_that_is_a_link_the_link_is_removed(tmp_path: Path) -> None:
