@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,8 +63,9 @@ _RECORD = TypeAdapter(TrainingFile)
 class PendingFile:
     """A file that is being received; ``publish`` makes it one of the team's files."""
 
-    def __init__(self, team_folder: Path) -> None:
+    def __init__(self, team_folder: Path, publishing: threading.Lock) -> None:
         self.id = make_id("file-")
+        self._publishing = publishing
         self._place = team_folder / self.id
         self._temporary = team_folder / (TEMPORARY_PREFIX + self.id)
         self._temporary.mkdir()
@@ -79,12 +81,19 @@ class PendingFile:
         """Hand what was written to the disk, whose sizes then count it."""
         self._file.flush()
 
-    def publish(self, filename: str, rows: int, form: RowForm) -> TrainingFile:
-        """Put the file in its place, durably."""
+    def publish(
+        self, filename: str, rows: int, form: RowForm, require_room: Callable[[], None]
+    ) -> TrainingFile:
+        """Put the file in its place, durably. What ``require_room`` raises refuses it.
+
+        One file at a time: a walk over the files of the team would miss one that moves.
+        """
         self._file.close()
         record = TrainingFile(self.id, filename, self.bytes, rows, form, int(time.time()))
         (self._temporary / RECORD).write_text(json.dumps(asdict(record)), encoding="utf-8")
-        publish_folder(self._temporary, self._place)
+        with self._publishing:
+            require_room()
+            publish_folder(self._temporary, self._place)
         return record
 
     def discard(self) -> None:
@@ -99,6 +108,7 @@ class TrainingFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._publishing = threading.Lock()
 
     @contextmanager
     def receiving(self, team: str) -> Iterator[PendingFile]:
@@ -110,7 +120,7 @@ class TrainingFiles:
         with storage_errors(team_folder):
             make_folder(team_folder)
             _sweep(team_folder)
-            pending = PendingFile(team_folder)
+            pending = PendingFile(team_folder, self._publishing)
             try:
                 yield pending
             finally:

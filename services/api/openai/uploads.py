@@ -124,9 +124,7 @@ class UploadForm:
         if self.filename is None:
             raise make_file_problem("The form has no file.", "Send the field file.")
         form = self.checker.finish()
-        self.pending.flush()
-        require_room()
-        return self.pending.publish(self.filename, self.checker.rows, form)
+        return self.pending.publish(self.filename, self.checker.rows, form, require_room)
 
     def _begin_file(self, part: File) -> None:
         if part.name != "file" or self.filename is not None:

@@ -18,7 +18,7 @@ def files(tmp_path: Path) -> TrainingFiles:
 def receive(files: TrainingFiles, team: str, content: bytes = b"{}\n") -> str:
     with files.receiving(team) as pending:
         pending.write(content)
-        return pending.publish("a.jsonl", 1, "jsonl").id
+        return pending.publish("a.jsonl", 1, "jsonl", lambda: None).id
 
 
 def test_a_file_appears_with_its_record_or_not_at_all(files: TrainingFiles, tmp_path: Path) -> None:

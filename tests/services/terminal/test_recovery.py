@@ -215,7 +215,7 @@ def test_only_runs_without_a_job_are_measured_as_local(
         measured.append(folder)
         return sum_file_sizes(folder)
 
-    monkeypatch.setattr(retention, "sum_file_sizes", measure)
+    monkeypatch.setattr("cache.disk.sum_file_sizes", measure)
     found = retention._measure_local_runs(Settings(home=tmp_path))
     assert found == {"number": 1, "bytes": 6}
     assert measured == [tmp_path / "runs" / "mine"]

@@ -371,7 +371,7 @@ def test_an_uploaded_file_that_no_job_names_goes(home: Home) -> None:
     for _ in range(3):
         with files.receiving("nlp") as pending:
             pending.write(b'{"messages": []}\n')
-            ids.append(pending.publish("x.jsonl", 1, "messages").id)
+            ids.append(pending.publish("x.jsonl", 1, "messages", lambda: None).id)
     free, used, ended = ids
     open_job = queued(home.store, data={"train": str(files.locate("nlp", used))})
     ended_job = finished(home.store, data={"train": str(files.locate("nlp", ended))})
