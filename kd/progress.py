@@ -24,7 +24,7 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     trial        {number, state, values, loss, why}, in a search
     checkpoint   {step, path}
     artifact     {name, path}
-    warning      {message}
+    warning      {message}; {message, error} of the service: the type of what ended an attempt
 
 and two that only the supervisor uses; they are not stored:
 

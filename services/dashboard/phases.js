@@ -7,6 +7,7 @@ const NAMES = {
   waiting: "waiting", precompute: "capture", train: "training", search: "search",
   evaluation: "evaluation", paused: "paused",
 };
+const LOST = "worker lost";
 
 /**
  * Return the phases of a job: [{name, from, until, parts: [{text, from, until}]}], in milliseconds.
@@ -17,6 +18,7 @@ export function phasesOf(events, now) {
   let status = null;
   let stage = null;
   let profiled = false; // the training is over, and the student is evaluated
+  let heard = null; // the time of the last event
   const begin = (name, text, at) => {
     const last = found.at(-1);
     if (last) last.until = at;
@@ -33,6 +35,9 @@ export function phasesOf(events, now) {
   };
   for (const { type, ts, data } of events) {
     const at = Date.parse(ts);
+    // From its last event until its lease ended the worker did nothing that anybody knows of.
+    if ([data.error, data.error?.type].includes("worker_lost")) begin(LOST, "", heard ?? at);
+    heard = at;
     if (type === "status") {
       if (data.status === "running" && status !== "running") profiled = false;
       // It has ended before, and somebody continues it: the time between is no part of a phase.

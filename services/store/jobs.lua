@@ -458,7 +458,8 @@ local function died(id, failure)
   if status ~= 'cancelling' and used >= (tonumber(limit or '') or 0) then
     return move(id, 'failed', 'error', failure)
   end
-  emit(id, 'warning', cjson.encode({message = cjson.decode(failure).detail}))
+  local lost = cjson.decode(failure)
+  emit(id, 'warning', cjson.encode({message = lost.detail, error = lost.type}))
   return stopped(id, 'fresh', '1')
 end
 

@@ -11,8 +11,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
+from bench.support.waiting import wait_until
 from kd.client.wire.service import Device, WorkerState
-from services.store.jobs.leases import Claim
+from services.store.jobs.leases import Claim, EventBatch
 from tests.support.services.api import problem, tell
 from tests.support.services.pages import require_fit, take_picture
 
@@ -36,6 +37,13 @@ def train(api: Parts, claim: Claim, first: int, last: int) -> None:
         done = {"done": step, "total": 100, "unit": "steps", "fraction": step / 100}
         metrics = {"step": step, "loss": 5.0 - step / 50}
         tell(api, claim, ("progress", done), ("metrics", metrics))
+
+
+def expire(api: Parts, job_id: str) -> bool:
+    """Take back the jobs of lost workers. Returns whether this one waits again."""
+    api.jobs.expire()
+    job = api.jobs.get(job_id)
+    return job is not None and job.status == "queued"
 
 
 def test_samples_are_shown_as_they_come(page: Page, api: Parts) -> None:
@@ -153,6 +161,17 @@ def test_the_time_between_a_failure_and_its_retry_is_no_phase_of_work(
     page.goto(f"{api.settings.server}/jobs/{claim.id}")
     expect(page.get_by_role("img", name="Phases over time")).to_have_attribute(
         "aria-label", re.compile("waiting .*, training .*, failed .*, waiting ")
+    )
+
+
+def test_the_time_of_a_lost_worker_is_no_phase_of_work(page: Page, api: Parts) -> None:
+    claim = claim_job(api, "lost")
+    tell(api, claim, ("stage", {"stage": "train", "phase": "training"}))
+    api.jobs.beat(claim, 0, EventBatch(2, ()))
+    wait_until(lambda: expire(api, claim.id), 30)
+    page.goto(f"{api.settings.server}/jobs/{claim.id}")
+    expect(page.get_by_role("img", name="Phases over time")).to_have_attribute(
+        "aria-label", re.compile("waiting .*, training .*, worker lost .*, waiting ")
     )
 
 
